@@ -1,1 +1,1 @@
-"""The hot path's AMQP 0-9-1: framing, content headers read and spliced in place, one connection and its channels."""
+"""AMQP 0-9-1 for the hot path: framing, content headers edited in place, one connection and its channels."""

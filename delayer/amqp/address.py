@@ -10,7 +10,7 @@ from typing import Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# RabbitMQ's own names first, then those that aio-pika takes, so that one URL serves both.
+# The first names are RabbitMQ's, the others are aio-pika's: one URL serves both libraries.
 _PARAMETERS = {
     "heartbeat": "heartbeat",
     "connection_timeout": "connection_timeout",
@@ -29,10 +29,10 @@ _MECHANISMS = ("PLAIN", "EXTERNAL")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the broker is and how to log in. ``repr`` and ``str`` never show the password.
+    """The broker's address and the login. ``repr`` and ``str`` never show the password.
 
-    ``heartbeat`` and ``timeout`` are seconds, None where the URL does not say. ``server_name`` is what the broker's
-    certificate must be for, if not ``host``.
+    ``heartbeat`` and ``timeout`` are seconds, None if the URL does not set them. ``server_name`` is the host name that
+    the broker's certificate must have, if it is not ``host``.
     """
 
     host: str
@@ -50,10 +50,10 @@ class Address:
     def parse(cls, url: str) -> Self:
         """Read ``amqp[s]://user:password@host:port/vhost?parameters``.
 
-        Everything but the scheme and the host has a default: guest, guest, 5672 or 5671, ``/``. Parameters:
-        ``heartbeat`` (s, 0 is none), ``connection_timeout`` (ms, as RabbitMQ's URLs have it), ``auth_mechanism``
-        (plain, external), and for amqps ``cafile``, ``certfile``, ``keyfile``, ``verify`` (verify_peer, verify_none),
-        ``server_name_indication``. Raises ValueError that says what was expected, and never shows the URL.
+        The URL must have a scheme and a host. The defaults are guest, guest, 5672 or 5671, and ``/``. Parameters:
+        ``heartbeat`` (s, 0 is none), ``connection_timeout`` (ms, as in RabbitMQ's URLs), ``auth_mechanism`` (plain,
+        external), and for amqps ``cafile``, ``certfile``, ``keyfile``, ``verify`` (verify_peer, verify_none),
+        ``server_name_indication``. Raises ValueError with the expected form; the text never contains the URL.
         """
         try:
             parts = urlsplit(url)
@@ -90,7 +90,7 @@ class Address:
 
 
 def _port(parts: SplitResult) -> int:
-    # The cause is not chained: where a password holds an unescaped / or @, it is what the port is read from.
+    # The cause is not chained: if a password holds an unescaped / or @, urlsplit takes a part of it for the port.
     try:
         port = parts.port
     except ValueError:
@@ -106,7 +106,7 @@ def _query(text: str) -> Mapping[str, str]:
     found = {}
     for name, value in parse_qsl(text, keep_blank_values=True):
         if name not in _PARAMETERS:
-            # A name is shown only if it looks like one: it could be the rest of a password.
+            # The error shows only names of lower-case letters: another name could be the rest of a password.
             shown = f", found {name!r}" if re.fullmatch("[a-z_]{1,40}", name) else ""
             raise ValueError(f"broker URL: expected a parameter of {', '.join(sorted(_PARAMETERS))}{shown}")
         found[_PARAMETERS[name]] = value
@@ -129,7 +129,7 @@ def _mechanism(name: str) -> str:
 
 
 def _context(query: Mapping[str, str]) -> ssl.SSLContext:
-    """Certificate and host name are verified unless the URL says verify_none; by the system's CAs or the cafile."""
+    """A TLS context that verifies certificate and host name by the system's CAs or the cafile, unless verify_none."""
     verify = _VERIFY.get(query.get("verify", "verify_peer").lower())
     if verify is None:
         raise ValueError("broker URL: expected verify to be verify_peer or verify_none")

@@ -30,9 +30,9 @@ TOKEN_HEADER = b"x-delayer-id"
 
 
 class Batch:
-    """A publish() call: what became of each of its messages, and the future of its caller.
+    """One publish() call: the outcome of each message, and the future of the caller.
 
-    Raises ValueError if two messages have the same token: a return could not be told apart.
+    Raises ValueError if two messages have the same token, because a return names its message only by its token.
     """
 
     def __init__(self, tokens: Sequence[bytes], outcomes: asyncio.Future[list[Outcome]]) -> None:
@@ -47,7 +47,7 @@ class Batch:
         self._returned: dict[int, Returned] = {}
 
     def position(self, token: bytes) -> int | None:
-        """Where the message of that token stands in the batch. Returns are rare: the index is made for the first."""
+        """The message's index in the batch, by its token. The first return builds the index."""
         if self._positions is None:
             self._positions = {one: position for position, one in enumerate(self._tokens)}
         return self._positions.get(token)
@@ -56,7 +56,7 @@ class Batch:
         self._returned[position] = returned
 
     def settle(self, count: int, nacked: Sequence[int]) -> None:
-        """``count`` more messages are settled, those at the positions ``nacked`` by a nack."""
+        """Count ``count`` more messages as settled. The broker nacked those at the positions ``nacked``."""
         self._nacked += nacked
         self._unsettled -= count
         if self._unsettled or self.outcomes.done():
@@ -66,7 +66,7 @@ class Batch:
         self.outcomes.set_result(outcomes)
 
     def so_far(self) -> list[Outcome | None]:
-        """What is settled by now; None for each message that is not, or was never written."""
+        """One outcome for each message. None: the message is not settled, or was never written."""
         outcomes: list[Outcome | None] = [None] * len(self._tokens)
         for run in self.runs:
             for at, settled in enumerate(run.settled, run.offset):
@@ -78,14 +78,14 @@ class Batch:
     def _enter_others(self, outcomes: list[Outcome] | list[Outcome | None]) -> None:
         for position in self._nacked:
             outcomes[position] = NACKED
-        # The broker returns a message and then confirms it: what it says about the routing is what counts.
+        # The broker returns an unroutable message and then confirms it: the return overrides the confirm.
         for position, returned in self._returned.items():
             if outcomes[position] is not None:
                 outcomes[position] = returned
 
 
 class _Run:
-    """Consecutive numbers ``first`` .. of messages from ``offset`` on in ``batch``."""
+    """Consecutive publish numbers from ``first`` on, for the messages of ``batch`` from index ``offset`` on."""
 
     __slots__ = ("batch", "first", "low", "offset", "settled", "unsettled")
 
@@ -93,12 +93,12 @@ class _Run:
         self.batch = batch
         self.first = first
         self.offset = offset
-        self.settled = bytearray(count)  # 1 for each that is
+        self.settled = bytearray(count)  # One byte for each message: 1 is settled.
         self.unsettled = count
-        self.low = 0  # all before this one are settled
+        self.low = 0  # All messages before this index are settled.
 
     def settle_one(self, number: int, *, positive: bool) -> bool:
-        """False if the number was settled before."""
+        """Settle one number. Returns False if the number was settled before."""
         at = number - self.first
         if self.settled[at]:
             return False
@@ -120,18 +120,18 @@ class _Run:
 
 
 class Confirms:
-    """The publishes of one channel that are not yet confirmed."""
+    """The unconfirmed publishes of one channel."""
 
     def __init__(self) -> None:
         self._next = 1
-        self._runs: list[_Run] = []  # by number; as many as there are publish() calls in flight, about
+        self._runs: list[_Run] = []  # In the order of their numbers; about one for each publish() call in flight.
 
     @property
     def in_flight(self) -> int:
         return sum(run.unsettled for run in self._runs)
 
     def written(self, batch: Batch, offset: int, count: int) -> None:
-        """``count`` messages of the batch, from ``offset`` on, take the next numbers."""
+        """Give the next numbers to ``count`` messages of the batch, from index ``offset`` on."""
         last = self._runs[-1] if self._runs else None
         if last is not None and last.batch is batch and last.offset + len(last.settled) == offset:
             last.settled += bytes(count)
@@ -143,9 +143,9 @@ class Confirms:
         self._next += count
 
     def settle(self, number: int, *, multiple: bool, positive: bool) -> None:
-        """The broker acked or nacked that number, or with ``multiple`` all up to it (0: all there are).
+        """Settle the number that the broker acked or nacked; with ``multiple`` all numbers up to it (0: all).
 
-        Raises ProtocolError for a number that was never given, or is settled already.
+        Raises ProtocolError if the number was never given, or is settled already.
         """
         if number >= self._next or (number == 0 and not multiple):
             raise ProtocolError(UNEXPECTED_FRAME, f"confirm of publish {number}, the last one was {self._next - 1}")
@@ -169,9 +169,9 @@ class Confirms:
         raise ProtocolError(UNEXPECTED_FRAME, f"second confirm of publish {number}")
 
     def note_returned(self, message: ReturnedMessage) -> None:
-        """The broker found no queue for a message; its confirm follows.
+        """Record that the broker found no queue for a message. The message's confirm follows.
 
-        Raises ProtocolError when it cannot be told which message that is: then all in flight is in doubt.
+        Raises ProtocolError if the return matches no single message: then all messages in flight are in doubt.
         """
         token = _token(message.properties)
         if token is None:
@@ -188,7 +188,7 @@ class Confirms:
         batch.note_returned(position, Returned(message.code, message.text))
 
     def forget(self) -> None:
-        """The channel is gone: nothing will be confirmed any more."""
+        """Drop all publishes: the channel is gone, so no confirm will come."""
         self._runs.clear()
 
     def waiting(self) -> list[asyncio.Future[list[Outcome]]]:
@@ -212,10 +212,10 @@ _CLOSE_SECONDS = 5.0
 
 
 class Channel:
-    """Made by :meth:`Connection.channel`.
+    """An AMQP channel; :meth:`Connection.channel` opens it.
 
-    ``closed`` is done when the channel is gone, its result is why (a ChannelClosed or ConnectionLost). Wait for it with
-    ``asyncio.wait`` or behind ``asyncio.shield``: a task that awaits it directly cancels it when it is cancelled.
+    ``closed`` is done when the channel is gone; its result is the reason (a ChannelClosed or ConnectionLost). Wait for
+    it with ``asyncio.wait`` or ``asyncio.shield``: a cancelled task that awaits the future directly cancels the future.
     Every method raises that error once the channel is gone.
     """
 
@@ -231,15 +231,15 @@ class Channel:
         self._confirms: Confirms | None = None
 
     async def open(self) -> None:
-        """Called once, by the connection."""
+        """Open the channel at the broker. The connection calls this once."""
         try:
             await self.call(commands.Channel.Open(), commands.Channel.OpenOk)
         except BaseException:
-            self.abandon()  # interrupted: nobody else knows of it, and its number would never be free again
+            self.abandon()  # No caller knows this channel: its number would never be free again.
             raise
 
     async def qos(self, prefetch: int) -> None:
-        """At most that many deliveries unsettled for each consumer that begins after this; 0 is no limit."""
+        """Limit the unsettled deliveries of each consumer that begins after this call; 0 is no limit."""
         await self.call(commands.Basic.Qos(prefetch_count=prefetch), commands.Basic.QosOk)
 
     async def consume(
@@ -247,24 +247,24 @@ class Channel:
     ) -> str:
         """Begin to consume; return the consumer tag.
 
-        ``on_delivery`` is called from the read loop, perhaps before this returns; what it raises ends the connection.
-        ``on_cancelled`` is called once if the broker cancels the consumer.
+        The read loop calls ``on_delivery``, perhaps before this method returns; an exception from it ends the
+        connection. The channel calls ``on_cancelled`` once if the broker cancels the consumer.
         """
         self._tags += 1
         tag = b"delayer.%d" % self._tags
-        # Known before the broker can answer: the first delivery may stand right behind the answer.
+        # The callbacks are set before the request: the first delivery may directly follow the broker's answer.
         self.consumers[tag] = on_delivery
         self._cancelled_by_broker[tag] = on_cancelled
         await self._request(framing.consume(self.number, queue.encode(), tag), commands.Basic.ConsumeOk)
         return tag.decode()
 
     async def cancel(self, tag: str) -> None:
-        """End the consumer. Deliveries go on until this returns; they can be settled afterwards."""
+        """End the consumer. Deliveries arrive until this returns; the caller can settle them afterwards."""
         await self.call(commands.Basic.Cancel(consumer_tag=tag), commands.Basic.CancelOk)
         self._forget(tag.encode())
 
     async def call(self, method: Frame, reply: type[_Reply]) -> _Reply:
-        """Any method that is answered. Calls may overlap: they go out in the order in which they begin."""
+        """Send a method and wait for its answer. Calls may overlap; the channel sends them in order."""
         return await self._request(framing.marshal(method, self.number), reply)
 
     def ack(self, tag: int, multiple: bool = False) -> None:
@@ -272,21 +272,21 @@ class Channel:
         self._write(framing.ack(self.number, tag, multiple=multiple))
 
     def nack(self, tag: int, multiple: bool = False, requeue: bool = True) -> None:
-        """Give the delivery back, or drop or dead-letter it without ``requeue``."""
+        """Return the delivery to its queue; without ``requeue`` the broker drops or dead-letters it."""
         self._write(framing.nack(self.number, tag, multiple=multiple, requeue=requeue))
 
     async def confirm_select(self) -> None:
-        """Ask for confirms. Needed once, before the first publish."""
+        """Put the channel into confirm mode. Call this once, before the first publish."""
         if self._confirms is None:
             await self.call(commands.Confirm.Select(), commands.Confirm.SelectOk)
             self._confirms = self._confirms or Confirms()
 
     async def publish(self, batch: Sequence[Outgoing], *, timeout: float) -> list[Outcome]:
-        """Publish, mandatory, and wait for every confirm: one outcome a message, in the order of the batch.
+        """Publish with the mandatory flag and wait for every confirm. Returns one outcome for each message, in order.
 
-        Several calls may be in flight. Raises HeaderTooLarge and ValueError before anything is written; ChannelClosed
-        (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost when some outcomes are in doubt, with the others.
-        A cancelled call leaves the channel in order; what it had written is published.
+        Several calls may be in flight. Raises HeaderTooLarge and ValueError before it writes anything. Raises
+        ChannelClosed (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost if some outcomes are in doubt; the
+        error has the known outcomes. A cancelled call leaves the channel usable; the written messages are published.
         """
         confirms = self._confirms
         if confirms is None:
@@ -296,7 +296,7 @@ class Channel:
             return []
         self._check_fits(batch)
         outcomes: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
-        outcomes.add_done_callback(_look_at)  # whoever is interrupted while writing never awaits it
+        outcomes.add_done_callback(_retrieve)  # A call that is cancelled while it writes never awaits this future.
         waiting = Batch([outgoing.token for outgoing in batch], outcomes)
         try:
             async with asyncio.timeout(timeout):
@@ -313,8 +313,8 @@ class Channel:
             lost.outcomes = waiting.so_far()
             raise
         finally:
-            # An exception that comes out of here holds this frame, the frame them, and they the exception: a ring
-            # around the bodies of the batch, which only the collector would let go of, and that one comes rarely.
+            # An exception from here refers to this frame, the frame to these objects, and they to the exception. This
+            # cycle would keep the bodies of the batch in memory until the garbage collector runs, which is rare.
             waiting.runs.clear()
             del outcomes, waiting
 
@@ -337,7 +337,7 @@ class Channel:
             self._connection.write_parts(parts)
 
     async def close(self) -> None:
-        """Close and wait for the broker's answer, at most 5 s. What is unsettled returns to its queue. Idempotent."""
+        """Close and wait at most 5 s for the broker's answer. Unsettled deliveries go back. Idempotent."""
         self.abandon()
         await self._connection.numbers.wait_released(self.number, _CLOSE_SECONDS)
 
@@ -346,7 +346,7 @@ class Channel:
         self._end(ChannelClosed(REPLY_SUCCESS, "closed by us"))
 
     def _end(self, loss: ChannelClosed) -> None:
-        """Close from our side, without waiting. The number stays taken until the broker answers."""
+        """Close from our side, without waiting. The number stays in use until the broker answers."""
         if self._loss is None:
             self._connection.numbers.release(self.number)
             close = commands.Channel.Close(loss.code or REPLY_SUCCESS, framing.clipped(loss.text), 0, 0)
@@ -354,7 +354,7 @@ class Channel:
             self.fail(loss)
 
     def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
-        """The channel is gone: tell everybody who waits. Called by the connection too, when it is lost."""
+        """Mark the channel as gone and fail all waiting calls. A lost connection calls this too."""
         if self._loss is not None:
             return
         self._loss = loss
@@ -371,7 +371,7 @@ class Channel:
         if not self.closed.done():
             self.closed.set_result(loss)
 
-    # What the parser calls.
+    # The parser calls these methods.
 
     def on_method(self, frame: bytes) -> None:
         method = framing.unmarshal(frame)
@@ -407,7 +407,7 @@ class Channel:
             raise ProtocolError(UNEXPECTED_FRAME, f"a return on channel {self.number}, where nothing was published")
         self._confirms.note_returned(returned)
 
-    # Requests and their answers, which come in order.
+    # Requests and their answers: the broker answers in order.
 
     async def _request(self, frame: bytes, reply: type[_Reply]) -> _Reply:
         self._check_open()
@@ -415,7 +415,7 @@ class Channel:
         self._connection.write(frame)
         self._replies.append((reply, future))
         answer = await future
-        assert isinstance(answer, reply)  # on_method compared it
+        assert isinstance(answer, reply)  # This is certain: on_method compared the types.
         return answer
 
     def _write(self, frame: bytes) -> None:
@@ -431,41 +431,41 @@ class Channel:
         return self._cancelled_by_broker.pop(tag, None)
 
 
-def _look_at(outcomes: asyncio.Future[list[Outcome]]) -> None:
-    """Tell asyncio that a failure was not overlooked."""
+def _retrieve(outcomes: asyncio.Future[list[Outcome]]) -> None:
+    """Retrieve a failure, so that asyncio does not report it as never retrieved."""
     if not outcomes.cancelled():
         outcomes.exception()
 
 
 class ClosingChannel:
-    """Stands in for a channel that we closed, until the broker agrees: what still comes for it is ignored."""
+    """The placeholder for a channel that we closed. It ignores all frames until the broker confirms the close."""
 
     def __init__(self, number: int, on_closed: Callable[[], None], answer: Callable[[], None]) -> None:
         self.number = number
-        self.consumers = _Anybody()
+        self.consumers = _IgnoringConsumers()
         self._on_closed = on_closed
         self._answer = answer
 
     def on_method(self, frame: bytes) -> None:
         method = framing.unmarshal(frame)
         if isinstance(method, commands.Channel.Close):
-            self._answer()  # both sides closed at once: each answers, and each waits for its answer
+            self._answer()  # Both sides closed at once: each side answers, and each side waits for its answer.
         elif isinstance(method, commands.Channel.CloseOk):
             self._on_closed()
 
     def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
-        """Nobody waits for it any more."""
+        """Ignore the confirm: the channel is closed."""
 
     def on_returned(self, returned: ReturnedMessage) -> None:
-        """Nobody waits for it any more."""
+        """Ignore the return: the channel is closed."""
 
 
-class _Anybody:
-    """A consumer under every tag, which ignores what it gets."""
+class _IgnoringConsumers:
+    """A consumer for every tag, which ignores its deliveries."""
 
     def get(self, _tag: bytes, /) -> Callable[[Delivery], None]:
         return _ignore
 
 
 def _ignore(_delivery: Delivery) -> None:
-    """The delivery returns to its queue when the broker closes the channel."""
+    """Ignore the delivery: it returns to its queue when the broker closes the channel."""

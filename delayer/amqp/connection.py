@@ -1,6 +1,6 @@
-"""One AMQP connection, as an asyncio protocol: its channel numbers, its heartbeats, the broker's resource alarm.
+"""One AMQP connection as an asyncio protocol: its channel numbers, its heartbeats, the broker's resource alarm.
 
-Nothing is awaited for a frame or a message that comes in.
+The protocol handles each incoming frame synchronously, without an await.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from delayer.core.message import Delivery
 
 
 class Alarm:
-    """``raised``, and the broker's word for it, until it is cleared or the connection is lost."""
+    """The broker's resource alarm. ``raised`` and ``reason`` hold until it is cleared or the connection is lost."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.raised = False
         self.reason = ""
         self.heard: Callable[[str], object] = lambda _reason: None
-        """Told the broker's word whenever it is raised, and "" when it is cleared."""
+        """Called with the broker's reason when an alarm is raised, and with "" when it is cleared."""
         self._loop = loop
         self._loss: ConnectionLost | None = None
         self._over: asyncio.Future[None] | None = None
 
     @property
     def over(self) -> Awaitable[None]:
-        """Done as soon as there is no alarm: at once while none is raised. Raises ConnectionLost."""
+        """A future that is done as soon as no alarm is raised. Raises ConnectionLost."""
         if self._over is None or (self._over.done() and (self.raised or self._loss is not None)):
             self._over = self._loop.create_future()
-            self._over.add_done_callback(_look_at)
+            self._over.add_done_callback(_retrieve)
             if self._loss is not None:
                 self._over.set_exception(again(self._loss))
             elif not self.raised:
@@ -65,20 +65,20 @@ class Alarm:
             self._over.set_result(None)
 
     def fail(self, loss: ConnectionLost) -> None:
-        """The connection is gone: whoever waits hears of it."""
+        """Fail all waiting calls: the connection is gone."""
         self._loss = loss
         if self._over is not None and not self._over.done():
             self._over.set_exception(again(loss))
 
 
-def _look_at(future: asyncio.Future[None]) -> None:
-    """Tell asyncio that a failure was not overlooked, also when nobody waits any more."""
+def _retrieve(future: asyncio.Future[None]) -> None:
+    """Retrieve a failure, so that asyncio does not report it as never retrieved."""
     if not future.cancelled():
         future.exception()
 
 
 class Numbers:
-    """``receivers``: by number, for the parser; 0 is the connection itself. ``write`` hands bytes to the transport."""
+    """The channel numbers. ``receivers`` maps them to receivers, for the parser; 0 is the connection itself."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, zero: Receiver, write: Callable[[bytes], None]) -> None:
         self.receivers: dict[int, Receiver] = {0: zero}
@@ -87,14 +87,14 @@ class Numbers:
         self._write = write
 
     def free(self, channel_max: int) -> int:
-        """The lowest number that nobody has. Raises NoFreeChannel."""
+        """The lowest free number. Raises NoFreeChannel."""
         number = next(one for one in count(1) if one not in self.receivers)
         if number > channel_max:
             raise NoFreeChannel(f"all {channel_max} channels of the connection are in use")
         return number
 
     def release(self, number: int) -> None:
-        """We close this channel: ignore what comes for it, and keep its number until the broker agrees."""
+        """Ignore further frames of a channel that we close. Its number stays in use until the broker answers."""
         self.released[number] = self._loop.create_future()
         self.receivers[number] = ClosingChannel(
             number,
@@ -103,20 +103,20 @@ class Numbers:
         )
 
     def forget(self, number: int) -> None:
-        """The number is free again."""
+        """Free the number."""
         del self.receivers[number]
         released = self.released.pop(number, None)
         if released is not None and not released.done():
             released.set_result(None)
 
     async def wait_released(self, number: int, seconds: float) -> None:
-        """Until the broker agreed that a channel is closed, or the connection is lost, or the time is over."""
+        """Wait until the broker confirmed the close, the connection is lost, or ``seconds`` are over."""
         released = self.released.get(number)
         if released is not None:
             await asyncio.wait({released}, timeout=seconds)
 
     def fail(self, loss: ConnectionLost) -> None:
-        """The connection is gone: every channel hears of it, and nobody waits for a number."""
+        """Fail every channel, and end all waits for a number: the connection is gone."""
         for number, receiver in list(self.receivers.items()):
             if isinstance(receiver, Channel):
                 self.receivers[number] = ClosingChannel(number, _nothing, _nothing)
@@ -127,12 +127,12 @@ class Numbers:
 
 
 def _nothing() -> None:
-    """The connection is gone: there is no number to free, and nobody to answer."""
+    """Do nothing: the connection is gone, so there is no number to free and no peer to answer."""
 
 
 class Pulse:
-    """Beats when nothing was written for half of ``heartbeat`` seconds; calls ``lost``, once, when nothing was read for
-    twice as long as ``heartbeat``. Whoever reads sets ``read_at`` (loop time), and ``reading`` while it does.
+    """The heartbeats. It sends one if nothing was written for half of ``heartbeat`` seconds. It calls ``lost`` once if
+    nothing was read for twice ``heartbeat`` seconds. The reader sets ``read_at`` (loop time) and ``reading``.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, outlet: Outlet, lost: Callable[[str], None]) -> None:
@@ -146,7 +146,7 @@ class Pulse:
         self.reading = True
 
     def start(self, heartbeat: float) -> None:
-        """Begin; 0 is no heartbeat."""
+        """Begin; 0 means no heartbeats."""
         self._heartbeat = heartbeat
         if heartbeat:
             self._look()
@@ -164,9 +164,9 @@ class Pulse:
         if now - self._outlet.written_at >= half:
             self._outlet.write(HEARTBEAT_FRAME)
         due = self._outlet.written_at + half
-        next_look = due if due > now else now + half  # a closing transport takes no write
+        next_look = due if due > now else now + half  # A closing transport accepts no write.
         if not self.reading:
-            self._overdue = False  # we do not listen: silence means nothing
+            self._overdue = False  # Reading is paused, so silence means nothing.
         elif now - self.read_at < deadline:
             self._overdue = False
             next_look = min(next_look, self.read_at + deadline)
@@ -174,37 +174,37 @@ class Pulse:
             self._lost(f"nothing was heard from the broker for {now - self.read_at:.1f} s")
             return
         else:
-            # After a stop of the whole process this may run before the socket is looked at. One more turn shows.
+            # After a pause of the whole process, this timer may run before asyncio reads the socket. Wait once more.
             self._overdue = True
             next_look = now + self._heartbeat / 10
         if self._heartbeat:
             self._timer = self._loop.call_at(next_look, self._look)
 
 
-# How long a peer may take to agree that the connection ends before we end it without.
+# Seconds that a peer may take to confirm the end of a connection; after that we cut it.
 _CLOSE_SECONDS = 5.0
 
 
 class Connection(asyncio.Protocol):
-    """Made by :meth:`open`.
+    """An AMQP connection; :meth:`open` makes it.
 
-    ``closed`` is done when the connection is gone, its result is why. Wait for it with ``asyncio.wait`` or behind
-    ``asyncio.shield``: a task that awaits it directly cancels it when it is cancelled. ``blocked`` is true while the
-    broker takes no publishes because of a resource alarm, ``blocked_reason`` is its word for it. ``numbers`` is for
-    channels.
+    ``closed`` is done when the connection is gone; its result is the reason. Wait for it with ``asyncio.wait`` or
+    ``asyncio.shield``: a cancelled task that awaits the future directly cancels the future. ``blocked`` is true while
+    the broker accepts no publishes because of a resource alarm; ``blocked_reason`` is the broker's text. ``numbers``
+    is for channels.
     """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[ConnectionLost] = loop.create_future()
-        self.consumers: dict[bytes, Callable[[Delivery], None]] = {}  # channel 0 has none
+        self.consumers: dict[bytes, Callable[[Delivery], None]] = {}  # Channel 0 has no consumers.
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._gone: asyncio.Future[None] = loop.create_future()
         self._loss: ConnectionLost | None = None
         self._opened = False
         self.cluster = ""
-        """What the broker calls its cluster; the same on all of its nodes. "" where it does not say."""
+        """The name of the broker's cluster, the same on all of its nodes. "" if the broker does not send it."""
         self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
         self._outlet = Outlet(loop)
         self._pulse = Pulse(loop, self._outlet, self._on_silence)
@@ -217,10 +217,10 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, address: Address | str, *, name: str, heartbeat: float = 20.0, timeout: float = 10.0) -> Self:
-        """Connect and log in, within ``timeout`` seconds. ``name`` is what the broker's operators see.
+        """Connect and log in, within ``timeout`` seconds. The broker's operators see ``name``.
 
-        What the URL says about heartbeat and timeout wins. Raises ValueError for a bad URL, AccessRefused, and
-        ConnectionLost (ProtocolError) with the cause for everything else that keeps us from the broker.
+        A heartbeat or timeout in the URL overrides the arguments. Raises ValueError for a bad URL, AccessRefused, and
+        for every other failure ConnectionLost (or ProtocolError) with its cause.
         """
         where = Address.parse(address) if isinstance(address, str) else address
         heartbeat = heartbeat if where.heartbeat is None else where.heartbeat
@@ -248,18 +248,18 @@ class Connection(asyncio.Protocol):
 
     @property
     def frame_max(self) -> int:
-        """Bytes of the longest frame that both sides agreed on."""
+        """The agreed size of the longest frame, in bytes."""
         return self._limits.frame_max
 
     @property
     def channel_max(self) -> int:
-        """How many channels there can be at a time."""
+        """The highest number of open channels."""
         return self._limits.channel_max
 
     @property
     def free_channels(self) -> int:
-        """How many more there can be now."""
-        return self._limits.channel_max + 1 - len(self.numbers.receivers)  # one of these is the connection itself
+        """How many more channels can be opened now."""
+        return self._limits.channel_max + 1 - len(self.numbers.receivers)  # One receiver is the connection itself.
 
     @property
     def blocked(self) -> bool:
@@ -271,12 +271,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def unblocked(self) -> Awaitable[None]:
-        """Done as soon as the broker takes publishes: at once while not ``blocked``. Raises ConnectionLost."""
+        """A future that is done as soon as the broker accepts publishes. Raises ConnectionLost."""
         return self._alarm.over
 
     def on_alarm(self, heard: Callable[[str], object]) -> None:
-        """Tell ``heard`` the broker's word whenever an alarm is raised, one that is there already among them, and ""
-        when it is over."""
+        """Call ``heard`` with the broker's reason of each alarm (also of the present one), and with "" at its end."""
         self._alarm.heard = heard
         if self._alarm.raised:
             heard(self._alarm.reason)
@@ -301,14 +300,14 @@ class Connection(asyncio.Protocol):
         return channel
 
     def pause_reading(self) -> None:
-        """Take nothing from the socket, so that the broker stops when its buffers are full. Idempotent."""
+        """Read nothing from the socket, so that the broker stops when its buffers are full. Idempotent."""
         transport = self._transport
         if self._pulse.reading and self._loss is None and transport is not None and not transport.is_closing():
             self._pulse.reading = False
             transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Go on reading. Idempotent."""
+        """Continue reading. Idempotent."""
         if not self._pulse.reading and self._transport is not None:
             self._pulse.reading = True
             self._pulse.read_at = self._loop.time()
@@ -316,24 +315,24 @@ class Connection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     async def close(self) -> None:
-        """Say goodbye, wait for the broker's answer, at most 5 s, and for the socket to be gone. Idempotent."""
+        """Send the close, wait for the broker's answer (at most 5 s), and for the end of the socket. Idempotent."""
         self.abandon()
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.shield(self._gone)
         except TimeoutError:
-            pass  # the broker had its chance
+            pass  # The broker did not answer in time.
         finally:
             self._abort()
         await asyncio.shield(self._gone)
 
     def abandon(self) -> None:
-        """Say goodbye, and wait for nothing. Idempotent."""
+        """Send the close, and wait for nothing. Idempotent."""
         if self._loss is None:
             self._end(ConnectionLost(REPLY_SUCCESS, "closed by us"))
 
     def drop(self, why: str) -> None:
-        """Cut it, without a goodbye: the broker would not hear it."""
+        """Cut the connection without a close: an unresponsive broker would not read it."""
         self._on_silence(why)
 
     def write(self, data: bytes) -> None:
@@ -342,7 +341,7 @@ class Connection(asyncio.Protocol):
         self._outlet.write(data)
 
     def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """The same for the pieces of many frames."""
+        """Hand the pieces of many frames to the transport. Raises ConnectionLost."""
         self._check_open()
         self._outlet.write_parts(parts)
 
@@ -389,7 +388,7 @@ class Connection(asyncio.Protocol):
         elif isinstance(method, commands.Connection.CloseOk) and self._loss is not None:
             self._hang_up()
         elif self._loss is not None:
-            pass  # we closed: until the broker agrees, everything else is ignored
+            pass  # We closed: ignore all other frames until the broker answers.
         elif isinstance(method, commands.Connection.Blocked):
             self._alarm.sound(str(method.reason))
         elif isinstance(method, commands.Connection.Unblocked):
@@ -412,7 +411,7 @@ class Connection(asyncio.Protocol):
         self._hang_up()
 
     def _on_protocol_error(self, error: ProtocolError) -> None:
-        # The stream cannot be read on, so the answer cannot be waited for: the broker is to hang up.
+        # The stream is unreadable, and so would be the broker's answer: discard everything until the socket closes.
         self._discarding = True
         if self._loss is None:
             self._end(error)
@@ -437,12 +436,12 @@ class Connection(asyncio.Protocol):
     def _end(self, loss: ConnectionLost) -> None:
         """Close from our side, without waiting."""
         self._fail(loss)
-        self.resume_reading()  # or the answer would never be seen
+        self.resume_reading()  # Without this, the answer would never be read.
         self._outlet.write(framing.marshal(commands.Connection.Close(loss.code, framing.clipped(loss.text), 0, 0), 0))
         self._abort_soon()
 
     def _hang_up(self) -> None:
-        """Close the socket when everything is written, or a little later in any case."""
+        """Close the socket when everything is written, or after 5 s in any case."""
         self._parser.stop()
         self._discarding = True
         if self._transport is not None:
@@ -458,7 +457,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _fail(self, loss: ConnectionLost) -> None:
-        """The connection is gone for everybody who uses it; the first loss is the one that counts."""
+        """Fail all users of the connection. Only the first loss counts."""
         if self._loss is not None:
             return
         self._loss = loss

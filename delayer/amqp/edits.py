@@ -1,4 +1,4 @@
-"""The edits of a message on its way (design, 4.4). All other bytes stay as they came.
+"""The edits of a message on its way (design, 4.4). All other bytes stay unchanged.
 
 asked         the request that the planner reads
 failed        properties of a dead letter, with a note of its failure
@@ -61,9 +61,9 @@ SAID: Final = frozenset(
         b"x-delay-cancel",
     }
 )
-# x-death and its kin are the broker's own notes of a message's past. Kept, they would make RabbitMQ before 4.0 drop it
-# silently on its next trip through a cascade, which it takes for a dead-letter cycle.
-# x-acquired-count: what RabbitMQ from 4.3 on counts beside x-delivery-count.
+# The broker writes x-death and its kin into a dead-lettered message. With x-death kept, RabbitMQ
+# before 4.0 would see a dead-letter cycle on the next trip through a cascade, and drop the message silently.
+# RabbitMQ from 4.3 on counts x-acquired-count beside x-delivery-count.
 _COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
 _REMOVED: Final = SAID | _COUNTED | {b"x-death", ID, DUE}
 _REFUSED: Final = b"x-delayer-refused"
@@ -71,21 +71,21 @@ EXCHANGE: Final = b"x-delayer-exchange"
 ROUTING_KEY: Final = b"x-delayer-routing-key"
 PROPERTIES: Final = b"x-delayer-properties"
 ENVELOPE: Final = b"x-delayer-envelope"
-"""What makes an envelope of a message; see edits.py."""
+"""The header that marks an envelope; its value is the format."""
 _OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY})
-"""What a refused message gained. Published again and delivered, it is refused no more; without the first of them the
-other two are somebody's own."""
+"""The headers that a refused message gained. A release removes them. Without the first of them, the other two are the
+publisher's own."""
 _REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
 _DEATH: Final = b"-death-"
 _ROUTES: Final = frozenset({b"CC", b"BCC"})
 
 ROOM: Final = 2048
-"""Bytes that any of these edits may add: ids, names of at most 255 bytes each, a reason of at most 500."""
+"""The bytes that any of these edits may add: ids, names of at most 255 bytes each, a reason of at most 500."""
 REASON: Final = 500
 
 
 def asked(delivery: Delivery, properties: Properties, consulted: Collection[bytes] = CONSULTED) -> Ask:
-    """What a message says. Of a repeated header the first one counts, as it does for the broker.
+    """The request in a message's headers. The first of repeated headers counts, as for the broker.
 
     Raises MalformedTable.
     """
@@ -107,13 +107,13 @@ def asked(delivery: Delivery, properties: Properties, consulted: Collection[byte
         delivery.body,
         properties.short("content_encoding"),
         properties.message_id,
-        # Messages without an id that failed together are alike, byte for byte: their deliveries are not.
+        # Failed messages without an id can be equal byte for byte. Their delivery tags differ.
         crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0,
     )
 
 
 def _keys(value: object) -> frozenset[bytes]:
-    """The strings of a CC header: what the broker routes by. It passes over values of other types, and so do we."""
+    """The strings of a CC header, which are routing keys. Values of other types are skipped, as the broker does."""
     if not isinstance(value, list):
         return frozenset()
     strings = (one.encode("utf-8", "surrogateescape") if isinstance(one, str) else one for one in value)
@@ -125,20 +125,21 @@ _ERROR: Final = b"x-delayer-error"
 _COPIES: Final = b"x-delayer-cc"
 _FIRST_FAILURES: Final = 1
 _LAST_FAILURES: Final = 19
-"""Failures that the history tells of: where the message came from at first, and what happened lately."""
+"""The history keeps this many failures: the first one tells the origin, and the last ones tell the recent past."""
 
 
 def failed(properties: Properties, failure: Failure, max_properties: int) -> bytes:
-    """A dead letter with what is known of its failures: how many, where and why the last one, and a history.
+    """Properties of a dead letter with a note of its failures: number, place and reason of the last one, history.
 
-    ``x-death`` goes: the broker would count on from it, and it is in the history. ``CC`` becomes a header of ours: it
-    goes back to the one queue that gave it up, and the others have their copies. Raises MalformedTable.
+    ``x-death`` is removed, because the broker would continue its count; the history has its facts. ``CC`` is renamed:
+    only the queue that dead-lettered the message gets it again, the others have their copies. The history is left out
+    if it does not fit. Raises MalformedTable.
     """
     told = properties.get(_HISTORY)
-    # Of a history that somebody else made of this header nothing can be kept.
+    # A header of this name with another type is not delayer's, so its content is dropped.
     past = elements(told.content) if told is not None and told.type == ord("A") else []
     if failure.retries == 1:
-        past = []  # of another queue
+        past = []  # The history is that of another queue.
     now = table(
         entry(b"queue", long_string(failure.queue))
         + entry(b"reason", long_string(failure.reason.encode("utf-8", "surrogateescape")))
@@ -165,13 +166,13 @@ def _noted(properties: Properties, append: bytes) -> bytes:
     return splice(properties, remove=remove, remove_prefixes=_REMOVED_PREFIXES, append=append)
 
 
-# The entries of the two headers that every message gets, up to their values.
+# The entries of the two headers that every message gets, without their values.
 _ID_HEAD: Final = entry(ID, long_string(b""))[:-4]
 _DUE_HEAD: Final = entry(DUE, int64(0))[:-8]
 
 
 def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
-    """As the message leaves for its destination. Raises MalformedTable."""
+    """Properties of a message as it leaves for its destination. Raises MalformedTable."""
     append = b"%b%b%b%b%b" % (
         _ID_HEAD,
         len(id).to_bytes(4, "big"),
@@ -180,7 +181,7 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
         due_ms.to_bytes(8, "big", signed=True),
     )
     remove = _REMOVED
-    # The bytes are searched first, which costs next to nothing: hardly any message was ever refused.
+    # The search of the raw bytes is cheap; only few messages were ever refused.
     if _REFUSED in properties.raw and properties.get(_REFUSED) is not None:
         remove |= _OF_THE_REFUSED
     drop: tuple[str, ...] = ()
@@ -200,8 +201,8 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
 
 
 def _turned(properties: Properties) -> Mapping[bytes, bytes]:
-    """``x-delay`` with its sign turned: the plugin's mark for a delay that is over. One that is not positive is that
-    mark already; one that cannot be read was not what this message was delayed by, and stays."""
+    """``x-delay`` with a negative sign, the plugin's mark for a delay that is over. Values that are not positive are
+    such marks already. An unreadable value did not delay this message, and stays."""
     for name, type_at, stop in properties.entries():
         if name == DELAY:
             return _turned_delay(properties.raw, type_at, stop)
@@ -220,11 +221,12 @@ def _turned_delay(raw: bytes, type_at: int, stop: int) -> Mapping[bytes, bytes]:
 
 
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
-    """Properties of a refused message, and the token that they carry.
+    """Properties of a refused message, and its token.
 
-    Everything is kept, but ``expiration`` and ``user_id`` become headers: the one would delete the message from the
-    refused queue, the other would make the broker close the channel. Where the header table is broken bytes, or full
-    to the frame's limit, the original properties go along whole in one header, or, if even that does not fit, alone.
+    ``expiration`` and ``user_id`` become headers: the first would delete the message from the refused queue, the second
+    would make the broker close the channel. If the header table is malformed, or the result exceeds the frame's limit,
+    one header carries the whole original. If that is too long too, the original goes without a note; a malformed one is
+    replaced by the note.
     """
     gained = (
         entry(ID, long_string(id))
@@ -240,7 +242,7 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
     except (MalformedProperties, MalformedTable):
         bare = encode_headers(gained)
     wrapped = encode_headers(gained + entry(PROPERTIES, byte_array(delivery.properties)))
-    # Alone they carry no token, so a return could not be told apart; the refused exchange has its queue, always.
+    # The bare properties need no token: the refused exchange always has its queue, so there are no returns.
     return (wrapped, id) if len(wrapped) <= max_properties else (bare, b"")
 
 
@@ -258,41 +260,41 @@ def _with_gains(properties: Properties, gained: bytes) -> bytes:
 
 
 def shown(text: str, most: int = REASON) -> bytes:
-    """A reason as it stands in a header, of at most so many bytes."""
-    # Cut between characters: client libraries fail on strings that are not UTF-8.
+    """A reason as the value of a header, of at most ``most`` bytes."""
+    # The cut is between characters, because client libraries fail on strings that are not UTF-8.
     return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore").encode()
 
 
 ID_BYTES: Final = 32
-"""The longest id that we give: a UUID in hexadecimal."""
+"""Bytes of the longest id that delayer gives: a UUID in hexadecimal."""
 HOLD_TEXT: Final = 300
-"""Bytes of the text of a hold: its note takes more room than that of a refused message."""
+"""Bytes of the text of a hold. It is shorter than a refusal's reason, because the rest of the note needs room."""
 _ROUTE: Final = b"x-delayer-route"
 _TO: Final = b"x-delayer-to"
 _TO_KEY: Final = b"x-delayer-to-key"
 _HELD: Final = b"x-delayer-held"
-"""The kind of the objection (core/hold.py)."""
+"""The kind of the hold (core/hold.py)."""
 _TEXT: Final = b"x-delayer-held-text"
 _MAY_BE_DELIVERED: Final = b"x-delayer-may-be-delivered"
 _ISOLATED: Final = b"x-delayer-isolated"
 _ATTEMPTS: Final = b"x-delayer-attempts"
 _RETRY: Final = b"x-delayer-retry"
-"""When the daemon retries the message, epoch milliseconds. Absent: a person decides."""
+"""The time of the daemon's next attempt, epoch milliseconds. If it is absent, an operator decides."""
 _MOST_ATTEMPTS: Final = 1 << 31
-"""Believed of what anybody can put there: one more must fit the header too."""
+"""The limit for this header's value, which any publisher can write; one more must fit the header too."""
 
-# The rule for changing this: messages of an older format may be in the cascade for 8.5 years. A new format gets a new
-# number here, opened() goes on reading every older one, and tests/unit keeps bytes of each.
+# The rule for a change: messages of an older format may stay in the cascade for 8.5 years. A new format gets a new
+# number here, opened() keeps reading every older format, and tests/unit keeps bytes of each.
 FORMAT: Final = 1
 
 
 class NoEnvelope(ValueError):
-    """A message in the due queue that did not come out of our cascade; it says what is missing."""
+    """A message in the due queue that did not come from our cascade. The text names the missing part."""
 
 
 class Held(NamedTuple):
-    """The note of a message that a destination did not take: why, after how many attempts, and when the daemon retries
-    it (epoch milliseconds; None: a person decides)."""
+    """The note of a held message: the reason, the number of attempts, and the time of the daemon's next attempt (epoch
+    milliseconds; None: an operator decides)."""
 
     hold: Hold
     attempts: int
@@ -300,7 +302,7 @@ class Held(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """What an envelope holds. ``held``: None where no destination refused the message yet."""
+    """The content of an envelope. ``held`` is None if no destination has refused the message yet."""
 
     id: bytes
     parcel: Parcel
@@ -308,14 +310,14 @@ class Envelope(NamedTuple):
 
     @property
     def next_ms(self) -> int:
-        """The instant of the next attempt: never before the message is due."""
+        """The time of the next attempt, epoch milliseconds: never before the message is due."""
         again_ms = None if self.held is None else self.held.retry_ms
         return self.parcel.due_ms if again_ms is None else max(self.parcel.due_ms, again_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The places that a publish of the daemon's own may go to, and how many bytes of properties fit a frame."""
+    """The daemon's own exchanges and queues, and the bytes of properties that fit a frame."""
 
     levels: cascade.Cascade
     due_queue: bytes
@@ -331,16 +333,16 @@ def into_cascade(parcel: Parcel, id: bytes, seconds: int, names: Names, held: He
 
 
 def to_strays(parcel: Parcel, id: bytes, held: Held, names: Names) -> Outgoing:
-    """A publish into the strays queue, where the message waits for a person."""
+    """A publish into the strays queue, where the message waits for an operator."""
     exchange = names.levels.strays.encode()
     return Outgoing(exchange, parcel.routing_key, enveloped(parcel, id, held), parcel.body, id)
 
 
 def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:
-    """The envelope that stands in the strays queue; or why the message there is none of ours.
+    """The envelope in a message of the strays queue, or the reason why that message is not an envelope of ours.
 
-    A message that came out of the cascade for another address than the due queue is its publisher's own, whatever its
-    headers look like: the way that a message took says what it is.
+    A message is its publisher's own if the cascade delivered it to another address than the due queue. Its headers do
+    not matter then.
     """
     if delivery.exchange == delivery_exchange and not cascade.leads_to(delivery.routing_key, due_queue):
         found = delivery.routing_key.decode("utf-8", "backslashreplace")
@@ -352,9 +354,9 @@ def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_pr
 
 
 def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
-    """Properties of a carrier: the message's own, verbatim, in one header, and what was decided in others.
+    """Properties of an envelope: one header has the message's own properties verbatim, others have the decisions.
 
-    Nothing of the message can act or be re-encoded on the way; its body rides as it is.
+    The broker acts on nothing inside the envelope and re-encodes nothing; the body stays as it is.
     """
     headers = (
         entry(ID, long_string(id))
@@ -373,11 +375,11 @@ def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
 
 
 def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope:
-    """The message inside a carrier. Raises NoEnvelope, MalformedTable.
+    """The message inside an envelope. Raises NoEnvelope, MalformedTable.
 
-    Only for what came the way that carriers come: publishers can write all of these headers on messages of their own.
-    Anybody can publish to the due queue, so nothing is believed that would not fit where it goes next: its destination,
-    the cascade once more, or the strays queue.
+    Call this only for messages that arrived by an envelope's path, since publishers can write all of these headers.
+    Any client can publish to the due queue. So each value must fit the next publish: to the destination, into the
+    cascade again, or into the strays queue.
     """
     found = {field.name: field for field in properties.headers_items()}
 
@@ -420,7 +422,7 @@ def _note(held: Held) -> bytes:
 
 
 def _held(found: Mapping[bytes, Any]) -> Held | None:
-    """The note of earlier attempts; None where it is not possible: then the daemon tries the message at once."""
+    """The note of earlier attempts. None if there is no valid note: then the daemon tries the message at once."""
     if _ATTEMPTS not in found:
         return None
     attempts = int.from_bytes(found[_ATTEMPTS].content[:8], "big", signed=True)

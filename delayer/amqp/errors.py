@@ -1,19 +1,19 @@
-"""What can go wrong on the wire.
+"""Errors of AMQP connections, channels and messages.
 
 WireError
-├─ Malformed                 bytes that are not what the protocol says they are; the message is at fault, not the link
+├─ Malformed                 bytes that break the protocol; the message is at fault, not the connection
 │  ├─ MalformedProperties    a content header's property list
 │  └─ MalformedTable         a field table, or a value in it
 ├─ HeaderTooLarge            a message whose content header fits no frame; nothing was written
 ├─ NoFreeChannel  (*)        every channel number that the broker allows is in use; nothing was written
-├─ ConnectionLost  (*)       the connection is gone, whoever ended it
-│  ├─ AccessRefused          the broker would not let us in: credentials or virtual host
+├─ ConnectionLost  (*)       the connection is gone: either side ended it, or it was cut
+│  ├─ AccessRefused          the broker refused the credentials or the virtual host
 │  └─ ProtocolError          one side broke the protocol, and the connection was closed for it
 ├─ ChannelClosed  (*)        the channel is gone, its connection may live on
 │  └─ ConfirmTimeout         the broker did not confirm in time; the channel was closed for it
 └─ ConsumerCancelled  (*)    the broker cancelled the consumer, for instance because its queue was deleted
 
-(*) is also a delayer.core.errors.BrokerLost: what was in flight is in doubt, and trying again may help.
+(*) is also a delayer.core.errors.BrokerLost: messages in flight are in doubt, and a retry may help.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ UNEXPECTED_FRAME = 505
 
 
 class WireError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """The base of all errors that this package raises on purpose."""
 
 
 class Malformed(WireError):
-    """Bytes of a message that cannot be read as AMQP 0-9-1 says."""
+    """A message has bytes that do not follow AMQP 0-9-1."""
 
 
 class MalformedProperties(Malformed):
-    """The property flags or the property list of a content header."""
+    """The property flags or the property list of a content header are malformed."""
 
 
 class MalformedTable(Malformed):
-    """A field table whose bytes do not add up, or a value in it that cannot be read."""
+    """A field table has the wrong length, or a value in it cannot be read."""
 
 
 class HeaderTooLarge(WireError):
-    """Message ``index`` of a batch has a content header of ``size`` bytes where a frame carries ``limit``.
+    """Message ``index`` of a batch has a content header of ``size`` bytes; a frame carries ``limit``.
 
-    Nothing of the batch was written: it can be published again without that message.
+    Nothing of the batch was written: the caller can publish the batch again without that message.
     """
 
     def __init__(self, index: int, size: int, limit: int) -> None:
@@ -61,13 +61,13 @@ class HeaderTooLarge(WireError):
 
 
 class NoFreeChannel(WireError, BrokerLost):
-    """Every channel number that the broker allows is in use, until others are closed or the connection is lost."""
+    """Every channel number that the broker allows is in use."""
 
 
 class _Closed(WireError, BrokerLost):
-    """``code`` and ``text`` are the peer's, or ours where we ended it; code 0 where nobody gave one.
+    """A closed connection or channel. ``code`` and ``text`` are from the side that closed it; code 0 if there is none.
 
-    ``outcomes``: those of a publish's batch that were there by then, None for each message in doubt.
+    ``outcomes``: the known outcomes of a publish's batch, None for each message in doubt.
     """
 
     outcomes: Sequence[Outcome | None] = ()
@@ -82,44 +82,43 @@ class _Closed(WireError, BrokerLost):
 
 
 class ConnectionLost(_Closed):
-    """The connection is gone: closed by the broker, by us, or cut. The cause is chained where there is one."""
+    """The connection is gone: the broker or this side closed it, or it was cut. A known cause is chained."""
 
     @property
     def objects(self) -> bool:
-        """Whether the broker ended it for what was sent over it, and not because it stops, is told to, or allows no
-        more channels."""
-        # Codes from 500 on are about what the peer sent, and end the connection. 530 alone is about no message: the
-        # user has as many channels or connections as it may have.
+        """Whether the broker ended it because of what this side sent, not for a shutdown or a limit."""
+        # Reply codes from 500 on concern the peer's input and end the connection. Only 530 concerns no message: the
+        # user has reached the limit of channels or connections.
         return self.code >= 500 and self.code != 530 and type(self) is ConnectionLost
 
 
 class AccessRefused(ConnectionLost):
-    """The broker refused the credentials or the virtual host. Trying again will not help by itself."""
+    """The broker refused the credentials or the virtual host. A retry alone does not help."""
 
 
 class ProtocolError(ConnectionLost):
-    """A frame that AMQP 0-9-1 does not allow at this point; ``code`` is what we close the connection with."""
+    """The peer sent a frame that AMQP 0-9-1 does not allow here; this side closes the connection with ``code``."""
 
 
 class ChannelClosed(_Closed):
-    """The channel is gone: closed by the broker (``code`` says why), or by us (200)."""
+    """The channel is gone: the broker closed it (``code`` is its reason), or this side did (200)."""
 
     @property
     def objects(self) -> bool:
-        """Whether the broker closed it for what was sent over it."""
+        """Whether the broker closed it because of what this side sent."""
         return self.code > REPLY_SUCCESS
 
 
 class ConfirmTimeout(ChannelClosed):
-    """Confirms were missing at the deadline. Their outcomes are in doubt and the channel was closed."""
+    """Confirms were missing at the deadline. Their outcomes are in doubt, and the channel was closed."""
 
 
 class ConsumerCancelled(WireError, BrokerLost):
-    """The broker cancelled the consumer. What was delivered can still be settled."""
+    """The broker cancelled the consumer. Its deliveries can still be settled."""
 
 
 def again(error: _Closed) -> _Closed:
-    """A fresh copy to raise: one loss ends many waiters, and a traceback belongs to one of them."""
+    """A new copy to raise: one loss ends many waiting calls, and each needs its own traceback."""
     copy = type(error)(error.code, error.text)
     copy.__cause__ = error.__cause__
     return copy

@@ -27,7 +27,7 @@ DEFAULT_FRAME_MAX = 131072
 MIN_FRAME_MAX = 4096
 CLASS_BASIC = 60
 
-# Methods by class and number in one integer, as they stand in a method frame.
+# Methods: class and number in one integer, as in a method frame.
 BASIC_CONSUME = CLASS_BASIC << 16 | 20
 BASIC_PUBLISH = CLASS_BASIC << 16 | 40
 BASIC_RETURN = CLASS_BASIC << 16 | 50
@@ -38,13 +38,13 @@ BASIC_NACK = CLASS_BASIC << 16 | 120
 FRAME_HEAD = struct.Struct(">BHI")
 _U32 = struct.Struct(">I")
 _TAG_AND_BIT = struct.Struct(">QB")
-_CONTENT = struct.Struct(">HHQ")  # class, weight, body size
+_CONTENT = struct.Struct(">HHQ")  # The fields: class, weight, body size.
 _CONTENT_BYTES = _CONTENT.size
 _LEAST_CONTENT = OVERHEAD + _CONTENT_BYTES + 2 + OVERHEAD
 
 
 class ReturnedMessage(NamedTuple):
-    """A publish that came back: why, and its content."""
+    """A publish that the broker returned: the reason, and the content."""
 
     code: int
     text: str
@@ -53,19 +53,19 @@ class ReturnedMessage(NamedTuple):
 
 
 class Consumers(Protocol):
-    """Consumer tags and the callbacks of their deliveries: a dict, for all that matters."""
+    """A mapping from consumer tags to the callbacks of their deliveries, for instance a dict."""
 
     def get(self, tag: bytes, /) -> Callable[[Delivery], None] | None: ...
 
 
 class Receiver(Protocol):
-    """What the parser needs of a channel."""
+    """The channel as the parser sees it."""
 
     @property
     def consumers(self) -> Consumers: ...
 
     def on_method(self, frame: bytes) -> None:
-        """Any method without content but confirms: the whole frame, end byte included."""
+        """Handle a method without content, except confirms. ``frame`` is the whole frame with its end byte."""
 
     def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None: ...
 
@@ -73,23 +73,23 @@ class Receiver(Protocol):
 
 
 class _Content:
-    """A delivery or return whose content is on its way. Large bodies come in pieces and are joined once."""
+    """A delivery or return whose content is incomplete. The pieces of large bodies are joined once."""
 
     __slots__ = ("complete", "missing", "pieces", "properties")
 
     def __init__(self, complete: Callable[[bytes, bytes], None]) -> None:
-        self.complete = complete  # called with properties and body
+        self.complete = complete  # Called with properties and body.
         self.properties: bytes | None = None
         self.missing = 0
         self.pieces: list[bytes] = []
 
 
 class Parser:
-    """Frames out of pieces of a byte stream.
+    """A parser of frames, fed with pieces of a byte stream.
 
-    ``receivers`` is looked at for every frame, so a callback may add and remove channels. A frame with more than
-    ``frame_max`` bytes, or for a channel without a receiver, raises ProtocolError, as everything does that is not
-    AMQP; nothing may be fed after that.
+    The parser looks up ``receivers`` for every frame, so a callback may add and remove channels. It raises
+    ProtocolError for a frame of more than ``frame_max`` bytes, for a channel without a receiver, and for bytes that are
+    not AMQP. Feed it nothing after that.
     """
 
     def __init__(self, receivers: Mapping[int, Receiver], frame_max: int = DEFAULT_FRAME_MAX) -> None:
@@ -97,17 +97,17 @@ class Parser:
         self.frame_max = frame_max
         self.stopped = False
         self._contents: dict[int, _Content] = {}
-        # A frame not yet complete: its pieces are joined once all of it is here, not at every arrival.
+        # The pieces of an incomplete frame. They are joined once, when the frame is complete.
         self._pieces: list[bytes] = []
         self._held = 0
         self._wanted = 0
 
     def stop(self) -> None:
-        """Ignore everything from here on, also what is left of the piece being read."""
+        """Ignore all further frames, also those in the piece that is being read."""
         self.stopped = True
 
     def feed(self, data: bytes) -> None:
-        """Read ``data`` and call the receivers. Raises ProtocolError, and whatever a callback raises."""
+        """Read ``data`` and call the receivers. Raises ProtocolError, and the exceptions of callbacks."""
         if self._pieces:
             self._pieces.append(data)
             self._held += len(data)
@@ -156,7 +156,7 @@ class Parser:
         return ProtocolError(FRAME_ERROR, f"frame of {size + OVERHEAD} bytes, at most {self.frame_max} were agreed")
 
     def _method(self, data: bytes, at: int, stop: int, channel: int, receiver: Receiver) -> int:
-        """Read the method frame at ``at``; for a delivery its content too if it is here. Return where to go on."""
+        """Read the method frame at ``at``, with the content of a delivery if it is there. Return the next offset."""
         if channel in self._contents:
             raise ProtocolError(UNEXPECTED_FRAME, f"a method on channel {channel} where content was expected")
         if stop - at < 11:
@@ -200,7 +200,7 @@ class Parser:
             callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body))
             return body_end + 1
 
-        # Content in pieces, of no bytes, or not as it should be: frame by frame.
+        # The content comes in several pieces, is empty, or is malformed: read it frame by frame.
         def complete(properties: bytes, body: bytes) -> None:
             callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body))
 
@@ -208,9 +208,9 @@ class Parser:
         return stop + 1
 
     def _whole_content(self, data: bytes, at: int, channel: int) -> tuple[int, int] | None:
-        """Where header frame and only body frame end, if both stand at ``at`` and are as they should be.
+        """The ends of the header frame at ``at`` and of its only body frame, if both are there and valid; else None.
 
-        That is the rule, and then a delivery needs no state. Anything else is left to be read frame by frame.
+        This is the usual case, and then a delivery needs no state. The caller reads other content frame by frame.
         """
         end = len(data)
         if end - at < _LEAST_CONTENT:
@@ -263,7 +263,7 @@ class Parser:
 
 
 def _returned(receiver: Receiver, arguments: bytes) -> Callable[[bytes, bytes], None]:
-    """What to do with the content of a basic.return: code, text, exchange and routing key are its arguments."""
+    """The callback for the content of a basic.return. Its arguments are code, text, exchange and routing key."""
     try:
         code = int.from_bytes(arguments[:2], "big")
         text_end = 3 + arguments[2]
@@ -281,10 +281,10 @@ def _returned(receiver: Receiver, arguments: bytes) -> Callable[[bytes, bytes], 
 
 
 _END = bytes((FRAME_END,))
-_SETTLE = struct.Struct(">BHIIQBB")  # a whole ack or nack frame
-_PUBLISH_HEAD = struct.Struct(">BHIIHB")  # frame head, method, reserved, length of the exchange's name
-_HEADER_HEAD = struct.Struct(">BBBHIHHQ")  # mandatory bit and end of the method frame; frame head, class, weight, size
-_BODY_HEAD = struct.Struct(">BBHI")  # end of the header frame; frame head
+_SETTLE = struct.Struct(">BHIIQBB")  # A whole ack or nack frame.
+_PUBLISH_HEAD = struct.Struct(">BHIIHB")  # The frame head, method, reserved, length of the exchange's name.
+_HEADER_HEAD = struct.Struct(">BBBHIHHQ")  # The mandatory bit and frame end; frame head, class, weight, size.
+_BODY_HEAD = struct.Struct(">BBHI")  # The end of the header frame; frame head.
 _PUBLISH_ARGUMENTS = 4 + 2 + 1 + 1 + 1
 _MULTIPLE, _REQUEUE = 1, 2
 HEARTBEAT_FRAME = b"\x08\x00\x00\x00\x00\x00\x00\xce"
@@ -302,7 +302,7 @@ def nack(channel: int, tag: int, *, multiple: bool, requeue: bool) -> bytes:
 
 
 def consume(channel: int, queue: bytes, consumer_tag: bytes) -> bytes:
-    """A basic.consume frame, with acknowledgements. By hand: pamqp refuses queue names that RabbitMQ allows.
+    """A basic.consume frame, with acknowledgements. pamqp cannot make it: it refuses queue names that RabbitMQ allows.
 
     Raises ValueError for a name of more than 255 bytes.
     """
@@ -314,7 +314,7 @@ def consume(channel: int, queue: bytes, consumer_tag: bytes) -> bytes:
 
 
 def header_limit(frame_max: int) -> int:
-    """The longest properties that fit a content-header frame."""
+    """The most bytes of properties that fit a content-header frame."""
     return frame_max - OVERHEAD - _CONTENT_BYTES
 
 
@@ -323,8 +323,8 @@ def publish(
 ) -> tuple[list[bytes | memoryview], int]:
     """Frames of mandatory publishes from ``batch[start]`` on, until they have ``enough`` bytes or the batch ends.
 
-    Returns the pieces, to be written without anything else of this channel in between, and the index to go on with.
-    The lengths of names and headers must have been checked.
+    Returns the pieces and the next index. Write the pieces with no other frame of this channel in between.
+    The caller must have checked the lengths of names and headers.
     """
     parts: list[bytes | memoryview] = []
     size = 0
@@ -355,13 +355,13 @@ def publish(
     return parts, index
 
 
-# Publishes are handed over in runs of about this many bytes, and the room in the buffer is looked at between them:
-# few enough writes to be cheap, small enough that a blocked broker costs little memory.
+# About this many bytes go to the transport in one write, and the writer checks the buffer's limit between two writes.
+# The writes are few enough to be cheap, and small enough that a blocked broker costs little memory.
 WRITE_BYTES = 1 << 18
 
 
 class Outlet:
-    """``written_at`` is the loop time of the last write."""
+    """The writer to a transport. ``written_at`` is the loop time of the last write."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.written_at = loop.time()
@@ -371,19 +371,19 @@ class Outlet:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def attach(self, transport: asyncio.WriteTransport) -> None:
-        """The transport is there: from now on writes go somewhere."""
+        """Set the transport: earlier writes are dropped."""
         self._transport = transport
-        # Bytes that the transport may hold before writers are asked to wait.
+        # The bytes that the transport may hold before drain() waits.
         transport.set_write_buffer_limits(high=(1 << 20))
 
     def write(self, data: bytes) -> None:
-        """Hand over bytes; nothing happens when the transport is closing."""
+        """Hand over bytes. Does nothing while the transport is closing."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
             self.written_at = self._loop.time()
 
     def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """The same for the pieces of many frames, joined to writes of a size that does not double their memory."""
+        """Hand over the pieces of many frames, joined to writes of a size that does not double their memory."""
         size = start = 0
         for index, part in enumerate(parts):
             size += len(part)
@@ -394,7 +394,7 @@ class Outlet:
             self.write(b"".join(parts[start:]))
 
     async def drain(self) -> None:
-        """Wait while the transport holds too much."""
+        """Wait while the transport holds more than the high-water mark."""
         while self._full:
             future: asyncio.Future[None] = self._loop.create_future()
             self._waiting.add(future)
@@ -404,11 +404,11 @@ class Outlet:
                 self._waiting.discard(future)
 
     def pause(self) -> None:
-        """The transport holds more than the high-water mark."""
+        """Make drain() wait: the transport holds more than the high-water mark."""
         self._full = True
 
     def resume(self) -> None:
-        """There is room again, or it does not matter any more."""
+        """End all waits: the buffer has room again, or the connection is gone."""
         self._full = False
         for future in self._waiting:
             if not future.done():
@@ -430,23 +430,23 @@ _ORIGIN = struct.Struct(">HH")
 
 
 def marshal(method: Frame, channel: int) -> bytes:
-    """A method frame."""
+    """A method frame, encoded by pamqp."""
     return frame.marshal(method, channel)
 
 
 def clipped(text: str) -> str:
-    """As much of a text as a short string holds: 255 bytes of UTF-8."""
+    """The text, cut to the length of a short string: 255 bytes of UTF-8."""
     return text.encode()[:255].decode("utf-8", "ignore")
 
 
 def unmarshal(whole: bytes) -> Frame:
-    """The method in a method frame. Raises ProtocolError for what cannot be read."""
+    """The method in a method frame. Raises ProtocolError for an unreadable frame."""
     index = int.from_bytes(whole[7:11], "big")
-    if index == commands.Basic.RecoverAsync.index:  # pamqp would read it, and warn that it is deprecated
+    if index == commands.Basic.RecoverAsync.index:  # Refused here: pamqp would read it, and warn of a deprecation.
         raise ProtocolError(UNEXPECTED_FRAME, "Basic.RecoverAsync, which only clients send")
     close = _CLOSES.get(index)
     if close is not None and len(whole) > 13:
-        # Brokers clip the text at 255 bytes, perhaps in the middle of a letter, which pamqp would not read.
+        # Brokers clip the text at 255 bytes, perhaps inside a character. pamqp could not read that.
         text_end = 14 + whole[13]
         if len(whole) != text_end + 5:
             raise ProtocolError(SYNTAX_ERROR, f"close of {len(whole) - 12} bytes")

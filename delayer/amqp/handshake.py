@@ -1,6 +1,4 @@
-"""What both sides agree on before the first channel, and the conversation on channel 0 that does it: one question at a
-time, each with its answer.
-"""
+"""The handshake on channel 0: login, limits and virtual host. Each question waits for its answer."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ from delayer.amqp.address import Address
 from delayer.amqp.errors import AccessRefused, ConnectionLost, again
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, MIN_FRAME_MAX, PROTOCOL_HEADER
 
-# Reply codes with which a broker turns us away for good: bad path, access refused, not allowed (no such vhost).
+# With these reply codes a broker refuses a login for good: bad path, access refused, not allowed (no such vhost).
 REFUSALS = frozenset({402, 403, 530})
 _CAPABILITIES = ("publisher_confirms", "consumer_cancel_notify", "connection.blocked", "basic.nack")
 
 
 class Limits(NamedTuple):
-    """``heartbeat`` in seconds, 0 for none."""
+    """The agreed limits. ``heartbeat`` is in seconds, 0 for none."""
 
     channel_max: int
     frame_max: int
@@ -32,7 +30,7 @@ class Limits(NamedTuple):
 
 
 def start_ok(start: commands.Connection.Start, address: Address, name: str) -> commands.Connection.StartOk:
-    """Our credentials and capabilities. Raises AccessRefused if the broker does not offer our way to log in."""
+    """Our credentials and capabilities. Raises AccessRefused if the broker does not offer our login mechanism."""
     offered = str(start.mechanisms).split()
     if address.auth_mechanism not in offered:
         text = f"the broker offers {' '.join(offered)}, expected {address.auth_mechanism}"
@@ -53,20 +51,20 @@ def start_ok(start: commands.Connection.Start, address: Address, name: str) -> c
 
 
 def cluster_of(start: commands.Connection.Start) -> str:
-    """The name of the broker's cluster; "" where it does not say."""
+    """The name of the broker's cluster; "" if the broker does not send it."""
     said = start.server_properties.get("cluster_name") if isinstance(start.server_properties, dict) else None
     return said if isinstance(said, str) else ""
 
 
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> Limits:
-    """The broker's limits, and the shorter of both heartbeats; none where we want none, as the protocol has it."""
+    """The broker's limits, and the shorter heartbeat. 0 on the broker's side means ours, 0 on ours means none."""
     both = [seconds for seconds in (float(tune.heartbeat), heartbeat) if seconds > 0 and heartbeat > 0]
     frame_max = tune.frame_max or DEFAULT_FRAME_MAX
     return Limits(tune.channel_max or 65535, max(frame_max, MIN_FRAME_MAX), min(both, default=0.0))
 
 
 def tune_ok(limits: Limits) -> commands.Connection.TuneOk:
-    """Our answer. The protocol has whole seconds: what we promise is never shorter than what we watch for."""
+    """Our answer. The protocol has whole seconds, so the promised heartbeat is rounded up."""
     return commands.Connection.TuneOk(limits.channel_max, limits.frame_max, math.ceil(limits.heartbeat))
 
 
@@ -74,7 +72,7 @@ _Reply = TypeVar("_Reply", bound=Frame)
 
 
 class Dialogue:
-    """``write`` raises ConnectionLost, and so does whoever waits for an answer then."""
+    """The questions and answers of the handshake. Waiting calls raise ConnectionLost, and so does ``write``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, write: Callable[[bytes], None]) -> None:
         self._loop = loop
@@ -82,7 +80,7 @@ class Dialogue:
         self._reply: tuple[type[Frame], asyncio.Future[Frame]] | None = None
 
     async def greet(self, address: Address, name: str, heartbeat: float) -> tuple[str, Limits]:
-        """Say who we are; the name of the broker's cluster, and the limits. Raises AccessRefused."""
+        """Log in. Returns the name of the broker's cluster, and the limits. Raises AccessRefused."""
         start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
         hello = start_ok(start, address, name)
         tune = await self._ask(framing.marshal(hello, 0), commands.Connection.Tune)
@@ -99,11 +97,11 @@ class Dialogue:
         future: asyncio.Future[Frame] = self._loop.create_future()
         self._reply = (reply, future)
         answer = await future
-        assert isinstance(answer, reply)  # heard() compared it
+        assert isinstance(answer, reply)  # This is certain: heard() compared the types.
         return answer
 
     def heard(self, method: Frame) -> bool:
-        """Whether this is what was waited for."""
+        """Take a method of channel 0. Returns whether it is the expected answer."""
         if self._reply is None or not isinstance(method, self._reply[0]):
             return False
         _, future = self._reply
@@ -113,6 +111,6 @@ class Dialogue:
         return True
 
     def fail(self, loss: ConnectionLost) -> None:
-        """Nobody answers any more."""
+        """Fail the waiting call: no answer will come."""
         if self._reply is not None and not self._reply[1].done():
             self._reply[1].set_exception(again(loss))

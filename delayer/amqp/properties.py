@@ -1,4 +1,4 @@
-"""Content-header properties: found by their spans, spliced in place, never decoded and encoded again.
+"""Content-header properties: found by their spans and edited in place, never decoded and encoded again.
 
 *Properties* are the bytes after class, weight and body size: the flags, then one value for each flag, in this order:
 
@@ -6,7 +6,7 @@
     10 correlation_id   9 reply_to           8 expiration        7 message_id              6 timestamp (uint64)
      5 type             4 user_id            3 app_id            2 cluster_id; the rest are short strings
 
-Bit 0 would say that more flags follow; AMQP 0-9-1 defines none, so such a header is malformed, and so is bit 1.
+Bit 0 would announce more flags, but AMQP 0-9-1 defines none. So properties with bit 0 or bit 1 are malformed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SIZES: dict[int, int] = {
     for size, kinds in {0: "V", 1: "tbB", 2: "su", 4: "Iif", 5: "D", 8: "lLdT"}.items()
     for kind in kinds
 }
-"""Bytes of a value, for the kinds of fixed width."""
+"""The bytes of a value, for types of fixed width."""
 SIZED = frozenset(b"SxAF")
-"""Kinds that begin with their own length, four bytes."""
+"""Types whose values begin with their own length in four bytes."""
 
 _UNKNOWN, _OWN_LENGTH = 0, -1
-# Type byte to bytes that the type byte and its value take; looked up for every header of every message.
+# Type byte to the bytes of type byte and value. Every header of every message needs one lookup.
 _WIDTHS = tuple(1 + SIZES[kind] if kind in SIZES else _OWN_LENGTH if kind in SIZED else _UNKNOWN for kind in range(256))
 
-# Numbers as struct formats. L is what some clients call l.
+# Numbers as struct formats. Some clients write L for l.
 _NUMBERS: dict[int, struct.Struct] = {
     ord(kind): struct.Struct(">" + code)
     for kind, code in {
@@ -51,14 +51,14 @@ _DECIMAL = struct.Struct(">Bi")
 _MAX_INT64 = (1 << 63) - 1
 _NUMERIC = re.compile(rb"\s*([+-]?)((?:[0-9]|\.[0-9]).*)", re.DOTALL)
 
-# Deep enough for anything a person wrote, shallow enough for Python's stack and for whoever prints the result.
+# The nesting limit. It is deeper than people nest by hand, and safe for Python's stack and for printing.
 MAX_DEPTH = 64
 
 Value = int | float | bool | str | bytes | Decimal | None | list["Value"] | dict[str, "Value"]
 
 
 def end_of_value(buffer: bytes, at: int, end: int) -> int:
-    """Where the value ends whose type byte stands at ``at``. Raises MalformedTable if that is beyond ``end``."""
+    """The end of the value whose type byte is at ``at``. Raises MalformedTable if that is beyond ``end``."""
     if at >= end:
         raise MalformedTable(f"expected a value at offset {at}, found the end of the table")
     size = _WIDTHS[buffer[at]]
@@ -75,14 +75,14 @@ def end_of_value(buffer: bytes, at: int, end: int) -> int:
 def entries(buffer: bytes, start: int, end: int) -> list[tuple[bytes, int, int]]:
     """The entries of a table whose content is ``buffer[start:end]``: (name, offset of the type byte, end).
 
-    Raises MalformedTable if the bytes do not add up to exactly that many entries. Nothing inside a value is looked at.
+    Raises MalformedTable if the bytes are not exactly a sequence of entries. It does not look inside values.
     """
     found = []
     at = start
     widths = _WIDTHS
     while at < end:
         type_at = at + 1 + buffer[at]
-        # Nearly every value has a fixed width and fits: then no call is needed, which halves the time of this loop.
+        # Nearly every value has a fixed width and fits. No call is needed then, which halves the time of this loop.
         stop = type_at + widths[buffer[type_at]] if type_at < end else at
         if not type_at < stop <= end:
             stop = end_of_value(buffer, type_at, end)
@@ -92,14 +92,14 @@ def entries(buffer: bytes, start: int, end: int) -> list[tuple[bytes, int, int]]
 
 
 def value_at(buffer: bytes, type_at: int, stop: int) -> Value:
-    """The Python value of an entry that :func:`entries` found; see :func:`decode`."""
+    """The Python value of an entry of :func:`entries`; see :func:`decode`."""
     return _decode(buffer, type_at, stop, MAX_DEPTH)
 
 
 def decode(kind: int, raw: bytes) -> Value:
     """The Python value of ``raw``. ``S`` gives str if it is UTF-8, else bytes; ``T`` a Timestamp; ``V`` None.
 
-    Raises MalformedTable if the bytes are no such value, or nested deeper than 64 levels.
+    Raises MalformedTable if the bytes are not a value of that type, or nested deeper than 64 levels.
     """
     whole = bytes((kind,)) + raw
     if end_of_value(whole, 0, len(whole)) != len(whole):
@@ -127,7 +127,7 @@ def _decode(buffer: bytes, at: int, end: int, depth: int) -> Value:  # noqa: PLR
         case "T":
             return Timestamp(_U64.unpack_from(buffer, at + 1)[0])
         case "D":
-            # The specification says unsigned in its grammar and signed in its prose; only signed can be negated.
+            # The specification's grammar says unsigned and its text says signed. Only a signed value can be negated.
             scale, unscaled = _DECIMAL.unpack_from(buffer, at + 1)
             return Decimal(unscaled).scaleb(-scale)
         case "V":
@@ -153,9 +153,9 @@ def _array(buffer: bytes, at: int, end: int, depth: int) -> list[Value]:
 
 
 def negated_if_positive(buffer: bytes, type_at: int) -> bytes | None:
-    """Type byte and value with the sign turned, of the whole, positive, signed integer at ``type_at``; else None.
+    """Type byte and value with a negative sign, for a positive signed integer at ``type_at``; else None.
 
-    That is what nearly every delay is, and then it takes a third of the time of :func:`negated`.
+    Nearly every delay is such an integer; this takes a third of the time of :func:`negated`.
     """
     found = _SIGNED.get(buffer[type_at])
     if found is None:
@@ -166,10 +166,10 @@ def negated_if_positive(buffer: bytes, type_at: int) -> bytes | None:
 
 
 def negated(kind: int, raw: bytes) -> bytes:
-    """Type byte and value with the sign turned, in the same type where that can hold it.
+    """Type byte and value with the sign turned, in the same type if it can hold the result.
 
-    Unsigned integers and the least value of a signed type widen to the next signed type; the least int64 saturates.
-    A numeric string changes by its sign only. Raises ValueError for what is no number, MalformedTable for broken bytes.
+    Unsigned integers and the least value of a signed type widen to the next signed type; the least int64 becomes the
+    greatest. Numeric strings change only their sign. Raises ValueError for other types, else MalformedTable.
     """
     number = _NUMBERS.get(kind)
     value = number.unpack(raw)[0] if number is not None and number.size == len(raw) else decode(kind, raw)
@@ -221,7 +221,7 @@ def byte_array(content: bytes) -> bytes:
 
 
 def timestamp(seconds: int) -> bytes:
-    """Type and value of a timestamp field (``T``). Raises OverflowError for what is no unsigned 64-bit number."""
+    """Type and value of a timestamp field (``T``). Raises OverflowError unless it fits an unsigned 64-bit number."""
     return b"T" + seconds.to_bytes(8, "big")
 
 
@@ -280,7 +280,7 @@ __all__ = [
     "value_at",
 ]
 
-_SHORT, _TABLE = 0, -1  # with their own length; the others have this many bytes:
+_SHORT, _TABLE = 0, -1  # Values of these kinds begin with their length; the other kinds are widths in bytes.
 _OCTET, _LONGLONG = 1, 8
 _LAYOUT = (
     ("content_type", _SHORT),
@@ -308,14 +308,14 @@ _FLAGS_AND_LENGTH = struct.Struct(">HI")
 
 @lru_cache(maxsize=1 << 14)
 def _present(flags: int) -> tuple[tuple[str, int], ...]:
-    """Name and kind of what ``flags`` announce. A fleet uses a handful of the 16,384 combinations."""
+    """Name and kind of the properties that ``flags`` announce. A fleet uses few of the 16,384 combinations."""
     if flags & 0b11:
         raise MalformedProperties(f"undefined property flags in {flags:#06x}")
     return tuple((name, kind) for name, kind in _LAYOUT if flags & FLAGS[name])
 
 
 class Field(NamedTuple):
-    """One entry of a header table: ``name``, ``type`` (its byte), and where the value after it lies in ``buffer``."""
+    """One entry of a header table: ``name``, ``type`` (its byte), and the span of its value in ``buffer``."""
 
     name: bytes
     type: int
@@ -325,29 +325,29 @@ class Field(NamedTuple):
 
     @property
     def raw(self) -> bytes:
-        """The value's bytes after the type byte, with the length of those that have one."""
+        """The value's bytes after the type byte, with the length of types that have one."""
         return self.buffer[self.start : self.end]
 
     @property
     def type_and_value(self) -> bytes:
-        """The bytes that :func:`entry` takes."""
+        """The bytes of type and value, for :func:`entry`."""
         return self.buffer[self.start - 1 : self.end]
 
     @property
     def content(self) -> bytes:
-        """The value's bytes without type and length: of a string, the string."""
+        """The value's bytes without type and length, for instance the characters of a string."""
         return self.buffer[self.start + 4 if self.type in SIZED else self.start : self.end]
 
     @property
     def value(self) -> Value:
-        """The decoded value. Raises MalformedTable for a broken or absurdly nested table inside."""
+        """The decoded value. Raises MalformedTable for a malformed or too deeply nested table inside."""
         return value_at(self.buffer, self.start - 1, self.end)
 
 
 class Properties:
-    """Where everything lies in ``raw``. Header entries are looked at when first asked for.
+    """Properties with the spans of their values in ``raw``. The header table is parsed at the first access.
 
-    ``spans`` maps the name of each property present to (start, end) of its encoded value, length included.
+    ``spans`` maps the name of each present property to (start, end) of its encoded value, length included.
     """
 
     __slots__ = ("_entries", "flags", "raw", "spans")
@@ -360,9 +360,9 @@ class Properties:
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Find the spans. Raises MalformedProperties unless the flags and the values' lengths fill ``raw`` exactly.
+        """Find the spans. Raises MalformedProperties unless flags and values fill ``raw`` exactly.
 
-        A table of the right length whose inside is broken passes here, and raises MalformedTable when it is read.
+        The inside of the header table is not checked here; a malformed one raises MalformedTable at the first access.
         """
         length = len(raw)
         if length < 2:
@@ -388,7 +388,7 @@ class Properties:
 
     @property
     def headers_span(self) -> tuple[int, int] | None:
-        """Where the table's entries lie (after its length), or None where there is no table."""
+        """The span of the table's entries (after its length), or None without a table."""
         span = self.spans.get("headers")
         return None if span is None else (span[0] + 4, span[1])
 
@@ -400,19 +400,19 @@ class Properties:
         return self._entries
 
     def headers_items(self) -> list[Field]:
-        """The table's own entries in order, duplicates included. Raises MalformedTable if its bytes do not add up."""
+        """The table's own entries in order, duplicates included. Raises MalformedTable if the table is malformed."""
         raw = self.raw
         return [Field(name, raw[type_at], type_at + 1, stop, raw) for name, type_at, stop in self.entries()]
 
     def get(self, name: bytes) -> Field | None:
-        """The first header of that name. Raises MalformedTable if the table is broken anywhere."""
+        """The first header of that name. Raises MalformedTable if any part of the table is malformed."""
         for found, type_at, stop in self.entries():
             if found == name:
                 return Field(name, self.raw[type_at], type_at + 1, stop, self.raw)
         return None
 
     def short(self, name: str) -> bytes | None:
-        """The content of a short-string property, such as ``message_id``; None where it is absent."""
+        """The content of a short-string property, such as ``message_id``; None if it is absent."""
         span = self.spans.get(name)
         return None if span is None else self.raw[span[0] + 1 : span[1]]
 
@@ -450,17 +450,17 @@ def splice(
     drop: Collection[str] = (),
     delivery_mode: int | None = None,
 ) -> bytes:
-    """The properties with these edits, every other byte as it was.
+    """The properties with these edits; every other byte stays as it was.
 
-    ``remove`` and ``remove_prefixes`` take every header of such a name out; ``replace`` gives every header of a name
-    another type and value (it adds none); ``append`` is encoded entries for the table's end, which makes a table
-    where there was none. ``drop`` names properties to take out (unknown names raise ValueError), ``delivery_mode`` is
-    set or replaced. A table stays, empty, when its last entry goes.
-    Raises MalformedProperties, and MalformedTable where entries must be looked at and cannot be.
+    ``remove`` and ``remove_prefixes`` delete every header of such a name. ``replace`` gives every header of a name
+    another type and value, and adds none. ``append`` has encoded entries for the end of the table, which need not exist
+    before. ``drop`` deletes properties (unknown names raise ValueError). ``delivery_mode`` is set or replaced. A table
+    without entries stays.
+    Raises MalformedProperties, and MalformedTable if an edit needs the entries of a malformed table.
     """
     found = properties if isinstance(properties, Properties) else Properties.parse(properties)
     raw, spans, flags = found.raw, found.spans, found.flags
-    edits: list[tuple[tuple[int, int], bytes]] = []  # spans of ``raw``, and what stands there instead
+    edits: list[tuple[tuple[int, int], bytes]] = []  # Spans of ``raw`` and their replacements.
     for name in drop:
         bit = FLAGS[name] if name in FLAGS else _unknown(name)
         if flags & bit:
@@ -476,10 +476,10 @@ def splice(
         edits.append((spans.get("delivery_mode") or _gap(found, "delivery_mode"), bytes((delivery_mode,))))
         flags |= _DELIVERY_MODE
     if len(edits) > 1:
-        edits.sort(key=_span)  # stable: of two that fill the same gap the table comes first, as it did above
+        edits.sort(key=_span)  # The sort is stable: if both fill the same gap, the table comes first, as above.
     parts = [flags.to_bytes(2, "big")]
     copied = 2
-    # What no edit touches is copied in one slice.
+    # The bytes between two edits are copied in one slice.
     for (start, stop), instead in edits:
         parts += (raw[copied:start], instead)
         copied = stop
@@ -495,7 +495,7 @@ def _unknown(name: str) -> int:
 
 
 def _gap(properties: Properties, name: str) -> tuple[int, int]:
-    """The empty span where a property belongs that is absent: before the next one present."""
+    """The empty span of an absent property: just before the next present one."""
     for later in NAMES[NAMES.index(name) + 1 :]:
         span = properties.spans.get(later)
         if span is not None:

@@ -1,4 +1,4 @@
-"""Messages for people: properties and headers with their types, addresses and instants. Never on the hot path."""
+"""Messages in readable form: properties and headers with their types, addresses and times. Not for the hot path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPES: Final = {
     "A": "array", "F": "table", "V": "void",
 }  # fmt: skip
 PREVIEW: Final = 400
-"""Bytes of a body that are shown unless more are asked for."""
+"""Bytes of a body that are shown by default."""
 
 
 class Header(NamedTuple):
@@ -28,7 +28,7 @@ class Header(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What properties say. ``broken``: what of it could not be read, and why; the rest is there."""
+    """Decoded properties. ``broken`` describes the part that could not be read; the rest is there."""
 
     properties: dict[str, str | int]
     headers: Sequence[Header]
@@ -36,7 +36,7 @@ class Read(NamedTuple):
 
 
 def read(raw: bytes) -> Read:
-    """Decode the properties of a message, as far as they can be."""
+    """Decode the properties of a message as far as possible."""
     try:
         found = Properties.parse(raw)
     except MalformedProperties as error:
@@ -59,12 +59,12 @@ def read(raw: bytes) -> Read:
 
 
 def text(raw: bytes) -> str:
-    """Bytes that are text more often than not."""
+    """Bytes as text; bytes that are not UTF-8 become backslash escapes."""
     return raw.decode("utf-8", "backslashreplace")
 
 
 def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
-    """A decoded value as JSON can say it."""
+    """A decoded value as JSON can represent it."""
     match value:
         case Timestamp():
             return _instant(int(value))
@@ -75,7 +75,7 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
         case bool() | int() | None:
             return value
         case float():
-            return value if value - value == 0 else str(value)  # JSON has neither infinities nor NaN
+            return value if value - value == 0 else str(value)  # JSON has neither infinities nor NaN.
         case list():
             return [plain(one) for one in value]
         case dict():
@@ -92,7 +92,7 @@ def _instant(seconds: int) -> str:
 
 
 def iso(at_ms: int) -> str:
-    """An instant in UTC, to the millisecond; beyond the calendar, the number."""
+    """A time in UTC with milliseconds, such as ``2026-05-01T08:00:00.000Z``; the number if it exceeds the calendar."""
     try:
         whole = datetime.fromtimestamp(at_ms // 1000, UTC).replace(tzinfo=None).isoformat()
     except (OverflowError, ValueError, OSError):
@@ -106,10 +106,10 @@ def address(exchange: bytes, routing_key: bytes) -> str:
 
 
 def preview(body: bytes, limit: int = PREVIEW) -> str:
-    """The beginning of a body, as text where it is text, else as bytes are written in hexadecimal."""
+    """The beginning of a body: as text if it is printable text, else in hexadecimal."""
     head = body[:limit]
     try:
-        # A character may be cut in two by the limit: up to three bytes of it.
+        # The limit may cut a character of up to four bytes.
         shown = head.decode("utf-8") if len(head) == len(body) else _whole_characters(head)
     except UnicodeDecodeError:
         return head.hex(" ")
@@ -126,9 +126,9 @@ def _whole_characters(head: bytes) -> str:
 
 
 def header_test(wanted: Filter) -> Callable[[bytes], bool] | None:
-    """Whether properties have the headers of ``wanted``, as text; None where it names none.
+    """A test whether properties have the headers of ``wanted``, compared as text; None if it has none.
 
-    Of a repeated header the first one counts, as everywhere.
+    The first of repeated headers counts.
     """
     if not wanted.headers:
         return None
