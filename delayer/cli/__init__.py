@@ -1,1 +1,1 @@
-"""The verbs of the command line. Each parses, calls, and prints; what is decided is decided elsewhere."""
+"""The verbs of the command line. Each verb parses its options, calls other packages, and prints the result."""

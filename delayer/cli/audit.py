@@ -1,4 +1,4 @@
-"""delayer audit: is everything that came in out or still here, and what is coming?"""
+"""delayer audit: check that every message that came in is out or still here, and show the forecast."""
 
 from __future__ import annotations
 
@@ -86,10 +86,9 @@ def audit(
     master: str | None,
     conf: dict[str, str],
 ) -> None:
-    """Read the whole store at one instant, judge it by the rules of docs/backlog.md, and show what is due when.
+    """Read the whole store at one instant, check it by the rules of docs/backlog.md, and show when messages are due.
 
-    Daemons may go on working meanwhile. Nothing is changed, neither in the store nor in the broker, and no message is
-    published: of destinations only those things are asked that a look can answer.
+    Daemons may go on working meanwhile. The audit changes nothing in the store or the broker, and publishes no message.
 
     Exit code 1 if a rule is violated (or the store's schema is of another version); 3 if the store is out of reach,
     Java is missing, or Spark gave up.

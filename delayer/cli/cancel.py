@@ -41,13 +41,12 @@ def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool,
     """Cancel messages by their ids, or all that match a filter (--key, --route, --due-before, …; --all for all).
 
     A cancelled message is not delivered. The command waits for messages that are being delivered at this moment, and
-    reports those that were delivered already. Three exceptions: After a crash between a delivery and its commit, a
-    cancel prevents the second copy only. A message that a crash left in the intake queue is parked again, although it
-    was cancelled. A held message whose queue did not answer ("no confirm") is not tried again, but its queue may have
-    it; the command names each of these.
+    reports messages that were delivered already. There are three exceptions. After a crash between a delivery and its
+    commit, a cancel prevents the second copy only. The daemon parks a message again that a crash left in the intake
+    queue. A held message whose queue did not answer ("no confirm") may be in that queue; the command names each one.
 
-    A filter matches waiting messages, and those in segments. Cancel a held message by its id, or with `delayer held
-    drop`. `delayer audit-log` shows every cancel. Exit code 1 if an id was not found.
+    A filter matches waiting messages, in segments too. Cancel a held message by its id, or with `delayer held drop`.
+    `delayer audit-log` shows every cancel. Exit code 1 if an id was not found.
 
     \b
     Examples:
@@ -88,11 +87,10 @@ def reschedule(
 ) -> None:
     """Give messages another due instant, by their ids or by a filter: --at INSTANT, or --by DURATION.
 
-    A message keeps its id; the part behind the @ in `delayer list` is the new instant. A held message is tried again
-    then. A message that is due at once is delivered at once. For a held message that waits for an operator (late,
-    unfit), --by counts from now, or from its due instant if that is later. Do not repeat --by after exit code 3: some
-    messages may have been moved, and would be moved twice. --at is safe to repeat. `delayer audit-log` shows every
-    reschedule. Exit code 1 if an id was not found.
+    A message keeps its id; the part behind the @ in `delayer list` is the new instant. The daemon tries a held message
+    again at that instant. For a held message that waits for an operator (late, unfit), --by counts from now, or from
+    its due instant if that is later. Do not repeat --by after exit code 3, because some messages may have been moved.
+    --at is safe to repeat. `delayer audit-log` shows every reschedule. Exit code 1 if an id was not found.
 
     \b
     Examples:
@@ -165,7 +163,7 @@ def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found], *
 
 
 def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], new: Mapping[str, Any]) -> None:
-    """Their new instants, and with those their new names; what was due at once may be delivered by now."""
+    """Print the new instants and the new names. A message that was due at once may be delivered by now."""
     waiting = [one for one in tokens if found[one.id] in (Found.WAITING, Found.SEGMENT)]
 
     def named(token: Token) -> Token:

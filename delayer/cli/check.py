@@ -43,9 +43,9 @@ class Row(NamedTuple):
 def check(context: click.Context, offline: bool, as_json: bool) -> None:
     """Check configuration, broker, topology and store; change nothing.
 
-    What is only missing on the broker is a note: the daemon declares it when it starts or reloads. What is there but
-    different, and what nobody but you can make (destinations, the store's schema), is off; so are messages that are
-    overdue where no daemon releases them. A queue that nobody consumes, refused and held messages are told in notes.
+    These are off: queues and exchanges that differ, missing destinations, a missing schema of the store, and overdue
+    messages without a daemon that releases them. These are notes: queues that the daemon will declare, queues without
+    a consumer, refused and held messages.
 
     Offline, credentials that only the service may read (a unit's ExecReload may not) are left out, with a note.
 
@@ -92,7 +92,7 @@ def _open_to_others(settings: Settings) -> list[Row]:
 
 
 def _paced_and_held(settings: Settings) -> list[Row]:
-    """Which routes make messages late by themselves, and then hold them for it."""
+    """Routes whose rate makes messages late, and whose late limit then holds them."""
     both = [route for route in settings.routes if route.max_rate and route.late_action == "hold"]
     return [
         Row(
@@ -107,7 +107,7 @@ def _paced_and_held(settings: Settings) -> list[Row]:
 
 
 def _unpaced(settings: Settings) -> list[Row]:
-    """Which rates nothing keeps to."""
+    """Rates that no process enforces."""
     names = ", ".join(map(quoted, without_effect(settings)))
     found = f"max_rate without effect in native mode: {names}. It is for what the store releases"
     return [Row("routes", "note", found, 'mode = "store", or leave max_rate out')] if names else []
@@ -155,7 +155,7 @@ async def _topology(admin: Admin, settings: Settings) -> list[Row]:
 
 
 async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[str, str]:
-    """What is found, and what to do about it: never to delete what holds messages."""
+    """The difference, and the next step, which never deletes a queue with messages."""
     state = await admin.state(name) if kind == "queue" else None
     if state is not None and state.messages:
         advice = 'choose another name, and bring them over (docs/operations.md, "A queue that is there already")'
@@ -165,10 +165,10 @@ async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[st
 
 
 async def _intake(admin: Admin, settings: Settings) -> list[Row]:
-    """Whether anybody is at work, as the broker knows it."""
+    """Whether a consumer reads the intake queue, as the broker knows it."""
     state = await admin.state(settings.intake.queue)
     if state is None or state.consumers:
-        return []  # what is missing was told already
+        return []  # The missing queue was reported already.
     found = f"nobody consumes {quoted(settings.intake.queue)}; {state.messages} wait in it"
     return [Row("intake", "note", found, "start the daemon, or see in its log what it waits for")]
 
@@ -179,14 +179,14 @@ async def _destinations(admin: Admin, settings: Settings) -> list[Row]:
     for name in dict.fromkeys(route.to for route in settings.routes if route.to):
         if await admin.exchange_exists(name):
             rows.append(Row("destination", "ok", f"exchange {quoted(name)}"))
-        elif name not in ours:  # else the daemon declares it, and its absence was told as a note
+        elif name not in ours:  # The daemon declares the others, and a note reports them.
             advice = "declare it, or change the route's `to`; due messages would be held"
             rows.append(Row("destination", "off", f"exchange {quoted(name)} does not exist", advice))
     return rows
 
 
 async def _taken_over(admin: Admin, settings: Settings) -> list[Row]:
-    """The cascades of other systems; what is missing there is theirs to declare."""
+    """The cascades of other systems. Their owners declare missing parts."""
     rows = []
     for table in settings.takeovers:
         cascade = Cascade(table.cascade, owner=table.prefix)
@@ -212,7 +212,7 @@ async def _is_there(admin: Admin, queue: str) -> bool:
     """Asked before the right to read it, which a broker turns down for a queue that is not there too."""
     try:
         return await admin.queue_exists(queue)
-    except BrokerRefused:  # RabbitMQ 4.3 shows queues only to who may configure them: nothing can be said of it
+    except BrokerRefused:  # RabbitMQ 4.3 shows queues only to users that may configure them, so this one is unknown.
         return False
 
 
@@ -308,7 +308,7 @@ def _shared_lanes(seen: stats.StoreOverview, mark: str) -> list[Row]:
 
 
 def _lanes(seen: stats.StoreOverview) -> list[Row]:
-    """Whether what is due has somebody to release it."""
+    """Whether every due message has a daemon that releases it."""
     rows = []
     owners = {lane.owner for lane in seen.lanes if lane.alive}
     if owners:

@@ -49,13 +49,12 @@ def compact(
 ) -> None:
     """Pack the messages that are due in the far future into segments: compressed, inside the store.
 
-    Daemons bring them back in time (store.restore_ahead), and `delayer restore` does it in bulk. Messages with a key,
-    and those of more than 1 MiB, stay as they are. Daemons may go on working meanwhile, and the command may be
-    interrupted and repeated: every message is either a row or in exactly one segment. In the end emptied partitions are
-    dropped.
+    Daemons restore them in time (store.restore_ahead), and `delayer restore` does it in bulk. Messages with a key, and
+    messages of more than 1 MiB, stay rows. Daemons may go on working meanwhile. The command may be interrupted and
+    repeated: every message is either a row or in exactly one segment. At the end it drops emptied partitions.
 
-    Exit code 1 if a segment did not read back as it was written (its messages stayed rows); 3 if the store is out of
-    reach, Java is missing, or Spark gave up.
+    Exit code 1 if a segment did not read back (its messages stayed rows); 3 if the store is out of reach, Java is
+    missing, or Spark gave up.
 
     \b
     Examples:

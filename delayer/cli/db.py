@@ -25,9 +25,9 @@ def db() -> None:
 def upgrade(request: Request) -> None:
     """Apply every schema upgrade that the store lacks, and make its first lanes (store.lanes). Safe to repeat.
 
-    The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. Where one role
-    owns the schema and another one runs the daemon (docs/security.md), it is the owner's to run. A store that a newer
-    delayer upgraded stays as it is; exit code 1.
+    The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. If one role owns
+    the schema and another one runs the daemon (docs/security.md), run this as the owner. A store that a newer delayer
+    upgraded stays as it is; exit code 1.
 
     \b
     Examples:
@@ -132,7 +132,7 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 @db.command("skip-ids")
 @click.option(
     "--by",
-    type=click.IntRange(1, 10**15),  # there are nine thousand times as many
+    type=click.IntRange(1, 10**15),  # There are nine thousand times as many.
     default=schema.FAR,
     show_default=True,
     metavar="N",
@@ -142,9 +142,9 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 def skip_ids(request: Request, by: int) -> None:
     """Give the next messages ids that this store never gave: after a restore of an older copy, before a daemon starts.
 
-    A backup, an archive's end or a standby that lagged does not know what was parked and released since: it would give
-    the same numbers, as x-delayer-id, to new messages, and consumers that know copies by it would drop these. Nothing
-    that waits is changed. Needs the role that owns the tables; safe to repeat.
+    A backup or a lagging standby does not know the latest messages. It would give their numbers, as x-delayer-id, to
+    new messages, and consumers that recognize copies by it would drop these. Waiting messages do not change. Needs the
+    role that owns the tables; safe to repeat.
 
     \b
     Examples:

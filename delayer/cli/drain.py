@@ -1,6 +1,5 @@
-"""delayer drain: move what waits to the other side, after the mode was switched: rows of the store into the cascade, or
-levels of the cascade into the store.
-"""
+"""delayer drain: move the backlog to the other side after a switch of the mode: rows of the store into the cascade, or
+levels of the cascade into the store."""
 
 from __future__ import annotations
 
@@ -51,11 +50,11 @@ async def relay_of(settings: Settings) -> AsyncIterator[Relay]:
 
 
 LOWEST: Final = 5
-"""The lowest level that is emptied, of 32 seconds: what stands below comes out before anybody is done here."""
+"""The lowest level that a drain empties, of 32 seconds. Messages below leave the cascade before the drain ends."""
 
 
 class Around(NamedTuple):
-    """Depths in the broker: of the levels by number, of the due queue, of the strays. What is missing has none."""
+    """Depths in the broker: of the levels by number, of the due queue, of the strays. A missing queue has none."""
 
     levels: dict[int, int]
     due: int
@@ -68,14 +67,14 @@ async def look_around(settings: Settings, levels: Cascade) -> Around:
     async with briefly(settings.broker_url, NAME) as broker:
         seen = await broker.picture(levels, [due])
     if seen.hidden:
-        # What is not shown must not count as nothing: whoever drains removes the cascade next.
+        # A hidden queue may hold messages, and the operator removes the cascade next.
         raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
     depths = {name: depth or 0 for name, depth in seen.queues.items()}
     return Around({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays, 0))
 
 
 def left_of(around: Around) -> list[Left]:
-    """What of that does not go into the store, and why."""
+    """The messages that do not go into the store, and why."""
     return rules.left_in_cascade(around.levels, around.due, around.strays, LOWEST)
 
 
@@ -109,7 +108,8 @@ async def _portions_in(
     subscription = await RelayConsumer(relay).subscribe(levels.level(level), PORTION)
     try:
         empty = 0
-        # Seconds without a message after which a level counts as empty: what was there is gone, or in other hands.
+        # After two seconds without a message a level counts as empty: its messages are gone, or another consumer has
+        # them.
         while empty < 2:
             batch = await subscription.next_batch(PORTION, 0.02)
             empty = 0 if batch else empty + 1
@@ -131,7 +131,7 @@ async def _portions_in(
 
 
 MARGIN_MS: Final = 60_000
-"""What is due sooner is left to the daemon, which is about to release it."""
+"""The daemon is about to release messages that are due sooner."""
 
 
 class Moved(NamedTuple):
@@ -142,7 +142,7 @@ class Moved(NamedTuple):
 
 
 async def standing(url: str, *, keys_too: bool) -> draining.Standing:
-    """What waits in the store."""
+    """The backlog of the store."""
     async with listing.looking(url, "count what waits") as connection:
         now_ms = await connection.fetchval("SELECT now()")
         return await draining.standing(connection, now_ms + MARGIN_MS, keys_too=keys_too)
@@ -206,16 +206,16 @@ async def _publish(
 @as_json
 @click.pass_context
 def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Move what waits to where new delays go, so that the other side can be given up. First switch the mode and reload
-    the daemon: it goes on releasing what the store holds, and what comes out of the cascade, all the while.
+    """Move the backlog to the side where new delays go, so that the other side can be given up. First switch the
+    mode and reload the daemon. It goes on releasing messages of both sides.
 
-    Nothing gets another due instant, and nothing is lost: each portion is confirmed where it goes before it leaves
-    where it was. An interruption may leave one portion on both sides; run it again.
+    Messages keep their due instants. Each portion is confirmed on its new side before it leaves the old one. An
+    interruption may leave one portion on both sides; run it again.
 
-    To native: rows that wait longer than a minute. Messages with a key stay, as the cascade knows no keys, unless
-    --keys-too; what is compacted stays until `delayer restore`. To the store: the levels of our own cascade of 32
-    seconds and more. What is left is told, with the reason and the next step.
-    Exit code 1 if something is left that does not go by itself.
+    To native: rows that wait longer than a minute. Messages with a key stay unless --keys-too, because the cascade
+    knows no keys. Messages in segments stay until `delayer restore`. To the store: levels of 32 seconds and more of our
+    own cascade. The command names everything that stays, with the reason and the next step.
+    Exit code 1 if messages stay that do not leave by themselves.
 
     \b
     Examples:
@@ -267,7 +267,7 @@ async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, 
 
 
 def _tell(target: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool, as_json: bool) -> int:
-    """Print what was moved, and what stays with its reasons. The exit code."""
+    """Print the moved messages, and those that stay with their reasons. Returns the exit code."""
     into, other = ("cascade", "store") if target == "native" else ("store", "cascade")
     if as_json:
         rows = [{"messages": one.messages, "where": one.where, "why": one.why, "next": one.next_step} for one in left]

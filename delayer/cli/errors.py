@@ -20,11 +20,11 @@ DONE, FOUND, USAGE, OUT_OF_REACH = 0, 1, 2, 3
 BROKER_RUNS = "check broker.url, and that the broker runs"
 BROKER_RIGHTS = "check user, password, vhost and permissions"
 STORE_RUNS = "check store.url, and that Postgres runs"
-"""Advice for who is out of reach."""
+"""Advice about a store that is out of reach."""
 
 
 def broker_advice(lost: Exception) -> str:
-    """What to do about a broker that is out of reach for this reason."""
+    """The next step for a broker that is out of reach for this reason."""
     return errors.certificate_advice(str(lost), *errors.OF_BROKER) or BROKER_RUNS
 
 
@@ -60,8 +60,8 @@ EXPECTED_ERRORS = (
 
 
 def failure(error: Exception) -> Failure:
-    """What went wrong, and what to do next, for one of :data:`EXPECTED_ERRORS`."""
-    text = readable(str(error)).removesuffix(".")  # the broker ends its sentences, and so do we
+    """The failure and its next step, for one of :data:`EXPECTED_ERRORS`."""
+    text = readable(str(error)).removesuffix(".")  # The broker ends its sentences with a full stop, and so do we.
     match error:
         case ConfigError(problems=problems):
             lines = "\n".join(f"  {problem}" for problem in problems)
@@ -77,7 +77,7 @@ def failure(error: Exception) -> Failure:
             made = Off(f"the broker has things of these names that are different:\n{lines}\n{advice}")
         case BadStoreUrl() | JobMisused():
             made = Misused(text)
-        case JobImpossible() | JobFailed():  # 1 would say that an audit found something
+        case JobImpossible() | JobFailed():  # Exit code 1 would mean that an audit found something.
             made = Unreached(text)
         case BrokerRefused():
             made = Unreached(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
@@ -88,7 +88,7 @@ def failure(error: Exception) -> Failure:
         case StoreLost():
             made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
         case _:
-            made = Off(f"{text}.")  # the texts of the others hold the advice
+            made = Off(f"{text}.")  # The other texts contain the advice.
     return made
 
 

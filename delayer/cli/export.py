@@ -1,4 +1,4 @@
-"""delayer export: what waits and what is held, as lines of JSON."""
+"""delayer export: waiting and held messages, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     """Write the messages of the store to FILE (- for stdout), a line of JSON each, exact to the byte: bodies,
     properties, keys, due instants. `delayer import jsonl` reads it, into any store.
 
-    The soonest due first; then, without a filter, the held messages with their reasons. The file is one snapshot of the
-    store, taken when the export begins. Nothing is removed, and daemons, compaction and restore may go on. To move a
-    backlog, stop the daemons first. The file holds messages in the clear: whoever can read it can read them.
+    The soonest messages come first; then, without a filter, the held messages with their reasons. The file is one
+    snapshot of the store, taken when the export begins. Nothing is removed, and daemons, compaction and restore may go
+    on. To move a backlog, stop the daemons first. The file holds messages in the clear, so protect it.
 
-    Exit code 1 if a segment does not read back: all others are written. Exit code 3 if FILE, or who reads the pipe,
-    takes no more: FILE is then as it was before, and what went into a pipe has no last line that says how many there
-    are. Symlinks are followed; what is no file (a named pipe, a device) is written into and not replaced.
+    Exit code 1 if a segment does not read back; all others are written. Exit code 3 if FILE or the pipe takes no more:
+    FILE is then unchanged, and the output of a pipe lacks its last line with the number of messages. Symlinks are
+    followed. A named pipe or a device is written into and not replaced.
 
     \b
     Examples:
@@ -54,7 +54,7 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     if str(file) == "-":
         try:
             found = _written(url, wanted, sys.stdout.buffer, with_held=with_held)
-            sys.stdout.flush()  # before they are said to be written
+            sys.stdout.flush()  # Before the command reports them as written.
         except (NotWritten, OSError) as error:
             raise Unreached(f"stdout: {_why(error)}: what is written so far is not all") from error
         _say(*found)

@@ -35,9 +35,9 @@ from delayer.store.admin.detail import HeldEntry
 
 @click.group(short_help="List, retry or drop held messages.")
 def held() -> None:
-    """List, retry or drop held messages: their destination would not take them. Each is tried again by itself, with
-    growing pauses; those that came too late for their route (late_limit) wait until somebody says so. `delayer show ID`
-    has the details of one."""
+    """List, retry or drop held messages, which their destination did not take. The daemon tries each one again with
+    growing pauses. Messages that came too late for their route (late_limit) wait for a retry by hand. `delayer show
+    ID` has the details of one."""
 
 
 @held.command("list")
@@ -47,7 +47,7 @@ def held() -> None:
 @as_json
 @click.pass_context
 def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, **given: Any) -> None:
-    """List held messages in the order of their arrival, with the reason, and when each is tried again.
+    """List held messages in the order of their arrival, with the reason and the next attempt.
 
     \b
     Examples:
@@ -93,7 +93,7 @@ async def _page(url: str, wanted: Filter, limit: int, after: int) -> detail.Held
 @filter_options
 @change_options
 def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
-    """Try held messages again now: those of these ids, or all that match a filter.
+    """Try held messages again now, by their ids or by a filter.
 
     A message that its destination still does not take stays held, with its next pause. A message that an import held
     before its due instant is tried at that instant.
@@ -112,9 +112,9 @@ def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -
 @filter_options
 @change_options
 def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
-    """Drop held messages for good: those of these ids, or all that match a filter. They count as cancelled.
+    """Drop held messages for good, by their ids or by a filter. They count as cancelled.
 
-    Of what is held for want of an answer ("no confirm") its queue perhaps has a copy, and delivers it when it answers.
+    A message without an answer ("no confirm") may have a copy in its queue, which delivers it when it answers.
 
     \b
     Examples:

@@ -178,7 +178,7 @@ NO_STORE = (
 
 
 class Wanted(NamedTuple):
-    """What every source is told: the settings, which messages are meant, and how destinations are renamed."""
+    """The parameters of every source: the settings, the chosen messages, and new names of destinations."""
 
     settings: Settings
     meant: Meant
@@ -191,7 +191,7 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def rewrites_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> tuple[Rewrite, ...]:
-    """What an option of expressions says."""
+    """The expressions of an option."""
     try:
         return tuple(map(read_rewrite, given))
     except NotARewrite as error:
@@ -214,10 +214,10 @@ _OPTIONS = (
 def import_() -> None:
     """Bring delayed messages that another system still holds into the store: look first (preview), then run.
 
-    A run stages what is meant and commits it in batches, the soonest due first; the source loses a batch only when it
-    is committed here. It may be interrupted anywhere: `run` with the same parameters goes on, `abort` puts the rest
-    back. Messages for destinations that do not exist are held (`delayer held list`), and stop nothing.
-    docs/importing.md has a page for every source.
+    A run stages the chosen messages and commits them in batches, the soonest first. The source loses a batch only after
+    its commit here. A run may be interrupted anywhere: `run` with the same parameters goes on, `abort` puts the rest
+    back. Messages for missing destinations are held (`delayer held list`), and the run goes on. docs/importing.md
+    explains every source.
 
     \b
     Examples:
@@ -281,7 +281,7 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
 
 
 def _tell(context: click.Context, seen: Preview, as_json: bool) -> NoReturn:
-    """What a look found, and whether it found something that a run would tell of by its exit code."""
+    """Print the preview, and exit with the code that a run would have."""
     tell_preview(seen, as_json)
     context.exit(DONE if seen.clean else FOUND)
 

@@ -83,12 +83,12 @@ def say_native(settings: Settings) -> None:
 def list_(
     context: click.Context, /, *, tokens: Sequence[Token], limit: int, after: str | None, as_json: bool, **given: Any
 ) -> None:
-    """List the waiting messages of the store, the soonest due first: rows, and messages in segments. All of them, or
-    those that match a filter, or those of these ids.
+    """List the waiting messages of the store, the soonest first: rows, and messages in segments. List all of them,
+    or those of these ids, or those that match a filter.
 
     A page takes milliseconds without a filter, and with --key or a due time. --route, --to, --to-key and --header have
-    no index: such a page ends after it read 10,000 rows that do not match, and the next page goes on from there. For
-    held messages see `delayer held list`.
+    no index: such a page ends after 10,000 rows that do not match, and the next page goes on there. For held messages
+    see `delayer held list`.
 
     \b
     Examples:
@@ -152,7 +152,8 @@ def _behind(after: str | None) -> tuple[int, int]:
 
 
 def _token_of(after: tuple[int, int]) -> str:
-    """Where the next page begins. Between two milliseconds, and behind what was read in vain, no id stands for it."""
+    """The place where the next page begins. No id stands for a place between two milliseconds, or behind rows without a
+    match."""
     due_us, number = after
     if due_us % 1000 or number == MAX_ID:
         return f"{due_us}.{number}"
@@ -214,7 +215,7 @@ async def _show(url: str, token: Token) -> Whole | Found:
 
 
 def fate(found: Whole) -> str:
-    """What will happen to it, in a sentence."""
+    """The future of the message, in a sentence."""
     entry = found.entry
     return detail.fate(found, address(entry.to_exchange, entry.to_key), found.owner, iso)
 

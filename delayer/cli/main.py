@@ -40,7 +40,7 @@ VERBS: Final = {
     "import": "sources:import_",
     "export": "export",
 }
-"""Where the verbs are, in the order of their use: the module in delayer.cli, and the name in it if another."""
+"""The modules of the verbs, in the order of their use: the module in delayer.cli, and the name in it if it differs."""
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk or file system."""
 
@@ -96,7 +96,7 @@ def _assigned(context: click.Context, option: click.Parameter, given: tuple[str,
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
     "--config",
-    type=click.Path(path_type=Path, readable=False),  # whether it can be read is said with every other mistake
+    type=click.Path(path_type=Path, readable=False),  # Reading it reports this with all other mistakes.
     metavar="PATH",
     help="The configuration file. Without it: $DELAYER_CONFIG, else /etc/delayer/delayer.toml if there is one, else "
     "the defaults.",
@@ -133,16 +133,16 @@ def cli(
     \b
     The first time:
       delayer db upgrade               make the tables (store mode)
-      delayer check                    what is off, or missing?
+      delayer check                    name everything that is off or missing
       delayer run                      run the daemon; it declares its queues and exchanges
       delayer send --key hello --delay 10s --body 'in ten seconds'
-      delayer status                   what waits, and until when
+      delayer status                   the backlog, and the next due instant
 
     Every key of the configuration can be set by the file, by the environment (DELAYER_INTAKE__MAX_DELAY=30d) and by
     flags (--set intake.max_delay=30d); the later beats the earlier.
 
-    Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 broker or store out of reach, or
-    something else that a command needs: what is not installed, or a disk that is full.
+    Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 something that is needed is out of reach:
+    broker, store, a program that is not installed, room on a disk.
     """
     from delayer.cli.options import Request  # noqa: PLC0415 - loaded with the verb, not for --version
     from delayer.config import logs  # noqa: PLC0415 - not for --version
@@ -173,7 +173,7 @@ def _open_closed_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number: that of this stream
+            number = os.open(os.devnull, os.O_RDWR)  # The lowest free number is that of this stream.
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
@@ -187,9 +187,9 @@ def _end(unwritten: OSError) -> NoReturn:
     if unwritten.errno in NO_ROOM:
         where = f" to {unwritten.filename}" if unwritten.filename else ""
         what = "The command may have done its work; its output is cut off."
-        with suppress(OSError):  # stderr may be on the same disk
+        with suppress(OSError):  # stderr may be on the same disk.
             click.echo(f"delayer: nothing more can be written{where}: {unwritten.strerror}. {what}", err=True)
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # else the interpreter would try to write the rest, and complain
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # Otherwise the interpreter would try to write the rest, and complain.
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     sys.exit(OUT_OF_REACH if unwritten.errno in NO_ROOM else FOUND)

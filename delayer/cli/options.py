@@ -45,7 +45,7 @@ class Request:
 
 
 def request_of(context: click.Context) -> Request:
-    """What the group put there before the verb was called."""
+    """The request that the group stored before it called the verb."""
     request = context.find_object(Request)
     assert request is not None
     return request
@@ -173,7 +173,7 @@ def duration(_context: click.Context, _option: click.Parameter, text: str | None
 
 
 def fixed_instant(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    """As :func:`instant`, but not from how long from now."""
+    """Like :func:`instant`, without durations from now."""
     found = None if text is None else instant_ms(text)
     if text is not None and found is None:
         raise click.BadParameter(
@@ -214,7 +214,7 @@ def whoami() -> str:
     """The operator, for the audit log: the user behind sudo, on this host."""
     try:
         user = os.environ.get("SUDO_USER") or getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in containers
+    except (KeyError, OSError):  # A container may have a user id without a name.
         user = f"uid {os.getuid()}"
     return f"{user}@{socket.gethostname()}"
 
@@ -278,7 +278,8 @@ def url_of(option: str, text: str, read: Callable[[object], SecretUrl | None]) -
 
 
 def store_url_of_hosts(value: object) -> SecretUrl:
-    """As store_url; or of several hosts, as in h1:5432,h2:5432: the drivers take one that answers. Raises Expected."""
+    """As store_url, with one or several hosts, as in h1:5432,h2:5432. The drivers take one that answers. Raises
+    Expected."""
     try:
         parts = urlsplit(value if isinstance(value, str) else "")
     except ValueError:

@@ -34,8 +34,8 @@ Value = str | int | float | bool
 
 @dataclass(slots=True)
 class Message:
-    """What is published. ``timestamp``: epoch seconds. ``due_ms``: when this host's clock expects it back, epoch ms;
-    None where nobody here knows."""
+    """The message to publish. ``timestamp``: epoch seconds. ``due_ms``: when this host's clock expects it back, epoch
+    ms; None if unknown."""
 
     exchange: str
     routing_key: str
@@ -81,7 +81,8 @@ async def publish(
 async def _publish_all(channel: Wire, message: Message, ids: Sequence[str]) -> list[str | None]:
     """For each None when it is confirmed, else the reason why not. Raises the first error that is no answer to one."""
     publishes = [_publish(channel, message, message_id) for message_id in ids]
-    outcomes = await asyncio.gather(*publishes, return_exceptions=True)  # all have ended then, whatever one came to
+    # All have ended then, whether they failed or not.
+    outcomes = await asyncio.gather(*publishes, return_exceptions=True)
     if any(isinstance(one, ChannelNotFoundEntity) for one in outcomes):
         missing = f'exchange "{message.exchange}" does not exist'
         return [missing if isinstance(one, BaseException) else one for one in outcomes]
@@ -106,7 +107,7 @@ async def _publish(channel: Wire, message: Message, message_id: str) -> str | No
             routing_key=message.routing_key,
             properties=properties,
             mandatory=True,
-            wait=False,  # for the socket: the window is all that waits
+            wait=False,  # Only the window limits the publishes, not the socket.
         )
     except DeliveryError as error:
         return "nothing is bound for it" if isinstance(error.frame, Basic.Return) else "a queue refused it"
@@ -180,10 +181,10 @@ def send(
     message_id: str | None,
     count: int,
 ) -> None:
-    """Publish a message that asks for a delay, and wait until the broker confirmed it; many of them by --count, up to
-    500 at a time.
+    """Publish a message that asks for a delay, and wait until the broker confirms it. --count sends many, up to 500
+    at a time.
 
-    It goes the way of every publisher's message: to the route's exchange, with a header that says the delay.
+    The message goes to the route's exchange, with a header that says the delay, like the message of any publisher.
 
     \b
     Examples:
@@ -222,7 +223,7 @@ def send(
 
 
 def cancelling(key: str, settings: Settings) -> str:
-    """What is next, for who asked for a cancel."""
+    """The next step after a cancel."""
     if settings.store_url is None:
         return "Without a store nothing can be cancelled: see `delayer refused list`."
     return f"Next: `delayer list --key {shlex.quote(readable(key))}` shows nothing any more, if it came in time."
@@ -239,7 +240,7 @@ def _sent(url: str, message: Message, count: int, id_of: Callable[[int], str]) -
 
 
 def _sent_many(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
-    """The same with many, and for somebody who wonders how far it is."""
+    """Send many messages, with progress."""
     confirmed = 0
     with progress() as say:
 
@@ -268,8 +269,8 @@ def _route(settings: Settings, name: str | None) -> Route:
 
 
 def prepared(route: Route, intake_queue: str, key: str, body: bytes, headers: Mapping[str, Value]) -> Message:
-    """The message without its delay. Straight to the intake queue, the routing key is that queue's name; the key that
-    the message shall have in the end then travels in a header."""
+    """The message without its delay. Straight to the intake queue, the routing key is that queue's name. A header then
+    carries the key of the destination."""
     message = Message(route.from_, key, body, dict(headers))
     if not route.from_:
         message.routing_key = intake_queue
@@ -317,6 +318,6 @@ def _said(message: Message, first: str, count: int) -> str:
 
 
 def _about(seconds: int) -> str:
-    """As it was asked for, where that is a whole number of minutes, hours or days; else in two digits or so."""
+    """A whole number of minutes, hours or days if possible; else about two digits."""
     exact = duration_text(seconds * 1000)
     return roughly(seconds) if exact.endswith("s") else exact

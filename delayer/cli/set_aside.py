@@ -120,8 +120,8 @@ def _json_of_refused(one: RefusedMessage) -> dict[str, Any]:
 def retry_refused(context: click.Context, /, **given: Any) -> None:
     """Publish refused messages again to the exchange that they came in by, without the headers of the refusal.
 
-    Correct the cause first: the daemon refuses a message again that it still cannot delay. A relative delay counts from
-    now. A message leaves the refused queue when the broker has confirmed it elsewhere.
+    Correct the cause first, because the daemon refuses a message again that it still cannot delay. A relative delay
+    counts from now. A message leaves the refused queue when the broker has confirmed it elsewhere.
 
     \b
     Examples:
@@ -210,7 +210,7 @@ def _json_of_stray(one: Stray) -> dict[str, Any]:
 @reason_option
 @change_options
 def retry_strays(context: click.Context, /, **given: Any) -> None:
-    """Put strays back on their way: the daemon tries them now, late ones too, and ten times more if need be.
+    """Retry strays: the daemon tries them now, late ones too, and up to ten times more.
 
     \b
     Examples:
@@ -247,7 +247,7 @@ def _change(
     dry_run: bool,
     yes: bool,
 ) -> None:
-    """Look, ask, then retry or drop what was looked at."""
+    """Look at the messages, ask, then retry or drop exactly these."""
     wanted = Selection(frozenset(ids), reason, exchange)
     if everything == (wanted != ANY):
         options = "--reason, --from," if group == "refused" else "--reason,"

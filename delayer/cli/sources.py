@@ -168,7 +168,7 @@ def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, 
 
 
 def _by_routes(settings: Settings) -> dict[bytes, Target]:
-    """Where the routes would send what came through their exchanges."""
+    """The target of each route, by the exchange that it is from."""
     return {
         route.from_.encode(): Target(route.to.encode(), route.routing_key.encode())
         for route in settings.routes

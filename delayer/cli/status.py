@@ -40,14 +40,14 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
     try:
         async with asyncio.timeout(patience):
             status, body = await _ask(listen)
-    except (OSError, UnicodeError) as error:  # the latter of a host that can be none
+    except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name.
         return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
     if status not in ("200", ""):
         return {"error": f"{listen} answers {status}", "last": {}}
     try:
         said = json.loads(body)
         if said["service"] != service_of(settings):
-            # Of two services on one host, only one has this address; and a configuration may have been copied.
+            # Of two services on one host only one has this address, and a configuration may have been copied.
             return {"error": f"what answers at {listen} works with another broker or virtual host", "last": {}}
         return {"error": None, "last": said["last"], "blocked": said["blocked"]}
     except (ValueError, KeyError, TypeError):
@@ -72,7 +72,8 @@ async def _ask(listen: str) -> tuple[str, bytes]:
 def _reason(error: OSError | UnicodeError, patience: float) -> str:
     if isinstance(error, TimeoutError):
         return f"nothing within {patience:g} s"
-    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:  # those below are of the resolver
+    # Numbers below 0 come from the resolver.
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return str(error)
 
@@ -87,7 +88,7 @@ def show(live: dict[str, Any]) -> None:
     for seconds, name in WINDOWS:
         last = live["last"][seconds]
         if last["seconds"] < int(seconds) and rows:
-            continue  # it runs for less than that: the same figures once more
+            continue  # The process runs for less than that, so the figures would repeat.
         rates = last["rates"]
         into = rates["parked"] + rates["cascaded"]
         rows.append(
@@ -126,11 +127,11 @@ def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
 @click.option("--watch", is_flag=True, help="Look every two seconds, until interrupted; with --json an object a line.")
 @click.pass_context
 def status(context: click.Context, as_json: bool, watch: bool) -> None:
-    """Show the mode, the lanes, what is parked, held and compacted, what is due next, rates and lateness over the last
-    minutes, and the depths of all queues, the cascade's levels among them.
+    """Show the mode, the lanes, the counts of parked, held and compacted messages, and the next due instant. Show
+    rates and lateness over the last minutes, and the depths of all queues, the cascade's levels among them.
 
-    Shows what can be reached, and says what cannot. Exit code 3 if the broker or a configured store is out of reach,
-    1 if the store's schema is not the one that this program needs.
+    Parts that are out of reach are named. Exit code 3 if the broker or a configured store is out of reach, 1 if the
+    store's schema is not the one that this program needs.
 
     \b
     Examples:
@@ -303,7 +304,7 @@ def _print_broker(broker: dict[str, Any], settings: Settings) -> None:
     if all(one["depth"] is None for one in levels):
         rows.append(("", "cascade", "", depth_text(None, used=used)))
     else:
-        # 28 lines of zeros help nobody: levels in which something waits, or which are missing.
+        # Levels that hold messages, or are missing. The others are zeros.
         rows += [
             (one["level"], one["queue"], in_words(one["ttl_ms"]), depth_text(one["depth"], used=used))
             for one in levels

@@ -2,7 +2,7 @@
 
     spark-submit --master yarn $(python -c 'import delayer.cli.submit as s; print(s.__file__)') audit --work hdfs://…
 
-spark-submit hands on stdout and stderr as one: with --json the report of an audit is the last line.
+spark-submit joins stdout and stderr. With --json the last line is the report of an audit.
 
 The Python of driver and executors (``PYSPARK_PYTHON``) needs delayer[spark] installed; docs/backlog.md says how.
 """

@@ -42,7 +42,7 @@ def topology() -> None:
 @topology.command()
 @click.pass_obj
 def apply(request: Request) -> None:
-    """Declare whatever is missing. What is there already stays as it is; safe to repeat.
+    """Declare missing queues and exchanges. Existing ones stay as they are; safe to repeat.
 
     \b
     Examples:
@@ -73,9 +73,9 @@ def apply(request: Request) -> None:
 @as_json
 @click.pass_context
 def verify(context: click.Context, as_json: bool) -> None:
-    """Compare the broker with what is wanted, and change nothing. Exit code 1 if anything is off.
+    """Compare the broker with the configured topology, and change nothing. Exit code 1 if anything is off.
 
-    Bindings and policies can only be seen through the management API: set broker.management_url.
+    Only the management API shows bindings and policies: set broker.management_url.
 
     \b
     Examples:

@@ -211,7 +211,7 @@ class Dispatch:
         begin = 0
         while begin < len(publications):
             if begin:
-                acks.progress()  # a batch may take many publishes
+                acks.progress()  # A batch may take many publishes.
             end = begin + self.publisher.batch_limit
             stuck += await self._publish(publications[begin:end], acks)
             begin = end

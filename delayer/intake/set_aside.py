@@ -199,7 +199,7 @@ class SetAside(Generic[T]):
             try:
                 yield subscription, publisher, Result(depth)
             finally:
-                await subscription.close()  # returns the rest to where it stood
+                await subscription.close()  # It returns the rest to its place.
         finally:
             await publisher.close()
             for relay in relays:
@@ -209,7 +209,7 @@ class SetAside(Generic[T]):
 async def _portions(subscription: RelaySubscription, count: int, result: Result[T]) -> AsyncIterator[list[Delivery]]:
     """The next ``count`` messages, without those that arrive later (a retried message may be refused again)."""
     empty = 0
-    while result.looked < count and empty < 3:  # seconds; after that, another consumer has the rest
+    while result.looked < count and empty < 3:  # Three seconds; after that, another consumer has the rest.
         some = await subscription.next_batch(min(count - result.looked, AT_ONCE), 0.02)
         empty = 0 if some else empty + 1
         result.looked += len(some)

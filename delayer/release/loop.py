@@ -161,7 +161,7 @@ class Release:
         try:
             released, held = await self._send(rows)
         except BaseException:
-            # No message of this portion is known to be published, so the rows go back. That includes a cancellation.
+            # No message of this portion is known to be published, so the rows go back, after a cancellation as well.
             await self._lane.give_up()
             raise
         out_ms, sent = self._live.sure_ms(), time.perf_counter()
