@@ -1,6 +1,6 @@
 """Administration of a broker, over aio-pika: declare, verify, show, bind, remove. Never the hot path.
 
-Reads topologies as values. What another system owns (``shared``) is declared where it is missing and never removed.
+It reads topologies as values. Parts that another system owns (``shared``) are declared if missing and never removed.
 """
 
 from __future__ import annotations
@@ -173,15 +173,15 @@ class Admin:
 
     @property
     def cluster(self) -> str:
-        """What the broker calls its cluster; "" where it does not say."""
+        """The broker's name of its cluster; "" if it does not tell."""
         return self._link.cluster
 
     async def declare(self, topology: Topology) -> None:
-        """Make it so; what is there already stays as it is.
+        """Declare the topology; existing parts stay as they are.
 
-        Raises TopologyMismatch with everything that exists otherwise. Nothing is bound then: a binding between things
-        that are not what they should be could lead messages anywhere. Raises BrokerRefused where trying again may help:
-        somebody removed what we bind, or a queue's node is down.
+        Raises TopologyMismatch with every part that differs. Then nothing is bound, because bindings between wrong
+        parts could lead messages anywhere. Raises BrokerRefused where a repetition may help: a part was removed
+        meanwhile, or a queue's node is down.
         """
         wrong = [await self._declare_exchange(exchange) for exchange in topology.exchanges]
         wrong += [await self._declare_queue(queue) for queue in topology.queues]
@@ -207,9 +207,9 @@ class Admin:
         return _mismatch("binding", wanted.source, wanted, answer)
 
     async def verify(self, topology: Topology) -> list[Finding]:
-        """Compare, changing nothing. No finding of severity "error" means that all is well, as far as seen.
+        """Compare, changing nothing. Without a finding of severity "error" all is well, as far as it can be seen.
 
-        A thing that somebody deletes between our two looks at it would be made again: a matter of microseconds.
+        A queue that is deleted between our two looks would be made again. They are microseconds apart.
         """
         return await Verifier(self._link, topology, self._management).findings()
 
@@ -228,8 +228,8 @@ class Admin:
         return not isinstance(answer, ChannelLockedResource) and _exists(answer)
 
     async def may_consume(self, queue: str) -> bool:
-        """Whether this user may read the queue, without reading anything: the broker looks at that first, and then
-        turns down what is no priority. True where there is no such queue."""
+        """Whether this user may read the queue, without reading a message. The broker checks the permission first, and
+        then refuses the invalid priority of this request. True if the queue is missing."""
         try:
             await self._link.ask(BasicMethods.Consume(queue=queue, arguments={"x-priority": "none"}))
         except BrokerRefused:
@@ -244,19 +244,20 @@ class Admin:
         return not name or _exists(await self._link.ask(exchange_look(name)))
 
     async def remove(self, topology: Topology, *, force: bool = False) -> Removal:
-        """Remove what is ours, in the order of the topology: a cascade from its top, each exchange before its queue, so
-        that nothing enters a level any more when its queue goes.
+        """Remove our parts in the order of the topology: a cascade from its top, each exchange before its queue. So no
+        message enters a level after its queue is gone.
 
-        Without ``force``, nothing at all is removed while a queue holds messages or has consumers, and an exchange
-        stays that others bound something to. Should a message slip into a level after that look, its queue and
-        everything below stay: call again when it has passed. What is unacknowledged, or in the hands of a dead-letter
-        worker, the broker does not count; stop the daemon first.
+        Without ``force`` this removes nothing while a queue holds messages or has consumers. An exchange stays if
+        others bound something to it. If a message enters a level after that look, its queue and all levels below stay;
+        call again when it has passed. The broker does not count unacknowledged messages, or those in a dead-letter
+        worker, so stop the daemon first.
         """
         return await Remover(self._link, topology, force=force).run()
 
 
 def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch | None:
-    """What a "no" says about the thing. Only these two say that it is there and different; a person has to decide."""
+    """The mismatch that a refusal means. Only these two refusals say that the part exists and differs, so that an
+    operator has to decide."""
     if not isinstance(answer, ChannelClosed):
         return None
     if not isinstance(answer, ChannelPreconditionFailed | ChannelLockedResource):
@@ -265,7 +266,7 @@ def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch 
 
 
 def _exists(answer: object) -> bool:
-    """Whether the broker agreed; False when it found nothing. Any other refusal is raised: nobody asked for it."""
+    """Whether the broker agreed; False if the part is missing. Raises every other refusal."""
     if isinstance(answer, ChannelClosed) and not isinstance(answer, ChannelNotFoundEntity):
         raise BrokerRefused(str(answer)) from answer
     return not isinstance(answer, ChannelNotFoundEntity)

@@ -1,7 +1,7 @@
-"""The daemon's and the commands' own short talks with a broker over the wire: declare, look, and count, pipelined.
+"""Short requests to a broker by our own protocol client: declare, look, and count, pipelined.
 
-pamqp checks names to the letter of AMQP 0-9-1. RabbitMQ takes any 255 bytes of UTF-8, and people use them, so the
-frames here leave names to the broker.
+pamqp checks names to the letter of AMQP 0-9-1. RabbitMQ takes any 255 bytes of UTF-8, and users need them, so the
+frames here leave the check to the broker.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class LevelState:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What ``topology show`` prints. ``queues``: depths of the queues around the cascade, None where one is missing.
-    ``hidden``: which of all these the broker does not show to this user, whose depths are None too."""
+    """The output of ``topology show``. ``queues``: depths of the queues around the cascade, None for a missing one.
+    ``hidden``: queues that the broker does not show to this user; their depths are None too."""
 
     kind: str
     delivery: str
@@ -165,10 +165,9 @@ class Brief:
     async def picture(self, cascade: Cascade, queues: Iterable[str] = ()) -> Picture:
         """Levels with their depths, and the depths of ``queues`` and of the strays queue.
 
-        A cascade without its first and its last level is taken not to be there: the broker writes a line into its log
-        for each thing that somebody asked for in vain. What this user may not look at is hidden: in store mode the
-        daemon's has no rights in the cascade, and RabbitMQ 4.3 shows it none of it then. Raises BrokerRefused where
-        that is everything.
+        A cascade without its first and its last level counts as missing, because the broker logs each request for a
+        missing queue. Queues without permission are hidden: in store mode the daemon has no rights in the cascade, and
+        RabbitMQ 4.3 then hides it. Raises BrokerRefused if all queues are hidden.
         """
         wanted = list(queues)
         first, last = cascade.level(LEVELS - 1), cascade.level(0)
@@ -246,7 +245,7 @@ def _depths(answers: Iterable[int | ChannelClosed]) -> list[int | None]:
 
 
 def _loss(task: asyncio.Task[object]) -> BaseException | None:
-    """What ended this question without an answer; a "no" is one."""
+    """The error that ended this question; a refusal is one."""
     error = task.exception() if task.done() and not task.cancelled() else None
     return None if isinstance(error, ChannelClosed) else error
 

@@ -1,7 +1,7 @@
 """Circuit breakers of destinations: while one is open, its messages are held at once and not published.
 
-A breaker is *closed* (not in the table), *open* until an instant, or *half-open* after it: then one message is a probe
-that closes the breaker, or opens it for longer. It remembers and publishes nothing.
+A breaker is *closed* (not in the table), *open* until an instant, or *half-open* after it. Half-open, one message is a
+probe that closes the breaker, or opens it for longer. This module publishes nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ MANY: Final = 3
 
 
 class Destination(NamedTuple):
-    """What decides which queues a publish reaches. ``routing_key`` None: every key of a missing exchange.
+    """The key of a breaker: everything that decides which queues a publish reaches. ``routing_key`` None: every key of
+    a missing exchange.
 
-    ``copies`` are the bytes of CC and BCC: a silent queue behind a copy says nothing of the same key without it.
+    ``copies`` are the bytes of CC and BCC. A silent queue behind a copy proves nothing about the same key without it.
     """
 
     exchange: bytes
@@ -42,7 +43,7 @@ def destination(message: Outgoing) -> Destination:
 
 @dataclass(slots=True)
 class _Breaker:
-    outcome: Outcome | None  # None: suspected, so the next message is a probe
+    outcome: Outcome | None  # None: suspected, so the next message is a probe.
     failures: int
     until: float
 
@@ -57,12 +58,14 @@ class CircuitBreaker:
         """The breakers that are not closed; the one that failed longest ago stands first."""
         self._of_exchange: Counter[bytes] = Counter()
         self._open_of_exchange: Counter[bytes] = Counter()
-        self._fine: dict[Destination, float] = {}  # answered lately, beside open breakers of its exchange
-        self._turn = self._granted = 0.0  # no batch waits for probes until then; the last one that did
+        # Destinations that answered lately, beside open breakers of their exchange.
+        self._fine: dict[Destination, float] = {}
+        # No batch waits for probes until the first instant; the second is that of the last batch that did.
+        self._turn = self._granted = 0.0
 
     def sort(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[dict[int, Outcome], list[int]]:
-        """Of these messages: the ones that an open breaker holds, with their outcome, and the ones that are doubtful: a
-        probe of their destination comes first. All others take the shared channel."""
+        """The messages that an open breaker holds, with their outcome, and the doubtful ones, whose destination needs a
+        probe first. All others take the shared channel."""
         now = self._clock()
         self._forget(now)
         held: dict[int, Outcome] = {}
@@ -113,7 +116,7 @@ class CircuitBreaker:
         return breaker.outcome is not None if breaker is not None else self._open_of_exchange[one.exchange] >= MANY
 
     def answered(self, one: Destination) -> None:
-        """The destination answered, whatever the answer was: its breaker is closed."""
+        """The destination answered, with any outcome: close its breaker."""
         self._close(one)
         if self._open_of_exchange[one.exchange] >= MANY:
             if len(self._fine) >= self._most:
@@ -127,7 +130,7 @@ class CircuitBreaker:
         return breaker.outcome if breaker.until > now or (silent and self._turn > now != self._granted) else None
 
     def _grant(self, breaker: _Breaker, now: float) -> None:
-        """Nobody else probes meanwhile."""
+        """No other batch probes meanwhile."""
         if breaker.outcome is not None:
             breaker.until = now + 10.0
             if isinstance(breaker.outcome, Unanswered):
@@ -153,7 +156,7 @@ class CircuitBreaker:
                 del counter[one.exchange]
 
     def _forget(self, now: float) -> None:
-        """Close what nobody published to for ten minutes."""
+        """Close breakers without a publish for ten minutes."""
         while self.table and self.table[first := next(iter(self.table))].until + 600.0 < now:
             self._close(first)
         while self._fine and self._fine[fine := next(iter(self._fine))] <= now:

@@ -77,9 +77,9 @@ class Relay:
         return self._connection
 
     async def another(self, timeout: float) -> Connection:
-        """A connection beside that one; it ends with this relay, or when the caller ends it. Raises BrokerLost.
+        """A second connection. It ends with this relay, or when the caller ends it. Raises BrokerLost.
 
-        The URL may say less than ``timeout``, not more: somebody waits.
+        The URL may shorten ``timeout``, but not extend it, because messages wait.
         """
         seconds = timeout if self._address.timeout is None else min(timeout, self._address.timeout)
         name = f"{self._name}, isolation"

@@ -41,8 +41,8 @@ class Waiting(Protocol):
 
 
 class Inflow:
-    """Counts the bytes of one subscription, or of all that share a connection: they hold each other up anyhow, and
-    together they are bounded, however many they are."""
+    """Counts the bytes of one subscription, or of all that share a connection. They delay each other anyway, and one
+    bound holds for all together."""
 
     def __init__(self, room: int = BUFFER_BYTES) -> None:
         self._room = room
@@ -53,7 +53,7 @@ class Inflow:
         self._unread: asyncio.TimerHandle | None = None
 
     def behind(self, one: Waiting) -> bool:
-        """Whether more may wait for it in the socket; of several nobody can tell whose that is."""
+        """Whether more deliveries may wait in the socket. With several subscriptions their owner is unknown."""
         return bool(self._paused) and self._waiting <= {one}
 
     def came(self, to: Waiting, socket: Socket, size: int) -> None:
@@ -79,7 +79,7 @@ class Inflow:
 
     @contextmanager
     def listening(self, rooms: int) -> Iterator[None]:
-        """Meanwhile somebody waits for the broker's answer, which comes behind everything else: read on, for so many
+        """While a subscription waits for the broker's answer, which comes behind everything else, read on for this many
         times the room."""
         self._listening.append(rooms)
         if self._bytes <= self._limit:
@@ -152,8 +152,8 @@ log = structlog.get_logger(__name__)
 
 BEGINNING: Final = 2
 ENDING: Final = 4
-"""Times as much that is read for others while a subscription waits for the broker's answers. To begin can wait; but one
-that ends without an answer does not know what it settled."""
+"""The multiple of the room that is read for others while a subscription waits for the broker's answers. The end of a
+subscription needs its answer, to know which acknowledgements arrived."""
 IDLE: Final = 1.0
 """Seconds after which an idle next_batch returns, so that its caller can look around."""
 ANSWER_SECONDS: Final = 2.0
@@ -162,11 +162,11 @@ BATCH_BYTES: Final = 8 << 20
 
 
 class RelayConsumer:
-    """Satisfies ports.Consumer, over a relay of its own: pausing one queue must not pause another. Those that share a
-    relay all the same share its ``inflow`` too; else each subscription has ``buffer_bytes``.
+    """Satisfies ports.Consumer, over a relay of its own, because pausing one queue must not pause another. Consumers
+    that share a relay share its ``inflow``; otherwise each subscription has ``buffer_bytes``.
 
-    ``fitting``: what a queue's messages turned out to be like, where subscriptions may end themselves in order
-    (``overrun``) to read less ahead, or more.
+    ``fitting``: the size of a queue's messages so far. A subscription may end itself in order (``overrun``) to change
+    how much it reads ahead.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class RelaySubscription:
         self._stopped = False
         self._arrived = asyncio.Event()
         self._filled = asyncio.Event()
-        self._limit = 0  # of the batch that is waited for
+        self._limit = 0  # The limit of the batch that a caller waits for.
         # Also wakes a waiting next_batch when the channel ends.
         channel.closed.add_done_callback(lambda _: self._arrived.set())
 
@@ -261,7 +261,7 @@ class RelaySubscription:
                 await asyncio.wait_for(self._arrived.wait(), IDLE)
             except TimeoutError:
                 return []
-        # What is here is unsettled: the broker sends no more of it than the prefetch, and to wait for more is in vain.
+        # The buffer is unsettled, and the broker sends at most the prefetch, so a wait for more would be in vain.
         self._limit = min(limit, self.prefetch)
         if not self._full():
             self._filled.clear()
@@ -278,7 +278,7 @@ class RelaySubscription:
 
     @property
     def lost(self) -> bool:
-        """Nothing comes any more, and what was acknowledged last may not have come to the broker."""
+        """No delivery comes any more, and the last acknowledgements may not have reached the broker."""
         return self._cancelled or self._channel.closed.done()
 
     def ack(self, tag: int, *, multiple: bool) -> None:
@@ -291,21 +291,21 @@ class RelaySubscription:
         self._stop()
 
     async def close(self, seconds: float = ANSWER_SECONDS) -> None:
-        """See ports.Subscription. ``seconds`` is what the broker has to end the consumer.
+        """See ports.Subscription. ``seconds`` is the time that the broker has to end the consumer.
 
-        A quorum queue may overlook acknowledgements that are followed by the end of the channel, or that follow the
-        end of the consumer, while it is busy (seen on 3.10.8: hundreds of messages repeated after a stop in order). The
-        end of a consumer goes through the queue's log, behind everything that the consumer acknowledged before.
+        A busy quorum queue may overlook acknowledgements right before the end of the channel, or behind the end of the
+        consumer. On 3.10.8 hundreds of messages were repeated after an orderly stop. The end of a consumer goes through
+        the queue's log, behind all its acknowledgements.
 
-        A ``basic.nack`` behind the end of the consumer returns the rest to where it stood. RabbitMQ from 4.3 on does
-        not count that as a delivery, as it counts the end of a channel.
+        A ``basic.nack`` behind the end of the consumer returns the rest to its place. RabbitMQ from 4.3 on does not
+        count that as a delivery, but it counts the end of a channel.
         """
         self._stop()
         with self._inflow.listening(ENDING):
             await self._end(seconds)
 
     def abandon(self) -> None:
-        """It did not begin: nobody else knows of its channel, whose number would never be free again."""
+        """The subscription did not begin. No caller knows its channel, whose number would never be free again."""
         self._stop()
         self._channel.abandon()
 
@@ -318,12 +318,12 @@ class RelaySubscription:
                 if self.in_order:
                     self._channel.nack(0, multiple=True)
             except (BrokerLost, TimeoutError) as lost:
-                # What was acknowledged may be delivered again, as after any loss.
+                # The broker may deliver the last acknowledged messages again, as after any loss.
                 log.warning("consumer not ended in order", queue=self._queue, reason=str(lost) or "no answer in time")
         await self._channel.close()
 
     def _stop(self) -> None:
-        """Nobody takes a batch any more: keep nothing."""
+        """No batch is taken any more, so drop the buffer."""
         self._stopped = True
         self._buffer.clear()
         self._inflow.emptied(self, self._bytes)
@@ -332,7 +332,7 @@ class RelaySubscription:
     def _on_delivery(self, delivery: Delivery) -> None:
         self.received += 1
         if self._stopped:
-            return  # it returns to its queue when the channel closes
+            return  # It returns to its queue when the channel closes.
         size = len(delivery.body) + len(delivery.properties)
         self._buffer.append(delivery)
         self._bytes += size
@@ -342,7 +342,8 @@ class RelaySubscription:
         self._arrived.set()
 
     def let_go(self) -> None:
-        """See Waiting: what nobody took yet returns to its queue when the channel closes, and less is read ahead."""
+        """See Waiting: the buffered deliveries return to their queue when the channel closes, and the next one reads
+        less ahead."""
         if self._fitting is None or not self._buffer:
             return
         self._fitting.full(len(self._buffer))
@@ -361,7 +362,7 @@ class RelaySubscription:
         return len(self._buffer) >= self._limit or self._bytes >= self._batch_bytes
 
     def _raise_if_lost(self) -> None:
-        """What is still buffered then is not handed out: the broker delivers it again to somebody."""
+        """The buffered deliveries are not handed out after a loss, because the broker delivers them again."""
         if self._cancelled:
             raise ConsumerCancelled(f"the broker cancelled the consumer of queue {self._queue!r}")
         if self._channel.closed.done():

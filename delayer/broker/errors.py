@@ -1,10 +1,10 @@
-"""What can go wrong with a broker, and the one place that turns the driver's errors into ours.
+"""Errors of a broker, and their translation from the driver's errors.
 
-BrokerLost (core)
-└─ BrokerUnreachable   no connection, or it broke, or no answer came in time: try again later
-BrokerRefused          the broker answered, and said no: wrong user, no such vhost, no permission
-QueueMissing           a queue that the command works with does not exist
-TopologyMismatch       an exchange or a queue exists, but is not what we want of that name
+    BrokerLost (core)
+    └─ BrokerUnreachable   no connection, or it broke, or no answer came in time: try again later
+    BrokerRefused          the broker answered no: wrong user, no such vhost, no permission
+    QueueMissing           a queue that the command works with does not exist
+    TopologyMismatch       an exchange or a queue exists, but differs from the configured one
 
 No text holds a password: it names host, port and vhost only.
 """
@@ -32,8 +32,8 @@ class QueueMissing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """``kind`` is "exchange" or "queue"; ``broker_says`` is the broker's own text. ``messages``: in the queue, ready;
-    None for what is no queue, or does not show."""
+    """``kind`` is "exchange" or "queue"; ``broker_says`` is the broker's own text. ``messages``: ready ones in the
+    queue; None for an exchange, or a hidden queue."""
 
     kind: str
     name: str
@@ -56,9 +56,9 @@ class TopologyMismatch(Exception):
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Turn the driver's errors into ours. ``where`` says which broker: host, port, vhost.
+    """Turn the driver's errors into ours. ``where`` names the broker: host, port, vhost.
 
-    A ChannelClosed passes unchanged: it is the broker's answer to one call, and the caller knows what was asked.
+    A ChannelClosed passes unchanged. It is the broker's answer to one call, and only the caller knows the question.
     """
     from aiormq import exceptions as driver  # noqa: PLC0415 - 30 ms, for commands that only need our errors' names
 

@@ -1,10 +1,10 @@
-"""Isolation of the publishes that went wrong: finds the message or the destination at fault, on a second connection.
+"""Isolation of failed publishes: finds the message or the destination at fault, on a second connection.
 
 A batch on the shared channel ends without some outcomes when a queue does not confirm, or when the broker closes the
-channel or the connection for one message. These messages come here, and so do those that may end a connection.
+channel or the connection for one message. These messages come here, and so do messages that may end a connection.
 
-- Unanswered: one message of each destination is published on a channel of its own. Where one stays silent while the
-  broker confirms others, its circuit breaker opens and its messages are held.
+- Unanswered: one message of each destination is published on a channel of its own. If one stays silent while the broker
+  confirms others, its circuit breaker opens and its messages are held.
 - Closed: smaller and smaller portions are published until one message alone closes the channel or the connection.
 """
 
@@ -76,7 +76,7 @@ class _Case:
     own: bool = False
     """Only by a connection of our own: these may end it."""
     alone: bool = False
-    """Nobody else uses the connection meanwhile."""
+    """No other caller uses the connection meanwhile."""
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     written: set[int] = field(default_factory=set)
     in_doubt: set[int] = field(default_factory=set)
@@ -148,7 +148,7 @@ class Isolation:
         except (BrokerLost, TimeoutError) as lost:
             log.warning("no isolation connection", messages=len(indexes), reason=str(lost) or "no answer in time")
         for index in replies:
-            outcomes.setdefault(index, NACKED)  # its reader waits no longer either
+            outcomes.setdefault(index, NACKED)  # The reader of the reply waits no longer either.
         for index in isolated:
             one = batch[index]
             silent = Unanswered(self._timeout, one.exchange, one.routing_key)
@@ -191,8 +191,8 @@ class Isolation:
     # How.
 
     async def _isolate(self, case: _Case, indexes: Sequence[int], work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work`` beside other callers; again where the broker ends the connection for a message: each of its steps
-        then has the connection for itself, and callers take turns."""
+        """Do ``work`` beside other callers. If the broker ends the connection for a message, do it again: then callers
+        take turns, and each step has the connection for itself."""
         try:
             if self.wary_until <= _now():
                 try:
@@ -205,13 +205,14 @@ class Isolation:
         except (BrokerLost, TimeoutError) as lost:
             log.warning("isolation interrupted", messages=len(indexes), reason=str(lost) or "no answer in time")
         for one in case.silent:
-            self._proven(case, one)  # by what was confirmed since
+            self._proven(case, one)  # By confirms since then.
 
     async def _settle(self, case: _Case, indexes: Sequence[int], *, size: int = FEW, probing: bool = False) -> None:
-        """Publish these in portions: larger ones after a good one, a single message after one for which the broker
-        closed something. Where one does not answer, by a probe of each destination. Raises BrokerLost, TimeoutError.
+        """Publish these in portions: larger ones after a success, a single message after a portion for which the broker
+        closed the channel or connection. Unanswered ones get a probe for each destination. Raises BrokerLost,
+        TimeoutError.
 
-        The broker confirms nothing before it closes, so what stands before the message at fault comes twice.
+        The broker confirms nothing before it closes, so the messages before the one at fault come twice.
         """
         most = FEW
         while todo := case.unknown(indexes):
@@ -220,7 +221,8 @@ class Isolation:
                 if probing:
                     async with self._turn(case):
                         await self._probe(case, some)
-                    probing, size, most = False, 8 * FEW, len(indexes)  # a slow broker does not get it all at once
+                    # A slow broker does not get all messages at once.
+                    probing, size, most = False, 8 * FEW, len(indexes)
                 else:
                     async with self._turn(case):
                         await self._together(case, some)
@@ -253,7 +255,7 @@ class Isolation:
                 self._unshared.set()
 
     async def _together(self, case: _Case, some: Sequence[int]) -> None:
-        """All on one channel. Enters what is known, also when it raises."""
+        """Publish all on one channel. Enters the known outcomes, also when it raises."""
         began = _now()
         async with self._using(case.deadline, 1, own=case.own) as connection:
             channel = await connection.confirming_channel()
@@ -334,7 +336,7 @@ class Isolation:
                 except ChannelClosed as lost:
                     channel = None
                     if one.routing_key is None and lost.code != NOT_FOUND:
-                        self.breaker.answered(one)  # the exchange is there by now
+                        self.breaker.answered(one)  # The exchange exists by now.
                     self._objected(case, group[0], lost, indexes)
                 else:
                     case.outcomes[group[0]] = said
@@ -355,7 +357,7 @@ class Isolation:
     async def _judge(self, case: _Case, silent: Sequence[_Silent]) -> None:
         """Open the breakers of destinations that were silent while the broker confirmed others. Without others, the
         answer to a message that no queue can be meant by counts the second time."""
-        if self._relay.blocked:  # so nothing is known of a destination
+        if self._relay.blocked:  # A blocked broker proves nothing about a destination.
             case.in_doubt.update(index for one in silent for index in one.group)
             return
         unproven = [one for one in silent if not self._proven(case, one)]
@@ -408,8 +410,8 @@ class Isolation:
 
     @asynccontextmanager
     async def _using(self, deadline: float, channels: int, *, own: bool = False) -> AsyncIterator[Connection]:
-        """The second connection, made if there is none, and kept for ten seconds afterwards. Where the broker lets in
-        no other, the publishers' has to do, unless it is to be our ``own``. Raises BrokerLost, TimeoutError."""
+        """The second connection, made if there is none, and kept for ten seconds afterwards. If the broker lets in no
+        other, the publishers' connection serves, unless the work needs its ``own``. Raises BrokerLost, TimeoutError."""
         if not left(deadline):
             raise TimeoutError
         if self._idle is not None:
@@ -434,7 +436,7 @@ class Isolation:
         async with self._connecting:
             connection = self._connection
             if connection is not None and not self._users and connection.free_channels < 2 * channels + 1:
-                connection.abandon()  # the broker ends its channels that wait for silent queues with it
+                connection.abandon()  # The broker then ends its channels that wait for silent queues.
             if connection is not None and not connection.closed.done():
                 return connection
             if own or self._refused + 30.0 < _now():
@@ -450,7 +452,7 @@ class Isolation:
         while True:
             try:
                 return await self._relay.connection(left(deadline))
-            except BrokerLost:  # it may be on its way again
+            except BrokerLost:  # The relay may be connecting again.
                 if not left(deadline):
                     raise
                 await asyncio.sleep(0.05)

@@ -42,13 +42,14 @@ class Link:
             with translated(where):
                 await connection.connect(timeout=patience if address.timeout is None else address.timeout)
         except BaseException:
-            await connection.close()  # or the driver would, when it is collected, perhaps in no loop
+            # Otherwise the driver would close it during garbage collection, perhaps without a loop.
+            await connection.close()
             raise
         return cls(connection, where, patience)
 
     @property
     def cluster(self) -> str:
-        """What the broker calls its cluster; "" where it does not say."""
+        """The broker's name of its cluster; "" if it does not tell."""
         transport = self._connection.transport
         said = transport.connection.server_properties.get("cluster_name") if transport is not None else None
         return said if isinstance(said, str) else ""
@@ -79,7 +80,7 @@ class Link:
         if self._channel is None or self._channel.is_closed:
             try:
                 self._channel = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
-            except RuntimeError as error:  # the driver's word for a connection that closes at this moment
+            except RuntimeError as error:  # The driver raises this for a connection that closes at this moment.
                 raise BrokerUnreachable(f"{self.where}: the connection is closed") from error
         channel = await self._channel.get_underlay_channel()
         assert isinstance(channel, Wire), channel

@@ -51,7 +51,7 @@ class Policy(NamedTuple):
 
 
 def policies_in_force(policies: Iterable[Policy], queue: Queue) -> list[Policy]:
-    """Of the users' policies and of the operators' the one of highest priority each."""
+    """The users' policy and the operators' policy of highest priority for this queue."""
     covering = sorted((policy for policy in policies if policy.covers(queue)), key=lambda policy: policy.priority)
     return list({policy.by_operator: policy for policy in covering}.values())
 
@@ -83,7 +83,7 @@ class Management:
         return _bindings(await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source"))
 
     async def exchange(self, name: str) -> ExchangeTold:
-        """An exchange, which exists. Of two alternate exchanges, by argument and by policy, the argument's counts."""
+        """An exchange, which exists. Its argument's alternate exchange has priority over that of a policy."""
         columns = "type,internal,arguments,policy"
         row = await self._get(f"exchanges/{self._vhost}/{quote(name, safe='')}?columns={columns}")
         alternate = row["arguments"].get("alternate-exchange")
@@ -93,8 +93,8 @@ class Management:
         return ExchangeTold(name, row["type"], row["internal"], alternate, row["arguments"])
 
     async def queues(self) -> dict[str, dict[str, Any]]:
-        """Every queue of the vhost with what holds for its messages: its arguments, and under the names of arguments
-        what policies say. Of a time to live the shortest counts, as for the broker."""
+        """Every queue of the vhost with the settings that act on its messages: its arguments, and policies under the
+        names of arguments. The shortest time to live counts, as for the broker."""
         found = {}
         rows = await self._get(f"queues/{self._vhost}?columns=name,arguments,effective_policy_definition")
         for row in rows:
@@ -121,8 +121,8 @@ class Management:
         return found
 
     async def _get(self, path: str) -> Any:
-        """The decoded answer. Raises BrokerRefused (401, 403) and BrokerUnreachable (anything else, 404 too: whoever
-        answers for things that exist with "not found" is not our broker)."""
+        """The decoded answer. Raises BrokerRefused (401, 403) and BrokerUnreachable (all others, 404 too: a server that
+        does not find existing parts is not our broker)."""
         return await asyncio.to_thread(self._get_blocking, path)
 
     def _get_blocking(self, path: str) -> Any:

@@ -1,6 +1,5 @@
-"""What the services need of the outside, as Protocols. Adapters satisfy them structurally; tests/conformance holds
-one suite for each port, and every adapter goes through it.
-"""
+"""The ports of the services, as Protocols. Adapters satisfy them structurally. tests/conformance has one suite for each
+port, and every adapter passes it."""
 
 from __future__ import annotations
 
@@ -63,17 +62,17 @@ class Subscription(Protocol):
 
     @property
     def overrun(self) -> bool:
-        """Whether it should be ended now, in order, and the queue subscribed to again: what came was too large for too
-        long, and was let go of; or it is smaller than it was, and the next one may be given more."""
+        """Whether the caller should end this subscription in order and subscribe again: its deliveries were too large
+        for too long, or they are smaller now and the next one may read more ahead."""
 
     def ack(self, tag: int, *, multiple: bool) -> None:
         """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
 
     async def stop_deliveries(self) -> None:
-        """No batch comes any more. What was delivered can still be settled."""
+        """Stop the batches. Deliveries handed out before can still be settled."""
 
     async def close(self) -> None:
-        """Close the channel; whatever is unsettled is given back to the queue. Safe to call twice."""
+        """Close the channel. Unsettled deliveries return to the queue. Safe to call twice."""
 
 
 class Consumer(Protocol):
@@ -97,11 +96,10 @@ class Lane(Protocol):
         """False from the moment that the lock's connection is known to be gone."""
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
-        """Begin a transaction and take up to ``limit`` due rows (by the store's clock), soonest due first, then in
-        the order of arrival, stopping after ``max_bytes`` of bodies (at least one row is taken when one is due).
+        """Begin a transaction and take up to ``limit`` due rows (by the store's clock), soonest first, then in the
+        order of arrival. It stops after ``max_bytes`` of bodies, but takes at least one due row.
 
-        Every call must be followed by :meth:`settle` or :meth:`give_up`, also when it returns nothing.
-        Raises LaneLost, StoreLost.
+        Every call must be followed by :meth:`settle` or :meth:`give_up`, also without rows. Raises LaneLost, StoreLost.
         """
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
@@ -118,8 +116,8 @@ class Lane(Protocol):
         """Whether rows may be due already: the last claim was full, or was given up."""
 
     async def sleep_hint(self) -> float:
-        """Seconds until the next row of this lane (waiting, or held with a retry time) is due by the store's clock;
-        0.0 when one is due already; at most 60. Raises LaneLost, StoreLost."""
+        """Seconds until the next row of this lane (waiting, or held with a retry time) is due by the store's clock: 0.0
+        when one is due already, 60 at most. Raises LaneLost, StoreLost."""
 
     def note_parked(self, due_ms: int) -> None:
         """A row due at ``due_ms`` was parked into this lane: move the watermark back if it is behind it, and wake
@@ -133,8 +131,8 @@ class Lane(Protocol):
 
 
 class SeenLane(Protocol):
-    """A lane at one look: its number, the limited route that it is for, whether it has a live owner, and the mark of
-    that owner's broker."""
+    """A lane at one look: its number, its limited route, whether it has a live owner, and the mark of that owner's
+    broker."""
 
     @property
     def number(self) -> int: ...
@@ -167,13 +165,13 @@ class Store(Protocol):
         """An upper bound of the store's clock, epoch milliseconds, rounded up: what relative delays count from."""
 
     def sure_ms(self) -> int:
-        """A lower bound of the store's clock, rounded down: what is due by it is due."""
+        """A lower bound of the store's clock, rounded down: messages due by it are due."""
 
     async def park(self, lane: Lane | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
-        """Commit ``parcels`` into ``lane`` in one transaction, by COPY; those of a route with a lane of its own go
-        there, whoever owns it, and its owner is notified. A parcel with a key replaces the waiting message of that key;
-        ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages go. Wakes the
-        lane afterwards. Returns of which keys a waiting message was taken out.
+        """Commit ``parcels`` into ``lane`` in one transaction, by COPY. Parcels of a route with a lane of its own go
+        there, and the transaction notifies its owner. A parcel with a key replaces the waiting message of that key.
+        ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages go. Wakes the lane afterwards.
+        Returns the keys whose waiting messages were cancelled.
 
         Raises LaneLost when the lane is not ours any more (nothing is committed), StoreLost.
         """
@@ -182,10 +180,10 @@ class Store(Protocol):
         """Commit messages that never waited (due at once, or met in the cascade) straight into held."""
 
     async def restore(self, horizon_ms: int) -> Restoration:
-        """Restore the segment with the soonest first message into the lane that it came from, if that message is due by
-        ``horizon_ms``; skip what others are restoring, and what is marked as broken. One transaction; the event loop
-        stays free meanwhile, and the lane's owner is notified. A segment that does not read back is marked, and told
-        about by this one call. None: no segment is due by then.
+        """Restore the segment with the soonest first message into its lane, if that message is due by ``horizon_ms``.
+        Skip segments that others restore, and broken ones. One transaction, which notifies the lane's owner; the event
+        loop stays free. A segment that does not read back is marked, and returned by this one call. None: no segment is
+        due by then.
 
         Raises StoreLost: then nothing is changed.
         """
@@ -230,11 +228,11 @@ class Live(Protocol):
         """An upper bound of the clock, epoch milliseconds: what relative delays count from."""
 
     def sure_ms(self) -> int:
-        """A lower bound of the clock: what is due by it is due."""
+        """A lower bound of the clock: messages due by it are due."""
 
 
 class Heartbeat(Protocol):
-    """Who is still moving: what the watchdog is fed by."""
+    """The loops that make progress; they feed the watchdog."""
 
     def beat(self, loop: str) -> None:
         """``loop`` went round once more. The first beat of a name begins its watch."""
@@ -244,14 +242,14 @@ class Heartbeat(Protocol):
 
 
 class Parking(Protocol):
-    """Where parcels are committed: some lane of ours."""
+    """Commits parcels into some lane of ours."""
 
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """Committed when this returns: of which keys a waiting message was taken out. Raises StoreLost."""
 
 
 class Holder(Protocol):
-    """Where messages are set aside whose destination would not take them."""
+    """Holds messages that a destination did not take."""
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         """Safe and visible when this returns. Raises StoreLost, BrokerLost."""

@@ -1,11 +1,11 @@
 """The publishing side of the broker: mandatory, confirmed, batched, on one channel.
 
-What the shared channel cannot settle goes to the isolation (delayer/broker/isolation.py): messages without a confirm in
-time, messages in flight when the broker closed the channel or the connection, and messages that may close one. A
-destination with an open circuit breaker gets nothing (delayer/broker/circuit_breaker.py).
+Three kinds of messages go to the isolation (delayer/broker/isolation.py): messages without a confirm in time, messages
+in flight when the broker closed the channel or the connection, and messages that may close one. A destination with an
+open circuit breaker gets no message (delayer/broker/circuit_breaker.py).
 
-A returned message is known by its token. Copies of one message share theirs, so only one of them at a time goes over
-the shared channel.
+A return names a message by its token. Copies of one message share a token, so only one copy at a time takes the shared
+channel.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = structlog.get_logger(__name__)
 CONFIRM_TIMEOUT: Final = 8.0
 """Seconds to wait for the confirms of a batch: less than the idle timeout of the store transaction behind it."""
 SHARED: Final = 0.625
-"""The shared channel has so much of that time; the rest is for the isolation of what was not confirmed."""
+"""The share of that time for the shared channel. The rest is for the isolation of unconfirmed messages."""
 OVERHEAD: Final = 8 + 12
 """Bytes of a content-header frame around the properties: type, channel, size and end; class, weight and body size."""
 MAX_PROPERTIES: Final = 131_072 - OVERHEAD
-"""What fits RabbitMQ's default frame; assumed before the first connection."""
+"""The room in RabbitMQ's default frame; assumed before the first connection."""
 BATCH: Final = 10_000
 """Messages of a batch at most."""
 
@@ -53,7 +53,7 @@ class RelayPublisher:
         self._timeout = confirm_timeout
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
-        self._tokens: set[bytes] = set()  # in flight on the shared channel
+        self._tokens: set[bytes] = set()  # Tokens in flight on the shared channel.
         self._max_properties = MAX_PROPERTIES
         self.batch_limit = BATCH
         """See ports.Publisher. A quarter after a batch that was not through in time, doubled after a quick one."""
@@ -83,7 +83,8 @@ class RelayPublisher:
         outcomes: dict[int, Outcome] = {}
         lost: Exception | None = None
         try:
-            async with asyncio.timeout_at(deadline + 0.5):  # whatever else hangs, such as the opening of a channel
+            # This bounds every other wait, such as the opening of a channel.
+            async with asyncio.timeout_at(deadline + 0.5):
                 await self._publish(batch, outcomes, deadline)
         except BrokerLost as error:
             lost = error
@@ -104,12 +105,12 @@ class RelayPublisher:
             channel.abandon()
 
     async def _publish(self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], deadline: float) -> None:
-        """Enters outcomes as they become known. Those of what does not answer may be missing in the end."""
+        """Enters outcomes as they become known. Those of silent destinations may be missing in the end."""
         await self._usable()
         ordinary, besides = self._sorted(batch, outcomes)
         tasks = [asyncio.create_task(work(batch, indexes, outcomes, deadline)) for work, indexes in besides if indexes]
         if tasks:
-            await asyncio.sleep(0)  # a confirm of the others then says that the broker answered after these began
+            await asyncio.sleep(0)  # Then a later confirm proves that the broker answered after these began.
         try:
             if self._isolation.wary_until > asyncio.get_running_loop().time():
                 await self._isolation.closed(batch, list(ordinary), outcomes, deadline)
@@ -218,11 +219,12 @@ class RelayPublisher:
 
 
 def _is_reply(one: Outgoing) -> bool:
-    return not one.exchange and is_direct_reply(one.exchange, one.routing_key)  # for all but a few: one look
+    # Nearly every message has an exchange, so the first test is enough.
+    return not one.exchange and is_direct_reply(one.exchange, one.routing_key)
 
 
 def _unconfirmed(batch: Sequence[Outgoing], outcomes: dict[int, Outcome], lost: Exception | None) -> BrokerLost:
-    """What is known goes with it."""
+    """The error for missing outcomes, with the known ones."""
     if not outcomes and isinstance(lost, BrokerLost):
         return lost
     known = [outcomes.get(index) for index in range(len(batch))]

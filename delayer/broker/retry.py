@@ -1,8 +1,8 @@
 """After a loss: the failure to raise, and the pause before the next attempt.
 
-An exception holds its traceback, a traceback its frames, a frame its variables: here whole batches. A frame that is in
-the traceback of an exception and has it in a variable besides is a ring, which only the garbage collector breaks, and
-that runs rarely in this process (delayer/daemon/app.py).
+An exception holds its traceback, a traceback its frames, and a frame its variables: here whole batches. A frame in the
+traceback of an exception that it also has in a variable is a ring of references. Only the garbage collector breaks it,
+and that runs rarely in this process (delayer/daemon/app.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOSSES = (BrokerLost, StoreLost)
 
 
 def take_failures(tasks: set[Task[None]]) -> list[BaseException]:
-    """What the finished ``tasks`` failed of; the set is emptied, for the caller may be about to raise one of these."""
+    """The failures of the finished ``tasks``. The set is emptied, because the caller may raise one of them."""
     failures = [
         failure for task in tasks if task.done() and not task.cancelled() and (failure := task.exception()) is not None
     ]
@@ -31,7 +31,7 @@ def take_failures(tasks: set[Task[None]]) -> list[BaseException]:
 def raise_first(results: Iterable[BaseException | None], *, unless: tuple[type[BaseException], ...] = ()) -> None:
     """Raise the first failure that is a bug, else the first loss; return if there is none but those in ``unless``.
 
-    Of a bug and a loss the loss says little: everything is given back, and comes again.
+    A bug comes first, because after a loss every message comes again anyway.
     """
     failures = [result for result in results if result is not None and not isinstance(result, unless)]
     failures.sort(key=lambda failure: isinstance(failure, LOSSES))
@@ -62,10 +62,9 @@ class Retry:
         self._failures = 0
 
     async def pause(self) -> None:
-        """Sleep for the pause that is due after this many failures in a row; return at once when told to stop.
+        """Sleep for the pause after this many failures in a row; return at once when told to stop.
 
-        The failure must not be at hand any more (call this behind the ``except``): what it held on to, whole batches,
-        is freed here if it stands in rings of references. Failures are rare, and nothing is urgent after one.
+        Call this behind the ``except``. It collects garbage, so that whole batches in rings of references are freed.
         """
         gc.collect()
         seconds = pause(self._failures, random.random())

@@ -1,4 +1,4 @@
-"""Route checks: where a broker would route a message, and whether it would take what waits. Nothing is published.
+"""Route checks: whether a broker would route waiting messages, and where to. Nothing is published.
 
 The prediction is pure and follows RabbitMQ: an exchange gives a message to every binding that matches. Without a match
 it gives the message to its alternate exchange. Each exchange is visited once, and a message is routed if it reaches a
@@ -23,17 +23,17 @@ from delayer.core.topology import Binding
 
 
 class Verdict(Enum):
-    """What would become of the messages of one destination if they were due now."""
+    """The fate of the messages of one destination if they were due now."""
 
     ROUTED = "routed"
     ALTERNATE = "alternate"
-    """Only an alternate exchange takes them: delivered, though perhaps not where somebody expects them."""
+    """Only an alternate exchange takes them: delivered, though perhaps to another queue than intended."""
     MISSING = "missing"
     """There is no such exchange, or, at the default exchange, no such queue: they would be held."""
     UNROUTABLE = "unroutable"
     """The exchange is there and no queue is reached: they would be held."""
     CLOSED = "closed"
-    """The exchange is internal, nobody may publish to it: they would be held."""
+    """The exchange is internal and takes no publishes: they would be held."""
     DEPENDS = "depends on headers"
     UNKNOWN = "not known"
     NOT_ASKED = "not asked"
@@ -54,7 +54,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What one exchange gives a key to. ``depends``: there are bindings that only the headers can decide."""
+    """The queues and exchanges to which one exchange routes a key. ``depends``: only headers decide some bindings."""
 
     queues: frozenset[str] = frozenset()
     exchanges: frozenset[str] = frozenset()
@@ -66,13 +66,14 @@ class Matched:
 
 
 _DELAYED: Final = "x-delayed-message"
-"""The delayed-message plugin's type: what it lets pass, it routes as the type in ``x-delayed-type`` would."""
+"""The delayed-message plugin's type. It routes like the type in ``x-delayed-type``."""
 
 Bindings = Iterable[tuple[Binding, Mapping[str, Any]]]
 
 
 def matcher(told: ExchangeTold, bindings: Bindings) -> Callable[[bytes], Matched] | None:
-    """What ``told`` does with a routing key, without going through every binding. None for a type not known here."""
+    """A function that routes a key like the exchange ``told``, without a look at every binding. None for an unknown
+    type."""
     kind = str(told.arguments.get("x-delayed-type", "")) if told.type == _DELAYED else told.type
     match kind:
         case "direct":
@@ -137,8 +138,8 @@ class _Node:
 
 
 class Topics:
-    """Patterns of a topic exchange as a tree of their words, as the broker keeps them: a key costs its own words and
-    the branches that fit, not the number of bindings."""
+    """Patterns of a topic exchange as a tree of their words, as in the broker. A key costs its own words and the
+    branches that match, not the number of bindings."""
 
     def __init__(self, bindings: Iterable[Binding]) -> None:
         self._root = _Node()
@@ -153,7 +154,7 @@ class Topics:
         for word in _words(key):
             after: list[_Node] = []
             for node in nodes.values():
-                if node.hash:  # it eats one word more
+                if node.hash:  # It matches one word more.
                     after.append(node)
                 after += [node.next[step] for step in {word, b"*"} if step in node.next and step != b"#"]
             nodes = _with_hashes(after)
@@ -208,8 +209,8 @@ class _Walk:
 
 
 def route(start: str, key: bytes, stops: Mapping[str, Stop]) -> Route:
-    """What becomes of a message for exchange ``start`` with ``key``. ``stops``: every exchange that ``start`` leads to,
-    alternates included; one that is not there does not exist. Never raises."""
+    """The route of a message for exchange ``start`` with ``key``. ``stops``: every exchange that ``start`` leads to,
+    with alternates; a missing one does not exist. Never raises."""
     if start not in stops:
         return Route(Verdict.MISSING)
     if stops[start].told.internal:
@@ -247,7 +248,7 @@ def _walked(start: str, key: bytes, stops: Mapping[str, Stop]) -> _Walk:
 
 
 def _judged(walk: _Walk) -> Route:
-    """What is certain first; then what may be; only then what is not."""
+    """Certain verdicts first, then possible ones, then unknown ones."""
     if walk.queue:
         return Route(Verdict.ROUTED)
     if walk.depends:
@@ -314,9 +315,8 @@ async def ask(
     *,
     name: str = NAME,
 ) -> Asked:
-    """Ask the broker about every target. Never raises for a broker that is out of reach or refuses: then the verdict is
-    "not asked" or "not known", and a remark says why. Raises ValueError for a URL that is none.
-    """
+    """Ask the broker about every target. A broker that is out of reach or refuses raises nothing: the verdict is "not
+    asked" or "not known", with a remark. Raises ValueError for an invalid URL."""
     waiting = sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
     management = None
     if management_url:
@@ -334,7 +334,7 @@ async def ask(
 
 
 def not_asked(targets: Iterable[Target], reason: str) -> Asked:
-    """Nobody was asked, and why: no broker wanted, say."""
+    """Verdicts without a question to the broker, with the reason."""
     waiting = sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
     return Asked(tuple((one, Route(Verdict.NOT_ASKED)) for one in waiting), (reason,))
 
@@ -369,9 +369,9 @@ class _Inquiry:
         await asyncio.gather(*(self._work(broker_url, questions) for _ in range(workers)))
 
     def _questions(self, targets: list[Target]) -> list[_Question]:
-        """In the order of their soonest message. What needs no question is answered here."""
+        """The questions, in the order of their soonest message. Targets that need none are answered here."""
         found = []
-        by_exchange = sorted(targets, key=lambda one: one.exchange)  # stable: the soonest stays first
+        by_exchange = sorted(targets, key=lambda one: one.exchange)  # The sort is stable: the soonest stays first.
         for exchange, group in groupby(by_exchange, key=lambda one: one.exchange):
             some = tuple(group)
             if exchange:
@@ -431,7 +431,7 @@ class _Inquiry:
         try:
             stops = await self._reachable(admin, self._management, question.name)
         except (BrokerRefused, BrokerUnreachable) as error:
-            # Of the management API: the connection to the broker itself would say so at the next question.
+            # The error is of the management API. The connection to the broker itself would fail at the next question.
             self.remark(f"bindings could not be read: {error}")
             self._all(question.targets, Route(Verdict.UNKNOWN, "the exchange exists; its bindings could not be read"))
             return

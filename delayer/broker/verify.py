@@ -1,8 +1,8 @@
 """Compare a broker with a topology, leaving nothing behind on it.
 
-AMQP tells whether a thing exists (a passive declaration) and whether it is as we want it (declaring again what exists
-changes nothing, or is refused). It does not tell bindings and policies: they come from the management API. Without the
-management API they are reported as not seen.
+AMQP tells whether a part exists (a passive declaration) and whether it is as configured (a repeated declaration changes
+nothing, or is refused). It does not tell bindings and policies: the management API does. Without the management API
+they are reported as not seen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from delayer.core.topology import Binding, Exchange, Queue, Topology
 
 Severity = Literal["error", "note", "unknown"]
 
-# A policy with one of these changes when, or whether, a message leaves a queue. Of two TTLs the smaller counts.
+# A policy with one of these keys changes the time or the fact that a message leaves a queue. The smaller of two TTLs
+# counts.
 RISKY_POLICY_KEYS = frozenset(
     {"message-ttl", "expires", "max-length", "max-length-bytes", "overflow", "delivery-limit"}
     | {"dead-letter-exchange", "dead-letter-routing-key", "dead-letter-strategy"}
@@ -79,7 +80,7 @@ class Verifier:
         return Finding(kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
-        """Passively first: an active declaration of what is missing would make it."""
+        """The passive declaration comes first, because an active one would make a missing part."""
         is_queue = isinstance(wanted, Queue)
         said = await self._link.ask(queue_look(wanted.name) if is_queue else exchange_look(wanted.name))
         if not isinstance(said, ChannelClosed):
