@@ -1,4 +1,4 @@
-"""How long to wait before trying again, and how often to speak of it. Pure; the caller passes time and chance."""
+"""Pauses between attempts, and a throttle of repeated log lines. Pure: the caller passes time and random numbers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Final
 
 
 def pause(attempt: int, random: float) -> float:
-    """Seconds before attempt ``attempt`` + 1 (counted from 0), doubling from 0.2 s to 15 s.
+    """Seconds before the next attempt. ``attempt`` counts from 0; the pause doubles from 0.2 s to 15 s.
 
-    ``random`` in [0, 1) spreads it over the upper half, so that a fleet does not come back in step.
+    ``random`` in [0, 1) spreads the pause over its upper half, so that the clients do not reconnect all at once.
     """
     ceiling = min(15.0, 0.2 * 2.0 ** min(attempt, 16))
     return ceiling * (0.5 + 0.5 * random)
 
 
 class Sparing:
-    """Which of many failures in a row are worth a line: the first, whatever differs from the one before, and then one
-    after 10 s, 20 s, and so on up to 5 minutes. A server that is down for a night fills no log."""
+    """A throttle of log lines for repeated failures. It passes the first failure and every failure with a new reason. It
+    passes a repeated one after 10 s, then 20 s, and so on up to 5 minutes. So a long outage does not fill the log."""
 
     def __init__(self) -> None:
         self._said: str | None = None
@@ -24,7 +24,7 @@ class Sparing:
         self._next = 0.0
 
     def worth(self, reason: str, now: float) -> bool:
-        """``now``: monotonic seconds."""
+        """Whether to log this failure. ``now``: monotonic seconds."""
         if reason != self._said:
             self._said, self._interval = reason, 10.0
         elif now >= self._next:
@@ -35,7 +35,7 @@ class Sparing:
         return True
 
     def over(self) -> None:
-        """It went well: the next failure is a first one."""
+        """Reset after a success: the next failure is logged."""
         self._said = None
 
 
@@ -44,14 +44,15 @@ LONGEST_MS: Final = 3_600_000
 
 
 def pause_ms(attempts: int, message_id: int) -> int:
-    """The pause after ``attempts`` failed attempts (at least 1): 10 s, doubling up to an hour, less up to a fifth.
+    """The pause after ``attempts`` failed attempts (at least 1): 10 s, doubling up to an hour, less up to a fifth of
+    it.
 
-    The fifth depends on the id only, so that a thousand messages held by one outage do not come back in one instant.
+    The reduction depends only on the id. It spreads the retries of messages that one outage held.
 
     >>> [pause_ms(n, 0) for n in (1, 2, 9, 10, 1000)]
     [10000, 20000, 2560000, 3600000, 3600000]
     """
     whole = min(FIRST_MS << min(attempts - 1, 16), LONGEST_MS)
-    # Times 2^64 / golden ratio, so that neighbouring ids land far apart; of that the highest 16 bits.
+    # The factor is 2^64 / golden ratio: neighbouring ids get distant products. The highest 16 bits are used.
     spread = (message_id * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> 48
     return whole - (whole // 5 * spread >> 16)

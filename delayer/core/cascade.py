@@ -1,13 +1,13 @@
-"""The cascade: 28 levels of TTL queues, 2^27 seconds down to one, and the routing keys that lead through them. Pure.
+"""The cascade: 28 levels of TTL queues, for 2^27 seconds down to one, and the routing keys through them. Pure.
 
-At level L the exchange looks at bit L of the delay, the word number 27 - L of the routing key: 1 leads into the level's
-queue, which gives the message to the next exchange after 2^L seconds; 0 leads to the next exchange at once. So a
-message waits exactly its delay, enters at its highest set bit, and comes out at the delivery exchange::
+The exchange of level L routes by bit L of the delay, which is word number 27 - L of the routing key. A 1 routes to the
+level's queue, which dead-letters the message to the next exchange after 2^L seconds. A 0 routes to the next exchange at
+once. So a message enters at its highest set bit, waits exactly its delay, and leaves at the delivery exchange::
 
     1.0.1.address      level 2 ──wait 4 s──> level 1 ──> level 0 ──wait 1 s──> delivery ──> *.*.*.address
 
-Other systems built the same cascade under other names. Takeovers and imports empty theirs: names and arguments are
-exactly the owner's.
+Other systems use the same cascade under other names. Takeovers and imports empty those cascades, so names and arguments
+here are exactly those of the owner.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from delayer.core.topology import Arguments, Binding, Exchange, Queue, Topology,
 LEVELS = 28
 MAX_SECONDS = (1 << LEVELS) - 1
 ADDRESS_BYTES = SHORT_STRING - 2 * LEVELS
-"""What a routing key leaves for the address: a digit and a dot for every level are gone."""
+"""The room for the address in a routing key: the digits and dots of all levels take the rest."""
 
 NAME_BYTES = 127
-"""AMQP 0-9-1's limit for names of exchanges, as for their letters. RabbitMQ takes more, its client libraries do not."""
+"""AMQP 0-9-1's limit for names of exchanges. RabbitMQ allows longer names; its client libraries do not."""
 
 # RabbitMQ 4's default limit of 20 deletes a message after 21 lost connections, and -1 deletes it after one on 3.10.
 DELIVERY_LIMIT = 1_000_000
-"""Of queues that the daemon consumes: past it the broker moves a message to the refused queue."""
+"""The delivery limit of queues that the daemon consumes. Above it the broker moves a message to the refused queue."""
 LOOKS = (1 << 53) - 1
-"""The delivery limit of queues that people look at. Each look counts as a delivery up to RabbitMQ 4.2, and such a queue
-gives nothing up: at 100 looks a second this many take 2.8 million years. JSON holds no larger integer exactly."""
+"""The delivery limit of queues that people inspect. Up to RabbitMQ 4.2 each inspection counts as a delivery. At 100 a
+second this limit lasts 2.8 million years. JSON holds no larger integer exactly."""
 
 Kind = Literal["delayer", "nservicebus-v2", "nservicebus-v1", "celery"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -43,12 +43,12 @@ _PREFIX = re.compile(rb"(?:[01]\.){28}")
 _QUORUM: dict[str, Value] = {
     "x-queue-type": "quorum",
     "x-dead-letter-strategy": "at-least-once",
-    "x-overflow": "reject-publish",  # at-least-once silently becomes at-most-once under any other overflow rule
+    "x-overflow": "reject-publish",  # Any other value silently turns at-least-once into at-most-once.
 }
 
 
 class Level(NamedTuple):
-    """One level: exchange and queue share ``name``; ``next`` is the exchange that follows."""
+    """One level. Exchange and queue share ``name``; ``next`` is the next exchange."""
 
     number: int
     name: str
@@ -57,15 +57,15 @@ class Level(NamedTuple):
 
 
 class _Family(NamedTuple):
-    level: str  # format of a level's name
+    level: str  # The format of a level's name.
     delivery: str
-    arguments: dict[str, Value]  # of a level's queue, besides TTL and dead-letter exchange
+    arguments: dict[str, Value]  # The arguments of a level's queue, except TTL and dead-letter exchange.
 
 
 _FAMILIES: dict[Kind, _Family] = {
     "delayer": _Family("{prefix}delay-level-{level:02d}", "{prefix}delay-delivery", _QUORUM),
     "nservicebus-v2": _Family("nsb.v2.delay-level-{level:02d}", "nsb.v2.delay-delivery", _QUORUM),
-    # No x-queue-type: the vhost's default type. RabbitMQ 4.3 refuses x-queue-mode, and with it this whole family.
+    # Without x-queue-type the vhost's default applies. RabbitMQ 4.3 refuses x-queue-mode, and so this whole kind.
     "nservicebus-v1": _Family("nsb.delay-level-{level:02d}", "nsb.delay-delivery", {"x-queue-mode": "lazy"}),
     "celery": _Family("celery_delayed_{level}", "celery_delayed_delivery", _QUORUM),
 }
@@ -73,16 +73,16 @@ _FAMILIES: dict[Kind, _Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """``prefix`` begins the names of our own cascade (kind "delayer") and means nothing for the others.
+    """One cascade. ``prefix`` begins the names of our own cascade (kind "delayer"); other kinds ignore it.
 
-    ``owner``: what kombu, from 5.7 on, puts before the names of Celery's if it is told to; of that kind only."""
+    ``owner`` is kombu's optional prefix of Celery's names, since kombu 5.7; only for kind "celery"."""
 
     kind: Kind = "delayer"
     prefix: str = "delayer."
     owner: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown kind, and for a prefix that the broker would not take in a name."""
+        """Raises ValueError for an unknown kind, and for a prefix that the broker does not allow in a name."""
         if self.kind not in KINDS:
             raise ValueError(f"cascade: expected one of {', '.join(KINDS)}, found {self.kind!r}")
         for begin in (self.prefix, self.owner):
@@ -103,25 +103,25 @@ class Cascade:
 
     @property
     def shared(self) -> bool:
-        """The cascade belongs to another system."""
+        """Whether the cascade belongs to another system."""
         return self.kind != "delayer"
 
     @property
     def counts_deliveries(self) -> bool:
-        """Whether its level queues do, and give up what was delivered too often: quorum queues. Of what is delivered
-        again by these, what ``x-delivery-count`` says is the broker's word."""
+        """Whether the level queues are quorum queues, which count deliveries. Only the broker writes the header
+        ``x-delivery-count`` of messages that these queues redeliver."""
         return _FAMILIES[self.kind].arguments.get("x-queue-type") == "quorum"
 
     @property
     def delivery(self) -> str:
-        """Name of the delivery exchange, where every path through the cascade ends."""
+        """Name of the delivery exchange, at the end of the cascade."""
         return self._owned(_FAMILIES[self.kind].delivery.format(prefix=self.prefix))
 
     @property
     def strays(self) -> str:
-        """Name of the queue, and of the exchange before it, that takes what no address is bound for.
+        """Name of the strays exchange and queue, which take messages whose address has no binding.
 
-        "" for another system's cascade, which has none.
+        "" for another system's cascade, which has no such queue.
         """
         return "" if self.shared else f"{self.prefix}delay-strays"
 
@@ -135,7 +135,7 @@ class Cascade:
         return f"{self.owner}_{name}" if self.owner else name
 
     def levels(self) -> Iterator[Level]:
-        """From 27 down to 0, the way that messages go."""
+        """All levels from 27 down to 0, in the order of a message's path."""
         for number in reversed(range(LEVELS)):
             yield Level(
                 number,
@@ -145,14 +145,14 @@ class Cascade:
             )
 
     def entry(self, seconds: int) -> str:
-        """Name of the exchange to publish to: the level of the highest set bit; level 0 for no delay at all."""
+        """Name of the exchange to publish to: the level of the highest set bit, or level 0 without a delay."""
         _check(seconds)
         return self.level(max(seconds.bit_length() - 1, 0))
 
     def topology(self) -> Topology:
-        """29 exchanges, 28 queues, 56 bindings; our own has strays besides: an exchange, a queue and a binding more.
+        """29 exchanges, 28 queues and 56 bindings. Our own cascade adds an exchange, a queue and a binding for strays.
 
-        Without strays about 32 messages that nothing is bound for stop a level for everybody.
+        Without strays, about 32 messages without a binding stop a level for all messages.
         """
         exchanges, queues, bindings = [], [], []
         for level in self.levels():
@@ -191,17 +191,17 @@ def routing_key(seconds: int, address: bytes) -> bytes:
 
 
 def strip_prefix(key: bytes) -> bytes:
-    """``key`` without the 28 digits that a cascade put before it; any other key as it is.
+    """``key`` without the 28 digits of a cascade; any other key unchanged.
 
-    One prefix, not all of them: every trip adds one and every reader takes one off, so whatever stands behind the first
-    is the publisher's own key, and it is not ours to shorten.
+    This removes one prefix only, since every trip adds one and every reader removes one. The rest is the publisher's
+    own key.
     """
     match = _PREFIX.match(key)
     return key[match.end() :] if match else key
 
 
 def leads_to(key: bytes, address: bytes) -> bool:
-    """Whether ``key``, with the digits of a cascade before it, ends at ``address``.
+    """Whether ``key`` has the digits of a cascade and then ``address``.
 
     >>> leads_to(routing_key(5, b"delays.due"), b"delays.due"), leads_to(b"delays.due", b"delays.due")
     (True, False)
@@ -212,16 +212,16 @@ def leads_to(key: bytes, address: bytes) -> bool:
 def delivery_binding(address: str) -> str:
     """The key that binds ``address`` to a delivery exchange: one ``*`` for each digit.
 
-    Never ``#.``: that would also match ``other.address``.
+    It is never ``#.``, which would also match ``other.address``.
     """
     return "*." * LEVELS + address
 
 
 def bindable(address: bytes) -> bool:
-    """Whether :func:`delivery_binding` of ``address`` means that address and no other, and fits a binding key.
+    """Whether :func:`delivery_binding` of ``address`` matches only that address, and is a valid binding key.
 
-    A word that is exactly ``*`` or ``#`` would be a wildcard. Binding keys are UTF-8. RabbitMQ takes line ends out of
-    the name of a queue that is to be bound, and would bind another one.
+    A word that is exactly ``*`` or ``#`` would be a wildcard. Binding keys are UTF-8. RabbitMQ removes line ends from
+    the name of a queue to bind, and would bind another queue.
     """
     try:
         words = address.decode().split(".")
@@ -231,20 +231,20 @@ def bindable(address: bytes) -> bool:
 
 
 def catch_all_topology(name: str) -> Topology:
-    """A fanout exchange and a quorum queue of one name, for messages that went wrong.
+    """A fanout exchange and a quorum queue of one name, for refused messages or strays.
 
-    Fanout, because on topic and direct exchanges a CC header still routes.
+    The exchange is a fanout, because topic and direct exchanges also route by a CC header.
     """
     return Topology((Exchange(name, "fanout"),), (parking_queue(name),), (Binding(name, name, "queue", ""),))
 
 
 def parking_queue(name: str) -> Queue:
-    """A quorum queue for messages that wait for a person, who may look at them any number of times."""
+    """A quorum queue for messages that wait for an operator, who may inspect them any number of times."""
     return Queue(name, arguments({"x-queue-type": "quorum", "x-delivery-limit": LOOKS}))
 
 
 def consumed_queue(name: str, refused: str) -> Queue:
-    """A quorum queue that the daemon consumes: what expires or is delivered too often goes to ``refused``."""
+    """A quorum queue that the daemon consumes. Expired and too often delivered messages go to ``refused``."""
     own: dict[str, Value] = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-exchange": refused}
     return Queue(name, arguments(_QUORUM | own))
 
@@ -252,9 +252,9 @@ def consumed_queue(name: str, refused: str) -> Queue:
 def intake_topology(
     queue: str = "delays", refused: str = "delays.refused", sources: Iterable[str] = ("delayer.in",)
 ) -> Topology:
-    """The intake queue, the refused queue behind it, and every route's ``from`` exchange bound to the intake queue.
+    """The intake queue, its refused queue, and the ``from`` exchange of every route, bound to the intake queue.
 
-    ``sources`` may hold "": messages published straight to the queue, which needs nothing.
+    ``sources`` may contain "" for messages published directly to the queue; it needs no exchange.
     """
     names = [source for source in sources if source]
     own = Topology(
@@ -266,7 +266,7 @@ def intake_topology(
 
 
 def due_topology(cascade: Cascade, due_queue: str = "delays.due", refused: str = "delays.refused") -> Topology:
-    """The daemon's own queue at the end of ``cascade`` (whose topology is needed besides), refused behind it."""
+    """The daemon's due queue at the end of ``cascade``, and its refused queue; without the cascade's own topology."""
     own = Topology(
         queues=(consumed_queue(due_queue, refused),),
         bindings=(Binding(cascade.delivery, due_queue, "queue", delivery_binding(due_queue)),),

@@ -1,7 +1,7 @@
-"""What this process did since its start: plain numbers, for the last line of its life and for metrics.
+"""Counters of this process since its start, for the last log line and for metrics.
 
-Everything is entered once for each batch, and what is entered message by message (a route, a lateness) costs a step of
-a loop in C: the hot path must not feel that somebody counts.
+The callers add once for each batch. Values of single messages (a route, a lateness) cost one step of a loop in C,
+because counting must not slow the hot path.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ KINDS: Final = (
     "broken_segments",
 )
 BY_ROUTE: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked")
-"""What is counted for each route as well."""
+"""The counters that exist for each route as well."""
 MOST_ROUTES: Final = 200
-"""Routes that are told apart. Whoever may publish to the refused queue's side of things could invent names for ever."""
+"""The most routes with own counters. Any publisher to the refused exchange could invent new route names."""
 OTHERS: Final = b"(others)"
 
 DURATIONS: Final = ("claim", "settle", "park", "publish")
@@ -34,7 +34,7 @@ STAGES: Final = ("intake", "park", "claim", "publish")
 
 
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""What a statement, a commit or a round of confirms takes."""
+"""Bounds for the seconds of a statement, a commit or a round of confirms."""
 LATENESS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 7200.0, 14400.0,
     43200.0, 86400.0,
@@ -43,7 +43,7 @@ SIZES: Final = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 25
 
 
 class Tally:
-    """``below[i]`` values were at most ``bounds[i]``; ``count`` all of them, ``total`` their sum."""
+    """A histogram. ``below[i]`` values were at most ``bounds[i]``; ``count`` is their number, ``total`` their sum."""
 
     __slots__ = ("below", "bounds", "count", "total")
 
@@ -54,16 +54,16 @@ class Tally:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Enter one value."""
+        """Add one value."""
         self.count += 1
         self.total += value
         for at in range(bisect_left(self.bounds, value), len(self.below)):
             self.below[at] += 1
 
     def add_lateness(self, dues_ms: Sequence[int], now_ms: int) -> None:
-        """Enter, in seconds, how long ago each of ``dues_ms`` was; these are in ascending order.
+        """Add the age of each of ``dues_ms``, in seconds. ``dues_ms`` must be in ascending order.
 
-        What is not due yet (clocks disagree by a millisecond) counts as in time.
+        Messages that are not due yet (clocks differ by a millisecond) count as in time.
 
         >>> tally = Tally((0.005, 0.1, 1.0))
         >>> tally.add_lateness([0, 900, 998, 1001], 1000)
@@ -79,7 +79,7 @@ class Tally:
 
 
 class Counters:
-    """Counts by name; a name outside the tables above is a programming error."""
+    """Counts by name. Raises KeyError for a name outside the tables above."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
@@ -96,22 +96,21 @@ class Counters:
         self._counts[kind] += count
 
     def add_routes(self, kind: str, routes: Iterable[bytes]) -> None:
-        """Enter one message of each of ``routes``; a route comes as often as it has messages."""
+        """Add one message for each of ``routes``; a route occurs once for each of its messages."""
         found = Counter(routes)
         ours = self.routes[kind]
         for route, count in found.items():
             ours[self._told_apart(route)] += count
 
     def objected(self, outcome: Outcome, route: bytes) -> None:
-        """Enter a publish that was returned or nacked; one that closed something counts as returned."""
+        """Count a publish as returned or nacked. An outcome that closed a channel or connection counts as returned."""
         if isinstance(outcome, Nacked):
             self.add_routes("nacked", [route])
         elif isinstance(outcome, Returned | ClosedChannel | ClosedConnection):
             self.add_routes("returned", [route])
 
     def delivered(self, messages: Sequence[tuple[int, bytes]], now_ms: int) -> None:
-        """Enter how late messages went out, each with its due instant and its route. In the order of their instants, or
-        nearly: what comes out of order is sorted."""
+        """Add the lateness of delivered messages, given as (due time, route) in any order."""
         by_route: dict[bytes, list[int]] = {}
         for due_ms, route in messages:
             by_route.setdefault(route, []).append(due_ms)
@@ -123,18 +122,18 @@ class Counters:
             self.lateness[route].add_lateness(dues_ms, now_ms)
 
     def took(self, what: str, seconds: float) -> None:
-        """``what`` of :data:`DURATIONS` took so long."""
+        """Add the duration of one ``what`` of :data:`DURATIONS`."""
         self.seconds[what].add(seconds)
 
     def batch(self, stage: str, messages: int) -> None:
-        """A batch of ``messages`` went through ``stage`` of :data:`STAGES`."""
+        """Add the size of a batch of ``stage``, one of :data:`STAGES`."""
         self.sizes[stage].add(messages)
 
     def as_dict(self) -> Mapping[str, int]:
         return dict(self._counts)
 
     def figures(self) -> dict[str, Any]:
-        """Everything that metrics and the page show."""
+        """All figures of metrics and of the page."""
         return {
             "counts": self.as_dict(),
             "lanes_lost": self.lanes_lost,
@@ -155,7 +154,7 @@ class Counters:
 
 
 def shown(name: bytes) -> str:
-    """A name of the broker as text; what is no UTF-8 as escapes."""
+    """A name of the broker as text; bytes that are not UTF-8 become escapes."""
     return name.decode("utf-8", "backslashreplace")
 
 

@@ -1,7 +1,7 @@
-"""What a message says about time, in its headers or its body: delays and instants in whole milliseconds. Pure.
+"""Delays and due times from a message's headers or body, in whole milliseconds. Pure.
 
-Everything rounds up, so nothing is ever early: half a millisecond of a float delay, the fourth digit of an RFC 3339
-fraction, the rest of a second before the cascade. Every path uses these functions: intake, release, imports, audit.
+All values round up, so nothing is ever early. Examples: half a millisecond of a float delay, the fourth digit of an RFC
+3339 fraction, the rest of a second before the cascade. Intake, release, imports and audit all use these functions.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _RFC3339 = re.compile(
 
 
 class UnreadableDelay(ValueError):
-    """A header that should say a delay or an instant does not. The message says what was expected and found."""
+    """A header has no readable delay or due time. The text tells the expected and the found value."""
 
 
 def shown(value: object) -> str:
-    """A value as it may stand in a reason: short, printable, on one line."""
+    """A value for a reason: short, printable, on one line."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_delay_ms(value: object) -> int:
-    """The relative delay that ``x-delay`` says, in ms, rounded up. Any AMQP integer, a numeric string, or a float.
+    """The relative delay of ``x-delay`` in ms, rounded up. It may be any AMQP integer, a numeric string, or a float.
 
     >>> read_delay_ms(1500), read_delay_ms("1500"), read_delay_ms(0.25), read_delay_ms(-3)
     (1500, 1500, 1, -3)
@@ -56,10 +56,10 @@ def read_delay_ms(value: object) -> int:
 
 
 def read_instant_ms(value: object) -> int:
-    """The due instant that ``x-deliver-at`` says, in epoch ms, rounded up.
+    """The due time of ``x-deliver-at`` in epoch ms, rounded up.
 
-    Integer epoch milliseconds, an RFC 3339 string, or an AMQP timestamp (seconds). A numeric string is refused:
-    nobody can tell whether it means seconds or milliseconds. Raises UnreadableDelay.
+    It may be integer epoch milliseconds, an RFC 3339 string, or an AMQP timestamp (seconds). A numeric string is
+    refused, because it could mean seconds or milliseconds. Raises UnreadableDelay.
 
     >>> read_instant_ms("1970-01-01T00:00:01.0001Z"), read_instant_ms(Timestamp(7))
     (1001, 7000)
@@ -88,7 +88,7 @@ def _rfc3339_ms(text: str) -> int | None:
         return None
     year, month, day, hour, minute, second = (int(part) for part in found.groups()[:6])
     fraction, sign, off_hour, off_minute = found.groups()[6:]
-    # A leap second (:60) is the first instant of the next minute: epoch time has no other name for it.
+    # A leap second (:60) is the first second of the next minute, since epoch time has no other value for it.
     if not (1 <= month <= 12 and 1 <= day <= _days_in(year, month) and hour <= 23 and minute <= 59 and second <= 60):
         return None
     offset = 0
@@ -107,9 +107,9 @@ def _days_in(year: int, month: int) -> int:
 
 
 def _days_from_epoch(year: int, month: int, day: int) -> int:
-    """Days from 1970-01-01 in the proleptic Gregorian calendar; unlike ``datetime`` it knows the year 0.
+    """Days from 1970-01-01 in the proleptic Gregorian calendar; unlike ``datetime`` it supports the year 0.
 
-    The year is taken to begin in March, so that the leap day is its last; an era is 400 years, 146,097 days.
+    Years begin in March here, so that the leap day is the last day. An era is 400 years, 146,097 days.
     """
     year -= month <= 2
     era, year_of_era = divmod(year, 400)
@@ -118,12 +118,12 @@ def _days_from_epoch(year: int, month: int, day: int) -> int:
 
 
 def seconds_until(due_ms: int, now_ms: int) -> int:
-    """Whole seconds from now to the due instant, rounded up; the past is zero."""
+    """Whole seconds from now to the due time, rounded up; 0 for a due time in the past."""
     return max(0, -((now_ms - due_ms) // 1000))
 
 
 def in_words(milliseconds: int) -> str:
-    """A delay for people: ``268435456 s`` reads badly in a reason.
+    """A delay in readable units: people cannot read ``268435456 s``.
 
     >>> in_words(90_061_000), in_words(172_800_000), in_words(1500)
     ('1 day, 1:01:01', '2 days', '1.5 s')
@@ -137,13 +137,13 @@ def in_words(milliseconds: int) -> str:
 
 
 LONGEST_BODY: Final = 64 << 20
-"""Bytes of an unpacked body: a few kilobytes may unpack to gigabytes."""
+"""The most bytes of an unpacked body: a few kilobytes may unpack to gigabytes."""
 _GZIP_ONLY: Final = 16 + zlib.MAX_WBITS
 _MISSING: Final = object()
 
 
 def steps(pointer: str) -> tuple[str, ...]:
-    """The parts of a pointer. Raises ValueError for what is none.
+    """The parts of a JSON pointer. Raises ValueError if it is not one.
 
     >>> steps("/nextattempt/time"), steps("/a~1b/~0"), steps("")
     (('nextattempt', 'time'), ('a/b', '~'), ())
@@ -154,10 +154,10 @@ def steps(pointer: str) -> tuple[str, ...]:
 
 
 def instant_in_json_ms(body: bytes, pointer: str, encoding: bytes | None = None) -> int | None:
-    """The instant that the pointer leads to, in epoch ms, rounded up; None where there is nothing, or null.
+    """The time at the pointer in epoch ms, rounded up; None if there is no value, or null.
 
-    RFC 3339, the same without a zone (UTC then), or integer epoch milliseconds. A body that is no JSON may have been
-    meant to say an instant, so that is not "nothing". Raises UnreadableDelay.
+    It may be RFC 3339, the same without a zone (UTC), or integer epoch milliseconds. A body that is not JSON is an
+    error, because the publisher may have meant a due time. Raises UnreadableDelay.
     """
     value = _at(_parsed(body, encoding), steps(pointer))
     if value is _MISSING or value is None:
@@ -177,7 +177,7 @@ def _parsed(body: bytes, encoding: bytes | None) -> Any:
     plain = _unpacked(body) if encoding is not None and encoding.lower() in (b"gzip", b"x-gzip") else body
     try:
         return json.loads(plain)
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError; so is an integer of 5,000 digits
+    except (ValueError, RecursionError):  # ValueError includes UnicodeDecodeError and integers of 5,000 digits.
         raise UnreadableDelay(f"expected a JSON body, found {shown(plain[:40])}") from None
 
 
@@ -223,19 +223,19 @@ NSERVICEBUS_TIMEOUT: Final = "nservicebus-timeout"
 ROUTING_KEY_BITS: Final = "routing-key-bits"
 CELERY_ETA: Final = "celery-eta"
 JSON: Final = "json:"
-"""Begins a form that goes on with a JSON pointer into the body."""
+"""The prefix of a form that continues with a JSON pointer into the body."""
 DELAY_FORMS: Final = (
     *RELATIVE, *ABSOLUTE, TIMESTAMP, NSERVICEBUS, NSERVICEBUS_TIMEOUT, ROUTING_KEY_BITS, CELERY_ETA,
 )  # fmt: skip
-"""Every form with a name of its own."""
+"""All forms with a fixed name."""
 DEFAULT_FORMS: Final = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay")
 
 
 class Ask(NamedTuple):
-    """What a message says: where it came through, and its decoded headers out of :data:`CONSULTED`.
+    """A message's request: its origin, and its decoded headers out of :data:`CONSULTED`.
 
-    ``timestamp`` is the property, in seconds. ``copies`` are the keys that ``CC`` names.
-    ``chance``, 0 to 1, differs from message to message: what is spread over time is spread by it.
+    ``timestamp`` is the property, in seconds. ``copies`` are the keys of ``CC``.
+    ``chance``, 0 to 1, differs from message to message, and spreads retries over time.
     """
 
     exchange: bytes
@@ -250,7 +250,7 @@ class Ask(NamedTuple):
 
 
 def is_form(name: object) -> bool:
-    """Whether ``delay_from`` may hold this."""
+    """Whether ``name`` is a valid value of ``delay_from``."""
     if not isinstance(name, str) or not name.startswith(JSON):
         return name in DELAY_FORMS
     try:
@@ -261,20 +261,20 @@ def is_form(name: object) -> bool:
 
 
 def counted(delay_ms: int, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int]:
-    """For a relative delay: the due instant, and the instant from which the wait for it counts."""
+    """The due time of a relative delay, and the time from which it counts, both in epoch ms."""
     if delay_ms <= 0:
-        # No delay at all means this instant, and not one that the clock may be yet to reach.
+        # A delay of 0 means the lower bound of the clock: the time sure_ms has certainly been reached.
         return sure_ms + delay_ms, sure_ms
     stamp = _received_ms(ask)
     return (now_ms + delay_ms, now_ms) if stamp is None else (stamp + delay_ms, sure_ms)
 
 
 def _received_ms(ask: Ask) -> int | None:
-    """The broker's ``timestamp_in_ms`` where present: a relative delay counts from it, so that a wait in the intake
-    queue does not add up. Else None: it counts from now.
+    """The broker's ``timestamp_in_ms``, if usable: a relative delay counts from it, so that a wait in the intake queue
+    does not add up. None: the delay counts from now.
 
-    A message that was delayed before may still carry the stamp of its first arrival (the broker's interceptor does not
-    overwrite by default), and counting from that would be early.
+    A message that was delayed before may carry the stamp of its first arrival, because the broker's interceptor does
+    not overwrite by default. A delay from that time would be too short.
     """
     stamp = ask.headers.get(RECEIVED_AT)
     if stamp is None:

@@ -1,9 +1,9 @@
-"""Losses that every layer understands. Adapters translate their driver's errors into these, cause chained.
+"""Losses that every layer knows. Adapters translate their driver's errors into these, with the cause chained.
 
-BrokerLost      the broker, or the channel in use, is gone: what was in flight is in doubt
-└─ Unconfirmed  not all of a batch was confirmed in time: what is known of the others goes with it
-StoreLost       the store is out of reach, or refused the transaction
-└─ LaneLost     the lane belongs to somebody else by now
+BrokerLost      the broker, or the channel in use, is gone: publishes in flight are in doubt
+└─ Unconfirmed  a batch was not fully confirmed in time; it carries the known outcomes
+StoreLost       the store is unreachable, or refused the transaction
+└─ LaneLost     the lane belongs to another process now
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from delayer.core.message import Outcome
 
 
 class BrokerLost(Exception):
-    """The broker, or the channel in use, is gone. A publish in flight is perhaps done, perhaps not."""
+    """The broker, or the channel in use, is gone. A publish in flight may have succeeded or not."""
 
 
 class NotTaken(BrokerLost):
-    """The cascade, the refused or the strays queue did not take a message that it must take."""
+    """The cascade, the refused queue or the strays queue refused a message that it must accept."""
 
 
 class Unconfirmed(BrokerLost):
-    """Not all of a batch was confirmed in time.
+    """A batch was not fully confirmed in time.
 
-    ``outcomes``: what is known of each of its messages, None for those that are in doubt.
+    ``outcomes``: the known outcome of each message, None for messages in doubt.
     """
 
     def __init__(self, text: str, outcomes: Sequence[Outcome | None]) -> None:
@@ -35,10 +35,10 @@ class Unconfirmed(BrokerLost):
 
 
 class StoreLost(Exception):
-    """The store is out of reach or refused the transaction.
+    """The store is unreachable, or refused the transaction.
 
-    Nothing of the transaction is committed; if the connection broke at the commit itself, that is in doubt.
-    ``advice`` is what a person can do about it, where the cause says that; an imperative, or empty.
+    Nothing of the transaction is committed; if the connection broke during the commit, that is in doubt.
+    ``advice`` tells an operator how to fix the cause, as an imperative; it may be empty.
     """
 
     def __init__(self, text: str, advice: str = "") -> None:
@@ -47,7 +47,7 @@ class StoreLost(Exception):
 
 
 class LaneLost(StoreLost):
-    """The lane is somebody else's: its rows are theirs to release, and nothing may be parked into it."""
+    """The lane belongs to another process, which releases its rows. This process must not park into it."""
 
 
 _NOT_BELIEVED: Final = re.compile("certificate.verify.failed", re.IGNORECASE)
@@ -55,14 +55,14 @@ _OTHER_HOST: Final = re.compile("hostname mismatch|ip address mismatch", re.IGNO
 _NOT_NOW: Final = re.compile("has expired|not yet valid", re.IGNORECASE)
 OF_BROKER: Final = "broker.ca_file", "broker.url"
 OF_STORE: Final = "store.url, by sslrootcert=FILE,", "store.url"
-"""The two arguments of :func:`advice` for each."""
+"""The last two arguments of :func:`certificate_advice`, for each server."""
 
 
 def certificate_advice(text: str, authority: str, url: str) -> str:
-    """An imperative, or nothing where ``text`` tells of something else. ``authority`` and ``url`` are what the
-    configuration calls the authority's file and the server's address.
+    """How to fix a certificate error, as an imperative; "" if ``text`` is another error. ``authority`` and ``url`` are
+    the configuration's names for the authority's file and the server's address.
 
-    >>> advice("CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate", "broker.ca_file", "broker.url")
+    >>> certificate_advice("CERTIFICATE_VERIFY_FAILED: unable to get local issuer", "broker.ca_file", "broker.url")
     'say in broker.ca_file who signed the certificate: a file of PEM certificates'
     """
     if not _NOT_BELIEVED.search(text):

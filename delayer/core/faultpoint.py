@@ -1,9 +1,9 @@
-"""Named points where a test can stop the process. Inert unless ``DELAYER_FAULT`` is set.
+"""Named points at which a test can stop the process. They do nothing unless ``DELAYER_FAULT`` is set.
 
-``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) the first time it reaches that point; ``park.copied:3`` the
-third time; ``park.copied:1:stop`` stops it (SIGSTOP) there instead, so that a test can kill the broker or the database
-and let it go on with SIGCONT. The points are the rows of the crash tables in the design, section 7, and
-the steps of compacting, restoring, importing and draining.
+``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) when it first reaches that point; ``park.copied:3`` the third
+time. ``park.copied:1:stop`` stops it (SIGSTOP) instead: then a test can kill the broker or the database, and resume it
+with SIGCONT. The points are the rows of the crash tables in the design, section 7, and the steps of compacting,
+restoring, importing and draining.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from collections.abc import Callable
 
 POINTS = frozenset(
     {
-        "intake.read",  # deliveries read, nothing published or parked
-        "publish.written",  # frames handed to the transport, no confirm yet
-        "intake.confirmed",  # cascade, destination or refused queue confirmed; delivery not acknowledged
-        "intake.acked",  # acknowledgement handed to the transport
-        "park.copied",  # COPY done, transaction open
-        "park.committed",  # committed, delivery not acknowledged
-        "release.claimed",  # rows deleted in an open transaction, nothing published
-        "release.published",  # every confirm is here, transaction open
-        "release.committed",  # committed
-        "compact.locked",  # the rows of a window are locked, nothing written
-        "compact.written",  # the segment is inserted, the rows are still there, transaction open
-        "compact.verified",  # it was read back and compared
-        "compact.deleted",  # the rows are deleted and counted, transaction open
-        "compact.committed",  # committed
-        "restore.locked",  # a segment is locked, nothing written
-        "restore.copied",  # its rows are written, transaction open
-        "restore.deleted",  # the segment is deleted and counted, transaction open
-        "restore.committed",  # committed
-        "import.begun",  # the run is written down, nothing of its source is touched
-        "import.staged",  # the source is staged, the store does not know yet
-        "import.taken",  # a batch is read from the source, nothing of it is parked
-        "import.committed",  # a batch and its progress are committed, its source still has it
-        "import.removed",  # the source has removed the batch
-        "import.emptied",  # the source has nothing left and is cleaned up, the store does not know yet
-        "drain.taken",  # rows deleted in an open transaction, nothing published
-        "drain.published",  # the cascade confirmed them, transaction open
-        "drain.committed",  # committed
-        "drain.read",  # a level's messages are read, nothing is parked
-        "drain.parked",  # parked and committed, not acknowledged
-        "drain.acked",  # acknowledgement handed to the transport
+        "intake.read",  # The deliveries are read; nothing is published or parked.
+        "publish.written",  # The frames are in the transport's buffer; there is no confirm yet.
+        "intake.confirmed",  # The cascade, destination or refused queue confirmed; the delivery is not acknowledged.
+        "intake.acked",  # The acknowledgement is in the transport's buffer.
+        "park.copied",  # COPY is done; the transaction is open.
+        "park.committed",  # The rows are committed; the delivery is not acknowledged.
+        "release.claimed",  # The rows are deleted in an open transaction; nothing is published.
+        "release.published",  # All publishes are confirmed; the transaction is open.
+        "release.committed",  # The transaction is committed.
+        "compact.locked",  # The rows of a window are locked; nothing is written.
+        "compact.written",  # The segment is inserted, the rows still exist, and the transaction is open.
+        "compact.verified",  # The segment was read back and compared.
+        "compact.deleted",  # The rows are deleted and counted; the transaction is open.
+        "compact.committed",  # The transaction is committed.
+        "restore.locked",  # A segment is locked; nothing is written.
+        "restore.copied",  # The segment's rows are written; the transaction is open.
+        "restore.deleted",  # The segment is deleted and counted; the transaction is open.
+        "restore.committed",  # The transaction is committed.
+        "import.begun",  # The run is recorded; its source is unchanged.
+        "import.staged",  # The source is staged; the store does not record this yet.
+        "import.taken",  # A batch is read from the source; nothing of it is parked.
+        "import.committed",  # A batch and its progress are committed; the source still has the batch.
+        "import.removed",  # The source has removed the batch.
+        "import.emptied",  # The source is empty and cleaned up; the store does not record this yet.
+        "drain.taken",  # The rows are deleted in an open transaction; nothing is published.
+        "drain.published",  # The cascade confirmed the messages; the transaction is open.
+        "drain.committed",  # The transaction is committed.
+        "drain.read",  # A level's messages are read; nothing is parked.
+        "drain.parked",  # The messages are parked and committed, but not acknowledged.
+        "drain.acked",  # The acknowledgement is in the transport's buffer.
     }
 )
 
@@ -66,11 +66,11 @@ _hits = 0
 
 def _reach(point: str) -> None:
     if _armed is not None and _armed[0] == point:
-        global _hits  # noqa: PLW0603 - one counter for the one armed fault of this process
+        global _hits  # noqa: PLW0603 - One process has one armed fault, and one counter.
         _hits += 1
         if _hits == _armed[1]:
             os.kill(os.getpid(), _armed[2])
 
 
 reach: Callable[[str], object] = bool if _armed is None else _reach
-"""Say that a point is reached. Without an armed fault this is a call of a builtin."""
+"""Mark a point as reached. Without an armed fault this calls a builtin."""

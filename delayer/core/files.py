@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _OPEN_ALREADY = ("/dev/fd/", "/dev/std", "/proc/")
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A file that takes the place of ``path`` when all is written. On an error the previous file stays.
+    """A file that replaces ``path`` when it is completely written. On an error the previous file stays.
 
     It follows a symlink. It writes straight into a pipe, a device, or a file that this process has open already.
     ``mode`` is subject to the umask. Raises OSError.
     """
     if path.is_block_device():
         raise OSError(errno.EINVAL, "expected a file, a pipe or a character device, found a disk")
-    target = Path(os.path.realpath(path))  # takes a loop of symlinks as it is
+    target = Path(os.path.realpath(path))  # A loop of symlinks stays as it is.
     if (target.exists() and not target.is_file()) or str(path.absolute()).startswith(_OPEN_ALREADY):
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb") as out:
             yield out

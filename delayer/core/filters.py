@@ -1,4 +1,4 @@
-"""Which waiting messages somebody asks for, as a value; and the names that single messages go by."""
+"""Filters of waiting messages, and the ids of single messages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _TOKEN: Final = re.compile(r"([0-9]{1,19})(?:@(-?[0-9]{1,16}))?")
 MAX_ID: Final = (1 << 63) - 1
 FIRST_MS: Final = -210_000_000_000_000
 LAST_MS: Final = 9_223_371_000_000_000
-"""Instants, in epoch milliseconds, between which Postgres's calendar and a number of microseconds both reach."""
+"""The first and last epoch milliseconds that Postgres's calendar and an int64 of microseconds both can hold."""
 
 
 class Token(NamedTuple):
-    """A message by its id, and where it is known by its due instant: with that it is found at once, whatever else
-    waits; by its id alone, the index of every partition is read (some 0.25 s a million rows).
+    """A message's id, with its due time if that is known. With the due time the store finds the message at once. With
+    the id alone it reads the index of every partition (some 0.25 s for a million rows).
 
-    An index on the id would find both at once, but everything that is parked would pay for it: by 8 % more WAL (842
-    bytes a row instead of 777) and one more tree to write into.
+    An index on the id would find both at once. But every parked row would pay: 8 % more WAL (842 bytes a row instead of
+    777) and one more tree to update.
     """
 
     id: int
@@ -29,7 +29,7 @@ class Token(NamedTuple):
 
 
 def read_token(text: str) -> Token:
-    """``ID@DUE`` as lists print it, or ``ID``. Raises ValueError: what was expected."""
+    """Read ``ID@DUE``, as lists print it, or ``ID``. Raises ValueError with the expected form."""
     found = _TOKEN.fullmatch(text.strip())
     due_ms = None if found is None or found[2] is None else int(found[2])
     if found is None or int(found[1]) > MAX_ID or (due_ms is not None and not FIRST_MS <= due_ms <= LAST_MS):
@@ -39,10 +39,10 @@ def read_token(text: str) -> Token:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """What every message that is meant has in common. Nothing said: all of them.
+    """The properties that all matching messages share. An empty filter matches all messages.
 
-    ``exchange`` and ``routing_key`` are the destination's. ``key`` is the one of ``x-delay-key``. Instants are epoch
-    milliseconds, the first included, the last not. Headers are compared as text.
+    ``exchange`` and ``routing_key`` are the destination's. ``key`` is that of ``x-delay-key``. Times are epoch
+    milliseconds: ``due_from_ms`` is included, ``due_before_ms`` is not. Headers are compared as text.
     """
 
     route: bytes | None = None
@@ -59,7 +59,7 @@ class Filter:
 
     @property
     def narrow(self) -> bool:
-        """Whether rows must be read to know which are meant: no index is ordered by any of this."""
+        """Whether only the rows themselves tell if they match: no index covers these fields."""
         return bool(self.headers) or any(one is not None for one in (self.route, self.exchange, self.routing_key))
 
     def in_range(self, due_ms: int) -> bool:
@@ -67,7 +67,7 @@ class Filter:
         return after and (self.due_before_ms is None or due_ms < self.due_before_ms)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the audit trail and for JSON: only what was said."""
+        """The given fields, for the audit log and for JSON."""
         said: dict[str, Any] = {
             name: value.decode("utf-8", "backslashreplace")
             for name in ("route", "exchange", "routing_key", "key")

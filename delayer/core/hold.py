@@ -1,4 +1,4 @@
-"""What is known of a message whose destination did not take it: data for decisions, and one text for people. Pure.
+"""Holds: data for decisions about a message that its destination did not accept, with a text for people. Pure.
 
 The store keeps these values in the columns of ``held``; a message of the broker's queues carries them in headers. No
 decision reads :attr:`Hold.text`.
@@ -16,7 +16,7 @@ from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcom
 
 
 class HoldKind(StrEnum):
-    """The objection that a message is held for. The values stand in the store and in headers."""
+    """The kind of a hold. The values are in the store and in headers."""
 
     RETURNED = "returned"
     """The broker found no queue for the publish (``basic.return``)."""
@@ -31,20 +31,20 @@ class HoldKind(StrEnum):
     LATE = "late"
     """The message is later than its route allows."""
     UNFIT = "unfit"
-    """The message cannot be published as it stands: its checksum, headers or destination are wrong."""
+    """The message cannot be published: its checksum, headers or destination are wrong."""
 
 
 FOR_A_PERSON: Final = frozenset({HoldKind.LATE, HoldKind.UNFIT})
-"""Kinds that time does not mend. The daemon does not retry these messages; an operator decides."""
+"""Kinds that a retry cannot resolve. The daemon does not retry these messages; an operator decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Why a message is held."""
+    """The reason why a message is held."""
 
     kind: HoldKind
     text: str
-    """The reason in words. Only people read it."""
+    """The reason in words. No decision reads it."""
     may_be_delivered: bool = False
     """An earlier publish was never confirmed, so the destination may already have the message."""
     isolated: bool = False
@@ -52,11 +52,11 @@ class Hold:
 
     @property
     def for_a_person(self) -> bool:
-        """Whether only an operator has this message retried."""
+        """Whether only an operator can retry the message."""
         return self.kind in FOR_A_PERSON
 
     def after(self, earlier: Hold | None) -> Hold:
-        """This objection to a message that was held before: what was true of ``earlier`` stays true.
+        """This hold of a message that was held before. The flags of ``earlier`` stay set.
 
         >>> first = Hold(HoldKind.UNANSWERED, "no confirm within 8 s", may_be_delivered=True)
         >>> Hold(HoldKind.NACKED, "nacked").after(first).may_be_delivered
@@ -71,7 +71,7 @@ class Hold:
         )
 
     def retry_ms(self, again_ms: int) -> int | None:
-        """When the daemon retries the message, epoch milliseconds: ``again_ms``, or None where a person decides."""
+        """The time of the daemon's retry, epoch milliseconds: ``again_ms``, or None if an operator decides."""
         return None if self.for_a_person else again_ms
 
 
@@ -94,12 +94,12 @@ def too_late(due_ms: int, now_ms: int, limit_ms: int | None) -> Hold | None:
 
 
 def unfit(text: str) -> Hold:
-    """The Hold of a message that cannot be published as it stands."""
+    """The Hold of a message that cannot be published."""
     return Hold(HoldKind.UNFIT, f"unfit: {text}")
 
 
 def hold_for(outcome: Outcome) -> Hold:
-    """Why a message of this outcome is held. Raises ValueError for a confirmed publish."""
+    """The Hold of a message with this outcome. Raises ValueError for a confirmed publish."""
     match outcome:
         case Returned(code, text):
             return Hold(HoldKind.RETURNED, f"returned: {code} {text}")

@@ -1,4 +1,4 @@
-"""How many messages are due within each horizon: buckets of the time ahead. Pure."""
+"""The number of messages due within each horizon: buckets of time from now. Pure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ OFFSETS: Final = (
     *range(3 * MONTH, 24 * MONTH + 1, MONTH),
     *range(2 * YEAR, 10 * YEAR + 1, YEAR),
 )
-"""Bucket 0 is what is overdue, bucket i what is due from OFFSETS[i-1] to before OFFSETS[i] from now, the last one the
-rest. The years begin five days and more behind the last month: OFFSETS ascends."""
+"""Bucket 0 has overdue messages. Bucket i has those due from OFFSETS[i-1] to before OFFSETS[i] from now, the last
+bucket the rest. The years begin more than five days after the last month, so OFFSETS ascends."""
 
 CLASSES: Final = {
     "overdue": 0, "minute": MINUTE, "hour": HOUR, "day": DAY, "week": 7 * DAY, "month": MONTH, "year": 12 * MONTH,
 }  # fmt: skip
-"""What metrics tell apart: due within so long and not within the one before. A month is 30 days, a year 360."""
+"""The classes of metrics. Each has the messages due within its limit and not within the previous one. A month is 30
+days, a year 360."""
 LATER: Final = "later"
 
 
@@ -47,12 +48,12 @@ SERIES: Final = (
 
 
 def bounds(now_ms: int) -> list[int]:
-    """The instants between the buckets."""
+    """The times between the buckets."""
     return [now_ms + offset for offset in OFFSETS]
 
 
 def bucket_of(due_ms: int, now_ms: int) -> int:
-    """The bucket of one instant.
+    """The bucket of one due time.
 
     >>> [bucket_of(now, 0) for now in (-1, 0, 59_999, 60_000, 3_600_000)]
     [0, 1, 1, 2, 61]
@@ -61,7 +62,7 @@ def bucket_of(due_ms: int, now_ms: int) -> int:
 
 
 def by_class(counts: Mapping[int, float]) -> dict[str, float]:
-    """The classes of CLASSES and LATER, each with what its buckets hold."""
+    """The number of messages in each of CLASSES and LATER."""
     found = dict.fromkeys((*CLASSES, LATER), 0.0)
     for bucket, count in counts.items():
         end = OFFSETS[bucket] if bucket < len(OFFSETS) else None
@@ -71,20 +72,20 @@ def by_class(counts: Mapping[int, float]) -> dict[str, float]:
 
 
 def bars(counts: Mapping[int, float], series: Series) -> list[float]:
-    """What falls into each bar of ``series``. What is overdue is in none; nor is what is due behind the last."""
+    """The number of messages in each bar of ``series``, without overdue messages and those after the last bar."""
     found = [0.0] * series.bars
     for bucket, count in counts.items():
         if 0 < bucket < len(OFFSETS):
             begin = OFFSETS[bucket - 1]
             at = begin // series.step
-            # A bucket that is wider than a bar belongs to a coarser series.
+            # Buckets wider than a bar belong to a coarser series.
             if at < series.bars and OFFSETS[bucket] - begin <= series.step:
                 found[at] += count
     return found
 
 
 def spread(first_ms: int, last_ms: int, messages: int, now_ms: int) -> dict[int, float]:
-    """The messages of a segment over the buckets, as if they were due at an even pace from its first to its last.
+    """The messages of a segment spread over the buckets, evenly from its first to its last due time.
 
     >>> spread(0, 120_000, 30, 0)
     {1: 15.0, 2: 15.0}

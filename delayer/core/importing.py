@@ -1,11 +1,11 @@
-"""Legacy imports as values: what other systems still hold, on its way into this one. Pure.
+"""Imports from other systems, as values. Pure.
 
     staging ──staged──> running ──all of it committed──> done
        └───────────────────┴──told to──> aborted
 
-*Staging* takes what is meant out of everybody else's reach, or notes what there is to read. *Running* commits batch
-after batch, the soonest due first; the source loses a batch only when it is committed. A run that was interrupted goes
-on where its last commit stands.
+*Staging* moves the matching messages out of reach of other consumers, or records what to read. *Running* commits batch
+after batch, in the order of due times. The source loses a batch only after its commit. An interrupted run resumes at
+its last commit.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from delayer.core.hold import Hold
 from delayer.core.message import Parcel, Target
 
 SOON_MS: Final = 60_000
-"""What is due within this, or is overdue, may be in the hands of the system that it is taken from."""
+"""Messages that are overdue or due within this time may already be processed by their system."""
 
 
 UNREADABLE: Final = "unreadable"
-"""Why a record is left that nobody can read."""
-BEHIND: Final = "behind too many that are not meant: not looked at"
-"""Why messages of a queue are left that were not reached."""
-UNGIVEN: Final = "not handed out by their broker in time: not looked at"
-CONSUMED: Final = "in queues that somebody else consumes: not looked at, unless they are named"
-UNHELD: Final = "in queues that hold nothing for a time: not looked at, unless they are named"
+"""The reason why unreadable records stay in their source."""
+BEHIND: Final = "behind too many messages that do not match: not examined"
+"""The reason why unreached messages stay in their queue."""
+UNGIVEN: Final = "not delivered by their broker in time: not examined"
+CONSUMED: Final = "in queues with other consumers: not examined, unless you name the queue"
+UNHELD: Final = "in queues that delay nothing: not examined, unless you name the queue"
 OWN: Final = "in queues of delayer's own ({}): never taken"
 FOR_PEOPLE: Final = frozenset({UNREADABLE, BEHIND, UNGIVEN, CONSUMED})
-"""Of the reasons why messages are left those that were not wanted: somebody has to know of them."""
+"""The reasons that an operator must see: these messages stay against the operator's wish."""
 MOST_REASONS: Final = 100
-"""Reasons that are told one by one: a file may have one for each of its messages."""
+"""Reasons that are reported one by one. A file may have another reason for each of its messages."""
 OTHER_REASONS: Final = "for other reasons"
 MOST_GOALS: Final = 100_000
-"""Destinations that a survey tells one by one: its memory does not grow with the backlog."""
+"""Destinations that a survey reports one by one, so that its memory does not grow with the backlog."""
 MORE_GOALS: Final = f"destinations beyond the first {MOST_GOALS:,} are asked about when their messages come"
 
 
 class Phase(StrEnum):
-    """Where a run stands."""
+    """The phase of a run."""
 
     STAGING = "staging"
     RUNNING = "running"
@@ -51,7 +51,7 @@ class Phase(StrEnum):
 
 
 class Item(NamedTuple):
-    """One message. ``hold``: why the import holds it; None where it waits like others."""
+    """One message. ``hold``: why the import holds it; None for a message that waits."""
 
     parcel: Parcel
     hold: Hold | None = None
@@ -59,8 +59,8 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The next messages, soonest due first. ``progress`` is committed with them; ``again``: how many were met that are
-    committed already, and only have to be removed."""
+    """The next messages, in the order of due times. ``progress`` is committed with them. ``again``: the number of
+    committed messages that the source still had; it only has to remove them."""
 
     items: Sequence[Item]
     progress: str
@@ -69,7 +69,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Meant:
-    """Which messages of a source are meant: due at ``cutoff_ms`` or later, and of those the ``limit`` soonest."""
+    """The messages to take from a source: due at ``cutoff_ms`` or later, and of those the first ``limit`` ones."""
 
     cutoff_ms: int | None = None
     limit: int | None = None
@@ -84,8 +84,8 @@ class Meant:
 
 @dataclass(slots=True)
 class Goal:
-    """How many messages go to one destination, and when the first of them is due; None where only a run can tell.
-    ``unfit``: how many of them would be held, whatever the broker says of the destination."""
+    """A destination: its number of messages, and the first due time (None: only a run can tell).
+    ``unfit``: how many of them would be held for faults of their own."""
 
     messages: int
     first_due_ms: int | None
@@ -100,17 +100,19 @@ def count_reason(reasons: dict[str, int], why: str, messages: int = 1) -> None:
 
 
 def soonest(one_ms: int | None, other_ms: int | None) -> int | None:
-    """The sooner of two instants, of which each may be unknown."""
+    """The earlier of two times; None means unknown."""
     return other_ms if one_ms is None else one_ms if other_ms is None else min(one_ms, other_ms)
 
 
 @dataclass(slots=True)
 class Survey:
-    """What a source holds, without changing anything there. ``messages``: those that are meant; None where only a run
-    can tell. ``unfit``: why some of them would be held, wherever they go, and how many; as far as the source was
-    asked. ``left``: why others stay, and how many. ``remarks``: for people. ``doubts``: those of them that a run has
-    to tell as well, because something may be lacking, or come in twice. ``brought``: imports that brought the same
-    before. ``superseded``: how many would not be parked, as others wait under their keys."""
+    """A report of a source's content, made without changes there.
+
+    ``messages``: the number of matching messages; None: only a run can tell. ``unfit``: reasons why some would be held
+    at any destination, with their numbers, for the examined part of the source. ``left``: reasons why others stay, with
+    their numbers. ``remarks``: texts for operators. ``doubts``: remarks about possibly missing or repeated messages,
+    which a run reports too. ``brought``: earlier imports of the same messages. ``superseded``: messages that would not
+    be parked, because their keys have other waiting messages."""
 
     messages: int | None = 0
     first_due_ms: int | None = None
@@ -126,7 +128,7 @@ class Survey:
     def add(
         self, target: Target, first_due_ms: int, last_due_ms: int | None = None, messages: int = 1, problem: str = ""
     ) -> None:
-        """Count messages of one destination. ``problem``: why they would be held wherever they go, if they would."""
+        """Count messages of one destination. ``problem``: the reason why any destination would hold them, or ""."""
         last_due_ms = first_due_ms if last_due_ms is None else last_due_ms
         self.messages = (self.messages or 0) + messages
         self.first_due_ms = soonest(self.first_due_ms, first_due_ms)
@@ -138,7 +140,7 @@ class Survey:
                 goal.unfit += messages
 
     def expect(self, target: Target, messages: int, first_due_ms: int | None = None) -> None:
-        """Note that messages go to one destination, which may be known before they are counted."""
+        """Count messages of one destination, but not in the totals of the survey."""
         goal = self.goals.get(target)
         if goal is not None:
             goal.messages += messages
@@ -163,8 +165,8 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One import as the store knows it. ``parameters`` never hold a password. ``token``: no other run has it, of no
-    store. ``superseded``: messages that were not parked, as others wait under their keys."""
+    """One import, as recorded in the store. ``parameters`` never contain a password. ``token`` is unique over all runs
+    of all stores. ``superseded``: messages that were not parked, because their keys have other waiting messages."""
 
     id: int
     source: str
@@ -185,12 +187,12 @@ class Run:
 
 
 class NotARewrite(ValueError):
-    """It completes "expected …"."""
+    """A text is not a rewrite. The message completes a sentence that begins with "expected"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """One ``s/pattern/replacement/flags``, as sed has it: of destinations such as ``queue@MACHINE``."""
+    """One ``s/pattern/replacement/flags`` in the syntax of sed, for destinations such as ``queue@MACHINE``."""
 
     pattern: re.Pattern[str]
     replacement: str
@@ -205,12 +207,12 @@ REPLIES: Final = "rewrite_reply_to"
 
 
 def rewriting(rewrites: Sequence[Rewrite], name: str = "rewrite") -> dict[str, object]:
-    """As parameters of a run."""
+    """The rewrites as parameters of a run."""
     return {name: [one.text for one in rewrites]} if rewrites else {}
 
 
 def renamed(name: bytes, rewrites: Sequence[Rewrite]) -> bytes:
-    """A name after all of these, in their order."""
+    """A name after all rewrites, in their order."""
     if not rewrites:
         return name
     text = name.decode("utf-8", "surrogateescape")
@@ -220,14 +222,14 @@ def renamed(name: bytes, rewrites: Sequence[Rewrite]) -> bytes:
 
 
 def redirected(item: Item, rewrites: Sequence[Rewrite]) -> Item:
-    """The same message to where its destination, the exchange or at the default exchange the queue, is renamed to."""
+    """The message with a renamed destination: the exchange, or at the default exchange the queue."""
     if not rewrites:
         return item
     return item._replace(parcel=item.parcel._replace(target=retargeted(item.parcel.target, rewrites)))
 
 
 def retargeted(target: Target, rewrites: Sequence[Rewrite]) -> Target:
-    """The destination after these."""
+    """The destination after all rewrites."""
     exchange, routing_key = target
     if exchange:
         return Target(renamed(exchange, rewrites), routing_key)
@@ -235,8 +237,8 @@ def retargeted(target: Target, rewrites: Sequence[Rewrite]) -> Target:
 
 
 def read_rewrite(text: str) -> Rewrite:
-    """Read ``s/@.*//``; any character may stand in place of the slashes; flags ``g`` and ``i``. The pattern is
-    Python's, the replacement sed's (``&``, ``\\1``). Raises NotARewrite.
+    """Read ``s/@.*//``. Any character can replace the slashes; flags are ``g`` and ``i``. The pattern has Python's
+    syntax, the replacement sed's (``&``, ``\\1``). Raises NotARewrite.
 
     >>> read_rewrite("s/@.*//")("sales@SERVER7")
     'sales'
@@ -250,7 +252,7 @@ def read_rewrite(text: str) -> Rewrite:
     try:
         compiled = re.compile(pattern, re.IGNORECASE if "i" in found["flags"].lower() else 0)
         template = _BACK_REFERENCE.sub(_in_python, replacement)
-        # Whether its groups exist; of a pattern that matches nothing this is not seen otherwise.
+        # This checks that the referenced groups exist; a pattern without a match would not show it.
         re.compile(f"(?:{pattern})|").sub(template, "")
     except (re.error, IndexError) as error:
         raise NotARewrite(f"{expected}; this one does not compile: {error}") from None

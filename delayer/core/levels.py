@@ -1,9 +1,9 @@
-"""When a message is due that was met in the queue of one level of a cascade. Pure.
+"""The due time of a message in a level queue of a cascade. Pure.
 
-At level L the message still has to wait there for at most 2^L seconds, and after that as many as the bits below L say.
-So without knowing anything else it is due between ``bits below L`` and that plus 2^L seconds from now. What its headers
-say is believed between these two only: headers are copied from message to message. An instant that lies before both is
-not of this sending at all: the message would not stand there any more, and when it came nothing tells.
+In level L the message waits at most 2^L seconds more, and then as many as the bits below L of its routing key say. So
+it is due between the ``bits below L`` and that plus 2^L seconds from now. Headers can only choose a time within these
+limits, because messages copy headers from others. A time before the limits belongs to an earlier publish of the
+message, so it tells nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ETA: Final = b"eta"
 
 
 def eta_ms(value: object) -> int | None:
-    """The instant that an ``eta`` header says, in epoch ms, rounded up. Every task has the header; that of a task which
-    is not delayed is void, and this is None.
+    """The time of an ``eta`` header in epoch ms, rounded up. Every task has the header; None if the task is not
+    delayed.
 
-    Without a zone it is UTC, as Celery's own setting ``enable_utc`` has it. Raises UnreadableDelay.
+    A time without a zone is UTC, as by Celery's setting ``enable_utc``. Raises UnreadableDelay.
 
     >>> eta_ms("1970-01-01T00:00:01.000001"), eta_ms("1970-01-01T01:00:02+01:00"), eta_ms(None)
     (1001, 2000, None)
@@ -44,16 +44,15 @@ T = TypeVar("T")
 X_DEATH: Final = b"x-death"
 LAST_DUE: Final = b"x-delayer-due"
 CLOCKS_MS: Final = 5_000
-"""By how much senders' clocks may be behind, and cascades late, and an instant still be believed: of a message that is
-about to leave its level."""
+"""The tolerance for times in headers, because senders' clocks may be behind and cascades late."""
 CONSULTED: Final = nservicebus.CONSULTED | {X_DEATH, LAST_DUE, ETA}
-"""The headers that :func:`due_at_level` looks at."""
+"""The headers that :func:`due_at_level` reads."""
 
 _DIGITS = re.compile(rb"(?:[01]\.){%d}" % LEVELS)
 
 
 def delay_in_key(routing_key: bytes) -> int | None:
-    """The whole delay in seconds that a cascade's routing key says; None for any other key.
+    """The whole delay of a cascade's routing key, in seconds; None for any other key.
 
     >>> delay_in_key(b"0." * 26 + b"1.1.Sales.Orders"), delay_in_key(b"Sales.Orders")
     (3, None)
@@ -63,20 +62,18 @@ def delay_in_key(routing_key: bytes) -> int | None:
 
 
 def longest_wait_seconds(level: int, routing_key: bytes) -> int:
-    """How long a message may have to wait yet that stands in the queue of ``level``: when it has just come there.
+    """The longest remaining wait of a message in the queue of ``level``: the wait of a message that just arrived.
 
-    The level's own bit is not asked: a message in its queue waits there, whatever its key says.
+    The level's own bit does not matter: a message in the queue waits there for any key.
     """
     delay = delay_in_key(routing_key) or 0
     return (1 << level) + (delay & ((1 << level) - 1))
 
 
 def due_at_level(cascade: Cascade, level: int, routing_key: bytes, headers: Mapping[bytes, object], now_ms: int) -> int:
-    """The due instant in epoch ms: as exact as the message tells, and never before the cascade would have let it out,
-    as far as can be told.
+    """The due time in epoch ms: as exact as the headers tell, and never before the cascade could have delivered it.
 
-    Of several instants that the headers say the latest counts. What cannot be read, or cannot be, says nothing: the
-    bits do.
+    The latest of several times in the headers counts. Unreadable and impossible times are ignored.
     """
     latest_ms = now_ms + longest_wait_seconds(level, routing_key) * 1000
     soonest_ms = latest_ms - (1000 << level)
@@ -89,15 +86,15 @@ def due_at_level(cascade: Cascade, level: int, routing_key: bytes, headers: Mapp
     if not told:
         return latest_ms
     if cascade.kind == "celery" and said[0] in told:
-        latest_ms += 1000  # Celery cuts the rest of a second off; its workers then wait for the eta themselves
+        latest_ms += 1000  # Celery cuts the fraction of a second off; its workers then wait for the eta themselves.
     return min(max(soonest_ms, *told), latest_ms)
 
 
 def _said_ms(cascade: Cascade, headers: Mapping[bytes, object]) -> tuple[int | None, ...]:
-    """What the publisher says, in one way or several."""
+    """The due times that the publisher's headers give."""
     match cascade.kind:
         case "nservicebus-v1" | "nservicebus-v2":
-            # What was moved out of a timeout manager's store says when it expires, and was sent long before.
+            # Messages that came from a timeout manager's store have Expire, and were sent long before.
             return _or_none(nservicebus.delayed_until_ms, headers), _or_none(nservicebus.expires_ms, headers)
         case "celery":
             return (_or_none(eta_ms, headers.get(ETA)),)
@@ -114,10 +111,10 @@ def _or_none(read: Callable[[T], int | None], said: T) -> int | None:
 
 
 def _died_ms(cascade: Cascade, level: int, routing_key: bytes, headers: Mapping[bytes, object]) -> int | None:
-    """By the broker's note of when the message left the level before this one; None where there is no such note.
+    """The due time by the broker's note that the message left the previous level; None without such a note.
 
-    The note has whole seconds, rounded down. Of a message that was there twice (publishers may copy notes) it is the
-    first time's, so it counts only where it counts one.
+    The note has whole seconds, rounded down. If its count is above 1, its time is that of the first visit, so it is
+    ignored. Publishers may copy notes.
     """
     before = _level_before(level, routing_key)
     deaths = headers.get(X_DEATH)
@@ -132,6 +129,6 @@ def _died_ms(cascade: Cascade, level: int, routing_key: bytes, headers: Mapping[
 
 
 def _level_before(level: int, routing_key: bytes) -> int | None:
-    """The level that the message waited in before ``level``; None where it waits for the first time."""
+    """The level in which the message waited before ``level``; None if ``level`` is its first."""
     above = (delay_in_key(routing_key) or 0) >> (level + 1)
     return level + (above & -above).bit_length() if above else None

@@ -1,21 +1,20 @@
-"""Messages as lines of JSON: what `delayer export` writes and `delayer import jsonl` reads. Exact to the byte. Pure.
+"""Messages as lines of JSON, for `delayer export` and `delayer import jsonl`. Exact to the byte. Pure.
 
-A line is an object; a program that writes such lines may leave out what has a default::
+A line is an object. Programs that write such lines may omit fields with a default::
 
     {"v": 1, "due_ms": 1795604393876, "route": "mail.in", "exchange": "mail.in", "routing_key": "outbox",
      "to_exchange": "mail.out", "to_key": "outbox", "key": "order-7", "properties_b64": "EAAC", "body": "hello",
      "crc": 3735928559, "token": "30a6aca3c8ea4ae8a9a83c9bd2a3c2ab",
      "held": {"kind": "nacked", "text": "nacked", "may_be_delivered": true, "isolated": false}}
 
-Byte strings that are not UTF-8 stand under their name with ``_b64`` behind it, in base64. ``properties_b64`` is the
-payload of the content header after class, weight and body size; the default is a persistent message without any.
-Other fields are not taken: a misspelt one would be a message without its body. ``crc`` is the store's checksum over
-exchange, routing key, properties and body: a line whose bytes do not fit it is held, not sent. ``token``, only beside
-``held`` (core/hold.py), is the ``x-delayer-id`` of a message that was published before it was held: its copies are
-known by it. The last line,
-``{"v": 1, "messages": 1000}``, says how many there are, so that a cut file is seen.
+A byte string that is not UTF-8 is in base64, and its name ends with ``_b64``. ``properties_b64`` is the payload of the
+content header after class, weight and body size; the default is only delivery mode 2 (persistent). Unknown fields are
+errors, since a misspelt ``body`` would give an empty message. ``crc`` is the store's checksum over exchange, routing
+key, properties and body. A line with a wrong ``crc`` is held, not sent. ``token`` is the ``x-delayer-id`` of a message
+that was published before it was held (core/hold.py): its copies have that id. ``token`` needs ``held``. The last
+line, ``{"v": 1, "messages": 1000}``, has the number of messages, so that a reader detects a cut file.
 
-The rule for changing this is envelope.py's: never change what a released version means, and read all of them for ever.
+The rule for a change is that of amqp/edits.py: never change the meaning of a released version, and read all of them.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _END_FIELDS: Final = frozenset(("v", "messages"))
 
 
 class NotALine(ValueError):
-    """A line that is none of this format. The message says what was expected and found."""
+    """A line is not of this format. The text tells the expected and the found value."""
 
 
 class Line(NamedTuple):
-    """A message, its checksum where the line says one, and why it was held, where it was."""
+    """A message, its optional checksum, and the reason if it was held."""
 
     parcel: Parcel
     crc: int | None = None
@@ -54,13 +53,13 @@ class Line(NamedTuple):
 
 
 class End(NamedTuple):
-    """The last line."""
+    """The last line, with the number of messages."""
 
     messages: int
 
 
 def write(line: Line) -> bytes:
-    """One line, with its end."""
+    """One line, with its line end."""
     parcel = line.parcel
     said: dict[str, Any] = {"v": VERSION, "due_ms": parcel.due_ms}
     values = (
@@ -96,7 +95,7 @@ def _put(said: dict[str, Any], name: str, value: bytes) -> None:
 
 
 def read(text: bytes) -> Line | End:
-    """The message that a line says, or the end. Raises NotALine."""
+    """The message of a line, or the end. Raises NotALine."""
     try:
         said = json.loads(text)
     except ValueError as error:
@@ -146,7 +145,7 @@ def _hold(said: object) -> Hold:
 
 
 def _known(said: dict[str, Any], fields: frozenset[str]) -> None:
-    """Raises NotALine for a field that has no meaning, and for one that is there in both of its ways."""
+    """Check the field names. Raises NotALine for an unknown field, and for a field in both spellings."""
     for name in said:
         if name not in fields:
             near = difflib.get_close_matches(name, sorted(fields), 1)
@@ -202,9 +201,9 @@ _UNPRINTED: Final = re.compile("[^\n -~]")
 
 
 def escaped(text: str) -> str:
-    r"""The same JSON with what does not print (DEL, C1 controls, marks that turn the direction) as ``\uXXXX``.
+    r"""The same JSON with unprintable characters (DEL, C1 controls, direction marks) as ``\uXXXX``.
 
-    Such characters stand in strings only, where the two spellings mean the same; ours end lines between them.
+    Such characters occur only in strings, where both spellings mean the same. Line ends between the objects stay.
 
     >>> escaped('"a\u202eb\x9b"')
     '"a\\u202eb\\u009b"'

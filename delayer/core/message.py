@@ -1,8 +1,8 @@
-"""The values that travel between the layers: what came in, what goes out, what happened to it.
+"""The values that the layers exchange: deliveries, publishes and their outcomes, parcels and claimed rows.
 
-Exchange names, routing keys and keys are ``bytes``: AMQP short strings need not be UTF-8, and a value that is only
-carried is never decoded. ``properties`` is the payload of a content-header frame after class, weight and body size:
-the property flags and the property list, as they stood on the wire.
+Exchange names, routing keys and keys are ``bytes``, because AMQP short strings need not be UTF-8; nothing decodes them
+on the way. ``properties`` is the payload of a content-header frame after class, weight and body size: the property
+flags and the property list, unchanged.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from delayer.core.hold import Hold  # it imports the outcomes of this module
+    from delayer.core.hold import Hold  # core/hold.py imports this module.
 
 
 SHORT_STRING: Final = 255
-"""Bytes of an AMQP short string at most."""
+"""The most bytes of an AMQP short string."""
 
 
 class Delivery(NamedTuple):
-    """A message as the broker delivered it, unsettled until somebody acknowledges ``tag``."""
+    """A message as the broker delivered it. It is unsettled until ``tag`` is acknowledged."""
 
     tag: int
     redelivered: bool
@@ -30,9 +30,9 @@ class Delivery(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A message to publish, mandatory. ``token`` is the value of its header ``x-delayer-id``.
+    """A message to publish with the mandatory flag. ``token`` is the value of its header ``x-delayer-id``.
 
-    The token is what a returned message is recognised by; it is unique among the publishes in flight on a channel.
+    The token identifies a returned message. It is unique among the publishes in flight on a channel.
     """
 
     exchange: bytes
@@ -41,7 +41,8 @@ class Outgoing(NamedTuple):
     body: bytes
     token: bytes
     isolated: bool = False
-    """An earlier publish of it closed a connection, so it goes by the isolation connection only (core/hold.py)."""
+    """Whether an earlier publish closed a connection. If so, only the isolation connection publishes it
+    (core/hold.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Nacked:
 @dataclass(frozen=True, slots=True)
 class Unanswered:
     """No confirm within ``seconds``, while the broker confirmed others: a queue behind ``exchange`` and ``routing_key``
-    does not answer. That queue may still take the message later."""
+    does not answer. The queue may still accept the message later."""
 
     seconds: float
     exchange: bytes
@@ -89,12 +90,13 @@ class ClosedConnection:
 
 
 DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
-"""What names begin with that lead, at the default exchange, past all queues to one consumer of the broker's."""
+"""The prefix of the pseudo-queues for direct replies. At the default exchange they route to one consumer, past all
+queues."""
 
 
 def is_direct_reply(exchange: bytes, routing_key: bytes) -> bool:
-    """Whether a publish leads to no queue, but to whoever waits for a direct reply. What follows the name is read as
-    the broker's own: of other bytes it makes an error that ends the whole connection (541)."""
+    """Whether a publish goes to a direct reply, not to a queue. The broker parses the rest of the name, and closes the
+    whole connection (541) if that is invalid."""
     return not exchange and routing_key.startswith(DIRECT_REPLY)
 
 
@@ -104,17 +106,17 @@ NACKED = Nacked()
 
 
 class Target(NamedTuple):
-    """Where a message goes when it is due."""
+    """The destination of a due message."""
 
     exchange: bytes
     routing_key: bytes
 
 
 class Parcel(NamedTuple):
-    """A message on its way into the store: as it was received, plus what was decided about it.
+    """A message on its way into the store: as it was received, with the decisions about it.
 
-    ``route`` is the ``from`` of the route that chose the target, kept for people who list and audit; the release
-    needs the target only, so it works whatever the configuration says by then.
+    ``route`` is the ``from`` of the route that chose the target, for lists and audits. The release needs only the
+    target, so a later change of the configuration does not affect it.
     """
 
     due_ms: int
@@ -126,14 +128,14 @@ class Parcel(NamedTuple):
     body: bytes
     key: bytes | None = None
     token: bytes = b""
-    """The ``x-delayer-id`` that it has already, where it was published, or went through the cascade, before it is held:
-    it keeps that. Else whoever releases it gives one."""
+    """The present ``x-delayer-id`` of a message that was published or went through the cascade before it was held: it
+    keeps that id. If empty, the release sets one."""
 
 
 class Due(NamedTuple):
-    """A message that the store gave up for release (its row claimed) together with its identity there.
+    """A claimed message: the store gave it up for release. It has its identity in the store.
 
-    ``sound`` is false where the stored checksum or format does not fit the bytes: such a message is held, not sent.
+    ``sound`` is false if the stored checksum or format does not match the bytes: the daemon holds such a message.
     """
 
     id: int
@@ -152,6 +154,6 @@ class Timestamp(int):
 
 
 class KeyGroup(bytes):
-    """Every key that begins with these bytes; they are not empty."""
+    """All keys that begin with these bytes, which must not be empty."""
 
     __slots__ = ()

@@ -1,9 +1,9 @@
-"""What NServiceBus messages say about time, in their headers. Pure. Tests: tests/unit/core/test_nservicebus.py.
+"""Delays and due times in the headers of NServiceBus messages. Pure. Tests: tests/unit/core/test_nservicebus.py.
 
-Two ways. Since 2017 (native delays) a message says ``DelayInSeconds``, counted from when it was sent, or, for a delayed
-retry, from when it failed. Before that (the timeout manager) it says ``Timeout.Expire``, the due instant, and
-``Timeout.RouteExpiredTimeoutTo``, the queue to go to then. Header values are as :mod:`delayer.amqp.properties` decodes
-them.
+There are two forms. Native delays (since 2017) have ``DelayInSeconds``, which counts from the sending, or for a delayed
+retry from the failure. For the older timeout manager, messages have ``Timeout.Expire``, the due time, and
+``Timeout.RouteExpiredTimeoutTo``, the destination queue. Header values are decoded as by
+:mod:`delayer.amqp.properties`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ CONSULTED: Final = frozenset(
         EXPIRE, ROUTE_EXPIRED_TO, REPLY_TO, CLEAR_TIMEOUTS, SAGA_ID, MESSAGE_ID,
     }
 )  # fmt: skip
-"""The headers that these functions look at."""
+"""The headers that these functions read."""
 
 Headers = Mapping[bytes, object]
 
-_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - as the texts are that are compared with it
-# yyyy-MM-dd HH:mm:ss:ffffff Z: a colon before the microseconds, and always UTC.
+_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - The compared times have no zone either.
+# The format is yyyy-MM-dd HH:mm:ss:ffffff Z, with a colon before the microseconds, and always UTC.
 _INSTANT = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d):(\d{6}) Z", re.ASCII)
 
 
 class Timeout(NamedTuple):
-    """What a message to a timeout manager asks for: ``address`` is a queue."""
+    """A request to a timeout manager; ``address`` is a queue."""
 
     due_ms: int
     address: bytes
 
 
 def read_wire_instant_ms(value: object) -> int:
-    """An instant as NServiceBus writes it, in epoch ms, rounded up. Raises UnreadableDelay.
+    """A time in NServiceBus's format as epoch ms, rounded up. Raises UnreadableDelay.
 
     >>> read_wire_instant_ms("2026-04-29 22:11:26:330982 Z") % 100_000
     86331
@@ -59,41 +59,41 @@ def read_wire_instant_ms(value: object) -> int:
         if found is not None:
             return _epoch_ms(f"{found[1]}.{found[2]}")
     except UnreadableDelay:
-        pass  # the 31st of February: said below, in the words of this format
+        pass  # An impossible date, such as the 31st of February: the error below names this format.
     raise UnreadableDelay(f"expected an instant like 2026-04-29 22:11:26:330982 Z, found {shown(value)}")
 
 
 def _epoch_ms(text: str) -> int:
-    """Of an instant in UTC without its zone. Raises UnreadableDelay."""
+    """Epoch ms of a UTC time without a zone. Raises UnreadableDelay."""
     try:
-        since = datetime.fromisoformat(text) - _EPOCH  # in a tenth of the time: an import reads one in every row
+        since = datetime.fromisoformat(text) - _EPOCH  # It takes a tenth of the time; imports read one for every row.
     except ValueError:
-        return read_instant_ms(f"{text}Z")  # a leap second is an instant, too
+        return read_instant_ms(f"{text}Z")  # This accepts leap seconds too.
     return (since.days * 86_400 + since.seconds) * 1000 - (-since.microseconds // 1000)
 
 
 def wire_instant(epoch_ms: int) -> str:
-    """The other way round, for messages that we make. The year must have four digits."""
+    """A time in NServiceBus's format, for messages that delayer makes. The year must have four digits."""
     moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=epoch_ms)
     return f"{moment:%Y-%m-%d %H:%M:%S}:{moment.microsecond:06d} Z"
 
 
 def delay_seconds(headers: Headers) -> int | None:
-    """How long the message is delayed; None where it does not say that it is. Raises UnreadableDelay."""
+    """The delay of a message in seconds; None if the message is not delayed. Raises UnreadableDelay."""
     if DELAY_IN_SECONDS not in headers:
         return None
     try:
-        return read_delay_ms(headers[DELAY_IN_SECONDS])  # the same numbers, of another unit
+        return read_delay_ms(headers[DELAY_IN_SECONDS])  # The same number formats, in seconds.
     except UnreadableDelay as unreadable:
         raise UnreadableDelay(str(unreadable).replace("milliseconds", "seconds", 1)) from unreadable
 
 
 def delayed_until_ms(headers: Headers) -> int | None:
-    """The due instant of a delayed message, in epoch ms; None where it is not delayed, or does not say since when.
+    """The due time of a delayed message in epoch ms; None if it is not delayed, or has no time of sending.
 
-    The latest of what the headers allow. A delayed retry is a copy of the message that failed: its TimeSent and
-    DeliverAt are of the first sending, and only Retries.Timestamp is new. A message that an outbox kept back is sent
-    with a shorter delay than its TimeSent goes with, and DeliverAt is right. Raises UnreadableDelay.
+    The latest time of the headers counts. A delayed retry is a copy of the failed message: TimeSent and DeliverAt are
+    from the first sending, and only Retries.Timestamp is new. An outbox sends a message late, with a shorter delay;
+    then only DeliverAt is right. Raises UnreadableDelay.
     """
     seconds = delay_seconds(headers)
     since = [_instant(headers, name) for name in (TIME_SENT, RETRIES_TIMESTAMP) if name in headers]
@@ -104,12 +104,12 @@ def delayed_until_ms(headers: Headers) -> int | None:
 
 
 def expires_ms(headers: Headers) -> int | None:
-    """When a timeout is due; None for a message that is none. Raises UnreadableDelay."""
+    """The due time of a timeout in epoch ms; None for any other message. Raises UnreadableDelay."""
     return _instant(headers, EXPIRE) if EXPIRE in headers else None
 
 
 def timeout(headers: Headers) -> Timeout | None:
-    """What the message asks of a timeout manager; None where it asks for no timeout. Raises UnreadableDelay."""
+    """A message's request to a timeout manager; None for any other message. Raises UnreadableDelay."""
     due_ms = expires_ms(headers)
     if due_ms is None:
         return None
@@ -123,9 +123,9 @@ def timeout(headers: Headers) -> Timeout | None:
 
 
 def cleared_saga(headers: Headers) -> bytes | None:
-    """The saga whose timeouts are all to go; None where the message asks for something else.
+    """The saga whose timeouts the message clears; None for any other message.
 
-    Raises UnreadableDelay where it names none.
+    Raises UnreadableDelay if the message clears timeouts but names no saga.
     """
     said = headers.get(CLEAR_TIMEOUTS)
     if not (said is True or (isinstance(said, str) and said.lower() == "true")):
@@ -139,7 +139,7 @@ def cleared_saga(headers: Headers) -> bytes | None:
 
 
 def saga_of(headers: Headers) -> bytes | None:
-    """The id of the saga that a message belongs to; None where it belongs to none, which may be said by zeros."""
+    """The id of a message's saga; None without one. An id of zeros also means none."""
     saga = (_bytes(headers.get(SAGA_ID)) or b"").lower()
     return saga if saga.strip(b"0-{}") else None
 

@@ -1,8 +1,8 @@
-"""What to do with one message. Total: every input has exactly one answer, and no input raises.
+"""The decision about one message. Total: every input has exactly one answer, and no input raises.
 
     decide(ask, policy, now_ms) -> Cascade | Park | AtOnce | TooLate | Cancel | Refuse
 
-Start here to understand the system: this is what the daemon decides; everything else carries it out.
+Start here to understand the system: this module decides, and all other modules carry out its decisions.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from delayer.core.message import SHORT_STRING, KeyGroup, Target, is_direct_reply
 from delayer.core.retry_policy import Failure, NoFailure, Retry, failure, wait_ms
 
 LATEST_MS: Final = 253_402_300_799_999
-"""The end of the year 9999: later instants fit neither every store nor every program that reads one."""
+"""The end of the year 9999. Not every store, and not every program that reads one, accepts later times."""
 CONSULTED: Final = (
     frozenset({DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL, RECEIVED_AT, LAST_DUE})
     | frozenset({ETA})
     | nservicebus.CONSULTED
 )
-"""The headers that :func:`decide` looks at, but for those of routes with ``retry`` (retry_policy.CONSULTED)."""
+"""The headers that :func:`decide` reads. Routes with ``retry`` also read retry_policy.CONSULTED."""
 
 
 class Mode(StrEnum):
-    """Where new delays go."""
+    """The place of new delays: the broker's cascade, or the store."""
 
     NATIVE = "native"
     STORE = "store"
@@ -68,7 +68,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One ``[[route]]``: the exchange that messages come through, and what becomes of them."""
+    """One ``[[route]]``: a source exchange, and the rules for its messages."""
 
     source: bytes
     to: bytes
@@ -77,21 +77,21 @@ class Route:
     default_delay_ms: int = 0
     allow_exchanges: tuple[str, ...] = ()
     late_limit_ms: int | None = None
-    """What is later than this is held instead of delivered; None: nothing is too late."""
+    """The daemon holds later messages instead of delivering them; None: no message is too late."""
     retry: Retry | None = None
     paced: bool = False
-    """Its messages go out at a limited rate: in store mode they are parked, those that are due at once too."""
+    """Whether its messages are released at a limited rate. In store mode all of them are parked, also those due now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The part of the configuration that decisions depend on. One value, swapped whole on reload.
+    """The part of the configuration that decisions depend on. A reload replaces the whole value.
 
-    ``own_queues`` and ``own_exchanges`` are delayer's own: whoever could send a message there through us could stop a
-    level of the cascade for everybody, or put an envelope with a destination of its own into the due queue.
+    Messages must not go to ``own_queues`` and ``own_exchanges``, which are delayer's own. A client could otherwise
+    block a cascade level for all messages, or put an envelope with a destination of its own into the due queue.
 
-    ``publishing`` is False while the broker takes no publishes: in store mode everything is parked then, whenever it is
-    due, so that nobody waits behind what cannot go out.
+    ``publishing`` is False while the broker accepts no publishes. In store mode all messages are parked then, so that
+    no message waits behind others that cannot be published.
     """
 
     mode: Mode
@@ -106,13 +106,13 @@ class Policy:
 
 
 class Refused(Exception):
-    """Carries a reason out of the functions below; plan.decide() turns it into a value."""
+    """An internal exception with a reason; decide() turns it into a Refuse."""
 
 
 class Cascade(NamedTuple):
     """Publish into the broker's TTL cascade: ``seconds`` from now, towards ``target``.
 
-    ``failed``, here and below: the message is a queue's dead letter, and goes on with a note of that.
+    ``failed``, here and below: the message is a queue's dead letter, and gets a note of the failure.
     """
 
     due_ms: int
@@ -122,7 +122,7 @@ class Cascade(NamedTuple):
 
 
 class Park(NamedTuple):
-    """Write to the store; a message with a ``key`` replaces the one that waits under it."""
+    """Write to the store. A message with a ``key`` replaces the waiting one of that key."""
 
     due_ms: int
     target: Target
@@ -131,7 +131,7 @@ class Park(NamedTuple):
 
 
 class AtOnce(NamedTuple):
-    """Due already: publish to the destination."""
+    """The message is already due: publish it to the destination."""
 
     due_ms: int
     target: Target
@@ -139,7 +139,7 @@ class AtOnce(NamedTuple):
 
 
 class TooLate(NamedTuple):
-    """Later than the ``late_limit`` of its route allows: hold it."""
+    """The message is later than the ``late_limit`` of its route allows: hold it."""
 
     due_ms: int
     target: Target
@@ -148,15 +148,14 @@ class TooLate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Delete the waiting message of this key, or those of this group of keys; this message itself is delivered to
-    nobody."""
+    """Delete the waiting message of this key, or those of this group of keys. The cancel itself is not delivered."""
 
     key: bytes | KeyGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Set aside in the refused queue, for this reason."""
+    """Move the message to the refused queue, for this reason."""
 
     reason: str
 
@@ -165,15 +164,15 @@ Plan = Cascade | Park | AtOnce | TooLate | Cancel | Refuse
 
 
 def has_key(plan: Plan) -> bool:
-    """Whether the order of arrival matters: it replaces or cancels what arrived before it."""
+    """Whether the order of arrival matters: the message replaces or cancels an earlier one."""
     return isinstance(plan, Cancel) or (isinstance(plan, Park) and plan.key is not None)
 
 
 def decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int | None = None) -> Plan:
     """The plan for one message.
 
-    The clock that rules stands between ``sure_ms`` and ``now_ms``; None says that it is known exactly. A delay counts
-    from the later one, so it is never short; what is due by the earlier one is due, so nothing is early.
+    The true time is between ``sure_ms`` and ``now_ms``; None means that ``now_ms`` is exact. A delay counts from the
+    later one, so it is never too short. A message is due if it is due at the earlier one, so nothing is early.
     """
     try:
         return _decide(ask, policy, now_ms, now_ms if sure_ms is None else sure_ms)
@@ -194,7 +193,7 @@ def _decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
     due_ms, from_ms = due_of(ask, route, policy, now_ms, sure_ms)
     target = target_of(ask, route, policy)
     if KEY in headers:
-        # Also when it is due at once: only the store can take the waiting one out exactly.
+        # This holds for a message that is due at once too: only the store can delete the waiting one exactly.
         return Park(due_ms, target, key_of(KEY, ask, policy))
     if policy.mode is Mode.STORE and due_ms > from_ms:
         key = saga_key_of(ask, route, due_ms)
@@ -206,7 +205,7 @@ def _decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
 def _carried(
     due: tuple[int, int], target: Target, route: Route, ask: Ask, policy: Policy, *, failed: Failure | None = None
 ) -> Plan:
-    """Where a message waits that may wait anywhere."""
+    """The plan for a message that may wait in the cascade or in the store."""
     due_ms, from_ms = due
     if policy.mode is Mode.STORE and (route.paced or not policy.publishing):
         return Park(due_ms, target, failed=failed)
@@ -220,13 +219,13 @@ def _carried(
 
 
 def _retried(ask: Ask, route: Route, retry: Retry, policy: Policy, now_ms: int) -> Plan:
-    """A dead letter goes back to the queue that gave it up, or to where the exhausted ones are kept."""
+    """Send a dead letter back to the queue that dead-lettered it, or, if exhausted, to the queue for those."""
     try:
         failed = failure(ask.headers, retry)
     except NoFailure as none:
         raise Refused(str(none)) from none
     target = Target(b"", retry.exhausted if failed.exhausted else failed.queue)
-    # To this one queue: of what CC names nothing goes along.
+    # A retry goes to this one queue only: the keys of CC are ignored.
     check_not_ours(target.exchange, target.routing_key, ask._replace(copies=frozenset()), policy)
     due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, ask.chance)
     return _carried((due_ms, now_ms), target, route, ask, policy, failed=failed)
@@ -247,7 +246,7 @@ def _cascade(due_ms: int, now_ms: int, target: Target) -> Cascade:
 
 
 def route_of(ask: Ask, policy: Policy) -> Route:
-    """The route of the exchange that it came through. Raises Refused, as the others do."""
+    """The route of the message's exchange. Raises Refused, like the functions below."""
     route = policy.routes.get(ask.exchange)
     if route is None:
         raise Refused(f"no route for exchange {_name(ask.exchange)}: expected one of {_names(policy.routes)}")
@@ -255,7 +254,7 @@ def route_of(ask: Ask, policy: Policy) -> Route:
 
 
 def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) -> tuple[int, int]:
-    """The due instant, and the instant from which the wait for it counts."""
+    """The due time, and the time from which the wait for it counts, both in epoch ms."""
     try:
         due_ms, from_ms = said_due_ms(ask, route.delay_from, route.default_delay_ms, now_ms, sure_ms)
     except UnreadableDelay as unreadable:
@@ -264,14 +263,14 @@ def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) ->
     if wait_ms > policy.max_delay_ms or due_ms > LATEST_MS:
         longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
         raise Refused(f"the delay is too long: expected at most {in_words(longest_ms)}, found {in_words(wait_ms)}")
-    # Minus a googol milliseconds is a number too, and means "at once"; as an instant it would fit no header and no row.
+    # A delay of minus a googol milliseconds is valid and means "at once"; as a time it would fit no header and no row.
     return max(due_ms, 0), from_ms
 
 
 def said_due_ms(ask: Ask, forms: Sequence[str], default_delay_ms: int, now_ms: int, sure_ms: int) -> tuple[int, int]:
-    """The due instant, and the instant from which the wait for it counts.
+    """The due time, and the time from which the wait for it counts, both in epoch ms.
 
-    Raises UnreadableDelay, beginning with the form that could not be read.
+    Raises UnreadableDelay; its text begins with the form that could not be read.
     """
     headers = ask.headers
     form = ""
@@ -292,9 +291,9 @@ def said_due_ms(ask: Ask, forms: Sequence[str], default_delay_ms: int, now_ms: i
 
 
 def wants_no_delay(ask: Ask, forms: Sequence[str], default_delay_ms: int) -> bool:
-    """Whether it asks for none, or for one of less than nothing: that is meant to be at once, and is never late.
+    """Whether the message asks for a delay of 0 or less: it is meant to be delivered at once, and is never too late.
 
-    Of a message that can be read.
+    The message's headers must be readable.
     """
     for form in forms:
         header = HEADERS.get(form)
@@ -310,7 +309,7 @@ def wants_no_delay(ask: Ask, forms: Sequence[str], default_delay_ms: int) -> boo
 
 
 def _of_others(form: str, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int] | None:
-    """What other systems' messages say; None where this form is not present."""
+    """The due time in other systems' forms; None if the form is absent."""
     due_ms: int | None = None
     match form:
         case "timestamp":
@@ -340,7 +339,7 @@ def target_of(ask: Ask, route: Route, policy: Policy) -> Target:
     if ROUTING_KEY in ask.headers:
         routing_key = _short_string(ROUTING_KEY, ask.headers[ROUTING_KEY])
     if EXCHANGE in ask.headers:
-        # Of a longer name RabbitMQ 4 cannot say that there is no such exchange: it ends the whole connection.
+        # RabbitMQ 4 has no valid reply for a longer name of a missing exchange: it ends the whole connection.
         exchange = _short_string(EXCHANGE, ask.headers[EXCHANGE], NAME_BYTES)
         if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
             raise Refused(
@@ -357,7 +356,7 @@ def _address(ask: Ask, route: Route) -> bytes | None:
         return None
     try:
         timeout = nservicebus.timeout(ask.headers)
-    except UnreadableDelay as unreadable:  # where another form said when, nobody has read it yet
+    except UnreadableDelay as unreadable:  # If another form gave the due time, nothing has read this one before.
         raise Refused(f"{NSERVICEBUS_TIMEOUT}: {unreadable}") from unreadable
     if timeout is not None and len(timeout.address) > SHORT_STRING:
         raise Refused(
@@ -367,23 +366,23 @@ def _address(ask: Ask, route: Route) -> bytes | None:
 
 
 def check_not_ours(exchange: bytes, routing_key: bytes, ask: Ask, policy: Policy) -> None:
-    """Raise Refused where the message would come straight back, due at once, for ever; enter what is our own; or harm
-    whoever publishes it."""
+    """Raise Refused if the message would return at once and for ever, enter delayer's own queues, or end our
+    connection."""
     if exchange != b"":
         if exchange == ask.exchange:
             raise Refused(_leads(exchange, routing_key, "back into the intake queue"))
         if exchange in policy.own_exchanges:
             raise Refused(_leads(exchange, routing_key, "into delayer's own exchanges"))
         return
-    # At the default exchange every key is a queue, those of CC too.
+    # At the default exchange every key is a queue, also the keys of CC.
     for key in (routing_key, *sorted(ask.copies)):
         if key == policy.intake_queue:
             raise Refused(_leads(exchange, key, "back into the intake queue"))
         if key in policy.own_queues:
             raise Refused(_leads(exchange, key, "into delayer's own queues"))
         if is_direct_reply(exchange, key):
-            # Up to RabbitMQ 4.x a key of this kind that is not the broker's own ends the connection, and everybody's
-            # publishes with it; one that is does deliver, and is told to lead nowhere.
+            # Up to RabbitMQ 4.x an invalid key of this kind ends the connection, with all publishes in flight. A valid
+            # one is delivered, but the broker reports it as unroutable.
             raise Refused(_leads(exchange, key, "to a direct reply, which no queue waits for"))
 
 
@@ -410,7 +409,7 @@ _NEEDS_STORE: Final = "keys and cancels need a store, and none is configured and
 
 
 def cleared_of(ask: Ask, route: Route, policy: Policy) -> KeyGroup | None:
-    """The keys of a saga whose timeouts are to go; None where the message asks for something else."""
+    """The key group of a saga whose timeouts the message clears; None for any other message."""
     if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.CLEAR_TIMEOUTS not in ask.headers:
         return None
     try:
@@ -425,8 +424,8 @@ def cleared_of(ask: Ask, route: Route, policy: Policy) -> KeyGroup | None:
 
 
 def saga_key_of(ask: Ask, route: Route, due_ms: int) -> bytes | None:
-    """The key of a saga's timeout, so that it can be cleared; a saga may have many. None where there is no saga, or no
-    id by which two timeouts could be told apart: merged, one of them would be lost."""
+    """The key of a saga's timeout, by which a saga can clear it. None without a saga, or without a message id: two
+    timeouts would share the key, and one of them would be lost."""
     if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in ask.headers or not ask.message_id:
         return None
     saga = nservicebus.saga_of(ask.headers)
@@ -451,7 +450,7 @@ def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> byt
 
 def _name(raw: bytes) -> str:
     text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in raw.decode("ascii", "backslashreplace"))
-    # A name of other letters may take a thousand: what is wrong with it must still fit behind it in a reason.
+    # An escaped name may have a thousand characters; the rest of the reason must still fit.
     return f"'{text}'" if len(text) <= 160 else f"'{text[: 160 - 3]}...'"
 
 

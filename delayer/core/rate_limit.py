@@ -1,7 +1,7 @@
-"""The rate limit of a route (``max_rate``): a token bucket. Time is passed in.
+"""The rate limit of a route (``max_rate``): a token bucket. The caller passes the time.
 
-A service that comes back is then not overrun by everything that became due while it was away. Messages over the rate
-stay in the lane of their route: late, and visible.
+The limit protects a recovered service from the backlog of its outage. Messages over the rate stay in the lane of their
+route, where they are visible as late.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Final
 
 BURST: Final = 0.2
-"""Seconds of the rate that may go out at once: often enough to be even, rarely enough to share a commit."""
+"""The bucket's size, in seconds of the rate: small enough for an even flow, large enough to share a commit."""
 
 
 class TokenBucket:
-    """As many tokens as the rate gives in BURST seconds, one at least; each lets one message out."""
+    """A bucket of ``rate * BURST`` tokens, at least one. Each token releases one message."""
 
     def __init__(self, rate: float, now: float) -> None:
         """``rate``: messages a second. ``now``: monotonic seconds."""
@@ -23,22 +23,22 @@ class TokenBucket:
         self._at = now
 
     def take(self, wanted: int, now: float) -> int:
-        """As many whole tokens as there are, ``wanted`` at most."""
+        """Take up to ``wanted`` whole tokens. Returns their number."""
         self._fill(now)
         taken = min(wanted, int(self._tokens))
         self._tokens -= taken
         return taken
 
     def give_back(self, tokens: int) -> None:
-        """Return tokens that were taken and not used."""
+        """Return unused tokens."""
         self._tokens = min(self._most, self._tokens + tokens)
 
     def wait(self, now: float) -> float:
-        """Seconds until it is worth to come again: half a burst, or one token."""
+        """Seconds until the bucket has half a burst, or one token."""
         self._fill(now)
         return max(0.0, (max(1.0, self._most / 2) - self._tokens) / self.rate)
 
     def _fill(self, now: float) -> None:
-        # A clock that went back gives nothing, and takes nothing.
+        # A clock that goes back adds no tokens and removes none.
         self._tokens = min(self._most, self._tokens + max(0.0, now - self._at) * self.rate)
         self._at = now

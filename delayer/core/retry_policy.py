@@ -1,7 +1,7 @@
-"""Retries by configuration: a queue's dead letters come back to it, later each time, until there were too many. Pure.
+"""Retries by configuration: a queue's dead letters return to it, with growing delays and up to a limit. Pure.
 
-The broker's ``x-death`` tells the queue and the reason. How often a message came back is told by a header of ours,
-because ``x-death`` is taken off on the way and is gone after every trip.
+The broker's ``x-death`` tells the queue and the reason. A header of ours counts the retries, because every trip removes
+``x-death``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from delayer.core.message import Timestamp
 RETRIES: Final = b"x-delayer-retries"
 FAILED_IN: Final = b"x-delayer-failed-in"
 CONSULTED: Final = frozenset({X_DEATH, RETRIES, FAILED_IN})
-"""The headers that :func:`failure` looks at."""
-"""Bytes of a queue's name: of a longer one there is no queue, and nothing can be published to it."""
+"""The headers that :func:`failure` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """``retry`` of a route. The n-th retry waits ``first_ms * factor ** (n - 1)``, and up to the ``jitter``-th part of
-    that longer, so that what failed together does not come back together; ``longest_ms`` at most. ``exhausted`` is the
-    queue for what failed after that many ``attempts`` to come back."""
+    """``retry`` of a route. The n-th retry waits ``first_ms * factor ** (n - 1)``, plus a random part of up to
+    ``jitter`` of that. So messages that failed together do not return together. ``longest_ms`` limits the wait.
+    ``exhausted`` is the queue for messages that failed after ``attempts`` retries."""
 
     first_ms: int
     factor: float
@@ -37,9 +36,10 @@ class Retry:
 
 
 class Failure(NamedTuple):
-    """One failure of a message: the ``retries``-th time that it goes back, or, if it is exhausted, does not.
+    """One failure of a message. ``retries`` counts the retries, with the coming one. An exhausted message is not
+    retried.
 
-    ``exchange`` and ``routing_key`` are how it came to the ``queue`` that it failed in.
+    ``exchange`` and ``routing_key`` are those by which it came to ``queue``, in which it failed.
     """
 
     retries: int
@@ -52,11 +52,11 @@ class Failure(NamedTuple):
 
 
 class NoFailure(ValueError):
-    """The message does not say where it failed; it says what was expected and found."""
+    """The message does not say where it failed. The text tells the expected and the found value."""
 
 
 def wait_ms(retry: Retry, retries: int, chance: float) -> int:
-    """How long the message waits before it goes back for the ``retries``-th time; ``chance`` is 0 to 1.
+    """The wait before the ``retries``-th retry in ms; ``chance`` is 0 to 1.
 
     >>> wait_ms(Retry(5_000, 2, 3_600_000, 0.1, 10, b"parked"), 3, 0.5)
     21000
@@ -65,13 +65,13 @@ def wait_ms(retry: Retry, retries: int, chance: float) -> int:
         grown = retry.first_ms * retry.factor ** (retries - 1)
     except OverflowError:
         grown = math.inf
-    # So that what waits the longest is spread as well.
+    # The limit leaves room for the jitter, so that the longest waits are spread as well.
     grown = min(grown, retry.longest_ms / (1 + retry.jitter))
     return min(math.ceil(grown * (1 + retry.jitter * chance)), retry.longest_ms)
 
 
 def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
-    """What happened to a message that a queue gave up. Raises NoFailure."""
+    """The failure of a dead letter. Raises NoFailure."""
     deaths = headers.get(X_DEATH)
     last = deaths[0] if isinstance(deaths, list) and deaths else None
     queue = _bytes(last.get("queue")) if isinstance(last, dict) else None
@@ -96,8 +96,8 @@ def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
 
 
 def _so_far(headers: Mapping[bytes, object], queue: bytes) -> int:
-    """How often the message came back to this queue. A consumer may pass a message on with its headers: what failed in
-    another queue before begins anew in this one."""
+    """The number of retries into this queue. A consumer may pass a message on with its headers: failures in another
+    queue do not count here."""
     if _bytes(headers.get(FAILED_IN)) != queue or RETRIES not in headers:
         return 0
     said = headers[RETRIES]

@@ -1,7 +1,7 @@
-"""URLs with passwords in them, and tokens: shown masked, revealed only to those who connect, or compare.
+"""URLs with passwords, and tokens: masked in output, revealed only to connect or compare.
 
-People write passwords into URLs as they are, with the very characters that divide a URL. So what is shown is not the
-rest of a URL without its password, but what cannot be a piece of one, however it is spelled: in doubt less.
+People write passwords into URLs unescaped, with the very characters that divide a URL. So the output contains only
+parts that cannot belong to a password under any reading; in doubt it contains less.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Final
 
 HIDDEN: Final = "***"
 
-# The password runs to the last "@" before a blank: a password with an unescaped "/" or "@" in it is a mistake that
-# people make, and must not be half shown. Two URLs glued together lose the text between them; that is the price.
-# One "/" is enough: a URL that went through a file path has lost the other.
+# The password extends to the last "@" before a blank. People forget to escape "/" or "@" in a password, and the output
+# must not show a half of it. The price: two URLs without a blank between them lose the text between them.
+# One "/" is enough, because a URL that was used as a file path has lost the other.
 _IN_AUTHORITY = re.compile(r"(:/+[^\s:@/?#]*):[^\s]*@")
 _AS_PARAMETER = re.compile(
     r"""(?i)\b((?:\w*password|passwd|passphrase|pwd|secret|token)\s*=\s*)((?:'[^']*'|"[^"]*")\S*|\S+)"""
@@ -27,8 +27,8 @@ _PLACE = re.compile(r"(\[[0-9A-Fa-f:.]*\]|[\w.-]*)(:[0-9]*)?", re.ASCII)
 
 
 def mask(text: str) -> str:
-    """``text`` with every password in it as ``***``: in URLs, and as ``password=…``. For texts that others wrote, about
-    URLs that hold no blanks; what a person gave is :func:`concealed`."""
+    """``text`` with every password as ``***``: in URLs, and as ``password=…``. For texts of other programs, whose URLs
+    contain no blanks; use :func:`concealed` for an operator's input."""
     if ":/" in text:
         text = _IN_AUTHORITY.sub(rf"\1:{HIDDEN}@", text)
     if "=" in text:
@@ -37,8 +37,8 @@ def mask(text: str) -> str:
 
 
 def concealed(given: str) -> str:
-    """What of a text that should be a URL, or may be one, can be shown: scheme, user, host, port and path, as far as no
-    password can reach into them.
+    """The printable parts of a text that may be a URL: scheme, user, host, port and path, unless a password could
+    extend into them.
 
     >>> concealed("amqp://me:pass word@host:5672/vhost?heartbeat=5")
     'amqp://me:***@host:5672/vhost?***'
@@ -55,7 +55,7 @@ def concealed(given: str) -> str:
     cut = _BEHIND_THE_PATH.search(rest)
     head, behind = (rest, "") if cut is None else (rest[: cut.start()], rest[cut.start() :])
     if "@" in behind:
-        return scheme[0] + HIDDEN  # perhaps all of it is in a password
+        return scheme[0] + HIDDEN  # All of it may belong to a password.
     login, at, place = head.rpartition("@")
     return scheme[0] + _login(login, at) + _place(place, at) + (behind[:1] + HIDDEN if behind else "")
 
@@ -68,7 +68,7 @@ def _login(login: str, at: str) -> str:
 
 
 def _place(place: str, at: str) -> str:
-    """Where no "@" is before it a host may be a user, and what is no port a password."""
+    """The printable part of host and path. Without an "@" the host may be a user, and the port a password."""
     host = place.partition("/")[0]
     if at or _PLACE.fullmatch(host):
         return place
@@ -77,7 +77,7 @@ def _place(place: str, at: str) -> str:
 
 
 class SecretUrl:
-    """A URL that prints with its password masked. :meth:`reveal` gives the whole of it."""
+    """A URL that prints with its password masked. :meth:`reveal` returns the whole URL."""
 
     __slots__ = ("_url",)
 
@@ -101,7 +101,7 @@ class SecretUrl:
 
 
 class Secret:
-    """A text that never prints. :meth:`reveal` gives it."""
+    """A text that never prints. :meth:`reveal` returns it."""
 
     __slots__ = ("_text",)
 

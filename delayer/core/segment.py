@@ -1,17 +1,17 @@
-"""What became of a segment: a run of far-future messages that was packed, and is restored ahead of time."""
+"""The results of restoring a segment, a packed run of far-future messages."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
 FORMAT: Final = 1
-"""The packing that this program reads and writes (store/segments/codec.py)."""
+"""The format that this program reads and writes (store/segments/codec.py)."""
 
 
 class Restored(NamedTuple):
-    """Its messages wait in a lane again, each under its old identity; the segment is gone.
+    """The segment is gone, and its messages wait in a lane again, each under its old identity.
 
-    ``messages`` without those that were cancelled since; ``first_due_ms`` is epoch milliseconds.
+    ``messages`` does not count messages cancelled since the packing; ``first_due_ms`` is epoch milliseconds.
     """
 
     segment: int
@@ -20,7 +20,7 @@ class Restored(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """It did not read back. It keeps its bytes, is marked, and stands in nobody's way until an operator tries again."""
+    """The segment is unreadable. Its bytes stay, and it is skipped until an operator tries again."""
 
     segment: int
     messages: int
@@ -30,16 +30,16 @@ class Broken(NamedTuple):
     @property
     def advice(self) -> str:
         return (
-            "after the repair of disk or memory `delayer restore --all` tries it again; if that does not help, put its "
+            "after the repair of disk or memory run `delayer restore --all`; if that does not help, put its "
             "row of the table segment back from a backup"
         )
 
 
 class Locked(NamedTuple):
-    """Others are restoring all segments that are due by then. If they die at it, the segments are there again."""
+    """Other processes are restoring all segments that are due by then. If they die, the segments are there again."""
 
     first_due_ms: int
 
 
 Restoration = Restored | Broken | Locked | None
-"""What became of the attempt to restore the soonest segment. None: none is due by then."""
+"""The result of an attempt to restore the soonest segment. None: no segment is due by then."""

@@ -1,7 +1,7 @@
-"""Topology as a value: what to declare on a broker. To declare, verify, show, remove and test are its readers.
+"""Topology as a value: the exchanges, queues and bindings to declare on a broker.
 
-Names, keys and argument names are ``str``, as the broker's administration takes them. Arguments are a tuple of pairs
-sorted by name, so that two equal topologies compare and hash equal.
+Names, keys and argument names are ``str``, as for the broker's administration. Arguments are pairs, sorted by name, so
+that equal topologies compare and hash equal.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def arguments(table: Mapping[str, Value]) -> Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """``shared``: other systems declare and use it too. We never remove it, nor judge the bindings of others on it.
+    """An exchange. ``shared``: other systems use it too, so we never remove it, and we ignore their bindings on it.
 
-    ``closed``: no binding but the declared ones may lead out of it.
+    ``closed``: only the declared bindings may lead out of it.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """``shared`` as for :class:`Exchange`: its messages are not ours alone."""
+    """A queue. ``shared`` as for :class:`Exchange`: other systems have messages in it too."""
 
     name: str
     arguments: Arguments = ()
@@ -55,7 +55,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Messages go from exchange ``source`` to the queue or exchange ``destination`` where ``key`` matches."""
+    """A binding from exchange ``source`` to the queue or exchange ``destination``, for messages that match ``key``."""
 
     source: str
     destination: str
@@ -67,7 +67,7 @@ class Binding:
 
 
 def _described(kind: str, durable: bool, table: Arguments) -> str:
-    """A thing without its name, for people: ``durable queue (x-message-ttl=1000)``."""
+    """A description without the name: ``durable queue (x-message-ttl=1000)``."""
     shown = ", ".join(f"{name}={value}" for name, value in table)
     return f"{'durable' if durable else 'transient'} {kind}" + (f" ({shown})" if shown else "")
 
@@ -81,7 +81,7 @@ _N = TypeVar("_N", bound=_Named)
 
 
 def _distinct(kind: str, things: Iterable[_N]) -> tuple[_N, ...]:
-    """Equal ones once, in the order of their first mention. Two different ones of one name: ValueError."""
+    """Each value once, in the order of first mention. Raises ValueError for two different values of one name."""
     known: dict[str, _N] = {}
     for thing in things:
         other = known.setdefault(thing.name, thing)
@@ -104,7 +104,7 @@ class Topology:
         object.__setattr__(self, "bindings", tuple(dict.fromkeys(self.bindings)))
 
     def __add__(self, other: Topology) -> Topology:
-        """Both together. Raises ValueError where they want one name in two ways."""
+        """Both together. Raises ValueError if they declare one name differently."""
         return Topology(
             self.exchanges + other.exchanges,
             self.queues + other.queues,
