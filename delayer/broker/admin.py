@@ -1,4 +1,4 @@
-"""Administration of a broker, over aio-pika: declare, verify, show, bind, remove. Never the hot path.
+"""Administration of a broker, over aio-pika: declare, verify, show, bind, remove. Not for the hot path.
 
 It reads topologies as values. Parts that another system owns (``shared``) are declared if missing and never removed.
 """
@@ -38,12 +38,12 @@ from delayer.core.topology import Binding, Exchange, Queue, Topology
 
 
 class QueueState(NamedTuple):
-    messages: int  # ready for delivery
+    messages: int  # Messages ready for delivery.
     consumers: int
 
 
 async def queue_state(link: Link, name: str) -> QueueState | None:
-    """None where the queue is missing, or locked by a connection that owns it alone."""
+    """The state of a queue; None if it is missing, or another connection owns it exclusively."""
     answer = await link.ask(queue_look(name))
     if not isinstance(answer, QueueMethods.DeclareOk):
         return None
@@ -52,17 +52,17 @@ async def queue_state(link: Link, name: str) -> QueueState | None:
 
 @dataclass(slots=True)
 class Removal:
-    """What was done. ``left`` gives a reason for every thing of the topology that still stands."""
+    """The result of a removal. ``left`` gives a reason for every part of the topology that still exists."""
 
     removed: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
 
 
 class Remover:
-    """One removal; see :meth:`delayer.broker.admin.Admin.remove`.
+    """One removal of a topology; see :meth:`Admin.remove`.
 
-    The broker offers "delete if empty", but quorum queues do not support it and answer by closing the connection.
-    So we look first, and close the way in before we look for the last time.
+    Quorum queues do not support the broker's "delete if empty"; they close the connection. So this counts the messages
+    first, and removes each exchange before the last count of its queue.
     """
 
     def __init__(self, link: Link, topology: Topology, *, force: bool) -> None:
@@ -110,18 +110,18 @@ class Remover:
             self._result.removed.append(f"exchange {exchange.name}")
 
     async def _unbind(self, binding: Binding) -> None:
-        """A destination that is gone already took the binding with it."""
+        """Remove a binding. If its destination is gone, the binding is gone too."""
         _raise_unless_gone(await self._link.ask(unbinding_frame(binding)))
 
     async def _remove_queue(self, name: str) -> bool:
-        """False when it filled up meanwhile and stays."""
+        """Remove a queue. Returns False if it has new messages, and so stays."""
         state = await queue_state(self._link, name)
         if state is None:
             return True
         if not self._force and (reason := _reason(state)):
             self._result.left[f"queue {name}"] = reason
             return False
-        # With its messages: quorum queues have no "if empty".
+        # This deletes the queue's messages too: quorum queues have no "if empty".
         _raise_unless_gone(await self._link.ask(QueueDelete(queue=name)))
         self._result.removed.append(f"queue {name}")
         return True
@@ -149,10 +149,10 @@ class Admin:
     async def connect(
         cls, url: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = 30.0
     ) -> Self:
-        """Connect to ``url``, TLS by its scheme and query as everywhere else. ``patience``: seconds, for each call.
+        """Connect to ``url``; its scheme and query configure TLS. ``patience``: seconds, for each call.
 
-        ``management_url`` (``http://user:password@host:15672``) lets verify see bindings and policies; with ``https:``
-        whom ``url`` trusts is trusted there. Raises ValueError for a URL that is none, never showing it.
+        ``management_url`` (``http://user:password@host:15672``) lets verify() see bindings and policies; it uses the
+        TLS settings of ``url``. Raises ValueError for an invalid URL; the text never contains the URL.
         """
         management = None
         if management_url:
@@ -173,15 +173,15 @@ class Admin:
 
     @property
     def cluster(self) -> str:
-        """The broker's name of its cluster; "" if it does not tell."""
+        """The name of the broker's cluster; "" if the broker does not send it."""
         return self._link.cluster
 
     async def declare(self, topology: Topology) -> None:
         """Declare the topology; existing parts stay as they are.
 
         Raises TopologyMismatch with every part that differs. Then nothing is bound, because bindings between wrong
-        parts could lead messages anywhere. Raises BrokerRefused where a repetition may help: a part was removed
-        meanwhile, or a queue's node is down.
+        parts could route messages anywhere. Raises BrokerRefused if a part was removed meanwhile, or a queue's node is
+        down: then a retry may help.
         """
         wrong = [await self._declare_exchange(exchange) for exchange in topology.exchanges]
         wrong += [await self._declare_queue(queue) for queue in topology.queues]
@@ -207,14 +207,14 @@ class Admin:
         return _mismatch("binding", wanted.source, wanted, answer)
 
     async def verify(self, topology: Topology) -> list[Finding]:
-        """Compare, changing nothing. Without a finding of severity "error" all is well, as far as it can be seen.
+        """Compare the broker with the topology, without changes. All is well if no finding has severity "error".
 
-        A queue that is deleted between our two looks would be made again. They are microseconds apart.
+        Each part is declared passively, and then actively. A part deleted in the microseconds between is created again.
         """
         return await Verifier(self._link, topology, self._management).findings()
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
-        """Messages ready in each queue; None where it is missing, or locked by a connection that owns it alone."""
+        """Messages ready in each queue; None if it is missing, or another connection owns it exclusively."""
         states = {name: await queue_state(self._link, name) for name in queues}
         return {name: state.messages if state else None for name, state in states.items()}
 
@@ -223,7 +223,7 @@ class Admin:
         return await queue_state(self._link, queue)
 
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
-        """False when the queue or the exchange is missing, or the queue is another connection's own (exclusive)."""
+        """Bind a queue. Returns False if the queue or exchange is missing, or another connection owns the queue."""
         answer = await self._link.ask(binding_frame(Binding(exchange, queue, "queue", key)))
         return not isinstance(answer, ChannelLockedResource) and _exists(answer)
 
@@ -248,16 +248,16 @@ class Admin:
         message enters a level after its queue is gone.
 
         Without ``force`` this removes nothing while a queue holds messages or has consumers. An exchange stays if
-        others bound something to it. If a message enters a level after that look, its queue and all levels below stay;
-        call again when it has passed. The broker does not count unacknowledged messages, or those in a dead-letter
-        worker, so stop the daemon first.
+        others bound something to it. If a message enters a level meanwhile, its queue and all levels below stay; call
+        this again when the message has left. The broker's counts do not include unacknowledged messages, and those in
+        a dead-letter worker, so stop the daemon first.
         """
         return await Remover(self._link, topology, force=force).run()
 
 
 def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch | None:
-    """The mismatch that a refusal means. Only these two refusals say that the part exists and differs, so that an
-    operator has to decide."""
+    """The mismatch that an answer reports; None for a success. An operator must
+    resolve it. Raises BrokerRefused for any other refusal."""
     if not isinstance(answer, ChannelClosed):
         return None
     if not isinstance(answer, ChannelPreconditionFailed | ChannelLockedResource):
@@ -266,7 +266,7 @@ def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch 
 
 
 def _exists(answer: object) -> bool:
-    """Whether the broker agreed; False if the part is missing. Raises every other refusal."""
+    """Whether the broker agreed; False if the part is missing. Raises BrokerRefused for any other refusal."""
     if isinstance(answer, ChannelClosed) and not isinstance(answer, ChannelNotFoundEntity):
         raise BrokerRefused(str(answer)) from answer
     return not isinstance(answer, ChannelNotFoundEntity)

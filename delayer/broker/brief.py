@@ -1,7 +1,7 @@
-"""Short requests to a broker by our own protocol client: declare, look, and count, pipelined.
+"""Short requests to a broker with delayer's own AMQP client, pipelined: declare, check, and count.
 
-pamqp checks names to the letter of AMQP 0-9-1. RabbitMQ takes any 255 bytes of UTF-8, and users need them, so the
-frames here leave the check to the broker.
+pamqp accepts only the names that AMQP 0-9-1 allows. RabbitMQ accepts any 255 bytes of UTF-8, and users need them, so
+these frames leave the check to the broker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from delayer.core.topology import Binding, Exchange, Queue, Topology
 
 @dataclass(frozen=True, slots=True)
 class LevelState:
-    """``depth``: messages ready in the level's queue, None where the queue is missing."""
+    """One level of a cascade. ``depth``: messages ready in its queue, None if the queue is missing."""
 
     level: int
     name: str
@@ -47,12 +47,12 @@ class Picture:
     hidden: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The fields as a dict, for ``--json``."""
         return asdict(self)
 
 
 class _Unjudged:
-    """The broker judges."""
+    """A frame without pamqp's check of names; the broker checks them."""
 
     def validate(self) -> None:
         return
@@ -89,9 +89,9 @@ def exchange_frame(wanted: Exchange) -> ExchangeDeclare:
 
 
 def queue_frame(wanted: Queue) -> QueueDeclare:
-    """pamqp sends an integer in the smallest type that holds it: 64 bits for the TTLs from level 22 up.
+    """A declaration. pamqp sends an integer in the smallest type that holds it: 64 bits for the TTLs from level 22 up.
 
-    The broker compares all integer types as one, so the declarations of other systems' clients stay equal to ours.
+    The broker compares values without their integer types, so declarations of other systems' clients are equal to ours.
     """
     return QueueDeclare(queue=wanted.name, durable=wanted.durable, arguments=dict(wanted.arguments))
 
@@ -119,9 +119,9 @@ def queue_look(name: str) -> QueueDeclare:
 T = TypeVar("T")
 
 PATIENCE: Final = 30.0
-"""Seconds without any answer after which the broker counts as out of reach. A quorum queue waits for an election."""
+"""Seconds without an answer after which the broker counts as unreachable. A quorum queue waits for an election."""
 CHANNELS: Final = 32
-"""At a time, for questions that may be answered by closing the channel."""
+"""The most open channels for questions that the broker may answer by closing the channel."""
 
 
 class Brief:
@@ -132,8 +132,8 @@ class Brief:
         self._patience = patience
 
     async def declared(self, wanted: Topology) -> bool:
-        """Make it so, what others are bound by last. False where the broker said no to something: everything before
-        that is there, nothing behind it; ask Admin.declare, which tells what."""
+        """Declare a topology, the bindings last. Returns False if the broker refused a part: then earlier parts exist
+        and later ones do not. Admin.declare reports the reason."""
         channel = await self._channel()
         methods: list[tuple[Frame, type[Frame]]] = []
         methods += [(exchange_frame(one), ExchangeMethods.DeclareOk) for one in wanted.exchanges]
@@ -147,17 +147,17 @@ class Brief:
         return not any(isinstance(one, ChannelClosed) for one in said)
 
     async def exists(self, queue: str) -> bool:
-        """Whether it is there, and not another connection's own. RabbitMQ 4.3 shows a queue only to who may also
-        configure it: to others there is none that they could consume."""
+        """Whether the queue exists and no other connection owns it. RabbitMQ 4.3 shows a queue only to users with the
+        configure permission; for others it counts as missing."""
         try:
             return (await self._look([queue]))[0] is not None
         except BrokerRefused:
             return False
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
-        """Messages ready in each queue; None where it is missing, or locked by a connection that owns it alone.
+        """Messages ready in each queue; None if it is missing, or another connection owns it exclusively.
 
-        Raises BrokerRefused where this user may not look.
+        Raises BrokerRefused if this user lacks the permission.
         """
         asked = list(queues)
         return dict(zip(asked, await self._look(asked), strict=True))
@@ -213,7 +213,7 @@ class Brief:
         return opened
 
     async def _all(self, questions: Iterable[Coroutine[Any, Any, T]]) -> list[T | ChannelClosed]:
-        """The answers in order, a "no" among them. Raises what ended the connection."""
+        """The answers in order; a refusal is an answer. Raises the error that ended the connection."""
         tasks = [asyncio.create_task(question) for question in questions]
         waiting = set(tasks)
         try:
@@ -245,7 +245,7 @@ def _depths(answers: Iterable[int | ChannelClosed]) -> list[int | None]:
 
 
 def _loss(task: asyncio.Task[object]) -> BaseException | None:
-    """The error that ended this question; a refusal is one."""
+    """The error that ended this question without an answer. A refusal (ChannelClosed) is an answer."""
     error = task.exception() if task.done() and not task.cancelled() else None
     return None if isinstance(error, ChannelClosed) else error
 
@@ -257,9 +257,9 @@ def _answer(task: asyncio.Task[T]) -> T | ChannelClosed:
 
 @asynccontextmanager
 async def briefly(url: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[Brief]:
-    """Connect, TLS by the URL's scheme and query as everywhere else. ``patience``: seconds without any answer.
+    """Connect; the URL's scheme and query configure TLS. ``patience``: seconds without any answer.
 
-    Raises BrokerLost, BrokerRefused (the login, the vhost); ValueError for a URL that is none.
+    Raises BrokerLost, BrokerRefused (for login or vhost), and ValueError for an invalid URL.
     """
     address = Address.parse(url)
     try:

@@ -1,7 +1,7 @@
 """Circuit breakers of destinations: while one is open, its messages are held at once and not published.
 
-A breaker is *closed* (not in the table), *open* until an instant, or *half-open* after it. Half-open, one message is a
-probe that closes the breaker, or opens it for longer. This module publishes nothing.
+A breaker is *closed* (not in the table), *open* until a time, or *half-open* after it. A half-open breaker lets one
+message through as a probe. The probe closes the breaker, or opens it for longer. This module publishes nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from delayer.amqp.properties import MalformedProperties, MalformedTable, Propert
 from delayer.core.message import Outcome, Outgoing, Unanswered
 
 MANY: Final = 3
-"""Open breakers of one exchange that make its other keys doubtful: where keys name orders, each key is new."""
+"""With so many open breakers, the other keys of an exchange are doubtful: if keys name orders, each key is new."""
 
 
 class Destination(NamedTuple):
-    """The key of a breaker: everything that decides which queues a publish reaches. ``routing_key`` None: every key of
-    a missing exchange.
+    """The key of a breaker: everything that decides which queues a publish reaches. With ``routing_key`` None it stands
+    for all keys of a missing exchange.
 
     ``copies`` are the bytes of CC and BCC. A silent queue behind a copy proves nothing about the same key without it.
     """
@@ -32,7 +32,7 @@ class Destination(NamedTuple):
 
 
 def destination(message: Outgoing) -> Destination:
-    """Where ``message`` leads. Reads its properties, so only doubtful messages are asked."""
+    """The destination of ``message``. This parses the properties, so only doubtful messages need it."""
     try:
         properties = Properties.parse(message.properties)
         copies = b"\0".join(field.content for name in (b"CC", b"BCC") if (field := properties.get(name)) is not None)
@@ -43,24 +43,24 @@ def destination(message: Outgoing) -> Destination:
 
 @dataclass(slots=True)
 class _Breaker:
-    outcome: Outcome | None  # None: suspected, so the next message is a probe.
+    outcome: Outcome | None  # None: the destination is suspected, so the next message is a probe.
     failures: int
     until: float
 
 
 class CircuitBreaker:
-    """The breakers of one process. ``clock`` gives seconds; ``most`` bounds each table."""
+    """The breakers of one process. ``clock`` returns seconds; ``most`` bounds each table."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, most: int = 10_000) -> None:
         self._clock = clock
         self._most = most
         self.table: dict[Destination, _Breaker] = {}
-        """The breakers that are not closed; the one that failed longest ago stands first."""
+        """The breakers that are not closed, ordered by their last failure, the oldest first."""
         self._of_exchange: Counter[bytes] = Counter()
         self._open_of_exchange: Counter[bytes] = Counter()
-        # Destinations that answered lately, beside open breakers of their exchange.
+        # Destinations that answered lately, although their exchange has open breakers.
         self._fine: dict[Destination, float] = {}
-        # No batch waits for probes until the first instant; the second is that of the last batch that did.
+        # No batch waits for probes before the first time. The second is the time of the last batch that did.
         self._turn = self._granted = 0.0
 
     def sort(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[dict[int, Outcome], list[int]]:
@@ -83,7 +83,7 @@ class CircuitBreaker:
         return held, doubtful
 
     def groups(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> dict[Destination, list[int]]:
-        """These messages by the breaker that they belong to."""
+        """The indexes of these messages by their breaker."""
         found: dict[Destination, list[int]] = {}
         for index in indexes:
             one = Destination(batch[index].exchange, None)
@@ -93,30 +93,30 @@ class CircuitBreaker:
         return found
 
     def opened(self, one: Destination, outcome: Outcome) -> None:
-        """A probe failed: the breaker is open, longer each time."""
+        """Open the breaker after a failed probe, for longer each time."""
         earlier = self.table.pop(one, None)
         failures = 1 + (earlier.failures if earlier is not None else 0)
-        # A probe of a silent queue takes a second, one that closes a channel some milliseconds.
+        # A probe of a silent queue takes a second, a probe that closes a channel takes some milliseconds.
         first, longest = (5.0, 30.0) if isinstance(outcome, Unanswered) else (1.0, 10.0)
         pause = min(longest, first * 2.0 ** min(failures - 1, 10))
         self._enter(one, earlier, _Breaker(outcome, failures, self._clock() + pause))
 
     def suspect(self, one: Destination) -> None:
-        """The destination did not answer, and nothing else was confirmed meanwhile: its next message is a probe."""
+        """Suspect a destination that did not answer while nothing else was confirmed: its next message is a probe."""
         if one not in self.table:
             self._enter(one, None, _Breaker(None, 0, self._clock()))
 
     def knows(self, one: Destination) -> bool:
-        """Whether an earlier probe of this destination got no answer."""
+        """Whether the destination has a breaker: an earlier probe of it failed or got no answer."""
         return one in self.table
 
     def doubts(self, one: Destination) -> bool:
-        """Whether a short wait for its answer is enough: it was silent before, or its exchange leads to silent ones."""
+        """Whether a short wait for its answer is enough: it was silent before, or its exchange has silent queues."""
         breaker = self.table.get(one)
         return breaker.outcome is not None if breaker is not None else self._open_of_exchange[one.exchange] >= MANY
 
     def answered(self, one: Destination) -> None:
-        """The destination answered, with any outcome: close its breaker."""
+        """Close the breaker: the destination answered, with any outcome."""
         self._close(one)
         if self._open_of_exchange[one.exchange] >= MANY:
             if len(self._fine) >= self._most:
@@ -124,13 +124,13 @@ class CircuitBreaker:
             self._fine[one] = self._clock() + 60.0
 
     def _held(self, breaker: _Breaker, now: float) -> Outcome | None:
-        """The outcome that an open breaker gives; None where it is half-open. A batch waits a second for the probes of
-        silent queues, so one batch in five seconds sends some."""
+        """The outcome of an open breaker; None for a half-open one. A batch waits a second for probes of silent queues,
+        so only one batch in five seconds sends such probes."""
         silent = isinstance(breaker.outcome, Unanswered)
         return breaker.outcome if breaker.until > now or (silent and self._turn > now != self._granted) else None
 
     def _grant(self, breaker: _Breaker, now: float) -> None:
-        """No other batch probes meanwhile."""
+        """Reserve the probe for this batch."""
         if breaker.outcome is not None:
             breaker.until = now + 10.0
             if isinstance(breaker.outcome, Unanswered):
@@ -156,7 +156,7 @@ class CircuitBreaker:
                 del counter[one.exchange]
 
     def _forget(self, now: float) -> None:
-        """Close breakers without a publish for ten minutes."""
+        """Close breakers that had no publish for ten minutes."""
         while self.table and self.table[first := next(iter(self.table))].until + 600.0 < now:
             self._close(first)
         while self._fine and self._fine[fine := next(iter(self._fine))] <= now:

@@ -1,4 +1,4 @@
-"""One connection of the hot path that comes back by itself. The relay's publisher and consumer stand on it."""
+"""A connection of the hot path that reconnects. Publishers and consumers use it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from delayer.core.errors import BrokerLost
 log = structlog.get_logger(__name__)
 
 SETTLED: Final = 5.0
-"""Seconds after which a connection counts as a success, so that the next one is tried at once."""
+"""A connection that lasts for so many seconds counts as a success, so the next one is tried at once."""
 
 
 class Relay:
-    """Keeps one connection open, from :meth:`start` to :meth:`close`."""
+    """A connection that is kept open from :meth:`start` to :meth:`close`."""
 
     def __init__(self, address: Address, name: str, *, heartbeat: float, timeout: float = 10.0) -> None:
         self._address = address
@@ -38,17 +38,17 @@ class Relay:
 
     @property
     def current(self) -> Connection | None:
-        """The open connection, if there is one now."""
+        """The open connection, or None."""
         return self._connection
 
     @property
     def blocked(self) -> bool:
-        """Whether the broker takes no publishes (a resource alarm). It tells a connection so when that one publishes:
-        perhaps only one that :meth:`another` opened."""
+        """Whether the broker accepts no publishes (a resource alarm). The broker tells this only to connections that
+        publish, so perhaps only to one of :meth:`another`."""
         return any(one.blocked for one in self._open())
 
     async def unblocked(self) -> None:
-        """Return when the broker takes publishes on every connection. Raises ConnectionLost."""
+        """Wait until the broker accepts publishes on every connection. Raises ConnectionLost."""
         for one in self._open():
             await one.unblocked
 
@@ -57,14 +57,14 @@ class Relay:
         return [one for one in every if one is not None and not one.closed.done()]
 
     def start(self) -> None:
-        """Begin to connect, and to connect again whenever the connection is lost."""
+        """Connect, and reconnect whenever the connection is lost."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(), name=f"keep {self._name}")
 
     async def connection(self, timeout: float) -> Connection:
         """The open connection. Raises BrokerLost if there is none after ``timeout`` seconds.
 
-        Raises also what ended the keeper, if anything did: without it there would never be a connection again.
+        It also raises an unexpected error of the reconnecting task, because there would never be a connection again.
         """
         if self._keeper is not None and self._keeper.done():
             self._keeper.result()
@@ -77,7 +77,7 @@ class Relay:
         return self._connection
 
     async def another(self, timeout: float) -> Connection:
-        """A second connection. It ends with this relay, or when the caller ends it. Raises BrokerLost.
+        """A second connection. It ends with this relay, or when the caller closes it. Raises BrokerLost.
 
         The URL may shorten ``timeout``, but not extend it, because messages wait.
         """
@@ -91,7 +91,7 @@ class Relay:
         return connection
 
     async def close(self) -> None:
-        """Close and stop connecting. Safe to call twice, and before start."""
+        """Close, and stop reconnecting. Safe to call twice, and before start."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
@@ -110,7 +110,7 @@ class Relay:
                     self._address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout
                 )
             except BrokerLost as lost:
-                # Also for a refused password or a missing vhost: operators repair those while we wait.
+                # A refused password and a missing vhost are retried too: an operator can repair them meanwhile.
                 if sparing.worth(str(lost), time.monotonic()):
                     log.warning(
                         "broker unreachable", connection=self._name, broker=str(self._address), reason=str(lost)
@@ -132,7 +132,7 @@ class Relay:
             if time.monotonic() - began > SETTLED:
                 failures = 0
             else:
-                # Let in and thrown out again: as good as not let in.
+                # A connection that ends at once counts as a failed one.
                 await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
 

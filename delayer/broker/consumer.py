@@ -1,4 +1,4 @@
-"""The consuming side of the relay: deliveries gathered into batches, bounded by bytes as well as by count."""
+"""The consuming side of the broker: it gathers deliveries into batches, bounded by bytes and by count."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery
 
 BUFFER_BYTES: Final = 32 << 20
-"""Above this many bytes waiting here the socket is not read any more; the rest stays with the broker. The prefetch
-counts messages, and five thousand of 1 MB would be five gigabytes."""
+"""The most buffered bytes. Above this the socket is not read, and the other deliveries stay with the broker. The
+prefetch bounds only the count, and five thousand messages of 1 MB are five gigabytes."""
 UNREAD: Final = 10.0
-"""Seconds that the socket may be left alone, where the subscription can be begun again: RabbitMQ cuts a connection that
-took nothing for thirty."""
+"""Seconds without reading after which a subscription ends, if it can begin again. RabbitMQ closes a connection that
+reads nothing for thirty seconds."""
 
 
 class Socket(Protocol):
-    """A connection."""
+    """A connection whose reading can be paused."""
 
     def pause_reading(self) -> None: ...
 
@@ -34,15 +34,15 @@ class Socket(Protocol):
 
 
 class Waiting(Protocol):
-    """A subscription that something waits in."""
+    """A subscription with buffered deliveries."""
 
     def let_go(self) -> None:
-        """Too much waits, for too long: end yourself, if you can be begun again."""
+        """End the subscription, if it can begin again: its deliveries filled the buffer for too long."""
 
 
 class Inflow:
-    """Counts the bytes of one subscription, or of all that share a connection. They delay each other anyway, and one
-    bound holds for all together."""
+    """The buffered bytes of one subscription, or of all that share a connection. Sharing subscriptions delay each other
+    anyway, and have one bound together."""
 
     def __init__(self, room: int = BUFFER_BYTES) -> None:
         self._room = room
@@ -57,7 +57,7 @@ class Inflow:
         return bool(self._paused) and self._waiting <= {one}
 
     def came(self, to: Waiting, socket: Socket, size: int) -> None:
-        """So many bytes more wait in one of them."""
+        """Count ``size`` more buffered bytes of one subscription."""
         self._bytes += size
         self._waiting.add(to)
         if self._bytes > self._limit and socket not in self._paused:
@@ -67,20 +67,20 @@ class Inflow:
                 self._unread = asyncio.get_running_loop().call_later(UNREAD, self._for_too_long)
 
     def went(self, size: int) -> None:
-        """So many wait no longer."""
+        """Count ``size`` bytes as taken."""
         self._bytes -= size
         if self._bytes < self._room // 2:
             self._resume()
 
     def emptied(self, one: Waiting, size: int) -> None:
-        """One of them keeps nothing any more; ``size`` is what waited in it."""
+        """Count all ``size`` buffered bytes of one subscription as taken."""
         self._waiting.discard(one)
         self.went(size)
 
     @contextmanager
     def listening(self, rooms: int) -> Iterator[None]:
-        """While a subscription waits for the broker's answer, which comes behind everything else, read on for this many
-        times the room."""
+        """While a subscription waits for the broker's answer, which follows all deliveries: read up to ``rooms`` times
+        the room."""
         self._listening.append(rooms)
         if self._bytes <= self._limit:
             self._resume()
@@ -108,13 +108,13 @@ class Inflow:
 
 
 ENOUGH: Final = 10
-"""Messages tell how large they are after so many times the prefetch."""
+"""After so many times the prefetch, the average size of messages is known."""
 WORTH: Final = 2
-"""Times as many have to fit before it is worth beginning again."""
+"""A new subscription is worth its cost if it can buffer so many times as many messages."""
 
 
 class Fitting:
-    """``room``: bytes that may wait here."""
+    """The prefetch that fits the sizes of a queue's messages. ``room``: bytes that may be buffered."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -123,16 +123,16 @@ class Fitting:
         self._bytes = 0
 
     def prefetch(self, wanted: int) -> int:
-        """How many to ask for."""
+        """The prefetch to ask for, at most ``wanted``."""
         self._messages = self._bytes = 0
         return wanted if self._fits is None else min(wanted, self._fits)
 
     def full(self, messages: int) -> None:
-        """So many filled the room, for too long."""
+        """Note that ``messages`` deliveries filled the buffer for too long."""
         self._fits = max(messages, 1)
 
     def took(self, messages: int, size: int, wanted: int) -> bool:
-        """So many, of so many bytes, were taken on. Whether it is time to ask for more than before."""
+        """Note that a batch of ``size`` bytes was taken. Returns whether a new subscription should ask for more."""
         fits = self._fits
         if fits is None or fits >= wanted:
             return False
@@ -155,9 +155,9 @@ ENDING: Final = 4
 """The multiple of the room that is read for others while a subscription waits for the broker's answers. The end of a
 subscription needs its answer, to know which acknowledgements arrived."""
 IDLE: Final = 1.0
-"""Seconds after which an idle next_batch returns, so that its caller can look around."""
+"""Seconds after which an idle next_batch returns, so that its caller can do other work."""
 ANSWER_SECONDS: Final = 2.0
-"""How long a subscription waits for a connection before its caller is told, and for the broker to end a consumer."""
+"""Seconds that a subscription waits for a connection, and for the broker to end a consumer."""
 BATCH_BYTES: Final = 8 << 20
 
 
@@ -185,7 +185,7 @@ class RelayConsumer:
         self._fitting = fitting
 
     async def subscribe(self, queue: str, prefetch: int) -> RelaySubscription:
-        """Consume ``queue``. Raises BrokerLost, also where the queue is missing or forbidden."""
+        """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
         inflow = self._inflow or Inflow(self._buffer_bytes)
         with inflow.listening(BEGINNING):
             return await self._begun(await self._relay.connection(ANSWER_SECONDS), inflow, queue, prefetch)
@@ -237,15 +237,15 @@ class RelaySubscription:
         self.prefetch = prefetch if fitting is None else fitting.prefetch(prefetch)
         self.overrun = False
         self.received = 0
-        """Deliveries so far. The broker has so many acknowledgements, less the prefetch: or it would not send more."""
+        """Deliveries so far. The broker has as many acknowledgements, less the prefetch."""
         self.in_order = False
-        """Whether the broker ended the consumer, and so has all that was acknowledged before."""
+        """Whether the broker ended the consumer. If so, it has all earlier acknowledgements."""
         self._cancelled = False
         self._stopped = False
         self._arrived = asyncio.Event()
         self._filled = asyncio.Event()
         self._limit = 0  # The limit of the batch that a caller waits for.
-        # Also wakes a waiting next_batch when the channel ends.
+        # The end of the channel wakes a waiting next_batch too.
         channel.closed.add_done_callback(lambda _: self._arrived.set())
 
     async def begin(self) -> None:
@@ -261,7 +261,7 @@ class RelaySubscription:
                 await asyncio.wait_for(self._arrived.wait(), IDLE)
             except TimeoutError:
                 return []
-        # The buffer is unsettled, and the broker sends at most the prefetch, so a wait for more would be in vain.
+        # The buffered deliveries are unsettled, so the broker sends only the rest of the prefetch.
         self._limit = min(limit, self.prefetch)
         if not self._full():
             self._filled.clear()
@@ -287,25 +287,25 @@ class RelaySubscription:
             self._channel.ack(tag, multiple=multiple)
 
     async def stop_deliveries(self) -> None:
-        """See ports.Subscription. The consumer itself ends in :meth:`close`, behind the last acknowledgement."""
+        """See ports.Subscription. The consumer itself ends in :meth:`close`, after the last acknowledgement."""
         self._stop()
 
     async def close(self, seconds: float = ANSWER_SECONDS) -> None:
         """See ports.Subscription. ``seconds`` is the time that the broker has to end the consumer.
 
-        A busy quorum queue may overlook acknowledgements right before the end of the channel, or behind the end of the
+        A busy quorum queue may miss acknowledgements just before the end of the channel, or after the end of the
         consumer. On 3.10.8 hundreds of messages were repeated after an orderly stop. The end of a consumer goes through
-        the queue's log, behind all its acknowledgements.
+        the queue's log, after all its acknowledgements.
 
-        A ``basic.nack`` behind the end of the consumer returns the rest to its place. RabbitMQ from 4.3 on does not
-        count that as a delivery, but it counts the end of a channel.
+        A ``basic.nack`` after the end of the consumer returns the other messages to their places. RabbitMQ from 4.3 on
+        does not count that as a delivery, but it counts the end of a channel.
         """
         self._stop()
         with self._inflow.listening(ENDING):
             await self._end(seconds)
 
     def abandon(self) -> None:
-        """The subscription did not begin. No caller knows its channel, whose number would never be free again."""
+        """Drop a subscription that did not begin: no caller knows its channel, so nothing else would free it."""
         self._stop()
         self._channel.abandon()
 
@@ -323,7 +323,7 @@ class RelaySubscription:
         await self._channel.close()
 
     def _stop(self) -> None:
-        """No batch is taken any more, so drop the buffer."""
+        """Drop the buffer: no caller takes another batch."""
         self._stopped = True
         self._buffer.clear()
         self._inflow.emptied(self, self._bytes)
@@ -332,7 +332,7 @@ class RelaySubscription:
     def _on_delivery(self, delivery: Delivery) -> None:
         self.received += 1
         if self._stopped:
-            return  # It returns to its queue when the channel closes.
+            return  # The delivery returns to its queue when the channel closes.
         size = len(delivery.body) + len(delivery.properties)
         self._buffer.append(delivery)
         self._bytes += size
@@ -342,8 +342,8 @@ class RelaySubscription:
         self._arrived.set()
 
     def let_go(self) -> None:
-        """See Waiting: the buffered deliveries return to their queue when the channel closes, and the next one reads
-        less ahead."""
+        """See Waiting. The buffered deliveries return to their queue when the channel closes, and the next subscription
+        reads less ahead."""
         if self._fitting is None or not self._buffer:
             return
         self._fitting.full(len(self._buffer))
@@ -358,11 +358,11 @@ class RelaySubscription:
         self._arrived.set()
 
     def _full(self) -> bool:
-        """There is as much as a batch may have."""
+        """Whether the buffer has a full batch."""
         return len(self._buffer) >= self._limit or self._bytes >= self._batch_bytes
 
     def _raise_if_lost(self) -> None:
-        """The buffered deliveries are not handed out after a loss, because the broker delivers them again."""
+        """Raise BrokerLost after a loss. The broker delivers the buffered deliveries again."""
         if self._cancelled:
             raise ConsumerCancelled(f"the broker cancelled the consumer of queue {self._queue!r}")
         if self._channel.closed.done():

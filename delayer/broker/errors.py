@@ -1,12 +1,12 @@
 """Errors of a broker, and their translation from the driver's errors.
 
     BrokerLost (core)
-    └─ BrokerUnreachable   no connection, or it broke, or no answer came in time: try again later
-    BrokerRefused          the broker answered no: wrong user, no such vhost, no permission
-    QueueMissing           a queue that the command works with does not exist
+    └─ BrokerUnreachable   there is no connection, it broke, or no answer came in time: try again later
+    BrokerRefused          the broker refused: wrong user, no such vhost, no permission
+    QueueMissing           a queue does not exist that the command needs
     TopologyMismatch       an exchange or a queue exists, but differs from the configured one
 
-No text holds a password: it names host, port and vhost only.
+The texts contain no password: they name host, port and vhost only.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class BrokerUnreachable(BrokerLost):
 
 
 class BrokerRefused(Exception):
-    """The broker answered and refused: the login, the vhost, or the operation. Trying again changes nothing."""
+    """The broker answered and refused: the login, the vhost, or the operation. A retry seldom helps."""
 
 
 class QueueMissing(Exception):
-    """A queue does not exist that a command works with."""
+    """A queue does not exist that a command needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """``kind`` is "exchange" or "queue"; ``broker_says`` is the broker's own text. ``messages``: ready ones in the
-    queue; None for an exchange, or a hidden queue."""
+    """One part that differs. ``kind`` is "exchange" or "queue"; ``broker_says`` is the broker's text. ``messages``: the
+    ready ones in the queue; None for an exchange, or a hidden queue."""
 
     kind: str
     name: str
@@ -47,7 +47,7 @@ class Mismatch:
 
 
 class TopologyMismatch(Exception):
-    """Everything that exists otherwise than we want it."""
+    """Parts of the topology exist, but differ from the wanted ones."""
 
     def __init__(self, mismatches: Sequence[Mismatch]) -> None:
         self.mismatches = tuple(mismatches)
@@ -60,7 +60,7 @@ def translated(where: str) -> Iterator[None]:
 
     A ChannelClosed passes unchanged. It is the broker's answer to one call, and only the caller knows the question.
     """
-    from aiormq import exceptions as driver  # noqa: PLC0415 - 30 ms, for commands that only need our errors' names
+    from aiormq import exceptions as driver  # noqa: PLC0415 - 30 ms, for commands that only need our errors' names.
 
     try:
         yield
@@ -71,7 +71,7 @@ def translated(where: str) -> Iterator[None]:
     except driver.ConnectionNotAllowed as error:
         raise BrokerRefused(f"{where}: {_text(error)}") from error
     except driver.InvalidFrameError as error:
-        # The driver hides the broker's connection.close in this error when opening the vhost is what failed.
+        # If opening the vhost failed, the driver hides the broker's connection.close in this error.
         if "Connection.OpenOk" in str(error):
             raise BrokerRefused(f"{where}: the vhost does not exist, or this user may not enter it") from error
         raise BrokerUnreachable(f"{where}: does not speak AMQP 0-9-1: {_text(error)}") from error

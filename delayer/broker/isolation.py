@@ -1,6 +1,6 @@
 """Isolation of failed publishes: finds the message or the destination at fault, on a second connection.
 
-A batch on the shared channel ends without some outcomes when a queue does not confirm, or when the broker closes the
+A batch on the shared channel loses some outcomes in two cases. A queue does not confirm, or the broker closes the
 channel or the connection for one message. These messages come here, and so do messages that may end a connection.
 
 - Unanswered: one message of each destination is published on a channel of its own. If one stays silent while the broker
@@ -42,19 +42,19 @@ from delayer.core.message import (
 log = structlog.get_logger(__name__)
 
 PATIENCE: Final = 2.0
-"""Seconds that a destination has for the answer to its probe."""
+"""Seconds that a destination has to answer its probe."""
 BRIEF: Final = 1.0
-"""The same beside open breakers: the whole batch waits for it."""
+"""The same for doubtful destinations beside open breakers, because the whole batch waits."""
 CONNECTING: Final = 2.0
 """Seconds for the second connection, and for an answer of the broker itself."""
 WARY: Final = 10.0
-"""Seconds after a message ended a connection in which every batch is published here."""
+"""After a message ended a connection, every batch is published here for so many seconds."""
 SPARE: Final = 0.1
-"""Seconds before a batch's deadline in which no probe waits any longer."""
+"""Probes end so many seconds before a batch's deadline."""
 FEW: Final = 8
-"""Messages of a portion, where one of them may close a channel or a connection."""
+"""Messages of a portion, if one of them may close a channel or a connection."""
 AT_ONCE: Final = 512
-"""Probes side by side, where the connection may have as many channels."""
+"""Parallel probes, if the connection allows as many channels."""
 NOT_TRIED: Final = ClosedConnection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
 
 
@@ -68,38 +68,38 @@ class _Silent(NamedTuple):
 
 @dataclass(slots=True)
 class _Case:
-    """The messages of one batch that are isolated: ``outcomes`` are entered as they become known."""
+    """The isolated messages of one batch. ``outcomes`` fills as they become known."""
 
     batch: Sequence[Outgoing]
     outcomes: dict[int, Outcome]
     deadline: float
     own: bool = False
-    """Only by a connection of our own: these may end it."""
+    """Whether only a connection of our own may carry these messages, because they may end it."""
     alone: bool = False
-    """No other caller uses the connection meanwhile."""
+    """Whether each step has the connection for itself."""
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     written: set[int] = field(default_factory=set)
     in_doubt: set[int] = field(default_factory=set)
-    """Published, and not answered; nothing else was confirmed meanwhile."""
+    """Published messages without an answer, while nothing else was confirmed."""
     silent: list[_Silent] = field(default_factory=list)
-    """Their destinations."""
+    """The destinations of the messages in doubt."""
 
     def unknown(self, indexes: Sequence[int]) -> list[int]:
         return [index for index in indexes if index not in self.outcomes and index not in self.in_doubt]
 
     def portion(self, todo: Sequence[int], size: int) -> list[int]:
-        """The first ones, each with another token: a return names nothing else."""
+        """The first ``size`` messages with distinct tokens, because a return names only the token."""
         return list({self.batch[index].token: index for index in reversed(todo[:size])}.values())[::-1]
 
 
 class Isolation:
-    """One for all publishers of a process. ``relay`` is theirs: it opens the second connection, when that is needed."""
+    """One isolation for all publishers of a process. ``relay`` is theirs; it opens the second connection on need."""
 
     def __init__(self, relay: Relay, *, timeout: float, breaker: CircuitBreaker | None = None) -> None:
-        """``timeout``: seconds that a publish waits for its confirms, for the text of a hold."""
+        """``timeout``: seconds that a publish waits for its confirms. Only the text of a hold uses it."""
         self.breaker = breaker or CircuitBreaker()
         self.exchanges: set[bytes] = set()
-        """Exchanges that took a publish. To publish to a missing one closes the channel, and leaves others in doubt."""
+        """Exchanges that accepted a publish. A missing exchange closes the channel, which leaves others in doubt."""
         self._relay = relay
         self._timeout = timeout
         self._connection: Connection | None = None
@@ -111,10 +111,10 @@ class Isolation:
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
         self.wary_until = -math.inf
-        """Seconds of the loop. A message ended a connection less than WARY seconds before. Such messages come in
-        company."""
+        """Until this time of the loop every batch is isolated: a message ended a connection less than WARY seconds ago.
+        Such messages often come together."""
         self.heard = -math.inf
-        """When the last confirmed publish began, in seconds of the loop: since then the broker has answered."""
+        """The begin of the last confirmed publish, in seconds of the loop: the broker has answered since then."""
         self._refused = -math.inf
 
     def close(self) -> None:
@@ -126,18 +126,18 @@ class Isolation:
             connection.abandon()
 
     async def replace(self, connection: Connection) -> None:
-        """Not even a channel could be opened on the publishers' ``connection``: end it if the broker answers here. A
+        """End the publishers' ``connection``, which opened no channel in time, if the broker answers on this one. A
         channel that waits for a queue may keep the broker from reading its connection."""
         if not self._relay.blocked and await self._answers() and self._relay.current is connection:
             connection.drop("the broker does not read this connection, and answers on another")
 
-    # What publishers ask. A message without an outcome afterwards is in doubt.
+    # The publishers' requests. A message without an outcome afterwards is in doubt.
 
     async def special(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
-        """Publish messages that may end a connection: known ones, and direct replies. All of them have an outcome then.
-        The rest of their batch waits for that, so they have two seconds."""
+        """Publish messages that may end a connection: known ones, and direct replies. All of them get an outcome within
+        two seconds, because the rest of their batch waits."""
         case = _Case(batch, outcomes, min(deadline, _now() + 2.0), own=True, alone=True)
         replies = [index for index in indexes if not batch[index].isolated]
         isolated = [index for index in indexes if batch[index].isolated]
@@ -157,14 +157,14 @@ class Isolation:
     async def unanswered(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
-        """Publish one message to each destination of these, and then the others of the destinations that answer."""
+        """Publish one message to each destination, and then the other messages of destinations that answer."""
         case = _Case(batch, outcomes, deadline)
         await self._isolate(case, indexes, partial(self._settle, case, indexes, probing=True))
 
     async def meet(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
-        """Publish some of these messages, all for one exchange, alone, until it is known to take publishes."""
+        """Publish some of these messages for one exchange, alone, until the exchange is known to accept publishes."""
         case = _Case(batch, outcomes, deadline)
 
         async def work() -> None:
@@ -184,15 +184,15 @@ class Isolation:
     async def closed(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
-        """Publish these, and find each one for which the broker closes the channel or the connection."""
+        """Publish these messages, and find each one for which the broker closes the channel or the connection."""
         case = _Case(batch, outcomes, deadline)
         await self._isolate(case, indexes, partial(self._settle, case, indexes))
 
-    # How.
+    # The steps of a request.
 
     async def _isolate(self, case: _Case, indexes: Sequence[int], work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work`` beside other callers. If the broker ends the connection for a message, do it again: then callers
-        take turns, and each step has the connection for itself."""
+        """Do ``work`` beside other callers. If the broker ends the connection for a message, repeat it: then the
+        callers take turns, and each step has the connection for itself."""
         try:
             if self.wary_until <= _now():
                 try:
@@ -205,14 +205,14 @@ class Isolation:
         except (BrokerLost, TimeoutError) as lost:
             log.warning("isolation interrupted", messages=len(indexes), reason=str(lost) or "no answer in time")
         for one in case.silent:
-            self._proven(case, one)  # By confirms since then.
+            self._proven(case, one)  # Later confirms may prove the silence now.
 
     async def _settle(self, case: _Case, indexes: Sequence[int], *, size: int = FEW, probing: bool = False) -> None:
-        """Publish these in portions: larger ones after a success, a single message after a portion for which the broker
-        closed the channel or connection. Unanswered ones get a probe for each destination. Raises BrokerLost,
-        TimeoutError.
+        """Publish these messages in portions. A portion grows after a success, and shrinks to one message after the
+        broker closed the channel or connection. Unanswered messages get a probe for each destination. Raises
+        BrokerLost, TimeoutError.
 
-        The broker confirms nothing before it closes, so the messages before the one at fault come twice.
+        The broker confirms nothing before it closes, so the messages before the one at fault are published twice.
         """
         most = FEW
         while todo := case.unknown(indexes):
@@ -255,7 +255,7 @@ class Isolation:
                 self._unshared.set()
 
     async def _together(self, case: _Case, some: Sequence[int]) -> None:
-        """Publish all on one channel. Enters the known outcomes, also when it raises."""
+        """Publish all of these on one channel. Enters the known outcomes, also when it raises."""
         began = _now()
         async with self._using(case.deadline, 1, own=case.own) as connection:
             channel = await connection.confirming_channel()
@@ -275,8 +275,8 @@ class Isolation:
                     self.heard = max(self.heard, began)
 
     def _objected(self, case: _Case, index: int, lost: ChannelClosed | ConnectionLost, indexes: Sequence[int]) -> None:
-        """The broker closed something for this one message. A missing exchange concerns all messages for it, a missing
-        permission those with the same key."""
+        """Enter the outcome of the one message for which the broker closed something. A missing exchange concerns all
+        messages for it, a missing permission those with the same key."""
         if isinstance(lost, ConnectionLost):
             self.wary_until = _now() + WARY
             case.outcomes[index] = ClosedConnection(lost.code, lost.text)
@@ -317,7 +317,7 @@ class Isolation:
         silent: list[_Silent],
         indexes: Sequence[int],
     ) -> None:
-        """Probe one destination after the other, each by a channel that waits for no other one."""
+        """Probe one destination after the other. A silent one keeps its channel, and the next probe gets a new one."""
         channel: Channel | None = None
         until, began = case.deadline - SPARE, case.began
         try:
@@ -355,8 +355,8 @@ class Isolation:
         self.exchanges.add(one.exchange)
 
     async def _judge(self, case: _Case, silent: Sequence[_Silent]) -> None:
-        """Open the breakers of destinations that were silent while the broker confirmed others. Without others, the
-        answer to a message that no queue can be meant by counts the second time."""
+        """Open the breakers of destinations that were silent while the broker confirmed others. Without other confirms,
+        a second silence counts if the broker answers a test message without a queue."""
         if self._relay.blocked:  # A blocked broker proves nothing about a destination.
             case.in_doubt.update(index for one in silent for index in one.group)
             return
@@ -381,7 +381,7 @@ class Isolation:
             )
 
     def _proven(self, case: _Case, one: _Silent) -> bool:
-        """Hold its messages if the broker confirmed something that was published later. Whether it did."""
+        """Hold the destination's messages if the broker confirmed a later publish. Returns whether it did."""
         if self.heard >= one.began:
             self._hold(case, one)
         return self.heard >= one.began
@@ -392,7 +392,7 @@ class Isolation:
         case.outcomes.update((index, said) for index in one.group)
 
     async def _answers(self) -> bool:
-        """Whether the broker answers anything: a message that no queue can be meant by, on the second connection."""
+        """Whether the broker answers at all: publish a message without a queue on the second connection."""
         token = b"delayer.nobody." + uuid.uuid4().hex.encode()
         message = Outgoing(b"", token, encode_headers(entry(TOKEN_HEADER, long_string(token))), b"", token)
         try:
@@ -410,8 +410,8 @@ class Isolation:
 
     @asynccontextmanager
     async def _using(self, deadline: float, channels: int, *, own: bool = False) -> AsyncIterator[Connection]:
-        """The second connection, made if there is none, and kept for ten seconds afterwards. If the broker lets in no
-        other, the publishers' connection serves, unless the work needs its ``own``. Raises BrokerLost, TimeoutError."""
+        """The second connection, opened if there is none, and kept for ten seconds afterwards. If the broker refuses a
+        second one, the publishers' connection serves, unless ``own``. Raises BrokerLost, TimeoutError."""
         if not left(deadline):
             raise TimeoutError
         if self._idle is not None:
@@ -426,7 +426,7 @@ class Isolation:
                 self._idle = asyncio.get_running_loop().call_later(10.0, self._close_idle)
 
     def _close_idle(self) -> None:
-        """End the second connection, but not while it is blocked: the broker says there when it takes publishes."""
+        """End the second connection, unless it is blocked: only there the broker announces the end of the alarm."""
         if self._connection is not None and self._connection.blocked:
             self._idle = asyncio.get_running_loop().call_later(10.0, self._close_idle)
         else:
@@ -459,7 +459,7 @@ class Isolation:
 
 
 def left(deadline: float) -> float:
-    """Seconds until then, by the loop's clock."""
+    """Seconds until ``deadline``, by the loop's clock; at least 0."""
     return max(0.0, deadline - _now())
 
 
@@ -468,6 +468,6 @@ def _now() -> float:
 
 
 def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One failure of many workers: a connection that was closed for a message counts most."""
+    """One failure of many workers; a lost connection has priority."""
     all_of = list(several.exceptions)
     return next((one for one in all_of if isinstance(one, ConnectionLost)), all_of[0])

@@ -1,7 +1,7 @@
-"""One plain connection for administration, with a channel that opens again after the broker closed it.
+"""One plain connection for administration. Its channel opens again after the broker closed it.
 
-The broker answers a question about a thing that is missing by closing the channel, so here that is daily business and
-not a failure. The connection itself is not robust on purpose: who administers a broker wants to know that it is gone.
+The broker closes the channel when a question concerns a missing part, so here that is a normal answer. The connection
+does not reconnect on purpose: an administrator wants to know that it is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Link:
-    """``patience``: seconds for each call. A quorum queue's declaration waits for an election, so be generous."""
+    """One connection. ``patience``: seconds for each call; be generous, since a new quorum queue elects a leader."""
 
     def __init__(self, connection: AbstractConnection, where: str, patience: float) -> None:
         self.where = where
@@ -34,7 +34,7 @@ class Link:
 
     @classmethod
     async def open(cls, url: str, *, name: str, patience: float) -> Link:
-        """Raises BrokerUnreachable, BrokerRefused; ValueError for a URL that is none."""
+        """Connect. Raises BrokerUnreachable, BrokerRefused, and ValueError for an invalid URL."""
         address = Address.parse(url)
         where = f"{address.host}:{address.port} vhost {address.vhost!r}"
         connection = _prepared(address, name)
@@ -49,7 +49,7 @@ class Link:
 
     @property
     def cluster(self) -> str:
-        """The broker's name of its cluster; "" if it does not tell."""
+        """The name of the broker's cluster; "" if the broker does not send it."""
         transport = self._connection.transport
         said = transport.connection.server_properties.get("cluster_name") if transport is not None else None
         return said if isinstance(said, str) else ""
@@ -57,7 +57,7 @@ class Link:
     async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
         """Run one method of the driver's channel.
 
-        Raises ChannelClosed (not found, precondition failed, locked: the broker's answer), BrokerRefused where a
+        Raises ChannelClosed (the broker's answer: not found, precondition failed, or locked), BrokerRefused if a
         permission is missing, BrokerUnreachable.
         """
         with translated(self.where):
@@ -68,7 +68,7 @@ class Link:
                 raise BrokerRefused(f"{self.where}: {error}") from error
 
     async def ask(self, method: Frame) -> Frame | ChannelClosed | None:
-        """The broker's answer to one method; its "no" is a value. Raises as :meth:`call`."""
+        """The broker's answer to one method; a refusal is a value. Raises as :meth:`call`."""
         try:
             return await self.call(lambda channel: channel.rpc(method))
         except ChannelClosed as error:
@@ -80,7 +80,7 @@ class Link:
         if self._channel is None or self._channel.is_closed:
             try:
                 self._channel = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
-            except RuntimeError as error:  # The driver raises this for a connection that closes at this moment.
+            except RuntimeError as error:  # The driver raises this for a connection that is closing.
                 raise BrokerUnreachable(f"{self.where}: the connection is closed") from error
         channel = await self._channel.get_underlay_channel()
         assert isinstance(channel, Wire), channel
@@ -92,7 +92,7 @@ class Link:
 
 
 def _prepared(address: Address, name: str) -> aio_pika.Connection:
-    """Not robust, not yet connected, and with the parameters that the wire understands too."""
+    """A connection that is not open yet and does not reconnect, with the parameters of delayer's own AMQP client."""
     url = aio_pika.connection.make_url(
         host=address.host,
         port=address.port,

@@ -1,4 +1,4 @@
-"""The little of RabbitMQ's management API that AMQP does not tell: bindings and policies. Read only, optional."""
+"""A client for RabbitMQ's management API, for bindings and policies, which AMQP does not tell. Read only, optional."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from delayer.core.topology import Binding, Queue
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTold:
-    """An exchange as the management API tells it. ``alternate`` may come from its arguments or a policy."""
+    """An exchange in the management API. ``alternate`` may come from its arguments or a policy."""
 
     name: str
     type: str
@@ -40,7 +40,7 @@ class Policy(NamedTuple):
     by_operator: bool
 
     def covers(self, queue: Queue) -> bool:
-        """The broker matches with Erlang's flavour of the same expressions. One that Python cannot read covers all."""
+        """Whether the policy applies to the queue. A pattern in Erlang's syntax that Python cannot read covers all."""
         kind = queue.argument("x-queue-type")
         if self.applies_to not in ("all", "queues") and (kind is None or self.applies_to != f"{kind}_queues"):
             return False
@@ -57,9 +57,9 @@ def policies_in_force(policies: Iterable[Policy], queue: Queue) -> list[Policy]:
 
 
 class Management:
-    """``url``: ``http[s]://user:password@host:port``. Raises ValueError for another scheme or no host.
+    """A client. ``url``: ``http[s]://user:password@host:port``. Raises ValueError for another scheme or no host.
 
-    Blocking HTTP in a thread: a few dozen requests in a command, not worth a dependency.
+    It makes blocking requests in a thread: a command makes a few dozen, too few for a dependency.
     """
 
     def __init__(self, url: str, vhost: str, *, timeout: float = 30.0, tls: ssl.SSLContext | None = None) -> None:
@@ -73,17 +73,17 @@ class Management:
         self._timeout = timeout
         login = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
         self._authorization = "Basic " + base64.b64encode(login.encode()).decode()
-        # No proxy from the environment: the request carries a password, and brokers are near.
+        # Proxies of the environment are ignored, because the request carries a password, and brokers are near.
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
         )
 
     async def bindings_from(self, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
-        """Every binding out of ``exchange``, which exists, with its arguments."""
+        """Every binding out of ``exchange``, which must exist, with its arguments."""
         return _bindings(await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source"))
 
     async def exchange(self, name: str) -> ExchangeTold:
-        """An exchange, which exists. Its argument's alternate exchange has priority over that of a policy."""
+        """An exchange, which must exist. An alternate exchange by argument has priority over one by policy."""
         columns = "type,internal,arguments,policy"
         row = await self._get(f"exchanges/{self._vhost}/{quote(name, safe='')}?columns={columns}")
         alternate = row["arguments"].get("alternate-exchange")
@@ -121,8 +121,8 @@ class Management:
         return found
 
     async def _get(self, path: str) -> Any:
-        """The decoded answer. Raises BrokerRefused (401, 403) and BrokerUnreachable (all others, 404 too: a server that
-        does not find existing parts is not our broker)."""
+        """The decoded answer. Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. A 404 is one
+        of those: a server that does not find existing parts is not our broker."""
         return await asyncio.to_thread(self._get_blocking, path)
 
     def _get_blocking(self, path: str) -> Any:

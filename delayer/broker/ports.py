@@ -14,31 +14,31 @@ from delayer.core.segment import Restoration
 
 
 class Publisher(Protocol):
-    """A confirmed, mandatory publishing channel that opens again by itself after a loss."""
+    """A publishing channel with confirms and the mandatory flag, which reopens after a loss."""
 
     @property
     def ready(self) -> bool:
-        """Connected, and not blocked by a resource alarm of the broker."""
+        """Whether it is connected, and no resource alarm of the broker blocks it."""
 
     @property
     def max_properties(self) -> int:
-        """The longest ``properties`` that fit a frame of this broker, in bytes."""
+        """The most bytes of ``properties`` that fit a frame of this broker."""
 
     @property
     def batch_limit(self) -> int:
-        """How many messages one publish should have now: few while many of them have to go one by one. Longer batches
-        are published too, but are more likely to be in doubt at the deadline, and then repeated."""
+        """The recommended size of a batch now; it is small while many messages are published one by one. A longer batch
+        is published too, but is more likely to miss the deadline and be repeated."""
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
-        """Publish and wait for every confirm. One outcome a message, in the order of the batch. Messages of one
-        exchange are published in that order.
+        """Publish and wait for every confirm. Returns one outcome for each message, in the order of the batch. Messages
+        of one exchange are published in that order.
 
-        Raises BrokerLost when some outcome cannot be known: all of the batch is then in doubt, but for what an
-        Unconfirmed knows.
+        Raises BrokerLost if an outcome stays unknown. Then the whole batch is in doubt, except for the outcomes that an
+        Unconfirmed carries.
         """
 
     async def close(self) -> None:
-        """Give the channel back without waiting for the broker, nor raising for one that is gone. Safe to call twice;
+        """Release the channel without waiting for the broker. Raises nothing if the broker is gone. Safe to call twice;
         a later publish opens another channel."""
 
 
@@ -46,24 +46,24 @@ class Subscription(Protocol):
     """One consumer on one queue, valid until :meth:`next_batch` raises BrokerLost."""
 
     async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
-        """Wait for deliveries; return up to ``limit``, gathering for at most ``gather`` seconds after the first.
+        """Wait for deliveries. Returns up to ``limit``, gathered for at most ``gather`` seconds after the first.
 
-        An empty list means that a second passed without any: the caller's chance to look around.
-        Raises BrokerLost when connection, channel or consumer is gone; everything unsettled returns to the queue.
+        An empty list means that a second passed without any, so that the caller can do other work.
+        Raises BrokerLost if connection, channel or consumer is gone; all unsettled deliveries return to the queue.
         """
 
     @property
     def behind(self) -> bool:
-        """Whether more has been delivered than :meth:`next_batch` has handed out."""
+        """Whether there are deliveries that :meth:`next_batch` has not returned yet."""
 
     @property
     def prefetch(self) -> int:
-        """How many deliveries may be here, unsettled."""
+        """The most unsettled deliveries."""
 
     @property
     def overrun(self) -> bool:
-        """Whether the caller should end this subscription in order and subscribe again: its deliveries were too large
-        for too long, or they are smaller now and the next one may read more ahead."""
+        """Whether the caller should end this subscription in order and subscribe again, with another prefetch. Its
+        deliveries were too large for too long, or they are smaller now."""
 
     def ack(self, tag: int, *, multiple: bool) -> None:
         """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
@@ -76,24 +76,24 @@ class Subscription(Protocol):
 
 
 class Consumer(Protocol):
-    """Opens subscriptions, waiting for the broker as long as it takes."""
+    """The opener of subscriptions. It waits for the broker without a limit."""
 
     async def subscribe(self, queue: str, prefetch: int) -> Subscription: ...
 
 
 class Lane(Protocol):
-    """A partition of the waiting messages that this process owns, by a lock on the connection of its releases."""
+    """A partition of the waiting messages that this process owns, by a lock on the lane's connection."""
 
     @property
     def number(self) -> int: ...
 
     @property
     def route(self) -> bytes | None:
-        """The limited route whose messages it is for."""
+        """The limited route of the lane; None for a lane of all others."""
 
     @property
     def held_by_us(self) -> bool:
-        """False from the moment that the lock's connection is known to be gone."""
+        """Whether the connection with the lock is not known to be lost."""
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
         """Begin a transaction and take up to ``limit`` due rows (by the store's clock), soonest first, then in the
@@ -103,36 +103,36 @@ class Lane(Protocol):
         """
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
-        """Put the ``held`` into the held table, count, and commit.
+        """Write ``held`` to the held table, count, and commit.
 
-        Raises StoreLost: rolled back, or in doubt if the connection broke at the commit.
+        Raises StoreLost. The transaction is rolled back, or in doubt if the connection broke during the commit.
         """
 
     async def give_up(self) -> None:
-        """Roll back: the rows are there again. Never raises for a connection that is gone already."""
+        """Roll back, so that the rows are there again. Raises nothing if the connection is gone."""
 
     @property
     def more(self) -> bool:
         """Whether rows may be due already: the last claim was full, or was given up."""
 
     async def sleep_hint(self) -> float:
-        """Seconds until the next row of this lane (waiting, or held with a retry time) is due by the store's clock: 0.0
-        when one is due already, 60 at most. Raises LaneLost, StoreLost."""
+        """Seconds until the next row of this lane is due by the store's clock, from 0.0 to 60. This includes held rows
+        with a retry time. Raises LaneLost, StoreLost."""
 
     def note_parked(self, due_ms: int) -> None:
-        """A row due at ``due_ms`` was parked into this lane: move the watermark back if it is behind it, and wake
-        the sleeper of :meth:`wait`."""
+        """Note that a row due at ``due_ms`` was parked into this lane. It moves the watermark back if necessary, and
+        wakes :meth:`wait`."""
 
     async def wait(self, seconds: float) -> None:
-        """Sleep until a row parked meanwhile is due, or for ``seconds``. Feeds the lock's idle timeout."""
+        """Sleep for ``seconds``, or until a row parked meanwhile is due. Keeps the lock's connection alive."""
 
     async def release(self) -> None:
         """Unlock and close. Safe to call twice."""
 
 
 class SeenLane(Protocol):
-    """A lane at one look: its number, its limited route, whether it has a live owner, and the mark of that owner's
-    broker."""
+    """A lane as last read: its number, its limited route, whether it has a live owner, and a short name of that
+    owner's broker."""
 
     @property
     def number(self) -> int: ...
@@ -145,7 +145,7 @@ class SeenLane(Protocol):
 
 
 class Look(Protocol):
-    """The lanes of the store, and its live processes: how many, and the place of this one among them."""
+    """The lanes of the store and its live processes, as last read. ``rank`` is the place of this process among them."""
 
     @property
     def lanes(self) -> Sequence[SeenLane]: ...
@@ -155,14 +155,14 @@ class Look(Protocol):
     def rank(self) -> int: ...
     @property
     def routes(self) -> Mapping[bytes, int]:
-        """The lanes of routes."""
+        """The lane of each limited route."""
 
 
 class Store(Protocol):
-    """Parking, holding, lanes."""
+    """The store: parking, holding, restoring, lanes."""
 
     def now_ms(self) -> int:
-        """An upper bound of the store's clock, epoch milliseconds, rounded up: what relative delays count from."""
+        """An upper bound of the store's clock, epoch milliseconds, rounded up. Relative delays count from it."""
 
     def sure_ms(self) -> int:
         """A lower bound of the store's clock, rounded down: messages due by it are due."""
@@ -170,45 +170,45 @@ class Store(Protocol):
     async def park(self, lane: Lane | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """Commit ``parcels`` into ``lane`` in one transaction, by COPY. Parcels of a route with a lane of its own go
         there, and the transaction notifies its owner. A parcel with a key replaces the waiting message of that key.
-        ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages go. Wakes the lane afterwards.
-        Returns the keys whose waiting messages were cancelled.
+        ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages are deleted. Wakes the lane
+        afterwards. Returns the keys whose waiting messages were deleted.
 
-        Raises LaneLost when the lane is not ours any more (nothing is committed), StoreLost.
+        Raises LaneLost if this process does not own the lane any more (nothing is committed), StoreLost.
         """
 
     async def hold(self, lane: Lane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Commit messages that never waited (due at once, or met in the cascade) straight into held."""
+        """Commit messages that never waited in the lane directly into the held table."""
 
     async def restore(self, horizon_ms: int) -> Restoration:
         """Restore the segment with the soonest first message into its lane, if that message is due by ``horizon_ms``.
-        Skip segments that others restore, and broken ones. One transaction, which notifies the lane's owner; the event
-        loop stays free. A segment that does not read back is marked, and returned by this one call. None: no segment is
-        due by then.
+        Skips segments that others restore, and broken ones. It uses one transaction, which notifies the lane's owner,
+        and does not block the event loop. An unreadable segment is marked, and returned by this one call. Returns None
+        if no segment is due by then.
 
-        Raises StoreLost: then nothing is changed.
+        Raises StoreLost; then nothing is changed.
         """
 
     async def look(self) -> Look:
-        """Look at lanes and live processes. This process counts as live from its first look on. Raises StoreLost."""
+        """Read lanes and live processes. This process counts as live from its first call on. Raises StoreLost."""
 
     async def take(self, number: int) -> Lane | None:
         """Take a free lane; None if another process was quicker. Raises StoreLost."""
 
     async def add_routes(self, routes: Collection[bytes]) -> None:
-        """Make lanes for these limited routes. Raises StoreLost."""
+        """Create lanes for these limited routes. Raises StoreLost."""
 
     def leave(self) -> None:
-        """This process does not count as live any more, until it looks again."""
+        """Stop counting this process as live, until its next look()."""
 
     async def maintain(self) -> None:
-        """Make partitions ahead of need and drop passed empty ones, if no other daemon is at it."""
+        """Create partitions ahead of need and drop empty past ones, unless another daemon does it now."""
 
     async def close(self) -> None:
-        """Close every connection but those of lanes. Safe to call twice."""
+        """Close every connection except those of lanes. Safe to call twice."""
 
 
 class Live(Protocol):
-    """The settings in force, and the clock that rules. Asked for every batch, so that a reload rules from the next."""
+    """The current settings, and the clock. Callers ask for every batch, so a reload applies from the next batch on."""
 
     def policy(self) -> Policy: ...
 
@@ -218,14 +218,14 @@ class Live(Protocol):
         """The late limits of the routes that have one."""
 
     def rate(self, route: bytes | None) -> float | None:
-        """Messages a second that may leave the lane of this route; None: as many as can."""
+        """The rate limit of this route's lane, messages a second; None: no limit."""
 
     @property
     def holds_in_store(self) -> bool:
-        """Whether the store holds messages that a destination did not take; else they go back into the cascade."""
+        """Whether the store holds messages that a destination refused; else they go back into the cascade."""
 
     def now_ms(self) -> int:
-        """An upper bound of the clock, epoch milliseconds: what relative delays count from."""
+        """An upper bound of the clock, epoch milliseconds. Relative delays count from it."""
 
     def sure_ms(self) -> int:
         """A lower bound of the clock: messages due by it are due."""
@@ -235,21 +235,21 @@ class Heartbeat(Protocol):
     """The loops that make progress; they feed the watchdog."""
 
     def beat(self, loop: str) -> None:
-        """``loop`` went round once more. The first beat of a name begins its watch."""
+        """Note that ``loop`` made progress. The first beat of a name begins its watch."""
 
     def forget(self, loop: str) -> None:
-        """``loop`` ended because it was meant to."""
+        """Stop watching ``loop``, which ended on purpose."""
 
 
 class Parking(Protocol):
-    """Commits parcels into some lane of ours."""
+    """Commits parcels into a lane of this process."""
 
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
-        """Committed when this returns: of which keys a waiting message was taken out. Raises StoreLost."""
+        """Commit, and return the keys whose waiting messages were deleted. Raises StoreLost."""
 
 
 class Holder(Protocol):
-    """Holds messages that a destination did not take."""
+    """Holds messages that a destination refused."""
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Safe and visible when this returns. Raises StoreLost, BrokerLost."""
+        """Hold the messages: they are safe and visible when this returns. Raises StoreLost, BrokerLost."""

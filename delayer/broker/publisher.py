@@ -1,6 +1,6 @@
-"""The publishing side of the broker: mandatory, confirmed, batched, on one channel.
+"""The publishing side of the broker: batches on one channel, with confirms and the mandatory flag.
 
-Three kinds of messages go to the isolation (delayer/broker/isolation.py): messages without a confirm in time, messages
+The isolation (delayer/broker/isolation.py) publishes messages that got no confirm in time. It also publishes messages
 in flight when the broker closed the channel or the connection, and messages that may close one. A destination with an
 open circuit breaker gets no message (delayer/broker/circuit_breaker.py).
 
@@ -27,7 +27,7 @@ from delayer.core.message import CONFIRMED, Outcome, Outgoing, is_direct_reply
 log = structlog.get_logger(__name__)
 
 CONFIRM_TIMEOUT: Final = 8.0
-"""Seconds to wait for the confirms of a batch: less than the idle timeout of the store transaction behind it."""
+"""Seconds to wait for the confirms of a batch. They are fewer than the idle timeout of the store's transaction."""
 SHARED: Final = 0.625
 """The share of that time for the shared channel. The rest is for the isolation of unconfirmed messages."""
 OVERHEAD: Final = 8 + 12
@@ -35,7 +35,7 @@ OVERHEAD: Final = 8 + 12
 MAX_PROPERTIES: Final = 131_072 - OVERHEAD
 """The room in RabbitMQ's default frame; assumed before the first connection."""
 BATCH: Final = 10_000
-"""Messages of a batch at most."""
+"""The most messages of a batch."""
 
 
 _Work = Callable[[Sequence[Outgoing], list[int], dict[int, Outcome], float], Coroutine[None, None, None]]
@@ -47,7 +47,7 @@ class RelayPublisher:
     def __init__(
         self, relay: Relay, *, isolation: Isolation | None = None, confirm_timeout: float = CONFIRM_TIMEOUT
     ) -> None:
-        """``isolation``: the one of all publishers of the process."""
+        """``isolation``: the one that all publishers of the process share."""
         self._relay = relay
         self._isolation = isolation or Isolation(relay, timeout=confirm_timeout)
         self._timeout = confirm_timeout
@@ -56,25 +56,25 @@ class RelayPublisher:
         self._tokens: set[bytes] = set()  # Tokens in flight on the shared channel.
         self._max_properties = MAX_PROPERTIES
         self.batch_limit = BATCH
-        """See ports.Publisher. A quarter after a batch that was not through in time, doubled after a quick one."""
+        """See ports.Publisher. A batch that misses its time divides it by four, and a quick one doubles it."""
 
     @property
     def ready(self) -> bool:
-        """Connected, and not blocked by a resource alarm of the broker."""
+        """See ports.Publisher."""
         return self._relay.current is not None and not self._relay.blocked
 
     @property
     def max_properties(self) -> int:
-        """Bytes of properties that fit a frame, as last negotiated."""
+        """See ports.Publisher. The value is that of the last connection."""
         connection = self._relay.current
         if connection is not None:
             self._max_properties = connection.frame_max - OVERHEAD
         return self._max_properties
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
-        """See ports.Publisher. Nothing is published while the broker blocks us.
+        """See ports.Publisher. It waits while the broker blocks publishers.
 
-        Raises Unconfirmed when some outcomes are missing ``confirm_timeout`` seconds after the call; BrokerLost.
+        Raises Unconfirmed if outcomes are missing ``confirm_timeout`` seconds after the call; BrokerLost.
         """
         if not batch:
             return []
@@ -105,7 +105,7 @@ class RelayPublisher:
             channel.abandon()
 
     async def _publish(self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], deadline: float) -> None:
-        """Enters outcomes as they become known. Those of silent destinations may be missing in the end."""
+        """Publish, and enter outcomes as they become known. Silent destinations may leave theirs missing."""
         await self._usable()
         ordinary, besides = self._sorted(batch, outcomes)
         tasks = [asyncio.create_task(work(batch, indexes, outcomes, deadline)) for work, indexes in besides if indexes]
@@ -127,7 +127,7 @@ class RelayPublisher:
     def _sorted(
         self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome]
     ) -> tuple[Sequence[int], list[tuple[_Work, list[int]]]]:
-        """The messages that take the shared channel, and those that go another way. Enters what open breakers say."""
+        """The messages for the shared channel, and the work for the others. Enters the outcomes of open breakers."""
         isolation = self._isolation
         ordinary: Sequence[int] = range(len(batch))
         besides: list[tuple[_Work, list[int]]] = []
@@ -148,7 +148,7 @@ class RelayPublisher:
     async def _first(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
-        """The first messages for an exchange: one alone, then the others."""
+        """Publish the first messages for an exchange: one alone, then the others."""
         await self._isolation.meet(batch, indexes, outcomes, deadline)
         if batch[indexes[0]].exchange in self._isolation.exchanges:
             await self._together(batch, [index for index in indexes if index not in outcomes], outcomes, deadline)
@@ -163,7 +163,7 @@ class RelayPublisher:
     async def _together(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
-        """On the shared channel; by the isolation copies, and what the channel leaves in doubt. Raises BrokerLost."""
+        """Publish on the shared channel. The isolation publishes copies, and messages in doubt. Raises BrokerLost."""
         together: list[int] = []
         copies: list[int] = []
         for index in indexes:

@@ -1,8 +1,8 @@
-"""After a loss: the failure to raise, and the pause before the next attempt.
+"""Failures after a loss: which one to raise, and the pause before the next attempt.
 
-An exception holds its traceback, a traceback its frames, and a frame its variables: here whole batches. A frame in the
-traceback of an exception that it also has in a variable is a ring of references. Only the garbage collector breaks it,
-and that runs rarely in this process (delayer/daemon/app.py).
+An exception refers to its traceback, a traceback to its frames, and a frame to its variables: here whole batches. If a
+variable of such a frame refers to the exception, the references form a cycle. Only the garbage collector frees it, and
+that runs rarely in this process (delayer/daemon/app.py).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def take_failures(tasks: set[Task[None]]) -> list[BaseException]:
 
 
 def raise_first(results: Iterable[BaseException | None], *, unless: tuple[type[BaseException], ...] = ()) -> None:
-    """Raise the first failure that is a bug, else the first loss; return if there is none but those in ``unless``.
+    """Raise the first failure that is a bug, else the first loss. Failures of types in ``unless`` are ignored.
 
-    A bug comes first, because after a loss every message comes again anyway.
+    A bug has priority, because all messages of a loss come again anyway.
     """
     failures = [result for result in results if result is not None and not isinstance(result, unless)]
     failures.sort(key=lambda failure: isinstance(failure, LOSSES))
@@ -46,25 +46,25 @@ def raise_first(results: Iterable[BaseException | None], *, unless: tuple[type[B
 
 
 class Retry:
-    """Counts failures in a row and sleeps accordingly, feeding the watchdog's ``beat`` meanwhile."""
+    """The count of failures in a row, and the pauses after them. Pauses feed the watchdog by ``beat``."""
 
     def __init__(
         self, stopping: asyncio.Event, beat: Callable[[], None], leaving: Callable[[], bool] = lambda: False
     ) -> None:
-        """``leaving``: asked once a second whether this one is told to end, where the others go on."""
+        """``leaving``: called once a second; True ends the pause, also if the process does not stop."""
         self._leaving = leaving
         self._stopping = stopping
         self._beat = beat
         self._failures = 0
 
     def succeeded(self) -> None:
-        """The next pause is the first one again."""
+        """Reset the count: the next pause is the shortest."""
         self._failures = 0
 
     async def pause(self) -> None:
-        """Sleep for the pause after this many failures in a row; return at once when told to stop.
+        """Sleep for the pause after so many failures in a row. Returns at once when the process stops.
 
-        Call this behind the ``except``. It collects garbage, so that whole batches in rings of references are freed.
+        Call this after the ``except`` block. It collects garbage, so that batches in reference cycles are freed.
         """
         gc.collect()
         seconds = pause(self._failures, random.random())
@@ -72,7 +72,7 @@ class Retry:
         await self.wait(seconds)
 
     async def wait(self, seconds: float) -> None:
-        """Sleep for ``seconds``; return at once when told to stop."""
+        """Sleep for ``seconds``. Returns at once when the process stops."""
         while seconds > 0 and not self._stopping.is_set() and not self._leaving():
             self._beat()
             step = min(seconds, 1.0)

@@ -1,4 +1,4 @@
-"""Route checks: whether a broker would route waiting messages, and where to. Nothing is published.
+"""Route checks: whether and where a broker would route waiting messages. Nothing is published.
 
 The prediction is pure and follows RabbitMQ: an exchange gives a message to every binding that matches. Without a match
 it gives the message to its alternate exchange. Each exchange is visited once, and a message is routed if it reaches a
@@ -23,15 +23,15 @@ from delayer.core.topology import Binding
 
 
 class Verdict(Enum):
-    """The fate of the messages of one destination if they were due now."""
+    """The result for the messages of one destination if they were due now."""
 
     ROUTED = "routed"
     ALTERNATE = "alternate"
-    """Only an alternate exchange takes them: delivered, though perhaps to another queue than intended."""
+    """Only an alternate exchange takes them. They would be delivered, but perhaps to another queue than intended."""
     MISSING = "missing"
     """There is no such exchange, or, at the default exchange, no such queue: they would be held."""
     UNROUTABLE = "unroutable"
-    """The exchange is there and no queue is reached: they would be held."""
+    """The exchange exists, but routes to no queue: they would be held."""
     CLOSED = "closed"
     """The exchange is internal and takes no publishes: they would be held."""
     DEPENDS = "depends on headers"
@@ -46,7 +46,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``way``: the alternate exchange that took it, or why nothing is known; for people, may be empty."""
+    """A verdict. ``way``: the alternate exchange that took it, or why nothing is known; for people, may be empty."""
 
     verdict: Verdict
     way: str = ""
@@ -72,7 +72,7 @@ Bindings = Iterable[tuple[Binding, Mapping[str, Any]]]
 
 
 def matcher(told: ExchangeTold, bindings: Bindings) -> Callable[[bytes], Matched] | None:
-    """A function that routes a key like the exchange ``told``, without a look at every binding. None for an unknown
+    """A function that routes a key like the exchange ``told``, without visiting every binding. None for an unknown
     type."""
     kind = str(told.arguments.get("x-delayed-type", "")) if told.type == _DELAYED else told.type
     match kind:
@@ -116,8 +116,8 @@ class _Direct:
 
 
 def _headers(bindings: Bindings) -> Matched:
-    """Without the headers only the extremes are certain: asking for no header at all matches every message (``all``) or
-    none (``any``)."""
+    """The targets of a headers exchange. Without a message's headers, only bindings without wanted headers are certain:
+    they match every message (``all``) or none (``any``)."""
     certain, depends = [], False
     for binding, arguments in bindings:
         how = str(arguments.get("x-match", "all"))
@@ -138,8 +138,8 @@ class _Node:
 
 
 class Topics:
-    """Patterns of a topic exchange as a tree of their words, as in the broker. A key costs its own words and the
-    branches that match, not the number of bindings."""
+    """Patterns of a topic exchange as a tree of words, as in the broker. The cost of a key depends on its words and the
+    matching branches, not on the number of bindings."""
 
     def __init__(self, bindings: Iterable[Binding]) -> None:
         self._root = _Node()
@@ -162,12 +162,12 @@ class Topics:
 
 
 def _words(key: bytes) -> list[bytes]:
-    """Empty words count, but an empty key has none."""
+    """The words of a key. Empty words count, but an empty key has none."""
     return key.split(b".") if key else []
 
 
 def _with_hashes(nodes: Iterable[_Node]) -> dict[int, _Node]:
-    """These, and what follows them when every ``#`` there eats nothing."""
+    """These nodes, and all nodes that follow if every ``#`` matches no word."""
     found: dict[int, _Node] = {}
     todo = list(nodes)
     while todo:
@@ -181,8 +181,8 @@ def _with_hashes(nodes: Iterable[_Node]) -> dict[int, _Node]:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An exchange ready to be asked. ``matched`` is None for a type that is not known here. ``leads``: the exchanges
-    that it may give messages to."""
+    """An exchange on the way of a message. ``matched`` is None for an unknown type. ``leads``: the exchanges that it
+    may route messages to."""
 
     told: ExchangeTold
     matched: Callable[[bytes], Matched] | None
@@ -190,7 +190,7 @@ class Stop:
 
     @classmethod
     def of(cls, told: ExchangeTold, bindings: Sequence[tuple[Binding, Mapping[str, Any]]]) -> Self:
-        """From what the management API tells."""
+        """The stop for an exchange and its bindings in the management API."""
         leads = {one.destination for one, _ in bindings if one.destination_kind == "exchange"}
         if told.alternate is not None:
             leads.add(told.alternate)
@@ -199,7 +199,7 @@ class Stop:
 
 @dataclass(slots=True)
 class _Walk:
-    """``alternates``: those that were needed. Each place on the way is (exchange, whether an alternate led there)."""
+    """The state of a walk. ``alternates`` are those that were needed."""
 
     queue: bool = False
     queue_by_alternate: bool = False
@@ -262,13 +262,13 @@ def _judged(walk: _Walk) -> Route:
 
 NAME: Final = "delayer audit"
 _KEYS_AT_A_STRETCH: Final = 1000
-"""Keys that are matched before the loop gets its turn."""
+"""Keys that are matched before other tasks of the loop run."""
 _DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to."
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One distinct destination: how many messages are for it, in rows and segments and held, and when the first is due.
+    """One destination: the number of its messages in rows, segments and held, and the first due time.
     ``held``: how many of them are held."""
 
     exchange: bytes
@@ -280,8 +280,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``seconds`` for all questions together, ``patience`` for each; ``at_once`` connections; ``targets`` and
-    ``exchanges`` (on the way from one destination) are as many as are looked at."""
+    """Limits of an inquiry: ``seconds`` for all questions, ``patience`` for each, ``at_once`` connections, ``targets``
+    checked, and ``exchanges`` on the ways from one destination."""
 
     seconds: float = 60.0
     patience: float = 10.0
@@ -292,15 +292,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``routes`` has a row for every target given, soonest due first. ``remarks``: what kept questions from being asked
-    or answered, for people."""
+    """``routes`` has a row for every given target, in the order of due times. ``remarks`` tell people why questions had
+    no answer."""
 
     routes: tuple[tuple[Target, Route], ...]
     remarks: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Messages by verdict, only the verdicts that occur."""
+        """Messages by verdict, only for verdicts that occur."""
         found: dict[str, int] = {}
         for target, answer in self.routes:
             found[answer.verdict.value] = found.get(answer.verdict.value, 0) + target.messages
@@ -315,8 +315,8 @@ async def ask(
     *,
     name: str = NAME,
 ) -> Asked:
-    """Ask the broker about every target. A broker that is out of reach or refuses raises nothing: the verdict is "not
-    asked" or "not known", with a remark. Raises ValueError for an invalid URL."""
+    """Ask the broker about every target. An unreachable or refusing broker raises nothing: the verdict is "not asked"
+    or "not known", with a remark. Raises ValueError for an invalid URL."""
     waiting = sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
     management = None
     if management_url:
@@ -341,7 +341,7 @@ def not_asked(targets: Iterable[Target], reason: str) -> Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """An exchange with all its targets, or one queue, behind the default exchange, with its one."""
+    """An exchange with all its targets, or one queue with its one target."""
 
     name: str
     is_queue: bool
@@ -387,8 +387,8 @@ class _Inquiry:
                 targets, Route(Verdict.UNKNOWN, "a direct reply: the connection that waits for it would have to last")
             )
         elif not name or b"\n" in name or b"\r" in name:
-            # A passive declaration would ask for another name: the broker takes line ends out of those. An empty queue
-            # name means the last one that this channel declared.
+            # RabbitMQ removes line ends from a name, so a passive declaration would ask for another name. An empty
+            # queue name means the queue that the channel declared last.
             self._all(targets, Route(Verdict.MISSING))
         else:
             try:
@@ -404,7 +404,7 @@ class _Inquiry:
             self.answers[one] = answer
 
     async def _work(self, broker_url: str, questions: deque[_Question]) -> None:
-        """Answer questions until there are no more, on a connection of its own: a "no" closes the channel."""
+        """Answer questions until there are no more. Each worker has its own connection: a refusal closes a channel."""
         try:
             async with await Admin.connect(broker_url, name=self._name, patience=self._limits.patience) as admin:
                 while questions:
@@ -431,7 +431,7 @@ class _Inquiry:
         try:
             stops = await self._reachable(admin, self._management, question.name)
         except (BrokerRefused, BrokerUnreachable) as error:
-            # The error is of the management API. The connection to the broker itself would fail at the next question.
+            # This is an error of the management API. An error of the broker's connection would end the next question.
             self.remark(f"bindings could not be read: {error}")
             self._all(question.targets, Route(Verdict.UNKNOWN, "the exchange exists; its bindings could not be read"))
             return
@@ -441,7 +441,7 @@ class _Inquiry:
                 await asyncio.sleep(0)
 
     async def _reachable(self, admin: Admin, management: Management, start: str) -> dict[str, Stop]:
-        """``start`` and every exchange that bindings and alternates lead to from there."""
+        """``start``, and every exchange that its bindings and alternates lead to."""
         found: dict[str, Stop] = {}
         todo, seen = [start], {start}
         while todo:
@@ -459,7 +459,7 @@ class _Inquiry:
         return found
 
     async def _stop(self, admin: Admin, management: Management, name: str) -> Stop | None:
-        """None for an exchange that does not exist: an alternate exchange may be named and missing."""
+        """The stop of an exchange; None if it does not exist, since an alternate exchange may be missing."""
         if not await admin.exchange_exists(name):
             return None
         return Stop.of(await management.exchange(name), await management.bindings_from(name))

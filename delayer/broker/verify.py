@@ -1,8 +1,7 @@
-"""Compare a broker with a topology, leaving nothing behind on it.
+"""The comparison of a broker with a topology, without changes.
 
-AMQP tells whether a part exists (a passive declaration) and whether it is as configured (a repeated declaration changes
-nothing, or is refused). It does not tell bindings and policies: the management API does. Without the management API
-they are reported as not seen.
+AMQP tells whether a part exists (passive declaration), and whether it is as configured (active declaration: it changes
+nothing, or is refused). Only the management API tells bindings and policies. Without it, they are reported as unknown.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from delayer.core.topology import Binding, Exchange, Queue, Topology
 
 Severity = Literal["error", "note", "unknown"]
 
-# A policy with one of these keys changes the time or the fact that a message leaves a queue. The smaller of two TTLs
-# counts.
+# These keys of a policy change when, or whether, a message leaves a queue. The smaller of two TTLs applies.
 RISKY_POLICY_KEYS = frozenset(
     {"message-ttl", "expires", "max-length", "max-length-bytes", "overflow", "delivery-limit"}
     | {"dead-letter-exchange", "dead-letter-routing-key", "dead-letter-strategy"}
@@ -31,7 +29,7 @@ RISKY_POLICY_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``severity``: "error" is off and has to be put right, "note" is worth knowing, "unknown" could not be seen."""
+    """One finding. "error" must be corrected, "note" is for information, "unknown" could not be checked."""
 
     kind: Literal["exchange", "queue", "binding", "policy"]
     name: str
@@ -44,7 +42,7 @@ class Finding:
 
 
 class Verifier:
-    """One comparison."""
+    """One comparison of a broker with a topology."""
 
     def __init__(self, link: Link, topology: Topology, management: Management | None) -> None:
         self._link = link
@@ -52,7 +50,7 @@ class Verifier:
         self._management = management
 
     async def findings(self) -> list[Finding]:
-        """Everything that is off or could not be seen. Raises BrokerUnreachable.
+        """All differences, and all parts that could not be checked. Raises BrokerUnreachable.
 
         A missing permission, or a management API that does not answer, is a finding of severity "unknown".
         """
@@ -80,7 +78,7 @@ class Verifier:
         return Finding(kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
-        """The passive declaration comes first, because an active one would make a missing part."""
+        """Declare passively first, because an active declaration would create a missing part."""
         is_queue = isinstance(wanted, Queue)
         said = await self._link.ask(queue_look(wanted.name) if is_queue else exchange_look(wanted.name))
         if not isinstance(said, ChannelClosed):
@@ -88,20 +86,20 @@ class Verifier:
         return said if isinstance(said, ChannelClosed) else None
 
     async def _told(self, management: Management, missing: set[str]) -> list[Finding]:
-        """Bindings, from the management API."""
+        """Findings about bindings, from the management API."""
         found: list[Finding] = []
         sources = dict.fromkeys([exchange.name for exchange in self._topology.exchanges])
         sources |= dict.fromkeys(binding.source for binding in self._topology.bindings)
         for source in sources:
             if source not in missing:
                 rows = await management.bindings_from(source)
-                # Bindings with arguments are none of ours; on topic and fanout exchanges they route all the same.
+                # Bindings with arguments are not ours, but on topic and fanout exchanges they route too.
                 present = {binding for binding, arguments in rows if not arguments}
                 found += self._compared(source, present, {binding for binding, _ in rows}, missing)
         return found
 
     async def _governed(self, management: Management) -> list[Finding]:
-        """Policies that change what the arguments say."""
+        """Findings about policies that override the queues' arguments."""
         expected = "no policy about expiry, length or dead letters"
         policies = await management.policies()
         return [
@@ -134,6 +132,6 @@ class Verifier:
 
 
 def _is_address(key: str) -> bool:
-    """A key as :func:`delayer.core.cascade.delivery_binding` makes it: an address bound by a user, as it should be."""
+    """Whether a key is one of :func:`delayer.core.cascade.delivery_binding`: users may bind such addresses."""
     stars = "*." * LEVELS
     return key.startswith(stars) and bindable(key[len(stars) :].encode())

@@ -15,8 +15,8 @@ def pause(attempt: int, random: float) -> float:
 
 
 class Sparing:
-    """A throttle of log lines for repeated failures. It passes the first failure and every failure with a new reason. It
-    passes a repeated one after 10 s, then 20 s, and so on up to 5 minutes. So a long outage does not fill the log."""
+    """A throttle of log lines for repeated failures. It passes the first failure and each failure with a new reason.
+    It passes a repeated one after 10 s, then 20 s, and so on up to 5 minutes. A long outage does not fill the log."""
 
     def __init__(self) -> None:
         self._said: str | None = None
