@@ -38,7 +38,7 @@ from delayer.amqp.properties import (
     value_at,
 )
 from delayer.core import cascade
-from delayer.core.delay_headers import DELAY, Ask, UnreadableDelay, read_delay_ms
+from delayer.core.delay_headers import DELAY, DelayRequest, UnreadableDelay, read_delay_ms
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
 from delayer.core.message import SHORT_STRING, Delivery, Outgoing, Parcel, Target
@@ -84,7 +84,7 @@ ROOM: Final = 2048
 REASON: Final = 500
 
 
-def asked(delivery: Delivery, properties: Properties, consulted: Collection[bytes] = CONSULTED) -> Ask:
+def asked(delivery: Delivery, properties: Properties, consulted: Collection[bytes] = CONSULTED) -> DelayRequest:
     """The request in a message's headers. The first of repeated headers counts, as for the broker.
 
     Raises MalformedTable.
@@ -98,7 +98,7 @@ def asked(delivery: Delivery, properties: Properties, consulted: Collection[byte
                 headers[name] = value_at(raw, type_at, stop)
         elif name in _ROUTES:
             copies |= _keys(value_at(raw, type_at, stop))
-    return Ask(
+    return DelayRequest(
         delivery.exchange,
         delivery.routing_key,
         headers,

@@ -13,7 +13,7 @@ import structlog
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
-from delayer.core.backoff import Sparing, pause
+from delayer.core.backoff import LogThrottle, pause
 from delayer.core.errors import BrokerLost
 
 log = structlog.get_logger(__name__)
@@ -103,7 +103,7 @@ class Relay:
 
     async def _keep(self) -> None:
         failures = 0
-        sparing = Sparing()
+        throttle = LogThrottle()
         while True:
             try:
                 connection = await Connection.open(
@@ -111,7 +111,7 @@ class Relay:
                 )
             except BrokerLost as lost:
                 # A refused password and a missing vhost are retried too: an operator can repair them meanwhile.
-                if sparing.worth(str(lost), time.monotonic()):
+                if throttle.should_log(str(lost), time.monotonic()):
                     log.warning(
                         "broker unreachable", connection=self._name, broker=str(self._address), reason=str(lost)
                     )
@@ -120,7 +120,7 @@ class Relay:
                 continue
             log.info("broker connected", connection=self._name, broker=str(self._address))
             self.connects += 1
-            sparing.over()
+            throttle.reset()
             began = time.monotonic()
             self._connection = connection
             connection.on_alarm(partial(_alarmed, self._name))

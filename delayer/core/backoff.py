@@ -14,7 +14,7 @@ def pause(attempt: int, random: float) -> float:
     return ceiling * (0.5 + 0.5 * random)
 
 
-class Sparing:
+class LogThrottle:
     """A throttle of log lines for repeated failures. It passes the first failure and each failure with a new reason.
     It passes a repeated one after 10 s, then 20 s, and so on up to 5 minutes. A long outage does not fill the log."""
 
@@ -23,7 +23,7 @@ class Sparing:
         self._interval = 10.0
         self._next = 0.0
 
-    def worth(self, reason: str, now: float) -> bool:
+    def should_log(self, reason: str, now: float) -> bool:
         """Whether to log this failure. ``now``: monotonic seconds."""
         if reason != self._said:
             self._said, self._interval = reason, 10.0
@@ -34,7 +34,7 @@ class Sparing:
         self._next = now + self._interval
         return True
 
-    def over(self) -> None:
+    def reset(self) -> None:
         """Reset after a success: the next failure is logged."""
         self._said = None
 

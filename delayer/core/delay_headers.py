@@ -231,7 +231,7 @@ DELAY_FORMS: Final = (
 DEFAULT_FORMS: Final = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay")
 
 
-class Ask(NamedTuple):
+class DelayRequest(NamedTuple):
     """A message's request: its origin, and its decoded headers out of :data:`CONSULTED`.
 
     ``timestamp`` is the property, in seconds. ``copies`` are the keys of ``CC``.
@@ -260,25 +260,25 @@ def is_form(name: object) -> bool:
     return True
 
 
-def counted(delay_ms: int, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int]:
+def counted(delay_ms: int, request: DelayRequest, now_ms: int, sure_ms: int) -> tuple[int, int]:
     """The due time of a relative delay, and the time from which it counts, both in epoch ms."""
     if delay_ms <= 0:
         # A delay of 0 means the lower bound of the clock: the time sure_ms has certainly been reached.
         return sure_ms + delay_ms, sure_ms
-    stamp = _received_ms(ask)
+    stamp = _received_ms(request)
     return (now_ms + delay_ms, now_ms) if stamp is None else (stamp + delay_ms, sure_ms)
 
 
-def _received_ms(ask: Ask) -> int | None:
+def _received_ms(request: DelayRequest) -> int | None:
     """The broker's ``timestamp_in_ms``, if usable: a relative delay counts from it, so that a wait in the intake queue
     does not add up. None: the delay counts from now.
 
     A message that was delayed before may carry the stamp of its first arrival, because the broker's interceptor does
     not overwrite by default. A delay from that time would be too short.
     """
-    stamp = ask.headers.get(RECEIVED_AT)
+    stamp = request.headers.get(RECEIVED_AT)
     if stamp is None:
         return None
-    if LAST_DUE in ask.headers or not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
+    if LAST_DUE in request.headers or not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
         return None
     return stamp

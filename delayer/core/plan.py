@@ -1,6 +1,6 @@
 """The decision about one message. Total: every input has exactly one answer, and no input raises.
 
-    decide(ask, policy, now_ms) -> Cascade | Park | AtOnce | TooLate | Cancel | Refuse
+    decide(request, policy, now_ms) -> Cascade | Park | AtOnce | TooLate | Cancel | Refuse
 
 Start here to understand the system: this module decides, and all other modules carry out its decisions.
 """
@@ -34,7 +34,7 @@ from delayer.core.delay_headers import (
     RELATIVE,
     ROUTING_KEY,
     ROUTING_KEY_BITS,
-    Ask,
+    DelayRequest,
     UnreadableDelay,
     counted,
     in_words,
@@ -168,42 +168,48 @@ def has_key(plan: Plan) -> bool:
     return isinstance(plan, Cancel) or (isinstance(plan, Park) and plan.key is not None)
 
 
-def decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int | None = None) -> Plan:
+def decide(request: DelayRequest, policy: Policy, now_ms: int, sure_ms: int | None = None) -> Plan:
     """The plan for one message.
 
     The true time is between ``sure_ms`` and ``now_ms``; None means that ``now_ms`` is exact. A delay counts from the
     later one, so it is never too short. A message is due if it is due at the earlier one, so nothing is early.
     """
     try:
-        return _decide(ask, policy, now_ms, now_ms if sure_ms is None else sure_ms)
+        return _decide(request, policy, now_ms, now_ms if sure_ms is None else sure_ms)
     except Refused as refused:
         return Refuse(str(refused))
 
 
-def _decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
-    headers = ask.headers
-    route = route_of(ask, policy)
+def _decide(request: DelayRequest, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
+    headers = request.headers
+    route = route_of(request, policy)
     if route.retry is not None:
-        return _retried(ask, route, route.retry, policy, now_ms)
+        return _retried(request, route, route.retry, policy, now_ms)
     if CANCEL in headers:
-        return Cancel(key_of(CANCEL, ask, policy))
-    saga = cleared_of(ask, route, policy)
+        return Cancel(key_of(CANCEL, request, policy))
+    saga = cleared_of(request, route, policy)
     if saga is not None:
         return Cancel(saga)
-    due_ms, from_ms = due_of(ask, route, policy, now_ms, sure_ms)
-    target = target_of(ask, route, policy)
+    due_ms, from_ms = due_of(request, route, policy, now_ms, sure_ms)
+    target = target_of(request, route, policy)
     if KEY in headers:
         # This holds for a message that is due at once too: only the store can delete the waiting one exactly.
-        return Park(due_ms, target, key_of(KEY, ask, policy))
+        return Park(due_ms, target, key_of(KEY, request, policy))
     if policy.mode is Mode.STORE and due_ms > from_ms:
-        key = saga_key_of(ask, route, due_ms)
+        key = saga_key_of(request, route, due_ms)
         if key is not None:
             return Park(due_ms, target, key)
-    return _carried((due_ms, from_ms), target, route, ask, policy)
+    return _carried((due_ms, from_ms), target, route, request, policy)
 
 
 def _carried(
-    due: tuple[int, int], target: Target, route: Route, ask: Ask, policy: Policy, *, failed: Failure | None = None
+    due: tuple[int, int],
+    target: Target,
+    route: Route,
+    request: DelayRequest,
+    policy: Policy,
+    *,
+    failed: Failure | None = None,
 ) -> Plan:
     """The plan for a message that may wait in the cascade or in the store."""
     due_ms, from_ms = due
@@ -211,29 +217,31 @@ def _carried(
         return Park(due_ms, target, failed=failed)
     wait_ms = due_ms - from_ms
     if wait_ms <= 0:
-        return _due_already(due_ms, from_ms, target, route, ask) if failed is None else AtOnce(due_ms, target, failed)
+        return (
+            _due_already(due_ms, from_ms, target, route, request) if failed is None else AtOnce(due_ms, target, failed)
+        )
     if policy.mode is Mode.STORE and (wait_ms > policy.park_beyond_ms or wait_ms > MAX_SECONDS * 1000):
         return Park(due_ms, target, failed=failed)
     plan = _cascade(due_ms, from_ms, target)
     return plan if failed is None else plan._replace(failed=failed)
 
 
-def _retried(ask: Ask, route: Route, retry: Retry, policy: Policy, now_ms: int) -> Plan:
+def _retried(request: DelayRequest, route: Route, retry: Retry, policy: Policy, now_ms: int) -> Plan:
     """Send a dead letter back to the queue that dead-lettered it, or, if exhausted, to the queue for those."""
     try:
-        failed = failure(ask.headers, retry)
+        failed = failure(request.headers, retry)
     except NoFailure as none:
         raise Refused(str(none)) from none
     target = Target(b"", retry.exhausted if failed.exhausted else failed.queue)
     # A retry goes to this one queue only: the keys of CC are ignored.
-    check_not_ours(target.exchange, target.routing_key, ask._replace(copies=frozenset()), policy)
-    due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, ask.chance)
-    return _carried((due_ms, now_ms), target, route, ask, policy, failed=failed)
+    check_not_ours(target.exchange, target.routing_key, request._replace(copies=frozenset()), policy)
+    due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, request.chance)
+    return _carried((due_ms, now_ms), target, route, request, policy, failed=failed)
 
 
-def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Plan:
+def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, request: DelayRequest) -> Plan:
     hold = too_late(due_ms, now_ms, route.late_limit_ms)
-    if hold is None or wants_no_delay(ask, route.delay_from, route.default_delay_ms):
+    if hold is None or wants_no_delay(request, route.delay_from, route.default_delay_ms):
         return AtOnce(due_ms, target)
     return TooLate(due_ms, target, hold)
 
@@ -245,18 +253,18 @@ def _cascade(due_ms: int, now_ms: int, target: Target) -> Cascade:
     return Cascade(due_ms, seconds, target)
 
 
-def route_of(ask: Ask, policy: Policy) -> Route:
+def route_of(request: DelayRequest, policy: Policy) -> Route:
     """The route of the message's exchange. Raises Refused, like the functions below."""
-    route = policy.routes.get(ask.exchange)
+    route = policy.routes.get(request.exchange)
     if route is None:
-        raise Refused(f"no route for exchange {_name(ask.exchange)}: expected one of {_names(policy.routes)}")
+        raise Refused(f"no route for exchange {_name(request.exchange)}: expected one of {_names(policy.routes)}")
     return route
 
 
-def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) -> tuple[int, int]:
+def due_of(request: DelayRequest, route: Route, policy: Policy, now_ms: int, sure_ms: int) -> tuple[int, int]:
     """The due time, and the time from which the wait for it counts, both in epoch ms."""
     try:
-        due_ms, from_ms = said_due_ms(ask, route.delay_from, route.default_delay_ms, now_ms, sure_ms)
+        due_ms, from_ms = declared_due_ms(request, route.delay_from, route.default_delay_ms, now_ms, sure_ms)
     except UnreadableDelay as unreadable:
         raise Refused(str(unreadable)) from unreadable
     wait_ms = due_ms - from_ms
@@ -267,95 +275,97 @@ def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) ->
     return max(due_ms, 0), from_ms
 
 
-def said_due_ms(ask: Ask, forms: Sequence[str], default_delay_ms: int, now_ms: int, sure_ms: int) -> tuple[int, int]:
+def declared_due_ms(
+    request: DelayRequest, forms: Sequence[str], default_delay_ms: int, now_ms: int, sure_ms: int
+) -> tuple[int, int]:
     """The due time, and the time from which the wait for it counts, both in epoch ms.
 
     Raises UnreadableDelay; its text begins with the form that could not be read.
     """
-    headers = ask.headers
+    headers = request.headers
     form = ""
     try:
         for form in forms:
             header = HEADERS.get(form)
             if header is None:
-                found = _of_others(form, ask, now_ms, sure_ms)
+                found = _of_others(form, request, now_ms, sure_ms)
                 if found is not None:
                     return found
             elif header in headers:
                 if form in ABSOLUTE:
                     return read_instant_ms(headers[header]), sure_ms
-                return counted(read_delay_ms(headers[header]), ask, now_ms, sure_ms)
+                return counted(read_delay_ms(headers[header]), request, now_ms, sure_ms)
     except UnreadableDelay as unreadable:
         raise UnreadableDelay(f"{form}: {unreadable}") from unreadable
-    return counted(default_delay_ms, ask, now_ms, sure_ms)
+    return counted(default_delay_ms, request, now_ms, sure_ms)
 
 
-def wants_no_delay(ask: Ask, forms: Sequence[str], default_delay_ms: int) -> bool:
+def wants_no_delay(request: DelayRequest, forms: Sequence[str], default_delay_ms: int) -> bool:
     """Whether the message asks for a delay of 0 or less: it is meant to be delivered at once, and is never too late.
 
     The message's headers must be readable.
     """
     for form in forms:
         header = HEADERS.get(form)
-        if header is not None and header in ask.headers:
-            return form in RELATIVE and read_delay_ms(ask.headers[header]) <= 0
-        if header is None and _of_others(form, ask, 0, 0) is not None:
+        if header is not None and header in request.headers:
+            return form in RELATIVE and read_delay_ms(request.headers[header]) <= 0
+        if header is None and _of_others(form, request, 0, 0) is not None:
             seconds = None
             if form in (NSERVICEBUS, ROUTING_KEY_BITS):
-                in_key = delay_in_key(ask.routing_key)
-                seconds = nservicebus.delay_seconds(ask.headers) if form == NSERVICEBUS else in_key
+                in_key = delay_in_key(request.routing_key)
+                seconds = nservicebus.delay_seconds(request.headers) if form == NSERVICEBUS else in_key
             return seconds is not None and seconds <= 0
     return default_delay_ms <= 0
 
 
-def _of_others(form: str, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int] | None:
+def _of_others(form: str, request: DelayRequest, now_ms: int, sure_ms: int) -> tuple[int, int] | None:
     """The due time in other systems' forms; None if the form is absent."""
     due_ms: int | None = None
     match form:
         case "timestamp":
-            due_ms = None if ask.timestamp is None else ask.timestamp * 1000
+            due_ms = None if request.timestamp is None else request.timestamp * 1000
         case "nservicebus":
-            seconds = nservicebus.delay_seconds(ask.headers)
-            due_ms = nservicebus.delayed_until_ms(ask.headers)
+            seconds = nservicebus.delay_seconds(request.headers)
+            due_ms = nservicebus.delayed_until_ms(request.headers)
             if due_ms is None and seconds is not None:
-                return counted(seconds * 1000, ask, now_ms, sure_ms)
+                return counted(seconds * 1000, request, now_ms, sure_ms)
         case "nservicebus-timeout":
-            timeout = nservicebus.timeout(ask.headers)
+            timeout = nservicebus.timeout(request.headers)
             due_ms = None if timeout is None else timeout.due_ms
         case "routing-key-bits":
-            seconds = delay_in_key(ask.routing_key)
-            return None if seconds is None else counted(seconds * 1000, ask, now_ms, sure_ms)
+            seconds = delay_in_key(request.routing_key)
+            return None if seconds is None else counted(seconds * 1000, request, now_ms, sure_ms)
         case "celery-eta":
-            due_ms = eta_ms(ask.headers.get(ETA))
+            due_ms = eta_ms(request.headers.get(ETA))
         case _:
-            due_ms = instant_in_json_ms(ask.body, form.removeprefix(JSON), ask.content_encoding)
+            due_ms = instant_in_json_ms(request.body, form.removeprefix(JSON), request.content_encoding)
     return None if due_ms is None else (due_ms, sure_ms)
 
 
-def target_of(ask: Ask, route: Route, policy: Policy) -> Target:
-    exchange, routing_key = route.to, route.routing_key or _address(ask, route) or ask.routing_key
+def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
+    exchange, routing_key = route.to, route.routing_key or _address(request, route) or request.routing_key
     if routing_key.startswith((b"0.", b"1.")):
         routing_key = strip_prefix(routing_key)
-    if ROUTING_KEY in ask.headers:
-        routing_key = _short_string(ROUTING_KEY, ask.headers[ROUTING_KEY])
-    if EXCHANGE in ask.headers:
+    if ROUTING_KEY in request.headers:
+        routing_key = _short_string(ROUTING_KEY, request.headers[ROUTING_KEY])
+    if EXCHANGE in request.headers:
         # RabbitMQ 4 has no valid reply for a longer name of a missing exchange: it ends the whole connection.
-        exchange = _short_string(EXCHANGE, ask.headers[EXCHANGE], NAME_BYTES)
+        exchange = _short_string(EXCHANGE, request.headers[EXCHANGE], NAME_BYTES)
         if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
             raise Refused(
                 f"x-delay-exchange: exchange {_name(exchange)} is forbidden on this route: "
                 f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
             )
-    check_not_ours(exchange, routing_key, ask, policy)
+    check_not_ours(exchange, routing_key, request, policy)
     return Target(exchange, routing_key)
 
 
-def _address(ask: Ask, route: Route) -> bytes | None:
+def _address(request: DelayRequest, route: Route) -> bytes | None:
     """The queue that a timeout names; None for any other message."""
-    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in ask.headers:
+    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in request.headers:
         return None
     try:
-        timeout = nservicebus.timeout(ask.headers)
+        timeout = nservicebus.timeout(request.headers)
     except UnreadableDelay as unreadable:  # If another form gave the due time, nothing has read this one before.
         raise Refused(f"{NSERVICEBUS_TIMEOUT}: {unreadable}") from unreadable
     if timeout is not None and len(timeout.address) > SHORT_STRING:
@@ -365,17 +375,17 @@ def _address(ask: Ask, route: Route) -> bytes | None:
     return None if timeout is None else timeout.address
 
 
-def check_not_ours(exchange: bytes, routing_key: bytes, ask: Ask, policy: Policy) -> None:
+def check_not_ours(exchange: bytes, routing_key: bytes, request: DelayRequest, policy: Policy) -> None:
     """Raise Refused if the message would return at once and for ever, enter delayer's own queues, or end our
     connection."""
     if exchange != b"":
-        if exchange == ask.exchange:
+        if exchange == request.exchange:
             raise Refused(_leads(exchange, routing_key, "back into the intake queue"))
         if exchange in policy.own_exchanges:
             raise Refused(_leads(exchange, routing_key, "into delayer's own exchanges"))
         return
     # At the default exchange every key is a queue, also the keys of CC.
-    for key in (routing_key, *sorted(ask.copies)):
+    for key in (routing_key, *sorted(request.copies)):
         if key == policy.intake_queue:
             raise Refused(_leads(exchange, key, "back into the intake queue"))
         if key in policy.own_queues:
@@ -395,10 +405,10 @@ def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def key_of(header: bytes, ask: Ask, policy: Policy) -> bytes:
+def key_of(header: bytes, request: DelayRequest, policy: Policy) -> bytes:
     if not policy.has_store:
         raise Refused(f"{header.decode()}: {_NEEDS_STORE}")
-    key = _short_string(header, ask.headers[header])
+    key = _short_string(header, request.headers[header])
     if not key:
         raise Refused(f"{header.decode()}: expected a key, found an empty string")
     return key
@@ -408,12 +418,12 @@ _SAGA: Final = b"nservicebus-saga:%b:"
 _NEEDS_STORE: Final = "keys and cancels need a store, and none is configured and in reach"
 
 
-def cleared_of(ask: Ask, route: Route, policy: Policy) -> KeyGroup | None:
+def cleared_of(request: DelayRequest, route: Route, policy: Policy) -> KeyGroup | None:
     """The key group of a saga whose timeouts the message clears; None for any other message."""
-    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.CLEAR_TIMEOUTS not in ask.headers:
+    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.CLEAR_TIMEOUTS not in request.headers:
         return None
     try:
-        saga = nservicebus.cleared_saga(ask.headers)
+        saga = nservicebus.cleared_saga(request.headers)
     except UnreadableDelay as unreadable:
         raise Refused(f"{NSERVICEBUS_TIMEOUT}: {unreadable}") from unreadable
     if saga is None:
@@ -423,15 +433,19 @@ def cleared_of(ask: Ask, route: Route, policy: Policy) -> KeyGroup | None:
     return KeyGroup(_SAGA % saga)
 
 
-def saga_key_of(ask: Ask, route: Route, due_ms: int) -> bytes | None:
+def saga_key_of(request: DelayRequest, route: Route, due_ms: int) -> bytes | None:
     """The key of a saga's timeout, by which a saga can clear it. None without a saga, or without a message id: two
     timeouts would share the key, and one of them would be lost."""
-    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in ask.headers or not ask.message_id:
+    if (
+        NSERVICEBUS_TIMEOUT not in route.delay_from
+        or nservicebus.EXPIRE not in request.headers
+        or not request.message_id
+    ):
         return None
-    saga = nservicebus.saga_of(ask.headers)
+    saga = nservicebus.saga_of(request.headers)
     if saga is None:
         return None
-    key = (_SAGA % saga) + b"%b:%d" % (ask.message_id, due_ms)
+    key = (_SAGA % saga) + b"%b:%d" % (request.message_id, due_ms)
     return key if len(key) <= SHORT_STRING else None
 
 

@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from delayer.config.values import is_loopback
-from delayer.core.backoff import Sparing
+from delayer.core.backoff import LogThrottle
 from delayer.http.access import Guard, Sessions
 from delayer.http.actions import Actions
 from delayer.http.health import Answers
@@ -109,13 +109,13 @@ class HttpPart:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until stopping is set."""
-        sparing = Sparing()
+        throttle = LogThrottle()
         while not stopping.is_set():
             try:
                 await self._serve(stopping)
             except OSError as taken:
                 reason = (taken.strerror or str(taken)).partition(" (")[0].capitalize()
-                if sparing.worth(reason, asyncio.get_running_loop().time()):
+                if throttle.should_log(reason, asyncio.get_running_loop().time()):
                     log.error("http not served", listen=self._inside.settings.http.listen, reason=reason)
                 try:
                     await asyncio.wait_for(stopping.wait(), AGAIN)

@@ -12,7 +12,7 @@ import structlog
 
 from delayer.broker.ports import Consumer, Heartbeat, Subscription
 from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
-from delayer.core.backoff import Sparing
+from delayer.core.backoff import LogThrottle
 from delayer.core.errors import NotTaken
 from delayer.core.faultpoint import reach
 from delayer.core.message import Delivery
@@ -116,7 +116,7 @@ class QueueConsumer:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Consume; after a loss, wait a little longer each time and begin again. Returns when stopping is set."""
-        retry, sparing = Retry(stopping, self._beat), Sparing()
+        retry, throttle = Retry(stopping, self._beat), LogThrottle()
         while not stopping.is_set():
             interrupted = False
             try:
@@ -129,8 +129,8 @@ class QueueConsumer:
                 if stopping.is_set() and not self.consuming.is_set():
                     break  # A daemon that stops while it starts logs no loss.
                 if self.consuming.is_set():
-                    sparing.over()
-                if sparing.worth(str(lost), asyncio.get_running_loop().time()):
+                    throttle.reset()
+                if throttle.should_log(str(lost), asyncio.get_running_loop().time()):
                     log.warning(
                         "consuming interrupted", queue=self._intake.queue, cause=type(lost).__name__, reason=str(lost)
                     )

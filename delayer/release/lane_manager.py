@@ -20,7 +20,7 @@ import structlog
 
 from delayer.broker.ports import Heartbeat, Lane, Store
 from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
-from delayer.core.backoff import Sparing
+from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold
@@ -216,7 +216,7 @@ class LaneManager:
 
     async def _look_on(self, stopping: asyncio.Event) -> None:
         beat = partial(self._heartbeat.beat, "lanes")
-        retry, sparing = Retry(stopping, beat), Sparing()
+        retry, throttle = Retry(stopping, beat), LogThrottle()
         for number in count():
             if stopping.is_set():
                 return
@@ -225,14 +225,14 @@ class LaneManager:
                 await self._look(number, stopping)
             except StoreLost as lost:
                 self.out_of_reach.set()
-                if sparing.worth(str(lost), time.monotonic()):
+                if throttle.should_log(str(lost), time.monotonic()):
                     advice = {"next_step": lost.advice} if lost.advice else {}
                     log.warning("store unreachable", reason=str(lost), **advice)
                 failed = True
             else:
                 self.out_of_reach.clear()
                 retry.succeeded()
-                sparing.over()
+                throttle.reset()
                 failed = False
             if failed:
                 await retry.pause()

@@ -17,7 +17,7 @@ from typing import Final
 import structlog
 
 from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
-from delayer.core.backoff import Sparing
+from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Locked, Restored
@@ -45,7 +45,7 @@ class Restoring:
         self._lanes = lanes
         self._ahead_ms = ahead_ms
         self._counters = counters
-        self._sparing = Sparing()
+        self._throttle = LogThrottle()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Look, and restore, until stopping is set. Raises bugs only."""
@@ -70,7 +70,7 @@ class Restoring:
                 await retry.pause()
             else:
                 retry.succeeded()
-                self._sparing.over()
+                self._throttle.reset()
                 await asyncio.sleep(seconds)
 
     async def look(self) -> float:
@@ -95,7 +95,7 @@ class Restoring:
         """The store rolled the restore back, after a lack of memory too. The release loops go on."""
         reason = str(error) if isinstance(error, StoreLost) else _MEMORY
         advice = {"next_step": error.advice} if isinstance(error, StoreLost) and error.advice else {}
-        if self._sparing.worth(reason, asyncio.get_running_loop().time()):
+        if self._throttle.should_log(reason, asyncio.get_running_loop().time()):
             log.warning("restoring interrupted", reason=reason, **advice)
 
     def _tell_restored(self, found: Restored, took: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.core.delay_headers import Ask
+from delayer.core.delay_headers import DelayRequest
 from delayer.core.message import Target
 from delayer.core.plan import AtOnce, Cascade, Mode, Park, Plan, Policy, Route, decide
 
@@ -14,7 +14,7 @@ TARGET = Target(b"out", b"k")
 
 def plan(mode: Mode, **headers: object) -> Plan:
     policy = Policy(mode, {b"in": Route(b"in", b"out")}, b"delays", 86_400_000)
-    ask = Ask(b"in", b"k", {name.replace("_", "-").encode(): value for name, value in headers.items()})
+    ask = DelayRequest(b"in", b"k", {name.replace("_", "-").encode(): value for name, value in headers.items()})
     return decide(ask, policy, UPPER, LOWER)
 
 

@@ -23,7 +23,7 @@ from delayer.amqp.properties import (
     long_string,
 )
 from delayer.core import retry_policy
-from delayer.core.delay_headers import Ask
+from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.retry_policy import Failure
@@ -171,19 +171,19 @@ def test_what_is_asked() -> None:
         text("x-delay-key", "key"),
     )
     asked = edits.asked(delivered(raw), Properties.parse(raw))
-    assert asked == Ask(b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"})
+    assert asked == DelayRequest(b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"})
 
 
 def test_what_is_asked_with_the_body_and_what_names_it() -> None:
     raw = b"\x40\x80" + b"\x04gzip" + b"\x04id-1"
     asked = edits.asked(delivered(raw, b"body"), Properties.parse(raw))
-    assert asked == Ask(b"orders.in", b"k", {}, body=b"body", content_encoding=b"gzip", message_id=b"id-1")
+    assert asked == DelayRequest(b"orders.in", b"k", {}, body=b"body", content_encoding=b"gzip", message_id=b"id-1")
 
 
 def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
-    assert edits.asked(delivered(raw), found) == Ask(b"orders.in", b"k", {})
+    assert edits.asked(delivered(raw), found) == DelayRequest(b"orders.in", b"k", {})
     asked = edits.asked(delivered(raw), found, retry_policy.CONSULTED)
     assert asked.headers == {b"x-death": ["x"]}
     assert 0 < asked.chance < 1

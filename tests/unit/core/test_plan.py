@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core.delay_headers import Ask
+from delayer.core.delay_headers import DelayRequest
 from delayer.core.message import Target, Timestamp
 from delayer.core.plan import (
     CONSULTED,
@@ -52,18 +52,18 @@ MIXED = replace(STORE, park_beyond_ms=10_000)
 OUT = Target(b"orders.out", b"k")
 
 
-def ask(exchange: bytes = b"orders.in", routing_key: bytes = b"k", **more: Any) -> Ask:
+def ask(exchange: bytes = b"orders.in", routing_key: bytes = b"k", **more: Any) -> DelayRequest:
     """A message; ``says={"x-delay": 5}`` are its headers."""
     headers = {name.encode(): value for name, value in more.pop("says", {}).items()}
-    return Ask(exchange, routing_key, headers, **more)
+    return DelayRequest(exchange, routing_key, headers, **more)
 
 
-def says(**headers: object) -> Ask:
+def says(**headers: object) -> DelayRequest:
     """A message with these headers, underscores for hyphens."""
     return ask(says={name.replace("_", "-"): value for name, value in headers.items()})
 
 
-def stamped(stamp: object, **headers: object) -> Ask:
+def stamped(stamp: object, **headers: object) -> DelayRequest:
     """The same, with the broker's ``timestamp_in_ms``."""
     said = {name.replace("_", "-"): value for name, value in headers.items()}
     return ask(says=said | {"timestamp_in_ms": stamp})
@@ -143,7 +143,7 @@ def named(value: object) -> str:
     ],
     ids=named,
 )
-def test_when_a_message_is_due(asked: Ask, due_ms: int) -> None:
+def test_when_a_message_is_due(asked: DelayRequest, due_ms: int) -> None:
     plan = decide(asked, STORE, NOW)
     assert isinstance(plan, AtOnce if due_ms <= NOW else Park), plan
     assert plan.due_ms == due_ms
@@ -183,7 +183,7 @@ def test_when_a_message_is_due(asked: Ask, due_ms: int) -> None:
     ],
     ids=named,
 )
-def test_in_store_mode(asked: Ask, plan: object) -> None:
+def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
     assert decide(asked, STORE, NOW) == plan
 
 
@@ -240,7 +240,7 @@ def test_in_store_mode(asked: Ask, plan: object) -> None:
     ],
     ids=named,
 )  # fmt: skip
-def test_refused(asked: Ask, policy: Policy, reason: str) -> None:
+def test_refused(asked: DelayRequest, policy: Policy, reason: str) -> None:
     plan = decide(asked, policy, NOW)
     assert isinstance(plan, Refuse)
     assert reason in plan.reason
@@ -278,7 +278,7 @@ INBOX = Target(b"", b"inbox")
     ],
     ids=named,
 )  # fmt: skip
-def test_in_native_mode(asked: Ask, plan: object) -> None:
+def test_in_native_mode(asked: DelayRequest, plan: object) -> None:
     assert decide(asked, NATIVE, NOW) == plan
 
 
@@ -346,7 +346,7 @@ values = st.one_of(
     st.lists(st.none()),
 )
 asks = st.builds(
-    Ask,
+    DelayRequest,
     st.sampled_from([*STORE.routes, b"else", b"\xff"]),
     st.sampled_from([b"", b"k", b"\xff", b"a.#", b"a" * 199, b"a" * 200, b"delays", b"0." * 28 + b"inbox"]),
     st.dictionaries(st.sampled_from(sorted(CONSULTED)), values, max_size=4),
@@ -361,7 +361,7 @@ policies = st.builds(
 
 
 @given(asks, policies, st.integers(0, LATEST_MS))
-def test_every_message_has_a_plan_that_can_be_carried_out(asked: Ask, policy: Policy, now_ms: int) -> None:
+def test_every_message_has_a_plan_that_can_be_carried_out(asked: DelayRequest, policy: Policy, now_ms: int) -> None:
     plan = decide(asked, policy, now_ms)
     if isinstance(plan, Park | Cascade | AtOnce):
         assert 0 <= plan.due_ms <= LATEST_MS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from delayer.core import retry_policy
 from delayer.core.cascade import routing_key
-from delayer.core.delay_headers import DEFAULT_FORMS, DELAY_FORMS, Ask, is_form
+from delayer.core.delay_headers import DEFAULT_FORMS, DELAY_FORMS, DelayRequest, is_form
 from delayer.core.message import KeyGroup, Target, Timestamp
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
@@ -62,8 +62,8 @@ STORE = Policy(
 NATIVE = replace(STORE, mode=Mode.NATIVE)
 
 
-def ask(exchange: bytes, headers: dict[bytes, object] | None = None, key: bytes = b"k", **more: Any) -> Ask:
-    return Ask(exchange, key, headers or {}, **more)
+def ask(exchange: bytes, headers: dict[bytes, object] | None = None, key: bytes = b"k", **more: Any) -> DelayRequest:
+    return DelayRequest(exchange, key, headers or {}, **more)
 
 
 def sent(ago_ms: int) -> str:
@@ -94,7 +94,7 @@ def sent(ago_ms: int) -> str:
         (ask(b"mailerq", timestamp=NOW // 1000 + 9, body=b"no json"), NOW + 9_000),
     ],
 )
-def test_when_a_message_of_another_system_is_due(asked: Ask, due_ms: int) -> None:
+def test_when_a_message_of_another_system_is_due(asked: DelayRequest, due_ms: int) -> None:
     plan = decide(asked, STORE, NOW)
     assert isinstance(plan, AtOnce if due_ms <= NOW else Park), plan
     assert plan.due_ms == due_ms
@@ -122,7 +122,7 @@ def test_the_digits_of_a_cascade_go() -> None:
         (ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True"}), "nservicebus-timeout: NServiceBus.ClearTimeouts"),
     ],
 )
-def test_what_cannot_be_read_is_refused(asked: Ask, reason: str) -> None:
+def test_what_cannot_be_read_is_refused(asked: DelayRequest, reason: str) -> None:
     plan = decide(asked, STORE, NOW)
     assert isinstance(plan, Refuse)
     assert reason in plan.reason
@@ -175,7 +175,7 @@ DIED = {
 }  # fmt: skip
 
 
-def dead(retries: int | None = None, failed_in: str = "orders", **more: object) -> Ask:
+def dead(retries: int | None = None, failed_in: str = "orders", **more: object) -> DelayRequest:
     headers: dict[bytes, object] = {retry_policy.X_DEATH: [DIED | more, {"queue": "elsewhere", "reason": "expired"}]}
     if retries is not None:
         headers |= {RETRIES: retries, FAILED_IN: failed_in}
@@ -207,7 +207,7 @@ BACK = Target(b"", b"orders")
          Park(NOW + 5_000, BACK, failed=failed(1))),
     ],
 )  # fmt: skip
-def test_a_dead_letter_goes_back(asked: Ask, policy: Policy, plan: object) -> None:
+def test_a_dead_letter_goes_back(asked: DelayRequest, policy: Policy, plan: object) -> None:
     assert decide(asked, policy, NOW) == plan
 
 
@@ -227,7 +227,7 @@ def test_a_dead_letter_goes_back(asked: Ask, policy: Policy, plan: object) -> No
         (dead(queue="amq.rabbitmq.reply-to.g2EF.k"), "leads to a direct reply"),
     ],
 )
-def test_what_is_no_dead_letter_is_refused(asked: Ask, reason: str) -> None:
+def test_what_is_no_dead_letter_is_refused(asked: DelayRequest, reason: str) -> None:
     plan = decide(asked, STORE, NOW)
     assert isinstance(plan, Refuse)
     assert reason in plan.reason
@@ -288,7 +288,7 @@ def test_retries_never_come_sooner_than_the_one_before_nor_later_than_the_longes
         (ask(b"x", body=b'{"a": 5}'), ("json:/a", "x-delay"), False),
     ],
 )
-def test_what_asks_for_no_delay_is_never_late(asked: Ask, forms: tuple[str, ...], at_once: bool) -> None:
+def test_what_asks_for_no_delay_is_never_late(asked: DelayRequest, forms: tuple[str, ...], at_once: bool) -> None:
     assert wants_no_delay(asked, forms, 0) is at_once
 
 
@@ -303,7 +303,7 @@ values = st.one_of(
     st.text(max_size=9) | st.binary(max_size=300) | st.floats() | st.booleans(),
 )
 asks = st.builds(
-    Ask,
+    DelayRequest,
     st.sampled_from(sorted(STORE.routes)),
     st.sampled_from([b"", b"k", routing_key(60, b"a"), b"delays"]),
     st.dictionaries(st.sampled_from(sorted(CONSULTED | retry_policy.CONSULTED)), values, max_size=5),
@@ -315,7 +315,7 @@ asks = st.builds(
 
 
 @given(asks, st.sampled_from([STORE, NATIVE, replace(NATIVE, has_store=False)]))
-def test_every_message_has_a_plan(asked: Ask, policy: Policy) -> None:
+def test_every_message_has_a_plan(asked: DelayRequest, policy: Policy) -> None:
     plan = decide(asked, policy, NOW)
     if isinstance(plan, Park | Cascade | AtOnce):
         assert max(map(len, plan.target)) <= 255

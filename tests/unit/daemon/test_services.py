@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.broker.retry import Retry
-from delayer.core.backoff import Sparing, pause
+from delayer.core.backoff import LogThrottle, pause
 from delayer.daemon.services import Part, ServiceGroup
 
 
@@ -215,16 +215,16 @@ async def test_a_pause_ends_when_told_to_stop(before: bool) -> None:
 
 
 def test_a_long_outage_is_spoken_of_ever_more_rarely() -> None:
-    sparing = Sparing()
-    said = [second for second in range(7200) if sparing.worth("refused", second)]
+    throttle = LogThrottle()
+    said = [second for second in range(7200) if throttle.should_log("refused", second)]
     assert said[:5] == [0, 10, 30, 70, 150]
     assert {later - sooner for sooner, later in pairwise(said[6:])} == {300.0}
 
 
 def test_news_is_always_spoken_of() -> None:
-    sparing = Sparing()
-    assert sparing.worth("refused", 0)
-    assert sparing.worth("no such vhost", 1)
-    assert not sparing.worth("no such vhost", 2)
-    sparing.over()
-    assert sparing.worth("no such vhost", 3)
+    throttle = LogThrottle()
+    assert throttle.should_log("refused", 0)
+    assert throttle.should_log("no such vhost", 1)
+    assert not throttle.should_log("no such vhost", 2)
+    throttle.reset()
+    assert throttle.should_log("no such vhost", 3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from delayer.core.delay_headers import Ask
+from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind, too_late, unfit
 from delayer.core.message import Due, Target
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
@@ -39,10 +39,10 @@ def policy(limit_ms: int | None, mode: Mode = Mode.STORE, **more: Any) -> Policy
     return Policy(mode, {b"in": route}, b"delays", 100 * 24 * HOUR, **more)
 
 
-def ask(timestamp: int | None = None, **headers: object) -> Ask:
+def ask(timestamp: int | None = None, **headers: object) -> DelayRequest:
     names = {"x-" + name.replace("_", "-"): value for name, value in headers.items()}
     names = {"timestamp_in_ms" if name == "x-stamp" else name: value for name, value in names.items()}
-    return Ask(b"in", b"k", {name.encode(): value for name, value in names.items()}, timestamp)
+    return DelayRequest(b"in", b"k", {name.encode(): value for name, value in names.items()}, timestamp)
 
 
 OLD = NOW - 2 * HOUR
@@ -61,12 +61,12 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("asked", "limit_ms", "plan"), [row[1:] for row in PLANS], ids=[row[0] for row in PLANS])
-def test_what_comes_in_late(asked: Ask, limit_ms: int | None, plan: type) -> None:
+def test_what_comes_in_late(asked: DelayRequest, limit_ms: int | None, plan: type) -> None:
     assert isinstance(decide(asked, policy(limit_ms), NOW), plan)
 
 
 def test_a_keyed_message_is_parked_however_late_and_judged_at_its_release() -> None:
-    keyed = Ask(b"in", b"k", {b"x-deliver-at": OLD, b"x-delay-key": "a"})
+    keyed = DelayRequest(b"in", b"k", {b"x-deliver-at": OLD, b"x-delay-key": "a"})
     assert isinstance(decide(keyed, policy(HOUR), NOW), Park)
 
 
