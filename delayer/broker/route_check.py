@@ -323,12 +323,12 @@ async def ask(
         management = Management(management_url, Address.parse(broker_url).vhost, timeout=limits.patience)
     inquiry = _Inquiry(management, limits, name)
     if len(waiting) > limits.targets:
-        inquiry.remark(f"only the {limits.targets:,} soonest of {len(waiting):,} destinations were asked about")
+        inquiry.remark(f"checked only the {limits.targets:,} soonest of {len(waiting):,} destinations")
     try:
         async with asyncio.timeout(limits.seconds):
             await inquiry.ask(broker_url, waiting[: limits.targets])
     except TimeoutError:
-        inquiry.remark(f"the time for questions, {limits.seconds:g} s, was over before all were asked")
+        inquiry.remark(f"the time limit of {limits.seconds:g} s ended before all destinations were checked")
     not_asked = Route(Verdict.NOT_ASKED)
     return Asked(tuple((one, inquiry.answers.get(one, not_asked)) for one in waiting), tuple(inquiry.remarks))
 
@@ -364,7 +364,7 @@ class _Inquiry:
     async def ask(self, broker_url: str, targets: list[Target]) -> None:
         questions = deque(self._questions(targets))
         if self._management is None and any(not one.is_queue for one in questions):
-            self.remark("no broker.management_url is configured: whether exchanges route these keys is not known")
+            self.remark("no broker.management_url is configured, so the routing of these keys is unknown")
         workers = min(self._limits.at_once, len(questions))
         await asyncio.gather(*(self._work(broker_url, questions) for _ in range(workers)))
 
@@ -383,9 +383,7 @@ class _Inquiry:
 
     def _askable(self, name: bytes, targets: tuple[Target, ...], *, is_queue: bool) -> list[_Question]:
         if is_queue and name.startswith(_DIRECT_REPLY):
-            self._all(
-                targets, Route(Verdict.UNKNOWN, "a direct reply: the connection that waits for it would have to last")
-            )
+            self._all(targets, Route(Verdict.UNKNOWN, "a direct reply works only while the requester stays connected"))
         elif not name or b"\n" in name or b"\r" in name:
             # RabbitMQ removes line ends from a name, so a passive declaration would ask for another name. An empty
             # queue name means the queue that the channel declared last.
@@ -394,9 +392,7 @@ class _Inquiry:
             try:
                 return [_Question(name.decode(), is_queue, targets)]
             except UnicodeDecodeError:
-                self._all(
-                    targets, Route(Verdict.UNKNOWN, "the name is not UTF-8, which the clients to ask with insist on")
-                )
+                self._all(targets, Route(Verdict.UNKNOWN, "the name is not UTF-8, so the broker cannot be asked"))
         return []
 
     def _all(self, targets: Iterable[Target], answer: Route) -> None:
@@ -455,7 +451,7 @@ class _Inquiry:
             todo += sorted(stop.leads - seen - {""})
             seen |= stop.leads
             if len(seen) > self._limits.exchanges:
-                raise BrokerUnreachable(f"more than {self._limits.exchanges} exchanges lie behind {start!r}")
+                raise BrokerUnreachable(f"more than {self._limits.exchanges} exchanges follow {start!r}")
         return found
 
     async def _stop(self, admin: Admin, management: Management, name: str) -> Stop | None:

@@ -188,7 +188,9 @@ def _unpacked(body: bytes) -> bytes:
     except zlib.error as error:
         raise UnreadableDelay(f"expected a body in gzip, found other bytes: {error}") from error
     if not unpacking.eof:
-        raise UnreadableDelay(f"expected a whole body in gzip of at most {LONGEST_BODY} bytes, found more, or less")
+        raise UnreadableDelay(
+            f"expected a whole body in gzip of at most {LONGEST_BODY} bytes, found a longer or a cut one"
+        )
     return plain
 
 

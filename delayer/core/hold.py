@@ -104,7 +104,7 @@ def hold_for(outcome: Outcome) -> Hold:
         case Returned(code, text):
             return Hold(HoldKind.RETURNED, f"returned: {code} {text}")
         case Nacked():
-            return Hold(HoldKind.NACKED, "nacked: the destination would not take it")
+            return Hold(HoldKind.NACKED, "nacked: the destination refused it")
         case Unanswered(seconds, exchange, routing_key):
             where = f"exchange {_shown(exchange)!r}, key {_shown(routing_key)!r}"
             text = f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
@@ -112,7 +112,7 @@ def hold_for(outcome: Outcome) -> Hold:
         case ClosedChannel(code, text):
             return Hold(HoldKind.CLOSED_CHANNEL, f"the broker closed the channel: {code} {text}")
         case ClosedConnection(code, text):
-            text = f"the broker ends the connection that it comes by: {code} {text}"
+            text = f"the broker closed the connection: {code} {text}"
             return Hold(HoldKind.CLOSED_CONNECTION, text, isolated=True)
         case _:
             raise ValueError("a confirmed message is not held")

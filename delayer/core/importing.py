@@ -38,7 +38,7 @@ MOST_REASONS: Final = 100
 OTHER_REASONS: Final = "for other reasons"
 MOST_GOALS: Final = 100_000
 """Destinations that a survey reports one by one, so that its memory does not grow with the backlog."""
-MORE_GOALS: Final = f"destinations beyond the first {MOST_GOALS:,} are asked about when their messages come"
+MORE_GOALS: Final = f"destinations beyond the first {MOST_GOALS:,} are checked only by the run"
 
 
 class Phase(StrEnum):

@@ -168,7 +168,7 @@ def _get(said: dict[str, Any], name: str, default: bytes, longest: int = SHORT_S
         try:
             value = said[name].encode()
         except UnicodeEncodeError:
-            raise NotALine(f"{name}: expected characters, found half of one; other bytes go into {name}_b64") from None
+            raise NotALine(f"{name}: expected characters, found half of one; put other bytes into {name}_b64") from None
     else:
         raise NotALine(f"{name}: expected a string, found {_kind(said[name])}")
     if len(value) > longest:

@@ -393,7 +393,7 @@ def check_not_ours(exchange: bytes, routing_key: bytes, request: DelayRequest, p
         if is_direct_reply(exchange, key):
             # Up to RabbitMQ 4.x an invalid key of this kind ends the connection, with all publishes in flight. A valid
             # one is delivered, but the broker reports it as unroutable.
-            raise Refused(_leads(exchange, key, "to a direct reply, which no queue waits for"))
+            raise Refused(_leads(exchange, key, "to a direct reply, not to a queue"))
 
 
 def _leads(exchange: bytes, routing_key: bytes, where: str) -> str:
@@ -415,7 +415,7 @@ def key_of(header: bytes, request: DelayRequest, policy: Policy) -> bytes:
 
 
 _SAGA: Final = b"nservicebus-saga:%b:"
-_NEEDS_STORE: Final = "keys and cancels need a store, and none is configured and in reach"
+_NEEDS_STORE: Final = "keys and cancels need a store, but none is configured, or it is unreachable"
 
 
 def cleared_of(request: DelayRequest, route: Route, policy: Policy) -> KeyGroup | None:

@@ -86,7 +86,7 @@ def _distinct(kind: str, things: Iterable[_N]) -> tuple[_N, ...]:
     for thing in things:
         other = known.setdefault(thing.name, thing)
         if other != thing:
-            raise ValueError(f"{kind} {thing.name!r} is wanted in two ways: {other} and {thing}")
+            raise ValueError(f"{kind} {thing.name!r} is declared in two ways: {other} and {thing}")
     return tuple(known.values())
 
 

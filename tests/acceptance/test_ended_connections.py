@@ -70,7 +70,7 @@ async def test_they_are_held_and_stop_nobody(delayer: Run, vhost: str, database:
                     return arrived | {bytes(row["body"]): row["reason"] for row in held}
 
                 found = await eventually(ends, lambda ends: ends.keys() == BAD.keys())
-            assert found[NUMBER] == "the broker ends the connection that it comes by: 541 INTERNAL_ERROR"
+            assert found[NUMBER] == "the broker closed the connection: 541 INTERNAL_ERROR"
             # RabbitMQ 4.3 reads what is not its own, and knows it.
             assert found[REPLY] in (found[NUMBER], "returned: 312 NO_ROUTE")
             assert found[COPY] in (found[NUMBER], "delivered")

@@ -224,7 +224,7 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (ask(b"mail.in", copies=frozenset({b"level-00"})), NATIVE, "leads into delayer's own queues"),
         (ask(b"open.in", says={"x-delay-exchange": "shop.cascade"}), STORE, "leads into delayer's own exchanges"),
         # What can end the whole connection that it is published over.
-        (ask(b"mail.in", b"amq.rabbitmq.reply-to.g2EF.k"), STORE, "g2EF.k') leads to a direct reply, which no queue"),
+        (ask(b"mail.in", b"amq.rabbitmq.reply-to.g2EF.k"), STORE, "g2EF.k') leads to a direct reply, not to a queue"),
         (ask(b"mail.in", says={"x-delay-routing-key": "amq.rabbitmq.reply-to.a"}), NATIVE, "leads to a direct reply"),
         (ask(b"mail.in", copies=frozenset({b"amq.rabbitmq.reply-to.a"})), STORE, "-to.a') leads to a direct reply"),
         (ask(b"mail.in", b"amq.rabbitmq.reply-to"), STORE, "leads to a direct reply"),
@@ -233,7 +233,7 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (says(x_delay_key=5), STORE, "x-delay-key: expected a string"),
         (says(x_delay_key="k" * 256), STORE, "x-delay-key: expected at most 255 bytes"),
         (says(x_delay_cancel=None), STORE, "x-delay-cancel: expected a string"),
-        (says(x_delay_key="o-1"), NO_STORE, "x-delay-key: keys and cancels need a store, and none is configured"),
+        (says(x_delay_key="o-1"), NO_STORE, "x-delay-key: keys and cancels need a store, but none is configured"),
         (says(x_delay_cancel="o-1"), NO_STORE, "x-delay-cancel: keys and cancels need a store"),
         # The cascade's own limits.
         (says(x_delay=LONGEST * 1000 + 1), NATIVE, "for the cascade: expected at most 268435455 s, found 268435456"),

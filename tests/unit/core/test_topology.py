@@ -44,7 +44,7 @@ def test_argument_looks_one_up() -> None:
     ],
 )
 def test_one_name_in_two_ways_is_refused(other: Topology) -> None:
-    with pytest.raises(ValueError, match="wanted in two ways"):
+    with pytest.raises(ValueError, match="declared in two ways"):
         ONE + other
 
 
