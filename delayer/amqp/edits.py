@@ -225,8 +225,8 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
 
     ``expiration`` and ``user_id`` become headers: the first would delete the message from the refused queue, the second
     would make the broker close the channel. If the header table is malformed, or the result exceeds the frame's limit,
-    one header carries the whole original. If that is too long too, the original goes without a note; a malformed one is
-    replaced by the note.
+    one header carries the original properties. If they do not fit in a header, they go without the note. Malformed
+    properties that do not fit are dropped, and only the note goes.
     """
     gained = (
         entry(ID, long_string(id))
