@@ -378,7 +378,7 @@ def keys(store: Extract) -> list[Finding]:
         )
         SELECT DISTINCT key, if(waits, id, pointed) AS id, if(waits, due_ms, pointed_ms) AS due_ms, 1 AS messages,
                CASE WHEN waits AND waiting > 1 THEN '{COLLIDES}'
-                    WHEN waits AND NOT reached THEN '{UNREACHABLE}'
+                    WHEN waits AND NOT met THEN '{UNREACHABLE}'
                     WHEN waiting = 0 AND pointed IS NOT NULL AND NOT reached THEN '{DANGLES}' END AS fault
         FROM by_key"""
     return [

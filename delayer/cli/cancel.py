@@ -151,7 +151,7 @@ def _named(
 
 
 def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found], *, dry_run: bool) -> None:
-    there = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
+    there = actions.met(found)
     done = f"{PAST[verb]}: {there} of {len(found)}."
     click.echo(f"{there} of {len(found)} would be {PAST[verb].lower()}." if dry_run else done)
     for token in tokens:
@@ -227,12 +227,16 @@ def _filtered(
                 return await actions.every(connection, do, wanted, test, act=act, say=done_so_far)
 
     done = asyncio.run(work())
-    late = done[Found.NOWHERE]
+    late, unreadable = done[Found.NOWHERE], done[Found.UNREADABLE]
     if as_json:
-        print_json({"matched": meant.messages, "done": done.total() - late, "too_late": late})
+        print_json({
+            "matched": meant.messages, "done": actions.met(done), "too_late": late, "unreadable": unreadable
+        })  # fmt: skip
     else:
         others = f"; {late:,} were delivered or moved in the meantime" if late else ""
-        click.echo(f"{PAST[verb]}: {done.total() - late:,}{target}{others}.")
+        if unreadable:
+            others += f"; {unreadable:,} were delivered, or stand in a segment that does not read back"
+        click.echo(f"{PAST[verb]}: {actions.met(done):,}{target}{others}.")
     return DONE
 
 

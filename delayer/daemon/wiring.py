@@ -314,13 +314,13 @@ class Daemon:
             self._report_ready()
             await asyncio.wait([consuming, stop], return_when=asyncio.FIRST_COMPLETED)
         if consuming.done():
-            self._begun = True
             log.info("ready", mode=self.settings.mode)
             self._report_ready()
         for waiting in (consuming, spare, stop):
             waiting.cancel()
 
     def _report_ready(self) -> None:
+        self._begun = True
         self._reporter.tell()
         self._notifier.ready(f"mode {self.settings.mode}")
 

@@ -120,7 +120,7 @@ class Actions:
         asked = {"ids": [str(token) for token in tokens], **new}
         async with actions.recorded(self.pages._url(), who, verb, asked) as (connection, act):
             found = await actions.named(connection, do, tokens, act)
-        done = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
+        done = actions.met(found)
         lines = [
             f"{token} is not in the store: delivered, cancelled or moved meanwhile."
             if found[token.id] is Found.NOWHERE
@@ -176,9 +176,10 @@ class Actions:
             found: Counter[Found] = await actions.every(
                 connection, do, filter_.wanted, test, act=act, say=lambda _done: None
             )
-        late = found[Found.NOWHERE]
-        done = found.total() - late
+        late, unreadable, done = found[Found.NOWHERE], found[Found.UNREADABLE], actions.met(found)
         lines = [f"{render.number(late)} were delivered or moved meanwhile."] if late else []
+        if unreadable:
+            lines.append(f"{render.number(unreadable)} were delivered, or stand in a segment that does not read back.")
         counted = form.get("counted", [""])[0]
         if counted.isdecimal() and counted != str(done):
             lines.append(f"{render.number(int(counted[:15]))} were counted before: others came or went meanwhile.")

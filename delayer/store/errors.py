@@ -19,8 +19,9 @@ from delayer.core.errors import StoreLost
 # Everything that asyncpg raises when server, network or transaction fail. TimeoutError is an OSError.
 DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 
-# The transaction was well-formed and lost against another one: the same again may well pass.
-WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
+# The transaction was well-formed and lost against another one: a repetition may pass. Postgres answers with a check
+# violation if a day's partition was attached after a row of that day was routed to the default one.
+WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError, asyncpg.CheckViolationError)
 
 # The data at one place cannot be read: a damaged page (XX000 and its kinds), a disk error, a missing file. Other places
 # can still be read.

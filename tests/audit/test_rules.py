@@ -165,6 +165,8 @@ def test_keys(spark: SparkSession) -> None:
         message(14, key=b"sound"),
         held(15, key=b"held", lane=7),
         held(16, key=b"held and not behind its key"),
+        held(17, key=b"of a held one"),
+        message(18, key=b"of a held one"),
     ]  # fmt: skip
     keys = [
         key(b"two", 1),
@@ -173,13 +175,14 @@ def test_keys(spark: SparkSession) -> None:
         key(b"of another time", 13, due_ms=0),
         key(b"sound", 14),
         key(b"held", 15),
+        key(b"of a held one", 17),
         key(b"SOUND", 14),
         key(b"nobody", 20),
     ]
     found = {one.subject: one for one in rules.keys(store(spark, messages, keys=keys))}
     assert {subject: (one.count, one.details["examples"]) for subject, one in found.items()} == {
         rules.COLLIDES: (4, [1, 2, 3, 4]),
-        rules.UNREACHABLE: (4, [10, 11, 12, 13]),
+        rules.UNREACHABLE: (5, [10, 11, 12, 13, 18]),
         rules.DANGLES: (2, [14, 20]),
     }
     assert {(one.rule, one.severity) for one in found.values()} == {("keys", "violation")}

@@ -138,6 +138,38 @@ async def test_a_broken_segment_is_told(database: str) -> None:
         assert await detail.show(admin, Token(5)) is Found.UNREADABLE
 
 
+async def test_a_page_keeps_no_more_messages_of_segments_than_it_shows(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten compactions of the same days: every segment reaches over the first place of the page."""
+    kept: list[int] = []
+    real = listing._in_segments
+
+    async def counting(*args: Any, **more: Any) -> Any:
+        found = await real(*args, **more)
+        kept.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(listing, "_in_segments", counting)
+    async with store(database, 2) as admin:
+        everyone: list[Row] = []
+        for week in range(10):
+            some = rows(40, START_MS, first_id=1 + 40 * week, seed=week)
+            await put(admin, some)
+            await compact(admin)
+            everyone += some
+        places = sorted((one.due_us, one.id) for one in everyone)
+        after, listed = places[100], []
+        for _ in range(40):
+            found = await listing.find(admin, Filter(), None, 10, after)
+            listed += [place[:2] for place in found.places]
+            if found.after is None:
+                break
+            after = found.after
+        assert listed == places[101:]
+        assert max(kept) <= 10
+
+
 async def test_show_a_message_wherever_it_is(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_ms()

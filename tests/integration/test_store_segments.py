@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +18,7 @@ from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
+from delayer.store.segments.catalog import FOREVER_MS
 from delayer.store.segments.compact import Window
 from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
 from tests.integration.segments_store import START_MS, restore_all, store
@@ -280,3 +283,41 @@ async def test_the_plans_are_index_ranges_of_one_partition(database: str, analyz
 async def explained(admin: asyncpg.Connection, statement: str, *values: Any) -> str:
     """The plan, as text."""
     return "\n".join(line for (line,) in await admin.fetch(f"EXPLAIN {statement}", *values))
+
+
+async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a day without a partition are routed to the default one, which does not take them any more."""
+    halfway, attached = asyncio.Event(), asyncio.Event()
+    real = catalog._portions
+
+    async def portions(*args: Any) -> AsyncIterator[bytes]:
+        async for number, one in enumerated(real(*args)):
+            if number == 1:
+                halfway.set()
+                await attached.wait()
+            yield one
+
+    async with store(database, 1) as admin, sql(database) as other:
+        first = START_MS // DAY_MS
+        late = [row(1000 + n, START_MS + DAY_MS + n) for n in range(10)]
+        await put(admin, [row(n, START_MS + n, body=b"x" * 3000) for n in range(1, 200)] + late)
+        await compact(admin)
+        with monkeypatch.context() as patched:
+            patched.setattr(catalog, "_portions", portions)
+            restoring = asyncio.create_task(catalog.restore_one(admin, FOREVER_MS, portion_bytes=20_000))
+            await halfway.wait()
+            assert await partitions.make(other, first + 1, first - 10) is partitions.Making.DONE
+            attached.set()
+            with pytest.raises(asyncpg.CheckViolationError):
+                await restoring
+        assert [type(one) for one in await restore_all(admin)] == [Restored]
+        assert len(await waiting(admin)) == 209
+
+
+async def enumerated(source: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
+    number = 0
+    async for one in source:
+        yield number, one
+        number += 1

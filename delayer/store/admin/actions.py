@@ -50,8 +50,17 @@ class Found(Enum):
     """Nowhere else; but a segment whose ids do not read back may hold it."""
 
 
-Changes = Counter[tuple[int, str]]
+def met(found: Mapping[int, Found] | Counter[Found]) -> int:
+    """The number of messages that were met, so cancelled or moved.
 
+    >>> met({1: Found.HELD, 2: Found.NOWHERE}), met(Counter({Found.WAITING: 4, Found.UNREADABLE: 2}))
+    (1, 4)
+    """
+    places = found if isinstance(found, Counter) else Counter(found.values())
+    return places.total() - places[Found.NOWHERE] - places[Found.UNREADABLE]
+
+
+Changes = Counter[tuple[int, str]]
 _DELETE_HELD = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
     " RETURNING id, lane, key"
@@ -256,8 +265,11 @@ class Counted(NamedTuple):
 
 @asynccontextmanager
 async def acting(url: str, doing: str) -> AsyncIterator[asyncpg.Connection]:
-    """A connection to change the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    connection = await pool.connect(url, "delayer act", SETTINGS)
+    """A connection to change the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated.
+
+    A command that is stopped in the middle of a transaction (Ctrl-Z) keeps its locks for ten seconds at most.
+    """
+    connection = await pool.connect(url, "delayer act", {**SETTINGS, "idle_in_transaction_session_timeout": "10s"})
     try:
         with translated(doing):
             await schema.check(connection)
@@ -328,7 +340,7 @@ async def every(
         dues = {place.id: place.due_us // 1000 for place in found.places if place.id not in seen}
         if dues:
             done.update((await do(connection, list(dues), dues, act)).values())
-            say(done.total() - done[Found.NOWHERE] - done[Found.UNREADABLE])
+            say(met(done))
         if do is not cancel:
             seen.update(dues)
         after = found.after

@@ -231,4 +231,4 @@ async def drop(connection: asyncpg.Connection, messages: Sequence[HeldEntry], ac
     """Cancel these. How many there were; one that was delivered meanwhile is none. Raises the driver's errors."""
     dues = {one.entry.place.id: one.entry.place.due_us // 1000 for one in messages}
     found = await actions.cancel(connection, list(dues), dues, act)
-    return sum(where is not Found.NOWHERE for where in found.values())
+    return actions.met(found)

@@ -145,7 +145,8 @@ def conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
 SCAN: Final = 10_000
 """Rows that one page reads at most, of all lanes together, to find those that are meant."""
 SEGMENTS: Final = 4
-"""Segments that one page unpacks at most: some 50 ms each."""
+"""Segments that begin behind a page's first place and that the page unpacks at most: some 50 ms each. A page also
+unpacks every segment that reaches over its first place: one more for each compaction of the same days."""
 SETTINGS: Final = {
     # Plans must be ranges of the primary key, also with wrong statistics of a partition that was just filled.
     "enable_seqscan": "off",
@@ -239,7 +240,7 @@ async def find(
             return await _find_keyed(connection, wanted, test, after)
         rows = Rows(connection, wanted, test, limit, scan)
         end = await rows.read(after)
-        packed, broken, end_of_segments = await _in_segments(connection, wanted, test, after, end)
+        packed, broken, end_of_segments = await _in_segments(connection, wanted, test, after, end, limit=limit)
         end = end if end_of_segments is None else min(end or end_of_segments, end_of_segments)
     both = sorted([*rows.places, *(entry.place for entry in packed)])
     meant = [place for place in both if end is None or place[:2] <= end]
@@ -308,9 +309,11 @@ async def _in_segments(
     test: Test | None,
     after: tuple[int, int],
     end: tuple[int, int] | None,
+    *,
+    limit: int,
 ) -> tuple[list[Entry], list[int], tuple[int, int] | None]:
-    """The matching messages in segments between two places; segments that do not read back; and the place up to which
-    segments were read, None for all of them."""
+    """The first ``limit`` matching messages in segments between two places; segments that do not read back; and the
+    place up to which segments were read, None for all of them. In memory are ``limit`` messages and one segment."""
     first_ms = max(after[0] // 1000, -(1 << 53) if wanted.due_from_ms is None else wanted.due_from_ms)
     last_ms = segments.FOREVER_MS if end is None else end[0] // 1000
     if wanted.due_before_ms is not None:
@@ -322,9 +325,12 @@ async def _in_segments(
     )
     found: list[Entry] = []
     broken: list[int] = []
+    last: tuple[int, int] | None = None
     for position, (segment, first_due_ms) in enumerate(rows):
         # Not to the end of an instant: the next segment may begin inside of it.
         before = (first_due_ms * 1000 - 1, MAX_ID)
+        if last is not None and before >= last:
+            break
         if position >= SEGMENTS and before > after:
             return found, broken, before
         unpacked = await entries_of(connection, segment)
@@ -332,7 +338,10 @@ async def _in_segments(
             broken.append(segment)
         else:
             found += [entry for entry in unpacked if entry.place[:2] > after and meant(entry, wanted, test)]
-    return found, broken, None
+            if len(found) > limit:
+                found = sorted(found)[:limit]
+                last = found[-1].place[:2]
+    return found, broken, last
 
 
 async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry] | None:

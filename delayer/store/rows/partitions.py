@@ -68,7 +68,7 @@ IDLE: Final = "15s"
 _LOCK: Final = "('message'::regclass::oid::int, 2)"
 _END_FROZEN: Final = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
-WHERE datname = current_database() AND usename = current_user AND application_name = 'delayer park'
+WHERE datname = current_database() AND usename = current_user AND application_name IN ('delayer park', 'delayer act')
   AND state = 'active' AND wait_event = 'ClientRead' AND query_start < clock_timestamp() - make_interval(secs => $1)
 """
 _STAY = "nothing: its messages are released from message_default, and vacuumed away instead of dropped with the day"

@@ -147,7 +147,7 @@ async def _restore_at_once(
             return Broken(segment["id"], count, segment["first_due"], error.reason)
         try:
             status = await write_rows(connection, table, segment["lane"], portion_bytes, pause)
-        except (asyncpg.IntegrityConstraintViolationError, *DAMAGED) as error:
+        except (asyncpg.UniqueViolationError, *DAMAGED) as error:
             reason = f"its messages cannot be written: {describe(error)}"
             raise _Unfit(Broken(segment["id"], count, segment["first_due"], reason)) from error
         if status != f"COPY {count}":
