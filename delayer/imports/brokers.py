@@ -1,4 +1,4 @@
-"""Asking brokers: a source's own, and the target's about destinations."""
+"""Questions to brokers: to the source's own, and to the target's about destinations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME: Final = "delayer import"
 
 
 async def asked(question: Awaitable[T]) -> T:
-    """The answer, or SourceLost."""
+    """The answer. Raises SourceLost if the broker is lost or refuses."""
     try:
         return await question
     except (BrokerLost, BrokerRefused) as error:
@@ -28,7 +28,7 @@ async def asked(question: Awaitable[T]) -> T:
 
 
 async def admin_of(url: str) -> Admin:
-    """To be closed. Raises BadSource, SourceLost."""
+    """A connection to the source's broker; the caller closes it. Raises BadSource, SourceLost."""
     address_of(url)
     return await asked(Admin.connect(url, name=NAME))
 
@@ -49,7 +49,7 @@ _WORDS = {
 
 
 class Destinations:
-    """Satisfies ports.Judge. ``verified`` False: ask no broker, and take every destination for good."""
+    """Satisfies state_machine.Judge. ``verified`` False: ask no broker, and assume that it takes all messages."""
 
     def __init__(self, broker_url: str, management_url: str | None, *, verified: bool = True) -> None:
         self._broker_url = broker_url
@@ -77,7 +77,7 @@ class Destinations:
         if any(route.verdict is Verdict.NOT_ASKED for _, route in asked.routes):
             why = "; ".join(asked.remarks) or "the broker did not answer"
             raise ImportImpossible(
-                f"whether the broker would take the messages is not known: {why}. Nothing was moved. Next: "
+                f"the broker did not say whether it takes the messages: {why}. Nothing was moved. Next: "
                 "see that broker.url is right and the broker runs, or say --unverified"
             )
         for target, route in asked.routes:

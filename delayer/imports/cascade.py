@@ -1,4 +1,4 @@
-"""Source `cascade`: what waits in the level queues of a cascade, NServiceBus's, Celery's or delayer's own."""
+"""Source `cascade`: the messages in the level queues of a cascade, NServiceBus's, Celery's or delayer's own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from delayer.imports.queues import Queues, Reader, decoded
 
 NAME: Final = "cascade"
 ARRIVED: Final = b"0." * LEVELS
-"""Before an address: no delay is left."""
+"""The beginning of a routing key whose delay is over; the address follows."""
 
 Open = Callable[[Delivery], Parcel | None]
-"""The message inside a carrier of delayer's own cascade; None for a message that is none."""
+"""The message inside an envelope of delayer's own cascade; None for a message without an envelope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Level:
 
     @property
     def target(self) -> None:
-        """See the port. The address stands in each message's routing key."""
+        """See the port. Each message's routing key contains its address."""
         return None
 
     def latest_ms(self, now_ms: int) -> int:
@@ -46,7 +46,7 @@ class Level:
         return now_ms + (2 << self.number) * 1000
 
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
-        """See the port. A carrier's message knows its due instant and destination itself."""
+        """See the port. An envelope contains the due instant and the destination of its message."""
         if self.cascade.kind == "delayer" and (inside := self.open(delivery)) is not None:
             return Item(inside)
         headers = decoded(properties, CONSULTED)
@@ -60,7 +60,7 @@ class Level:
         )  # fmt: skip
 
     def _target(self, address: bytes) -> Target:
-        """Celery's addresses are routing keys, bound to its delivery exchange; the others' are queues."""
+        """Celery's addresses are routing keys, bound to its delivery exchange. Other addresses are queues."""
         if self.to_exchange is not None:
             return Target(self.to_exchange, address)
         if self.cascade.kind == "celery":
@@ -69,8 +69,8 @@ class Level:
 
 
 class CascadeLevels(Queues):
-    """Reads the levels from the lowest up, so that the soonest messages come first. Then it reads them downwards, as
-    messages fall, so that it meets messages that fell meanwhile."""
+    """Reads the levels from the lowest up, so that the soonest messages come first. Then it reads them from the top
+    down, so that it meets messages that fell meanwhile."""
 
     falling = True
 
@@ -102,7 +102,7 @@ class CascadeLevels(Queues):
         return said
 
     def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
-        """See Queues. In that level, or in one below."""
+        """See Queues. The message is in that level, or in one below."""
         levels = {reader.queue: reader for reader in readers}
         downwards = [self._cascade.level(number) for number in reversed(range(LEVELS))]
         return [levels[name] for name in downwards[downwards.index(queue) :] if name in levels]

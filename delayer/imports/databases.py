@@ -1,4 +1,4 @@
-"""Other systems' databases, over SQLAlchemy and an asynchronous driver each."""
+"""Connections to other systems' databases, by SQLAlchemy and an asynchronous driver for each."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PACKAGES: Final = {
 
 
 FORBIDDEN: Final = frozenset({1044, 1142, 1143, 1227})
-"""MySQL's numbers for what a user may not do; its drivers take them for a server that is in trouble."""
+"""MySQL's error numbers for missing rights. Its drivers raise the error of a server in trouble for them."""
 SHOWN: Final = frozenset({"host", "port", "server", "database", "dbname", "service", "driver", "user"})
-"""The parameters of a URL that say which database it is. Nothing else is shown or kept: drivers take passwords there
-under many names."""
+"""The parameters of a URL that name the database. Others stay hidden, because drivers take passwords under many
+names."""
 _FILES: Final = ("ssl_ca", "ssl_cert", "ssl_key")
-"""Parameters of MySQL's drivers that name files; the error about one that is not there does not say which."""
+"""Parameters of MySQL's drivers that name files. A driver's error about a missing file does not name it."""
 _EXPECTED: Final = "postgresql://, mysql://, mariadb:// or mssql://, and user:password@host/database"
 _ESCAPES: Final = "characters like / @ : # in a password, and an @ elsewhere, are written %2F %40 %3A %23"
 _PASSWORD: Final = re.compile("pass|pwd|secret|token")
@@ -55,9 +55,8 @@ def database_url(text: str) -> URL:
     if url.port is not None and not 0 < url.port <= 65_535:  # The network takes it modulo 65536.
         raise BadSource("the source's URL: expected a port from 1 to 65535")
     url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
-    if url.drivername == DRIVERS["postgresql"] and (
-        mode := url.query.get("sslmode")
-    ):  # Every driver has these parameters but asyncpg.
+    if url.drivername == DRIVERS["postgresql"] and (mode := url.query.get("sslmode")):
+        # asyncpg alone calls this parameter ssl.
         url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
     return url
 
@@ -75,7 +74,7 @@ def secrets(url: URL) -> set[str]:
 
 
 def _refused(error: Exception) -> bool:
-    """Whether it answered, and will answer the same again: something is missing, or forbidden."""
+    """Whether the database will answer the same again: something is missing, or forbidden."""
     if isinstance(error, ProgrammingError):
         return True
     arguments = error.orig.args if isinstance(error, DBAPIError) and error.orig is not None else ()
@@ -83,7 +82,7 @@ def _refused(error: Exception) -> bool:
 
 
 def _look_at_files(url: URL) -> None:
-    """Raises BadSource where one cannot be read."""
+    """Try to read the files that the URL names. Raises BadSource."""
     for name in _FILES:
         for file in url.normalized_query.get(name, ()):
             try:
@@ -106,7 +105,7 @@ class Database:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[AsyncConnection]:
-        """A connection for a while. Raises SourceLost, ImportImpossible."""
+        """A connection, closed at the end of the block. Raises SourceLost, ImportImpossible."""
         try:
             connection = await self._opened()
             try:
@@ -122,7 +121,7 @@ class Database:
             raise SourceLost(self._described(error)) from error
 
     async def _opened(self) -> AsyncConnection:
-        """Raises SourceLost, BadSource, and the driver's errors."""
+        """A new connection. Raises SourceLost, BadSource, and the driver's errors."""
         try:
             if self._engine is None:
                 _look_at_files(self._url)
@@ -143,7 +142,7 @@ class Database:
             ) from error
 
     def _described(self, error: Exception) -> str:
-        """One line, without what a driver may quote."""
+        """The error in one line, without passwords that the driver quotes."""
         inner = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
         text = str(inner).strip().split("\n", 1)[0]
         for secret in sorted(secrets(self._url), key=len, reverse=True):
@@ -151,7 +150,7 @@ class Database:
         return f"{type(inner).__name__}: {text}"
 
     async def close(self) -> None:
-        """Safe to call twice."""
+        """Close all connections. Safe to call twice."""
         if self._engine is not None:
             await self._engine.dispose()
             self._engine = None

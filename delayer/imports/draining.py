@@ -1,5 +1,4 @@
-"""From the store into the cascade and back, message by message: what each becomes on the other side, and what stays
-where it is. Pure."""
+"""The rules of a drain between store and cascade: the new form of each message, and the messages that stay. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def left_in_store(now: Standing, unsound: int, *, keys_too: bool) -> list[Left]:
         now.keyed,
         "store",
         "they have a key, and the cascade knows no keys",
-        "none: they are released from here when they are due; or --keys-too, and nobody can replace or cancel them",
+        "none: the daemon releases them when due; or --keys-too, and then they cannot be replaced or cancelled",
         by_itself=True,
     )
     others = now.rows - now.soon - unsound - (0 if keys_too else now.keyed)
@@ -58,7 +57,7 @@ def left_in_store(now: Standing, unsound: int, *, keys_too: bool) -> list[Left]:
         Left(0, "", "", "") if keys_too else keyed,
         Left(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
         Left(unsound, "store", "their bytes do not fit their checksum", "delayer audit"),
-        Left(others, "store", "they came in meanwhile, or somebody had them locked", AGAIN),
+        Left(others, "store", "they came in meanwhile, or another session had them locked", AGAIN),
         Left(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
         Left(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
         Left(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
@@ -81,8 +80,8 @@ def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: in
 
 
 def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Outgoing:
-    """A row, in an envelope, towards the daemon's due queue. It keeps its id. A message that is due later than the
-    cascade is long passes the due queue and enters the cascade again."""
+    """The publish that moves a row, in an envelope, to the daemon's due queue. It keeps its id. A message whose delay
+    exceeds the cascade's longest passes the due queue and enters the cascade again."""
     seconds = min(seconds_until(due.due_ms, now_ms), MAX_SECONDS)
     token = b"%d" % due.id
     key = cascade.routing_key(seconds, due_queue)
@@ -90,10 +89,10 @@ def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Ou
 
 
 def carried(delivery: Delivery, due_queue: bytes, max_properties: int) -> Parcel | None:
-    """The message in an envelope that was met in a level of our own cascade; None where it is no envelope.
+    """The message in an envelope from a level of our own cascade; None without an envelope.
 
-    Only a message on its way to the daemon's own due queue is an envelope. Any other is a publisher's message for some
-    queue, whatever its headers look like.
+    Only a message on its way to the daemon's own due queue is an envelope. Any other message is a publisher's, on its
+    way to some queue, and its headers prove nothing.
     """
     if not cascade.leads_to(delivery.routing_key, due_queue):
         return None
@@ -106,8 +105,8 @@ def carried(delivery: Delivery, due_queue: bytes, max_properties: int) -> Parcel
 def into_store(
     delivery: Delivery, levels: Cascade, level: int, now_ms: int, *, due_queue: bytes, max_properties: int
 ) -> Parcel:
-    """The message that was met in a level of our own cascade: the content of its envelope. A message without an
-    envelope goes where the cascade ends, by its own key."""
+    """The message to park for a delivery from a level of our own cascade: the content of its envelope. Without an
+    envelope, the message goes where the cascade ends, by its own key."""
     inside = carried(delivery, due_queue, max_properties)
     if inside is not None:
         return inside
@@ -124,7 +123,7 @@ def into_store(
 
 
 def _said(delivery: Delivery) -> dict[bytes, object]:
-    """The headers that say when it is due; nothing, where its bytes are broken."""
+    """The headers that declare the due instant; none if the bytes of the message are broken."""
     found: dict[bytes, object] = {}
     try:
         properties = Properties.parse(delivery.properties)

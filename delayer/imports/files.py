@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Errors of the file are SourceLost."""
+    """Raise SourceLost for errors of the file."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def lines_in(path: Path) -> Iterator[bytes]:
-    """All of them, with their ends."""
+    """All lines of the file, with their line ends. Raises SourceLost."""
     with reading(path), path.open("rb") as file:
         yield from file
 
@@ -63,7 +63,7 @@ def seen_now(path: Path) -> tuple[int, int, int]:
 
 
 def portions(records: Iterable[T]) -> Iterator[list[T]]:
-    """So many at a time as are noted, or asked about, at once."""
+    """The records in lists of 10,000, each for one call of :class:`Notes`."""
     records = iter(records)
     while some := list(islice(records, 10_000)):
         yield some
@@ -72,9 +72,9 @@ def portions(records: Iterable[T]) -> Iterator[list[T]]:
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
 NAMED: Final = 10
-"""Unreadable lines that are told one by one."""
+"""Lines that a survey names for each kind of remark."""
 _BEFORE: Final = (-(1 << 62), -1)
-"""Before every record's place."""
+"""A place before every record."""
 BEFORE_DUE: Final = "due before the cutoff"
 BEYOND_LIMIT: Final = "beyond the limit"
 
@@ -84,7 +84,7 @@ class Unreadable(ValueError):
 
 
 class Skipped(NamedTuple):
-    """A record that is not meant, and why."""
+    """A record that the import leaves out, and why."""
 
     why: str
 
@@ -94,11 +94,11 @@ Reading = Item | Skipped | int | None
 
 
 class FileSource(ABC):
-    """Satisfies state_machine.Source, but for :meth:`read`. ``notes``: where the order of the records is noted;
-    ``more``: the parameters that reading depends on."""
+    """Satisfies state_machine.Source; subclasses add :meth:`read`. ``notes`` keeps the order of the records. ``more``:
+    the parameters that change how lines are read."""
 
     counted = True
-    """Whether the last line of a file tells how many messages it has."""
+    """Whether the last line of a file has the number of its messages."""
 
     def __init__(
         self,
@@ -123,17 +123,17 @@ class FileSource(ABC):
         self._after = _BEFORE
         self._survey: Survey | None = None
         self._messages = 0
-        """Messages in the file, unreadable ones among them, as far as the last reading came."""
+        """The messages that the last reading met, unreadable ones among them."""
         self._ends: list[int] = []
-        """How many there should be, as that reading found: the last lines of the dumps in the file."""
+        """The numbers that the last reading met in the last lines of the dumps."""
 
     @abstractmethod
     def read(self, line: bytes) -> Reading:
-        """The message of a line, without its end. Raises Unreadable."""
+        """The meaning of a line without its line end. Raises Unreadable."""
 
     @property
     def parameters(self) -> dict[str, object]:
-        """Raises SourceLost."""
+        """See Source. Raises SourceLost."""
         if self._parameters is None:
             self._state = seen_now(self.path)
             with reading(self.path), self.path.open("rb") as file:
@@ -150,15 +150,15 @@ class FileSource(ABC):
                 for earlier, messages in await self._notes.brought(self.name, str(self.parameters["sha256"])):
                     self._survey.brought.append(earlier)
                     self._survey.doubt(
-                        f"import {earlier} brought {messages:,} messages of this very file: what both are meant to "
-                        "bring comes in twice, and is delivered twice"
+                        f"import {earlier} brought {messages:,} messages of this very file: messages of both imports "
+                        "come in twice, and are delivered twice"
                     )
             if thorough:
                 await self._add_superseded(self._survey, unfinished)
         return self._survey
 
     async def _add_superseded(self, survey: Survey, unfinished: Run | None) -> None:
-        """Count what would not be parked, as a message waits under its key; of a limit all of the file."""
+        """Count messages that would not be parked, as a message waits under their key. No limit bounds the count."""
         done = _BEFORE if unfinished is None or unfinished.progress is None else tuple(json.loads(unfinished.progress))
         keyed = (
             (number, item.parcel.key)
@@ -175,13 +175,13 @@ class FileSource(ABC):
             survey.superseded += len(found)
 
     def _look(self) -> Survey:
-        """Read it all, and count. Raises ImportImpossible for a file that was cut."""
+        """Read and count the whole file. Raises ImportImpossible for a file that was cut."""
         survey, limit = Survey(), self._meant.limit
         seen: Iterable[tuple[int, int, int, Target, str]] = (
             (item.parcel.due_ms, position, number, item.parcel.target, "" if item.hold is None else item.hold.text)
             for number, position, _, item in self._meant_records(survey)
         )
-        # A limit beyond what fits in memory reports the whole file.
+        # The soonest messages of a larger limit do not fit in memory, so the survey describes the whole file.
         if limit is not None and limit <= 100_000:
             seen = nsmallest(limit, seen)
         for due_ms, _, number, target, problem in seen:
@@ -193,7 +193,7 @@ class FileSource(ABC):
             survey.leave(BEYOND_LIMIT, meant - limit)
             survey.messages = limit
         if self.counted and not self._ends:
-            survey.doubt("the file does not say how many messages it has: whether it was cut is not known")
+            survey.doubt("the file does not have the number of its messages, so it may have been cut")
         elif self.counted and sum(self._ends) != self._messages:
             raise ImportImpossible(
                 f"{self.path}: expected {sum(self._ends)} messages by its last line, found {self._messages}: it was "
@@ -202,7 +202,7 @@ class FileSource(ABC):
         return survey
 
     def _meant_records(self, survey: Survey | None = None) -> Iterator[tuple[int, int, int, Item]]:
-        """Each message that is meant, with the number, place and length of its line. ``survey`` hears of the others."""
+        """Each chosen message, with the number, place and length of its line. ``survey`` counts the others."""
         survey = Survey() if survey is None else survey
         self._messages, self._ends = 0, []
         position = unreadable = 0
@@ -353,7 +353,7 @@ def _text(name: bytes) -> str:
 
 
 def read_dumped(line: bytes, plan: Plan) -> Reading:
-    """The message of a line; the number that the last one says; None for one that says nothing. Raises Unreadable."""
+    """The meaning of a line: a message, the number in the last line, or None without content. Raises Unreadable."""
     if line.strip() in _NOTHING:
         return None
     if line.strip().isdigit():
@@ -381,7 +381,7 @@ def read_dumped(line: bytes, plan: Plan) -> Reading:
 
 
 def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
-    """A message has more keys than one by its headers CC and BCC. The broker took the second away when it came in."""
+    """Add the header BCC for keys that the header CC lacks, because the broker removed BCC when the message came in."""
     found = Properties.parse(properties)
     field_of_copies = found.get(b"CC")
     told = field_of_copies.value if field_of_copies is not None else []
@@ -394,7 +394,7 @@ def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
 
 
 class DelayedExchange(FileSource):
-    """The dump; several of several nodes may be put one behind the other."""
+    """A dump, or the dumps of several nodes one behind the other."""
 
     def __init__(self, path: Path, notes: Notes, plan: Plan, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
         super().__init__(DELAYED_EXCHANGE, path, notes, meant, rewrites, more=plan.as_dict())

@@ -2,7 +2,7 @@
 
 Examples are Symfony's ``delay_…``, Laravel's ``….delay.<ms>``, enqueue's ``….delayed``, EasyNetQ's, MailerQ's powers of
 two, and the pair of a work queue and a retry queue. The queue's arguments or its policy say where a message goes and
-how long the queue holds it. The management API shows both; otherwise options of the command say it.
+how long the queue holds it. The management API shows both. Options of the command override them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SENT_AGAIN: Final = "_retry"
 
 @dataclass(slots=True)
 class Hold:
-    """Satisfies queues.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``stamped``:
-    whether the timestamps of messages say when they came."""
+    """Satisfies queues.Reader: one queue. ``ttl_ms``: None if only the messages' expiration counts. ``stamped``:
+    whether a message's timestamp is the time of its arrival."""
 
     queue: str
     exchange: bytes
@@ -40,7 +40,7 @@ class Hold:
     ttl_ms: int | None
     stamped: bool = False
     last_ms: int = 0
-    """The latest due instant that a message of it told: those behind it came later, and are due later."""
+    """The latest due instant so far. Messages behind that one came later, so none is due sooner."""
 
     @property
     def target(self) -> Target | None:
@@ -70,7 +70,8 @@ class Hold:
         )  # fmt: skip
 
     def _wait_ms(self, properties: Properties | None) -> int | None:
-        """How long it is held from when it came: the smaller of the two counts, as for the broker."""
+        """The time from a message's arrival to its dead-lettering: the smaller of TTL and expiration, as for the
+        broker. None without both."""
         said = [] if self.ttl_ms is None else [self.ttl_ms]
         expiration = None if properties is None else properties.expiration
         if expiration is not None and expiration.isdigit():
@@ -95,10 +96,10 @@ class Hold:
         return due_ms
 
     def _came_ms(self, properties: Properties | None) -> int | None:
-        """When the message came, at the end of that second: its timestamp, where a person says that publishers set it.
+        """The arrival, at the end of that second: the timestamp, if --believe-timestamps says that publishers set it.
 
-        The timestamp of a message that was dead-lettered before, or that fills Symfony's queues of retries, is that of
-        its first sending.
+        None for messages that were dead-lettered before, and in Symfony's retry queues: their timestamp is of the first
+        publish.
         """
         if not self.stamped or self.queue.endswith(SENT_AGAIN) or properties is None:
             return None
@@ -108,7 +109,7 @@ class Hold:
 
 
 async def _shown(admin: Admin, queue: str) -> int:
-    """Messages in it; none where RabbitMQ 4.3 does not show it to this user."""
+    """The number of messages in a queue; 0 if RabbitMQ 4.3 hides the queue from this user."""
     try:
         return (await admin.depths([queue]))[queue] or 0
     except BrokerRefused:
@@ -116,8 +117,8 @@ async def _shown(admin: Admin, queue: str) -> int:
 
 
 def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool) -> bytes:
-    """The properties as the broker dead-letters them. An expiration has acted, and does not act again. Where the queue
-    sets the key, further keys of the message do not act either."""
+    """The properties as the broker dead-letters them. An expiration has acted, and does not act again. Further keys of
+    the message do not act either if the queue sets the key."""
     if properties is None:
         return raw
     remove = (COPIES,) if rerouted and properties.get(COPIES) is not None else ()
@@ -128,20 +129,20 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The options about all queues, for queues whose arguments and policy do not say it."""
+    """The command's options for all queues. They override the arguments and policies of the queues."""
 
     ttl_ms: int | None = None
     to_exchange: str | None = None
     to_key: str | None = None
     believe_timestamps: bool = False
-    """A message's timestamp is when it came."""
+    """Whether a message's timestamp is the time of its arrival."""
 
     def as_dict(self) -> dict[str, object]:
         return {name: value for name, value in asdict(self).items() if value is not None and value is not False}
 
 
 class HoldQueues(Queues):
-    """The queues that match ``patterns``, those of the shortest time first."""
+    """Reads the queues that match ``patterns``, those of the shortest time first."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class HoldQueues(Queues):
         return bool(why)
 
     async def _told(self) -> dict[str, Mapping[str, Any]]:
-        """Every queue that matches, with its arguments; a policy's under the names of arguments."""
+        """Every queue that matches, with its arguments. Values of a policy have the names of arguments."""
         if self._management is None:
             if any(set("*?[") & set(pattern) for pattern in self._patterns):
                 raise ImportImpossible(
@@ -223,8 +224,8 @@ class HoldQueues(Queues):
         ttl = said.ttl_ms if said.ttl_ms is not None else arguments.get("x-message-ttl")
         if exchange is None:
             raise ImportImpossible(
-                f"queue {name}: expected a dead-letter exchange, found none: it holds nothing for a time. Say "
-                "--to-exchange, or other queues"
+                f"queue {name}: expected a dead-letter exchange, found none, so it does not hold messages for a "
+                "time. Next: --to-exchange, or other queues"
             )
         return Hold(
             name,

@@ -1,4 +1,4 @@
-"""Sources that are queues: reading them visit by visit, and knowing a message again that was read before."""
+"""Sources that are queues: they read queue after queue, and recognize messages that they have read before."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
 
 
 def parsed(raw: bytes) -> Properties | None:
-    """None where the bytes are broken, properties or the table of headers."""
+    """The properties; None if their bytes or the table of headers are broken."""
     try:
         properties = Properties.parse(raw)
         properties.entries()
@@ -49,7 +49,7 @@ def parsed(raw: bytes) -> Properties | None:
 
 
 def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes, object]:
-    """The first header of each of these names; nothing where a value is broken inside."""
+    """The first header of each of these names, without headers whose value is broken."""
     found: dict[bytes, object] = {}
     wanted = frozenset(names)
     for field in properties.headers_items() if properties is not None else ():
@@ -62,14 +62,14 @@ def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes
 
 
 def fell(properties: Properties | None) -> bool:
-    """Whether it was let out of another queue before."""
+    """Whether the message was dead-lettered by another queue before."""
     return properties is not None and properties.get(X_DEATH) is not None
 
 
 def fingerprint(delivery: Delivery, properties: Properties | None, *, falling: bool = False) -> str:
-    """The identity of a message: its bytes without the broker's count of deliveries. "" for a message with neither a
-    message id nor Celery's header ``id``. ``falling``: it may have moved to another queue of its cascade, with the
-    broker's notes."""
+    """The identity of a message: its bytes without the broker's count of deliveries. It is empty for a message with
+    neither a message id nor Celery's header ``id``. ``falling``: it may have moved to another queue of its cascade,
+    with the broker's notes."""
     if properties is None or (properties.message_id is None and properties.get(b"id") is None):
         return ""
     digest = hashlib.sha256()
@@ -86,7 +86,7 @@ def fingerprint(delivery: Delivery, properties: Properties | None, *, falling: b
 
 
 class Doubt:
-    """``falling``: whether messages go from one of the queues to another by themselves."""
+    """Digests of messages that may be delivered again. ``falling``: whether messages move between the queues."""
 
     def __init__(self, *, falling: bool) -> None:
         self._falling = falling
@@ -98,11 +98,11 @@ class Doubt:
         self._known.update(json.loads(note)["digests"])
 
     def total(self) -> int:
-        """How many of those were not met yet."""
+        """The number of digests from the note that were not met yet."""
         return self._known.total()
 
     def met_again(self, delivery: Delivery, properties: Properties | None, digest: str) -> bool:
-        """Whether it is one of those that are committed and may still be there."""
+        """Whether the message is a committed one that was still in its queue. It is forgotten then."""
         again = delivery.redelivered or (self._falling and fell(properties))
         if not again or not digest or self._known[digest] <= 0:
             return False
@@ -110,9 +110,9 @@ class Doubt:
         return True
 
     def note(self, queue: str, digests: Sequence[str], prefetch: int) -> str:
-        """The digests of messages that may be delivered again: those of this batch, those that another run committed
-        and this one has not met, and those acknowledged before. Of these the broker has heard all but the last
-        ``prefetch``, because it sent new ones since."""
+        """The note of a batch: its queue, and the digests of messages that may be delivered again. They are those of
+        this batch, those that another run committed and this one has not met, and those acknowledged before. The broker
+        has heard all acknowledgements but the last ``prefetch``, because it sent new messages since."""
         self._in_doubt.extend(digests)
         while len(self._in_doubt) > prefetch:
             self._in_doubt.popleft()
@@ -126,15 +126,15 @@ class Doubt:
 BATCH: Final = 1_000
 PREFETCH: Final = 2 * BATCH
 KEPT: Final = 50_000
-"""Messages that are not meant and stand before others, at most: they are the broker's again when we go."""
+"""The most messages that a reader leaves unacknowledged in front of others. The broker gets them back at the end."""
 END_SECONDS: Final = 10.0
-"""How long a broker has to end a consumer: its answer is what a queue is done with."""
+"""Seconds for the broker to end a consumer. Its answer proves that it has heard all acknowledgements."""
 BEFORE_CUTOFF: Final = "due before the cutoff"
-_UNHEARD: Final = "the connection broke, and what was committed of it may not be removed there"
+_UNHEARD: Final = "the connection broke, and committed messages may still be in it"
 
 
 class Reader(Protocol):
-    """One queue, and what its messages are."""
+    """Reads the messages of one queue."""
 
     @property
     def queue(self) -> str: ...
@@ -144,14 +144,14 @@ class Reader(Protocol):
         """The target of all its messages; None where each has its own."""
 
     def latest_ms(self, now_ms: int) -> int | None:
-        """The latest due instant that a message in it can have; None where its messages say."""
+        """The latest due instant that a message in it can have; None if only its messages know."""
 
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
         """The message. ``properties``: None where their bytes are broken."""
 
 
 class Visits:
-    """``readers``: the queues, asked once; ``doubt``: what may come back into them."""
+    """Reads the queues one after another. ``readers`` is asked once. ``doubt``: messages that may come back."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Visits:
         """By queue: the messages that stay, with their reasons."""
 
     async def readers(self, admin: Admin) -> list[Reader]:
-        """All of them."""
+        """The readers of all queues."""
         if self._readers is None:
             self._readers = await self._ask(admin)
         return self._readers
@@ -193,18 +193,18 @@ class Visits:
         return self._readers[self._at]
 
     def none_meant(self, reader: Reader, now_ms: int) -> bool:
-        """Nothing in the queue can be due as late as the cutoff, so it need not be touched."""
+        """Whether all messages of the queue are due before the cutoff, so that it need not be read."""
         latest_ms = reader.latest_ms(now_ms)
-        # By how much clocks may differ where it is said that nothing in a queue is meant.
+        # The clocks of the broker's host and of the store may differ by a minute.
         return latest_ms is not None and not self._meant.includes(latest_ms + 60_000)
 
     def keep(self, why: str) -> None:
-        """A message stays unacknowledged."""
+        """Leave a message unacknowledged, and count the reason."""
         self._kept += 1
         self.left[self.reader.queue][why] += 1
 
     def acknowledge(self, subscription: RelaySubscription, tag: int) -> None:
-        """It is committed."""
+        """Acknowledge a committed message."""
         self._acknowledged = True
         subscription.ack(tag, multiple=False)
 
@@ -240,7 +240,7 @@ class Visits:
         return self.subscription
 
     async def deliveries(self, subscription: RelaySubscription) -> list[Delivery]:
-        """The next ones; empty where the queue is at its end, and then it is left."""
+        """The next messages. Empty at the end of the queue, which the reader then leaves. Raises SourceLost."""
         try:
             # After three empty answers, a second each, another consumer holds the rest of the queue.
             for _ in range(3 if self._unread > 0 else 0):
@@ -276,7 +276,7 @@ class Visits:
         self._doubt.over()
 
     async def close(self) -> None:
-        """The connection too."""
+        """Stop reading, and close the connection."""
         subscription, self.subscription = self.subscription, None
         try:
             if subscription is not None:
@@ -288,10 +288,10 @@ class Visits:
 
 
 class Queues(ABC):
-    """Satisfies ports.Source: ``readers`` are read in their order. ``now``: the clock that rules."""
+    """Satisfies state_machine.Source. It reads ``readers`` in their order. ``now``: the store's clock, epoch ms."""
 
     falling = False
-    """Whether messages go from one of the queues to another by themselves."""
+    """Whether messages move between the queues by themselves."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class Queues(ABC):
         """Delivery tags of the last batch: its own, and those of messages that were met again."""
         self._count = 0
         self.passed_over: dict[str, tuple[str, int]] = {}
-        """Queues that were met and are not meant: why, and how many messages stand there."""
+        """Queues that match but are not read: the reason, and the number of their messages."""
 
     @abstractmethod
     async def readers(self, admin: Admin) -> list[Reader]:
@@ -333,7 +333,7 @@ class Queues(ABC):
         }
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
-        """See Source. Looking into a queue counts as a delivery, so only the numbers are asked for, always."""
+        """See Source. A look into a queue counts as a delivery, so the survey asks for numbers only."""
         survey = Survey()
         now_ms = await self._now()
         async with await admin_of(self._url) as admin:
@@ -357,11 +357,11 @@ class Queues(ABC):
         missing = [name for name, depth in depths.items() if depth is None]
         if missing:
             survey.remarks.append(f"{len(missing)} queues do not exist, such as {missing[0]}")
-        survey.remarks.append("what a message says of its destination and due instant is seen by a run only")
+        survey.remarks.append("only a run sees destinations and due instants in messages")
         return survey
 
     async def stage(self, run: Run) -> None:
-        """See Source. The queues are read as they are."""
+        """See Source. There is nothing to stage: the run reads the queues themselves."""
         return
 
     async def resume(self, run: Run) -> None:

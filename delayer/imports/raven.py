@@ -1,6 +1,6 @@
-"""Source `nservicebus-raven`: an export of RavenDB's `TimeoutDatas/` documents, a JSON object a line.
+"""Source `nservicebus-raven`: an export of RavenDB's `TimeoutDatas/` documents, a JSON object in each line.
 
-Each document has Destination, SagaId, State (base64), Time, OwningTimeoutManager and Headers; its id stands in "Id", in
+Each document has Destination, SagaId, State (base64), Time, OwningTimeoutManager and Headers. Its id is in "Id", in
 "@metadata" (as "@id"), or in "Key". Documents of NServiceBus 5 and older have the destination as an object.
 """
 
@@ -26,7 +26,7 @@ HIDDEN: Final = ("__hidden__", "__migrated__")
 
 
 def read(line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = ()) -> Item | Skipped | None:
-    """The message of a line; None for one that says nothing. Raises Unreadable."""
+    """The message of a line; None for an empty line. Raises Unreadable."""
     if not line.strip():
         return None
     try:
@@ -100,7 +100,7 @@ def _body(found: Mapping[str, Any]) -> bytes:
 
 
 class RavenExport(FileSource):
-    """The file; ``endpoint``: whose timeouts are meant."""
+    """An export. ``endpoint``: only its timeouts are imported."""
 
     counted = False
 

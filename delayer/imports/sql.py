@@ -1,7 +1,7 @@
 """Sources `nservicebus-sql` (SQL Persistence: a table for each endpoint) and `nservicebus-nhibernate` (one for all).
 
-*Staging* moves the rows that are meant into a staging table beside each table, in one transaction: no timeout manager
-sees them from then on. The run reads the staging tables in the order of due instants. It deletes the rows of a batch
+*Staging* moves the chosen rows of each table into a staging table beside it, in one transaction. From then on no
+timeout manager sees them. The run reads the staging tables in the order of due instants. It deletes the rows of a batch
 after the store has committed them, and drops the empty tables at the end.
 """
 
@@ -76,7 +76,7 @@ Place = tuple[datetime, Any]
 
 
 def write_places(places: Mapping[str, Place]) -> str:
-    """By the names of the tables; ids may be uuids, which JSON has none of."""
+    """The places as JSON, by the names of the tables. A uuid becomes an object, because JSON has no uuids."""
     said = {
         name: [due.isoformat(), {"uuid": str(id_)} if isinstance(id_, uuid.UUID) else id_]
         for name, (due, id_) in places.items()
@@ -85,7 +85,7 @@ def write_places(places: Mapping[str, Place]) -> str:
 
 
 def read_places(text: str | None) -> dict[str, Place]:
-    """The other way round; None: nothing is done yet."""
+    """Read the text of :func:`write_places`; None means no places."""
     return {
         name: (datetime.fromisoformat(due), uuid.UUID(id_["uuid"]) if isinstance(id_, dict) else id_)
         for name, (due, id_) in json.loads(text or "{}").items()
@@ -98,7 +98,7 @@ def staged_name(name: str, token: str) -> str:
     >>> staged_name("Sales_TimeoutData", "5f0c9a7e41d2")
     'Sales_TimeoutData_delayer_5f0c9a7e41d2'
     """
-    # PostgreSQL has room for 63 bytes, and cuts without a word. The index has 3 bytes more.
+    # PostgreSQL cuts names after 63 bytes without an error. The name of the index has 3 bytes more.
     room = 60 - len(SUFFIX) - len(token)
     if len(name.encode()) > room:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
@@ -125,11 +125,11 @@ class Pick(NamedTuple):
 
 
 class TimeoutTable:
-    """A table of timeouts and its staging table; the methods make statements for them. ``endpoint``: whose timeouts are
-    meant, where the table has those of several."""
+    """A table of timeouts and its staging table; the methods make statements for them. ``endpoint``: only its timeouts
+    are chosen, if the table has those of several."""
 
     def __init__(self, source: Table, token: str, endpoint: str | None = None) -> None:
-        """Raises ImportImpossible for a table that is none of timeouts."""
+        """Raises ImportImpossible for a table without the columns of timeouts."""
         self.name = source.name
         self.source = source
         columns = (Column(column.name, column.type) for column in source.c)
@@ -148,8 +148,8 @@ class TimeoutTable:
         return table.c[self._spelled[name]]
 
     def create(self, dialect: Dialect) -> list[str]:
-        """The staging table, empty, with an index in the order of reading. MySQL keeps rows in the order of the primary
-        key: an index would lead from each row to another page."""
+        """The statements for the empty staging table and its index in the order of reading. In MySQL the primary key is
+        that order, because rows lie in its order: an index would lead to another page for each row."""
         prepare = dialect.identifier_preparer
         source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
         order = ", ".join(prepare.quote(self._spelled[name]) for name in ("time", "id"))
@@ -161,7 +161,7 @@ class TimeoutTable:
         return [f"CREATE TABLE {staged} AS SELECT * FROM {source} WHERE 1 = 0", index]
 
     def take(self, pick: Pick, limit: int | None) -> Insert:
-        """Copy the rows that are meant and not locked, and lock them; :meth:`forget` follows in this transaction."""
+        """Copy and lock the chosen rows that are not locked. :meth:`forget` follows in this transaction."""
         rows = select(*self.source.c).where(*self.meant(pick)).order_by(*self._order(self.source)).limit(limit)
         rows = rows.with_for_update(skip_locked=True).with_hint(
             self.source, "WITH (UPDLOCK, ROWLOCK, READPAST)", "mssql"
@@ -179,11 +179,11 @@ class TimeoutTable:
         return f"DELETE FROM {source} WHERE {id_} IN (SELECT {id_} FROM {staged})"
 
     def give_back(self) -> Insert:
-        """Copy the staged rows to where they were."""
+        """Copy the staged rows back into their table."""
         return insert(self.source).from_select([column.name for column in self.source.c], select(*self.staged.c))
 
     def looks(self, pick: Pick, limit: int | None) -> Select[Any]:
-        """The rows that are meant, as :meth:`looks_staged` has them; the soonest ``limit`` of them."""
+        """The chosen rows with the columns of :meth:`looks_staged`; only the ``limit`` soonest, if there is a limit."""
         rows = self._looks(self.source).where(*self.meant(pick))
         return rows if limit is None else rows.order_by(*self._order(self.source)).limit(limit)
 
@@ -192,13 +192,13 @@ class TimeoutTable:
         return self._looks(self.staged)
 
     def dues(self, pick: Pick, limit: int) -> Select[Any]:
-        """The due instants of the soonest rows that are meant."""
+        """The due instants of the ``limit`` soonest chosen rows."""
         due = self.of(self.source, "time")
         return select(due).where(*self.meant(pick)).order_by(due).limit(limit)
 
     def others(self, pick: Pick) -> Select[Any]:
-        """How many rows are meant, have no due instant, are due before ``since``, and not after ``after``. Each counts
-        once."""
+        """Counts of rows: the chosen ones, those without a due instant, those before ``since``, those not after
+        ``after``. Each row counts once."""
         due, never = self.of(self.source, "time"), literal_column("0") == literal_column("1")
         sooner = never if pick.since is None else due < pick.since
         soon = never if pick.after is None else due <= pick.after
@@ -219,15 +219,15 @@ class TimeoutTable:
         return query.where(due >= since, or_(due > since, id_ > after[1]))
 
     def remove(self, upto: Place, after: Place | None = None) -> Delete:
-        """Delete the staged rows up to that place; all up to ``after`` are deleted before. The database reads an index
-        over its deleted entries as well, unless it is told where to begin."""
+        """Delete the staged rows up to ``upto``; rows up to ``after`` are deleted already. The condition on ``after``
+        keeps the database from reading dead entries of the index."""
         due, id_ = self._order(self.staged)
         until = self._instant(upto)
         query = delete(self.staged).where(due <= until, or_(due < until, id_ <= upto[1]))
         return query if after is None else query.where(due >= self._instant(after))
 
     def largest(self, dialect: Dialect, table: Table, *names: str) -> Select[Any]:
-        """How many bytes these columns have in the largest row."""
+        """The bytes of these columns in the largest row."""
         length = func.datalength if dialect.name == "mssql" else func.octet_length
         sizes = [func.coalesce(length(self.of(table, name)), 0) for name in names]
         return select(func.max(sum(sizes[1:], sizes[0])))
@@ -271,8 +271,8 @@ async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[tuple[i
 
 
 class SqlTimeouts:
-    """Satisfies state_machine.Source, for the tables that match ``patterns``. ``overdue_too``: no timeout manager runs
-    any more."""
+    """Satisfies state_machine.Source, for the tables that match ``patterns``. ``overdue_too``: choose soon and overdue
+    rows too, because no timeout manager runs any more."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class SqlTimeouts:
         return found | rewriting(self._rewrites) | rewriting(self._replies, REPLIES) | self._meant.as_dict()
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
-        """See Source. Every row is looked at, since only its headers tell whether it would be held."""
+        """See Source. The survey reads every row, because only its headers tell whether it would be held."""
         survey = Survey()
         async with self._database.connected() as connection:
             tables = await self._tables(connection, "" if unfinished is None else unfinished.token)
@@ -334,7 +334,7 @@ class SqlTimeouts:
                     if one.staged.name in there:
                         await self._look(connection, one, one.staged, one.looks_staged(), survey)
                 if survey.messages:  # The move is one transaction, so either all rows are staged or none.
-                    survey.remarks.append("this is what the run that was interrupted staged and did not remove yet")
+                    survey.remarks.append("these are messages that the interrupted run staged and did not remove yet")
                 if survey.messages or unfinished.phase is Phase.RUNNING:
                     return survey
             pick = await self._pick(connection)
@@ -351,7 +351,7 @@ class SqlTimeouts:
     async def stage(self, run: Run) -> int:
         """See Source."""
         async with self._database.connected() as connection:
-            # Else MySQL would lock every index to its end, and no timeout manager could store a timeout.
+            # Otherwise MySQL would lock every index to its end, and no timeout manager could store a timeout.
             await connection.execution_options(isolation_level="READ COMMITTED")
             tables = await self._tables(connection, run.token)
             there = await connection.run_sync(self._names)
@@ -365,7 +365,7 @@ class SqlTimeouts:
             return staged or await self._move(connection, tables)
 
     async def resume(self, run: Run) -> None:
-        """See Source. Without a staging table, a table is read to its end, or was not there at the beginning."""
+        """See Source. A table without a staging table is read to its end, or did not exist at the beginning."""
         async with self._database.connected() as connection:
             there = await connection.run_sync(self._names)
             tables = await self._tables(connection, run.token)
@@ -387,7 +387,7 @@ class SqlTimeouts:
         return found
 
     async def _read(self) -> None:
-        """Read ahead of who asks."""
+        """Read batches ahead of :meth:`next_batch`."""
         try:
             async with aclosing(self._batches()) as batches:
                 async for batch in batches:
@@ -402,7 +402,7 @@ class SqlTimeouts:
         items: list[Item] = []
         size = 0
         async with self._database.connected() as connection:
-            # Else a transaction would stay open for the whole run.
+            # Otherwise a transaction would stay open for the whole run.
             await connection.execution_options(isolation_level="AUTOCOMMIT")
             streams = [self._rows(connection, one, upto.get(one.name)) for one in tables]
             async for number, row in merged(streams):
@@ -474,7 +474,7 @@ class SqlTimeouts:
         return sorted(inspect(connection).get_table_names(schema=self._schema))
 
     async def _tables(self, connection: AsyncConnection, token: str) -> list[TimeoutTable]:
-        """The tables that match, as the database has them. Raises ImportImpossible where none does."""
+        """The tables that match, as the database has them. Raises ImportImpossible if there are none."""
         names = await connection.run_sync(self._names)
         found = [
             name
@@ -491,7 +491,7 @@ class SqlTimeouts:
         return [TimeoutTable(one, token, self._endpoint) for one in tables]
 
     async def _count(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
-        """How many rows are staged."""
+        """The number of staged rows."""
         counts = [select(func.count()).select_from(one.staged) for one in tables]
         return sum([(await connection.execute(one)).scalar_one() for one in counts])
 
@@ -501,7 +501,7 @@ class SqlTimeouts:
         await connection.commit()
 
     async def _pick(self, connection: AsyncConnection, ahead_ms: int = SOON_MS) -> Pick:
-        """The rows that are meant; by the database's clock none that is due within ``ahead_ms``."""
+        """The filter of the chosen rows. By the database's clock none of them is due within ``ahead_ms``."""
         after = None
         if not self._overdue_too:
             clock: Select[Any] = select(literal_column(CLOCKS.get(connection.dialect.name, MYSQL_CLOCK)))
@@ -511,7 +511,7 @@ class SqlTimeouts:
         return Pick(after, None if cutoff_ms is None else moment_of(cutoff_ms))
 
     async def _shares(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: Pick) -> dict[str, int]:
-        """How many of the soonest ``limit`` rows stand in each table; nothing without a limit."""
+        """The numbers of rows in each table among the ``limit`` soonest; empty without a limit."""
         limit = self._meant.limit
         if limit is None:
             return {}
@@ -535,12 +535,12 @@ class SqlTimeouts:
             await connection.rollback()
             ahead_ms = SOON_MS + 3 * took_ms
         raise ImportImpossible(
-            "to move the timeouts takes longer than what is due meanwhile can wait, 3 times: nothing is "
+            "the move of the timeouts took too long 3 times, because some would be due before its end: nothing is "
             "moved. Next: take fewer at a time (--limit, --table), or stop the timeout managers and say --overdue-too"
         )
 
     async def _moved(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: Pick) -> int:
-        """How many rows are moved, not committed yet."""
+        """Move the rows without a commit. Returns their number. Raises CountMismatch."""
         shares = await self._shares(connection, tables, pick)
         moved = 0
         for one in tables:
@@ -556,7 +556,7 @@ class SqlTimeouts:
     async def _look(
         self, connection: AsyncConnection, one: TimeoutTable, table: Table, rows: Select[Any], survey: Survey
     ) -> None:
-        """Count these rows of ``table``, with what would be wrong with each."""
+        """Count these rows of ``table`` in ``survey``, with the reason if one would be held."""
         at_once = await self._fitting(connection, one, table, "headers")
         async with connection.stream(rows.execution_options(yield_per=at_once)) as found:
             async for some in found.partitions():
@@ -568,12 +568,12 @@ class SqlTimeouts:
     async def _fitting(
         self, connection: AsyncConnection, one: TimeoutTable, table: Table, *names: str, share: int = 1
     ) -> int:
-        """How many rows are read at once: so many that these columns fit into a share of the memory for all tables."""
+        """The number of rows to read at once, so that these columns fit into a share of the memory for all tables."""
         largest = (await connection.execute(one.largest(connection.dialect, table, *names))).scalar_one() or 1
         return max(min(BATCH, READ_BYTES // share // largest), 1)
 
     async def _leave_others(self, connection: AsyncConnection, one: TimeoutTable, pick: Pick, survey: Survey) -> int:
-        """Add the rows of this table that are not meant, and why. How many are meant."""
+        """Count the rows that stay in ``survey``, with their reasons. Returns the number of chosen rows."""
         meant, *others = (await connection.execute(one.others(pick))).one()
         for why, count in zip((NO_TIME, SOONER, SOON), others, strict=True):
             survey.leave(why, count)

@@ -20,19 +20,19 @@ from delayer.core.message import Target
 
 
 class ImportImpossible(Exception):
-    """The import cannot begin, or go on, as it was asked for: a person has to decide first. The message says what."""
+    """The import cannot begin or go on before an operator decides something. The message says what."""
 
 
 class BadSource(ImportImpossible):
-    """The description of the source is wrong, whatever the source holds."""
+    """The options that describe the source are wrong."""
 
 
 class SourceLost(Exception):
-    """The source is out of reach. No message is lost: committed ones are here, the others are there."""
+    """The source is out of reach. No message is lost: committed ones are in the store, the others in the source."""
 
 
 class CountMismatch(Exception):
-    """Something was counted twice and the numbers differ: the run stops where it is."""
+    """Two counts of the same messages differ. The run stops at once."""
 
 
 class Source(Protocol):
@@ -62,19 +62,19 @@ class Source(Protocol):
         it meets them again."""
 
     async def next_batch(self) -> Batch | None:
-        """The next messages, soonest due first as far as the source can tell; None when nothing is left."""
+        """The next messages, the soonest first as far as the source can tell; None at the end."""
 
     async def remove(self, batch: Batch) -> int | None:
-        """``batch`` is committed: remove it there. How many were removed, None where that cannot be counted."""
+        """Remove a committed batch from the source. Returns the number removed; None if it cannot be counted."""
 
     async def finish(self) -> dict[str, int]:
-        """Nothing is left: clean up. Safe to repeat. Why messages stay there, and how many."""
+        """Clean up after the last batch. Safe to repeat. Returns the numbers of messages that stay there, by reason."""
 
     async def put_back(self, run: Run) -> int | None:
         """Put staged messages back that are not committed. Returns their number. Safe to repeat."""
 
     async def close(self) -> None:
-        """Let go of connections and files. Safe to call twice."""
+        """Close connections and files. Safe to call twice."""
 
 
 class Book(Protocol):
@@ -89,14 +89,13 @@ class Book(Protocol):
     async def staged(self, run: Run, messages: int | None) -> Run: ...
 
     async def commit(self, run: Run, batch: Batch) -> Run:
-        """All of the batch with its progress, or nothing. Messages whose key is taken count as superseded."""
+        """Commit the whole batch with its progress, or nothing. Messages whose key is taken count as superseded."""
 
     async def finish(self, run: Run, phase: Phase) -> Run: ...
 
 
 class Notes(Protocol):
-    """The place where a source of records in a file notes their order. Satisfied by
-    store.admin.importing.ImportStore."""
+    """Keeps the order of a source's records in a file. Satisfied by store.admin.importing.ImportStore."""
 
     async def write_items(self, run: Run, items: Iterable[Sequence[tuple[int, int, int]]]) -> int: ...
 
@@ -135,8 +134,8 @@ class Preview:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why messages would be held, and how many, as far as a look can tell. Each counts once, and of what a limit
-        leaves out some may be among them."""
+        """The numbers of messages that would be held, by reason, as far as a preview can tell. Each counts once.
+        Messages beyond a limit may be among them."""
         found = dict(self.survey.unfit)
         for target, why in self.problems.items():
             if (goal := self.survey.goals.get(target)) is not None and goal.messages > goal.unfit:
@@ -150,7 +149,7 @@ class Preview:
 
     @property
     def clean(self) -> bool:
-        """Whether a run would find nothing to tell a person: nothing to hold, nothing unreadable, nothing to decide."""
+        """Whether a run would need no operator: no messages to hold, none unreadable, nothing to decide."""
         held_before = self.own and self.unfinished is not None and self.unfinished.held > 0
         found = self.reasons or self.survey.superseded or self.survey.for_people
         return not (found or self.refusal or held_before)
@@ -185,13 +184,12 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Whether there is nothing to tell a person: nothing held or superseded, this time or before, and nothing left
-        that was meant."""
+        """Whether no operator is needed: no messages held or superseded, in any run, and no chosen ones left."""
         return not (self.run.held or self.run.superseded) and FOR_PEOPLE.isdisjoint(self.left)
 
 
 async def preview(source: Source, book: Book, judge: Judge, *, again: bool = False) -> Preview:
-    """Look, and change nothing. ``again`` as for a run. Raises SourceLost, ImportImpossible, StoreLost."""
+    """Look without changes. ``again``: as for :func:`run`. Raises SourceLost, ImportImpossible, StoreLost."""
     unfinished = await book.unfinished()
     refusal = ""
     own = None
@@ -209,8 +207,8 @@ def _brought(survey: Survey, again: bool) -> str:
     if again or not survey.brought:
         return ""
     return (
-        f"import {', '.join(map(str, survey.brought))} brought messages of this very file: what both are meant "
-        "to bring would be delivered twice. Next: --again, if it is gone by now, or meant to come twice"
+        f"import {', '.join(map(str, survey.brought))} brought messages of this very file: messages of both "
+        "imports would be delivered twice. Next: --again, if they are gone by now, or shall come twice"
     )
 
 
@@ -243,8 +241,8 @@ async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, a
     if current.staged is not None and current.committed != current.staged:
         if report.resumed and not (report.parked or report.held or report.superseded or report.again):
             raise ImportImpossible(
-                f"{current.staged} messages were staged, {current.committed} are committed, and nothing of the rest is "
-                "there: an `abort` was interrupted that had put it back, or somebody else has it. Next: `abort`, with "
+                f"{current.staged} messages were staged, {current.committed} are committed, and the others are not "
+                "there: an interrupted `abort` put them back, or another program has them. Next: `abort`, with "
                 "the same parameters; then a new run"
             )
         raise CountMismatch(
@@ -258,7 +256,7 @@ async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, a
 
 
 async def _batches(source: Source, book: Book, judge: Judge, report: Report, say: Say) -> None:
-    """Batch after batch until nothing is left; ``report`` knows how far it is."""
+    """Import batch after batch until the source is empty; ``report`` has the progress."""
     while True:
         current = report.run
         say("importing", current.committed, current.staged)
@@ -281,12 +279,12 @@ async def _batches(source: Source, book: Book, judge: Judge, report: Report, say
         if removed is not None and removed != expected:
             raise CountMismatch(
                 f"{expected} messages of a batch are committed, but {removed} could be removed from the source: "
-                "somebody else removes them too"
+                "another program removes them too"
             )
 
 
 async def _judged(batch: Batch, judge: Judge) -> Batch:
-    """The batch, with what would not be taken to be held."""
+    """The batch, with a hold for each message that the broker would not take."""
     goals: dict[Target, Goal] = {}
     for item in batch.items:
         parcel = item.parcel

@@ -22,11 +22,11 @@ RELATED: Final = "NServiceBus.RelatedToTimeoutId"
 SAVED_REPLY_TO: Final = "NServiceBus.Timeout.ReplyToAddress"
 """The header where timeout managers of core 3 to 5 kept the reply address; they restored it when they dispatched."""
 UNREAD: Final = b"x-delayer-import-headers"
-"""Carries a headers column that cannot be read, as it is."""
+"""The header for an unreadable headers column, or for a queue name that is too long, unchanged."""
 NET_TYPE: Final = "$type"
 _ALWAYS: Final = FLAGS["headers"] | FLAGS["delivery_mode"]
 _CONTENT_TYPE: Final = FLAGS["content_type"]
-# The rest of what a timeout has, in the order of the wire: all of it behind the delivery mode.
+# Other properties of a timeout, in the order of the wire. All of them follow the delivery mode.
 _CORRELATION_ID, _REPLY_TO, _MESSAGE_ID, _TYPE = (
     FLAGS[name] for name in ("correlation_id", "reply_to", "message_id", "type")
 )
@@ -56,7 +56,7 @@ def epoch_ms(moment: datetime) -> int:
 
 
 def moment_of(epoch: int) -> datetime:
-    """The other way round."""
+    """The inverse of :func:`epoch_ms`."""
     return _EPOCH + timedelta(milliseconds=epoch)
 
 
@@ -105,7 +105,7 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
         return {}
     found = json.loads(given) if isinstance(given, str) else given
     if isinstance(found, list):
-        # .NET's own serializer writes a dictionary as a list of pairs unless it is told otherwise.
+        # The serializer of .NET writes a dictionary as a list of pairs by default.
         if not all(isinstance(one, dict) and {"Key", "Value"} <= one.keys() for one in found):
             raise ValueError("expected pairs of Key and Value in the list, found something else")
         found = {str(one["Key"]): one["Value"] for one in found}
@@ -122,7 +122,7 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
 
 
 def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
-    """The column's instant, as exact as the header knows it."""
+    """The column's instant, or that of the header, if it is the same one and more exact."""
     expire = headers.get(_EXPIRE)
     if expire is None:
         return column_ms

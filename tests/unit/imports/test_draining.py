@@ -71,7 +71,7 @@ NOTHING = Standing(0, 0, 0, 0, 0, 0)
     ("now", "unsound", "keys_too", "left"),
     [
         (NOTHING, 0, False, []),
-        (NOTHING._replace(rows=7, keyed=7), 0, False, [(7, "store", "a key", "none: they are released")]),
+        (NOTHING._replace(rows=7, keyed=7), 0, False, [(7, "store", "a key", "none: the daemon releases")]),
         (NOTHING._replace(rows=7, keyed=7), 0, True, [(7, "store", "meanwhile", AGAIN)]),
         (
             NOTHING._replace(rows=7, keyed=2, soon=5), 0, False,
