@@ -1,4 +1,4 @@
 """The Spark job: audit, compact and restore the stored backlog.
 
-Nothing but the edge imports this package, so that the daemon needs no JVM.
+Only the command line imports this package, so the daemon needs no JVM.
 """

@@ -13,12 +13,12 @@ from delayer.store.rows.partitions import DAY_MS
 
 RELEASE_RATE: Final = 14_000.0
 """Messages a second that one daemon released on two cores shared with broker and database, 512 bytes each
-(docs/performance.md). An operator gives the own rate by ``--release-rate``."""
+(docs/performance.md). ``--release-rate`` replaces it by a measured one."""
 SECOND_MS, MINUTE_MS, HOUR_MS = 1_000, 60_000, 3_600_000
 
 
 def calendar(store: Extract, release_rate: float) -> Calendar:
-    """``release_rate`` in messages a second. Raises ValueError unless it is above zero."""
+    """The forecast. ``release_rate``: messages a second. Raises ValueError unless it is above zero."""
     if not release_rate > 0:
         raise ValueError(f"release rate: expected messages a second, more than 0, found {release_rate:g}")
     routes, more_routes = _shares(store, "route", 50)
@@ -48,7 +48,8 @@ def calendar(store: Extract, release_rate: float) -> Calendar:
 
 
 def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Any]:
-    """How much is due in each ``width`` ms: from ``first`` to ``last``, and in the ten fullest, which stand first."""
+    """The slots of ``width`` ms in which messages are due, from ``first`` to ``last``, and the ten fullest. The fullest
+    come first."""
     rows = store.rows(f"""
         WITH due AS (
             SELECT due_ms - pmod(due_ms, {width}) AS start_ms, count(*) AS messages, sum(size) AS size
@@ -75,8 +76,9 @@ def _days(store: Extract) -> tuple[Bar, ...]:
 
 
 def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
-    """The ten fullest seconds, minutes and hours, those first that take longest beyond their own width. A minute is
-    listed only if it has much more than each listed second of it, or every peak would be there three times."""
+    """The ten fullest seconds, minutes and hours, first the ones that take longest beyond their width. A minute is
+    listed only if it has over twice the messages of each listed second in it. Otherwise each peak would appear three
+    times."""
     found: list[Peak] = []
     for width, most in rows.items():
         for row in most[:10]:
@@ -88,7 +90,7 @@ def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
 
 
 def _shares(store: Extract, by: str, limit: int) -> tuple[list[Any], int]:
-    """The ``limit`` largest groups of what waits, and how many more there are."""
+    """The ``limit`` largest groups of waiting messages, and the number of the other groups."""
     of = f"FROM messages WHERE kind <> '{HELD}'"
     rows = store.rows(f"""
         SELECT {by}, count(*) AS messages, sum(size) AS size, min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
@@ -112,7 +114,7 @@ def targets(store: Extract, limit: int) -> list[Target]:
 
 
 def peaks(coming: Calendar) -> list[Finding]:
-    """Peaks that take more than a minute longer than they are wide: the last of their messages are that late."""
+    """Findings for peaks that take over a minute longer than their width: their last messages are that late."""
     return [
         Finding(
             "peaks",

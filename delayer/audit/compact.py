@@ -79,20 +79,19 @@ def _perhaps(one: Packed, reason: str) -> Packed:
 
 
 async def pack_window(connection: asyncpg.Connection, window: Window, rows: int, ours: Turns | None = None) -> Packed:
-    """Segments of ``window`` until nothing is left there that can be taken."""
+    """Make segments of ``window`` until no row in it can be taken."""
     from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow
 
     made: list[Compacted] = []
     ours = ours or Turns(connection)
     lost = broken = None
     attempts = 0
-    # How often a window is tried that loses against other transactions.
+    # A window that loses against other transactions is tried five times.
     while attempts < 5:
         try:
             async with ours.turn() as beside_traffic:
-                # Rows that are locked at once beside traffic: 10 ms of the server's, and a megabyte of its log.
+                # Beside traffic it locks 1,000 rows at once: 10 ms of the server, and a megabyte of its log.
                 portion = 1_000 if beside_traffic else None
-                # Seconds after each portion.
                 one = await compact.compact_one(connection, window, rows=rows, portion=portion, pause=0.01)
                 if one is not None:
                     made.append(one)  # Committed, even if the turn then fails.
@@ -144,7 +143,7 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """About how many; some of them may have keys or be large, and stay."""
+        """The approximate number of rows. Some may have keys or be large, and stay rows."""
         return sum(window.rows for window in self.windows)
 
 
@@ -155,7 +154,7 @@ class Numbers(NamedTuple):
     keyed: int
     """Rows with a key, which stay rows."""
     large: int
-    """Further ones of more than compacting.LARGEST bytes, which do as well."""
+    """Rows of more than compact.LARGEST bytes without a key, which stay rows too."""
     raw_bytes: int
     disk_bytes: int
     """Bytes of all waiting rows, near ones too, with their indexes."""
@@ -183,7 +182,7 @@ class Done:
 
 
 def check_after(after_ms: int, restore_ahead_ms: int) -> None:
-    """Raise JobMisused for a limit within which daemons restore: they would undo the job at once."""
+    """Raise JobMisused if daemons would restore the segments at once."""
     from delayer.config import duration_text  # noqa: PLC0415 - executors load this module, and need no settings
 
     if after_ms <= restore_ahead_ms:
@@ -196,7 +195,7 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
 async def plan(url: str, after_ms: int, rows: int) -> Plan:
     """Cut the messages that are due later than ``after_ms`` from now into windows.
 
-    Raises StoreLost, also where this role may not compact, before a JVM is started for it; BadStoreUrl, SchemaOutdated.
+    It needs no JVM. Raises BadStoreUrl, SchemaOutdated, and StoreLost, also if this role may not compact.
     """
     connection = await _connect(url, "delayer compact plan")
     try:
@@ -212,7 +211,7 @@ async def plan(url: str, after_ms: int, rows: int) -> Plan:
 
 
 async def numbers(url: str, planned: Plan) -> Numbers:
-    """Count what ``planned`` is about. Reads every row of it, once. Raises StoreLost."""
+    """Count the rows of ``planned``, reading each once. Raises StoreLost."""
     connection = await _connect(url, "delayer compact plan")
     try:
         with translated("count"):
@@ -227,8 +226,6 @@ async def numbers(url: str, planned: Plan) -> Numbers:
 
 def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Done:
     """Do the ``planned`` work. ``say`` hears the step and its progress. Raises JobFailed, StoreLost."""
-    from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
-
     began = time.monotonic()
     # Windows that a worker repeats at most after its death. A task costs some 50 ms beside its work, a window half a
     # second.
@@ -238,12 +235,11 @@ def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Do
 
 
 def nothing(url: str, planned: Plan) -> Done:
-    """The end of a job whose plan is empty: an earlier one may have died before it gave room back. Raises StoreLost."""
+    """Finish a job with an empty plan: an earlier job may have died before it gave room back. Raises StoreLost."""
     return _finish(url, planned, (), 0.0, lambda _done, _of: None)
 
 
 def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, say: Callable[[int, int], None]) -> Done:
-
     began = time.monotonic()
     touched = {day for one in packed if one.messages or one.perhaps for day in days_of(one.window)}
     shrunk = asyncio.run(compact.shrink(url, touched, planned.now_ms // DAY_MS, say))
@@ -251,12 +247,12 @@ def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, s
 
 
 def days_of(window: Window) -> range:
-    """The days that it touches, from 1970."""
+    """The days of a window, counted from 1970."""
     return range(window.first_ms // DAY_MS, window.last_ms // DAY_MS + 1)
 
 
 async def _connect(url: str, application: str) -> asyncpg.Connection:
-    """A session whose statements may take their time, and whose instants are epoch milliseconds."""
+    """A session without a statement timeout, whose instants are epoch milliseconds."""
     connection = await pool.connect_plain(url, application, {"statement_timeout": "0"}, command_seconds=None)
     with translated("connect"):
         await pool.prepare(connection)

@@ -60,14 +60,14 @@ def _escaped(value: str) -> str:
 
 _BATCH_HINT: Final = "adbc.postgresql.batch_size_hint_bytes"
 _COPY: Final = "adbc.postgresql.use_copy"
-# Each task's transaction: of the snapshot, and not to be ended by a limit that was made for others.
+# Each task's transaction keeps the snapshot, so the limits of other sessions must not end it.
 _SESSION: Final = (
     "SET LOCAL statement_timeout = 0",
     "SET LOCAL idle_in_transaction_session_timeout = 0",
     "SET LOCAL jit = off",
     "SET LOCAL timezone = 'UTC'",
     "SET LOCAL max_parallel_workers_per_gather = 0",
-    "SELECT set_config(name, '0', true) FROM pg_settings WHERE name = 'transaction_timeout'",  # since Postgres 17
+    "SELECT set_config(name, '0', true) FROM pg_settings WHERE name = 'transaction_timeout'",  # Since Postgres 17.
 )
 _DAMAGED: Final = ("XX", "58030", "58P01")
 """SQLSTATEs, or their beginnings: internal errors (corrupted data and indexes among them), and files that are missing
@@ -94,7 +94,7 @@ class Reading:
         self._batch_bytes = batch_bytes
 
     def begin(self) -> None:
-        """Raises StoreLost."""
+        """Begin the transaction on the snapshot. Raises StoreLost."""
         with translated("take the snapshot"):
             self._execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
             if self._on:
@@ -112,7 +112,7 @@ class Reading:
 
     @contextmanager
     def _stream(self, sql: str) -> Iterator[pa.RecordBatchReader]:
-        """Raises the driver's errors, and Arrow's in the middle of the rows."""
+        """Stream the rows of a statement. Raises the driver's errors, and Arrow's in the middle of the rows."""
         with closing(adbc.AdbcStatement(self._connection)) as statement:
             statement.set_options(**{_BATCH_HINT: str(self._batch_bytes)})
             statement.set_sql_query(sql)
@@ -142,7 +142,7 @@ class Reading:
         raise StoreLost(text, advice_for(text))
 
     def _again(self) -> None:
-        """Begin anew, after an error. Raises the driver's errors, StoreLost."""
+        """Begin the transaction again after an error. Raises the driver's errors, StoreLost."""
         self._connection.rollback()
         self.begin()
 
@@ -168,7 +168,7 @@ class Reading:
 
 @contextmanager
 def reading(url: SecretUrl, on: str, batch_bytes: int) -> Iterator[Reading]:
-    """Connect; on that snapshot, if there is one. Raises StoreLost."""
+    """A connection that reads the snapshot ``on``, or its own if ``on`` is empty. Raises StoreLost."""
     with _connected(url) as connection:
         made = Reading(connection, on, batch_bytes)
         made.begin()
@@ -195,7 +195,8 @@ def _quoted(text: str) -> str:
 
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """The driver's errors as StoreLost. Without their cause: Spark prints causes, and a driver may quote the URL."""
+    """Raise the driver's errors as StoreLost, without their cause: Spark prints causes, and a driver may quote the
+    URL."""
     try:
         yield
     except adbc.Error as error:

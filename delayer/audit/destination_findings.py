@@ -12,8 +12,8 @@ from delayer.broker.route_check import Asked, Route, Target, Verdict
 
 RULE: Final = "destinations"
 NAMED: Final = 20
-"""Keys of one exchange with a finding each, the soonest due; the rest share one. An application that puts an order's
-number into the key has millions."""
+"""Keys of one exchange that get a finding each, the soonest due first. The others share one finding, because an
+application with order numbers as keys has millions."""
 
 _Row = tuple[Target, Route]
 

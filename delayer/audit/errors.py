@@ -9,7 +9,7 @@ class JobImpossible(Exception):
 
 
 class JavaMissing(JobImpossible):
-    """There is no Java, or one that Spark does not run on."""
+    """Java is missing, or too old for Spark."""
 
     def __init__(self, found: str | None, needed: int) -> None:
         what = "Java is missing" if found is None else f"Java {found} is too old"
@@ -21,7 +21,7 @@ class JavaMissing(JobImpossible):
 
 
 class SparkMissing(JobImpossible):
-    """The extra is not installed."""
+    """The extra ``spark`` is not installed."""
 
     def __init__(self, module: str) -> None:
         super().__init__(
@@ -35,4 +35,4 @@ class JobMisused(Exception):
 
 
 class JobFailed(Exception):
-    """Spark gave up on something that is neither the store nor the options. The text is Spark's, without passwords."""
+    """Spark gave up, for a reason besides the store and the options. The text is Spark's, without passwords."""

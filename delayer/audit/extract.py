@@ -1,7 +1,8 @@
 """The extract: the whole store, or a sample of it, as files of one instant; and the views over these files.
 
-It is written first and worked on later, so that the snapshot is held for the reading alone. It holds neither bodies nor
-headers, but keys and destinations: its directory is for this user only, and goes at the end.
+The job first writes the extract and then works on it, so that it holds the snapshot only while it reads. The extract
+has keys and destinations, but neither bodies nor headers. Its directory is for this user only, and is removed at the
+end.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
 
 
 class Lane(NamedTuple):
-    """``alive``: a daemon holds the lane's lock; None where that cannot be seen, on a replica."""
+    """``alive``: whether a daemon holds the lane's lock; None on a replica, which does not show locks."""
 
     number: int
     owner: str
@@ -78,7 +79,7 @@ class Exported(NamedTuple):
 
 
 class Snapshot:
-    """A snapshot, and what the driver itself reads on it: tables of a few rows. Made by :func:`hold_snapshot`."""
+    """A snapshot, and the small tables that the driver reads on it. Made by :func:`hold_snapshot`."""
 
     def __init__(
         self, url: SecretUrl, connection: asyncpg.Connection, runner: asyncio.Runner, exported: Exported
@@ -89,15 +90,15 @@ class Snapshot:
         self.exported = exported
 
     def lanes(self) -> tuple[Lane, ...]:
-        """Raises StoreLost, as the others do."""
+        """The lanes. Raises StoreLost, as the other methods do."""
         return tuple(Lane(*row) for row in self._fetch("read the lanes", _LANES))
 
     def counters(self) -> dict[tuple[int, str], int]:
-        """By lane and kind."""
+        """The counters by lane and kind."""
         return {(lane, kind): n for lane, kind, n in self._fetch("read the counters", _COUNTERS)}
 
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
-        """Bytes of these tables that rows may lie in; 0 is empty for certain."""
+        """The bytes of these tables. A table of 0 bytes has no rows."""
         sql = "SELECT name, pg_relation_size(name::regclass) FROM unnest($1::text[]) AS name"
         return dict(self._fetch("look at the tables' sizes", sql, list(tables)))
 
@@ -111,7 +112,7 @@ class Snapshot:
 
 @contextmanager
 def hold_snapshot(url: SecretUrl) -> Iterator[Snapshot]:
-    """Take the snapshot and keep it until the end of the block. Blocks; not for a thread with a running loop.
+    """Take the snapshot and keep it until the end of the block. Not for a thread with a running event loop.
 
     Raises StoreLost, BadStoreUrl, SchemaOutdated.
     """
@@ -139,7 +140,7 @@ async def _begin(connection: asyncpg.Connection) -> Exported:
 
 
 Watch = Callable[[str], AbstractContextManager[None]]
-"""Shows the progress of what runs inside, under a name."""
+"""Shows the progress of a block under a name."""
 
 _SAID: Final = {
     "message": "reading messages",
@@ -150,7 +151,7 @@ _SAID: Final = {
 }
 """The name of the reading of each relation (source.RELATIONS) in the progress."""
 _SAMPLED: Final = ("message", "segment_message")
-"""Relations of which a share is enough for a sample."""
+"""Relations of which a sample reads a share only."""
 
 _COLUMNS: Final = "id, lane, due_ms, kind, route, to_exchange, to_key, key, size, faults, fingerprint, retry_ms"
 _VIEWS: Final = {
@@ -164,9 +165,11 @@ _VIEWS: Final = {
 }
 """The views that the rules ask, by name, over the files that were read.
 
-damage    places that Postgres cannot read segments  the headers of segments (source.SEGMENTS) keys      the message
-that each key stands for packed    the messages unpacked from segments (source.MESSAGES) messages  all messages:
-waiting, held, and in segments
+- damage: places that Postgres cannot read.
+- segments: the headers of segments (source.SEGMENTS).
+- keys: the message of each key.
+- packed: the messages unpacked from segments (source.MESSAGES).
+- messages: all messages: waiting, held, and in segments.
 """
 
 
@@ -193,14 +196,14 @@ class Extract:
         return self.sample >= 1.0
 
     def show(self, files: Mapping[str, DataFrame]) -> None:
-        """Make the views, of a frame for each relation."""
+        """Make the views from a frame for each relation."""
         for name, frame in files.items():
             frame.createOrReplaceTempView(name)
         for name, sql in _VIEWS.items():
             self.spark.sql(sql).createOrReplaceTempView(name)
 
     def rows(self, sql: str) -> list[Any]:
-        """The answer to a question about the views: a few rows. Spark's errors pass."""
+        """The few rows of a query over the views. Spark's errors pass."""
         return self.spark.sql(sql).collect()
 
 
@@ -209,7 +212,7 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
     """A fresh directory below ``work`` (a path, or a URL of shared storage), removed at the end. On this machine the
     directories of killed runs are removed as well.
 
-    None: below the system's directory for temporary files. ``spark`` is needed for a URL.
+    ``work`` None means the system's directory for temporary files. A URL needs ``spark``.
     """
     if work is None or not urlsplit(work).scheme:
         if work is not None:
@@ -218,7 +221,7 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
             try:
                 yield made.as_uri()
             except (SystemExit, KeyboardInterrupt):
-                # Tasks in the middle of their work would make it again, behind the back of who removes it.
+                # Running tasks would make the directory again after its removal.
                 if spark is not None:
                     sessions.end_machine(spark)
                 raise

@@ -33,9 +33,9 @@ def shown(name: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing found. ``subject`` says where ("lane 3"), ``count`` how many messages (or segments, keys) it is about,
-    ``first_due_ms`` (epoch ms) when the first of them is due. ``details``: values that JSON has;
-    ``details["examples"]`` are ids of messages, a few of them."""
+    """One finding. ``subject``: the place, such as "lane 3". ``count``: its messages, keys, or unreadable places.
+    ``first_due_ms``: the due instant of its first message, epoch ms. ``details``: JSON values; ``details["examples"]``
+    are some ids of messages."""
 
     rule: str
     severity: Severity
@@ -47,8 +47,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class LaneFigures:
-    """One lane. ``alive`` is None where it cannot be known (a replica does not see the locks). ``counters`` has every
-    kind; ``waiting`` and ``held`` were counted row by row, ``packed`` are the live messages of its segments."""
+    """One lane. ``alive``: None if unknown, because a replica does not see the locks. ``counters`` has every kind.
+    ``waiting`` and ``held``: rows counted one by one. ``packed``: live messages in its segments."""
 
     number: int
     owner: str
@@ -89,7 +89,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A second, minute or hour in which much is due, and how long it takes to release at the report's rate."""
+    """A second, minute or hour in which many messages are due, and the time to release them at the report's rate."""
 
     start_ms: int
     width_ms: int
@@ -119,8 +119,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Calendar:
-    """What is coming. Minutes and hours only of the near future (audit.coming), days of all of it. ``…_more`` is how
-    many routes and destinations there are beyond those listed, which are the ones with the most messages."""
+    """The forecast. Minutes and hours cover the near future (audit.coming), days everything. Routes and destinations
+    with the most messages are listed; ``…_more`` is the number of the others."""
 
     release_rate: float
     minutes: tuple[Bar, ...] = ()
@@ -135,8 +135,8 @@ class Calendar:
 
 @dataclass(frozen=True, slots=True)
 class RuleRun:
-    """A rule and how often it found something; ``skipped`` says why it was not run, or is empty. ``unlisted`` of its
-    findings are not among the report's: there is a bound for each rule."""
+    """A rule and the numbers of its findings. ``skipped``: why it was not run, or empty. ``unlisted``: its findings
+    beyond the bound for each rule, which the report leaves out."""
 
     rule: str
     violations: int

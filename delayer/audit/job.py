@@ -1,4 +1,4 @@
-"""`delayer audit` from its first to its last step: extract, judge, ask the broker, keep the findings."""
+"""The steps of `delayer audit`: extract, judge, ask the broker, keep the findings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FINDINGS: Final = (
 
 
 def check_place(out: str | None) -> None:
-    """Try what will be written; ``out`` is only looked at where it is a path of this machine. Raises JobMisused."""
+    """Check that files can be made in ``out``, if it is a path of this machine. Raises JobMisused."""
     if out is None or urlsplit(out).scheme:
         return
     try:
@@ -57,7 +57,7 @@ def add_findings(spark: SparkSession, report: Report, out: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """Whom to ask about destinations."""
+    """The broker to ask about destinations."""
 
     url: SecretUrl
     management_url: SecretUrl | None
@@ -66,8 +66,8 @@ class Broker:
 @dataclass(frozen=True, slots=True)
 class Options:
     """The options of an audit. ``work``, ``out``: a path, or a URL of shared storage. ``sample``: the share of the
-    store to read, above 0 and up to 1. ``release_rate``: messages a second. ``restored_ms``: the time between a
-    segment's restore and its first due instant. ``paced``: messages a second of each limited route."""
+    store to read, above 0 and up to 1. ``release_rate``: messages a second. ``restored_ms``: how long
+    before its first due instant a segment must be restored. ``paced``: messages a second of each limited route."""
 
     store: SecretUrl
     broker: Broker | None = None
@@ -82,8 +82,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """``remarks``: what could not be asked, for people. ``unkept``: why the findings could not be written to ``out``;
-    hours of reading are not thrown away for that."""
+    """A finished audit. ``remarks``: why questions have no answer, for people. ``unkept``: why the findings could not
+    be written to ``out``, which does not discard hours of reading."""
 
     report: Report
     remarks: tuple[str, ...] = ()
@@ -124,15 +124,15 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
 
 
 def _asked(report: Report, store: Extract, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:
-    """The report with the broker's answers, and what kept it from answering."""
+    """The report with the broker's answers, and the reasons why some are missing."""
     from delayer.audit import destination_findings  # noqa: PLC0415
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
     with watching("gathering destinations"):
-        # Destinations that the broker is asked about at most, the soonest due.
+        # The broker is asked about 100,000 destinations at most, the soonest due.
         targets = coming.targets(store, 100_000)
     if options.broker is None:
-        asked = route_check.not_asked(targets, "the broker was not asked about destinations, as it was told")
+        asked = route_check.not_asked(targets, "the broker was not asked about destinations (--no-broker)")
     else:
         management = options.broker.management_url
         asked = asyncio.run(

@@ -26,7 +26,7 @@ _VERDICTS: Final = {
 
 
 def show(report: Report, console: Console) -> None:
-    """Print ``report``. Nothing in a name is taken for markup, and nothing that does not print reaches the terminal."""
+    """Print ``report``. No name is read as markup, and no invisible character reaches the terminal."""
     _findings(report, console)
     _coming(report, console)
     _destinations(report, console)
@@ -55,7 +55,7 @@ def _findings(report: Report, console: Console) -> None:
     for severity, told, found, unlisted in words.groups(report):
         style = "bold red" if severity == "violation" else "yellow"
         console.print(Text.assemble((f"{words.counted(len(found), severity)}: ", style), (told.title, "bold")))
-        # Findings of one rule that are printed; the page, the JSON and the Parquet files have all of them.
+        # Ten findings of each rule are printed. The page, the JSON and the Parquet files have all of them.
         for one in found[:10]:
             _finding(one, report.store_now_ms, console)
         if rest := len(found[10:]) + unlisted:
@@ -105,7 +105,7 @@ def _coming(report: Report, console: Console) -> None:
 
 
 def sparkline(hours: Sequence[Bar], now_ms: int) -> str:
-    """The next 48 hours, one character each; empty where nothing is due in them."""
+    """The next 48 hours, one character each; empty if nothing is due in them."""
     first = now_ms // 3_600_000
     counts = [0] * 48
     for bar in hours:
@@ -185,7 +185,7 @@ def _verdict(report: Report, console: Console) -> None:
 
 
 def lines(report: Report, width: int = 120) -> Iterator[str]:
-    """The same as plain lines."""
+    """The report as plain lines."""
     console = Console(width=width, no_color=True, highlight=False, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
         show(report, console)

@@ -58,7 +58,7 @@ class Banner(NamedTuple):
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """The report as a page of HTML."""
     at = report.calendar
     most = max((one.messages for one in at.destinations), default=1)
     return _template().render(
@@ -82,7 +82,7 @@ def page(report: Report) -> str:
 
 
 def write(report: Report, path: Path) -> None:
-    """Write the page to ``path``, whole or not at all: a web server may be showing the one before. Raises OSError."""
+    """Replace the page at ``path`` in one step, because a web server may be serving it. Raises OSError."""
     made = page(report).encode()
     with replacing(path) as out:
         out.write(made)
@@ -152,7 +152,7 @@ def _instant_tile(at_ms: int | None, now_ms: int) -> tuple[str, str]:
 
 
 class Chart(NamedTuple):
-    """Bars over time. ``told``: the same in words; ``first``, ``last``: what the two ends of the axis say."""
+    """Bars over time. ``told``: the same in words. ``first``, ``last``: the labels at the ends of the axis."""
 
     title: str
     told: str
@@ -170,7 +170,7 @@ def _charts(report: Report) -> Iterator[Chart]:
 
 
 def chart(title: str, bars: Sequence[Bar], now_ms: int, room: int = 240) -> Chart:
-    """At most ``room`` bars: of several in a row the highest is drawn, so that no peak is smoothed away."""
+    """A chart of at most ``room`` bars. Each bar shows the highest value of its slots, so that no peak is lost."""
     width, start = bars[0].width_ms, bars[0].start_ms
     slots = (bars[-1].start_ms - start) // width + 1
     together = -(-slots // room)
@@ -203,7 +203,7 @@ def _badge(share: Share) -> Tone:
 
 
 def _off(lane: LaneFigures) -> int:
-    """How many messages are missing (negative) or too many by the law of conservation."""
+    """The number of messages that are missing (negative) or too many by the law of conservation."""
     counters = lane.counters
     came = counters["parked"] + counters["restored"]
     return counters["released"] + counters["cancelled"] + counters["compacted"] + lane.held + lane.waiting - came

@@ -90,7 +90,7 @@ async def restore_segment(connection: asyncpg.Connection, segment: int, ours: Tu
 
 
 async def _restored(connection: asyncpg.Connection, segment: int, beside_traffic: bool) -> Restored | Broken | None:
-    """At once, or in small portions with pauses, as daemons do it."""
+    """Restore a segment at once, or beside traffic in small portions with pauses, as daemons do."""
     if not beside_traffic:
         return await segments.restore(connection, segment)
     return await segments.restore(connection, segment, portion_bytes=segments.SMALL_PORTION_BYTES, pause=0.005)
@@ -182,7 +182,7 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
 
 
 async def _make_days(url: str, part: Sequence[Listed]) -> None:
-    """Partitions for what comes back; a row of a day without one waits in the default partition."""
+    """Make partitions for restored rows. A row of a day without one goes into the default partition."""
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
     connection = await pool.connect(url, "delayer restore plan")
     try:
@@ -190,7 +190,7 @@ async def _make_days(url: str, part: Sequence[Listed]) -> None:
             today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
             days = partitions.Days(await partitions.existing(connection))
             until = time.monotonic() + 20.0
-            # One at a time, with a pause: each stops the traffic for as long as a release takes.
+            # One at a time, with a pause, because each stops the traffic for as long as a release takes.
             while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
                 await days.make(connection, missing[:1], today, now, until - now)
                 await asyncio.sleep(0.1)

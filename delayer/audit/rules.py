@@ -9,8 +9,8 @@
 - keys: each key stands for one waiting message.
 - peaks: many messages are due at one time.
 
-docs/backlog.md explains each rule and its violations. Answers have few rows, whatever the number of messages, because
-Spark counts the messages in its own tasks.
+docs/backlog.md explains each rule and its violations. Spark counts the messages in its own tasks, so answers
+have few rows.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from delayer.store.admin.stats import KINDS, RESTORED_MS, waiting
 from delayer.store.rows.partitions import DAY_MS, day_of
 
 GRACE_MS: Final = 60_000
-"""How long past its due time a message is before it counts as overdue: a release at work is not worth a word."""
+"""A message counts as overdue from this time on, because a release may be at work before."""
 STUCK_MS: Final = 3_600_000
-"""Overdue for longer than this is a violation even in a lane with an owner: it should have been released long ago."""
+"""From this time on an overdue message is a violation even in a lane with an owner."""
 ADOPTED_MS: Final = 60_000
-"""Daemons take a lane without an owner within 10 s."""
+"""A free lane is a finding if a message is due within this time. Daemons take such a lane within 10 s."""
 EXAMPLES: Final = 5
 """Ids that a finding names."""
 
@@ -49,7 +49,7 @@ CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE = "conservation", "segments", "integr
 LANES, REPEATS, KEYS, PEAKS = "lanes", "repeats", "keys", "peaks"
 RULES: Final = (CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE, LANES, REPEATS, KEYS, PEAKS)
 OF_THE_WHOLE: Final = (CONSERVATION, REPEATS, KEYS)
-"""Rules that say nothing about a sample; and neither does the law of segments."""
+"""Rules that need the whole store. The law of segments needs it as well."""
 
 
 def judge(
@@ -60,8 +60,8 @@ def judge(
     paced: Mapping[bytes, int] | None = None,
 ) -> Report:
     """The report on an extract. ``release_rate``: messages a second that daemons release. ``restored_ms``: how long
-    before its first message is due a segment should have been restored. ``paced``: what routes may release, in messages
-    a second, where that is limited. Spark's errors pass."""
+    before its first due instant a segment must be restored. ``paced``: the rate of each limited route, in messages a
+    second. Spark's errors pass."""
     places = store.rows("""
         SELECT lane, kind, count(*) AS messages, count(key) AS keyed, sum(size) AS size,
                min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
@@ -145,7 +145,7 @@ def _totals(figures: list[LaneFigures], places: list[Any], of_segments: list[Any
 def _skipped(store: Extract, unread: Mapping[str, str]) -> dict[str, str]:
     """The rules that are not run, and why. Rows that the database could not read are not missing rows."""
     if not store.whole:
-        return dict.fromkeys(OF_THE_WHOLE, "a sample was read: this is asked of the whole")
+        return dict.fromkeys(OF_THE_WHOLE, "a sample was read, and this rule needs the whole store")
     found = {}
     for table, place in unread.items():
         why = f"table {table} could not be read as a whole ({place}): see integrity"
@@ -157,7 +157,7 @@ def _skipped(store: Extract, unread: Mapping[str, str]) -> dict[str, str]:
 
 
 def _grouped(store: Extract, rows: str, by: str) -> list[Any]:
-    """The rows of a query in groups: how many ``messages`` they are about, the first due time, and the lowest ids."""
+    """The rows of a query in groups, with the number of ``messages``, the first due time, and the lowest ids."""
     return store.rows(f"""
         SELECT {by}, sum(messages) AS messages, min(due_ms) AS first_due_ms,
                array_sort(collect_set(CASE WHEN nth <= {EXAMPLES} THEN id END)) AS examples
@@ -313,9 +313,8 @@ def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, in
 
 
 def lanes(store: Extract, figures: list[LaneFigures], first_due: Mapping[int, int]) -> list[Finding]:
-    """Lanes that need an owner and have none: daemons take them in time, if there are any. Without one, later
-    messages may well wait. A lane without a row in the table of lanes is never taken. ``first_due`` by lane: when the
-    first of its waiting rows is due."""
+    """Lanes without an owner whose messages are due soon: a warning, as a running daemon takes them in time. Lanes that
+    the table of lanes lacks: a violation, as no daemon takes them. ``first_due``: by lane, for its waiting rows."""
     found = []
     known = {lane.number for lane in store.lanes}
     for lane in figures:
@@ -332,8 +331,8 @@ def lanes(store: Extract, figures: list[LaneFigures], first_due: Mapping[int, in
 
 
 def repeats(store: Extract) -> list[Finding]:
-    """One id that stands twice is no repeat of itself, so a repeated message is one with several ids. The examples of
-    repeated messages are the first and the last id of some."""
+    """Ids of several messages, and messages under several ids. Examples of the latter are pairs of first and last
+    id."""
     questions: tuple[tuple[Severity, str, str, str, str], ...] = (
         ("violation", "one id, more than one message", "id", "count(*) > 1", "id"),
         (
@@ -365,7 +364,7 @@ DANGLES: Final = "a key that stands for no message"
 
 
 def keys(store: Extract) -> list[Finding]:
-    """Would a cancel by the key find its message? A held one is looked for by its id alone."""
+    """Whether a cancel by the key finds its message. Held messages are found by their id alone."""
     rows = f"""
         WITH claims AS (
             SELECT coalesce(m.key, k.key) AS key, m.id, m.due_ms, coalesce(m.kind = '{WAITING}', false) AS waits,

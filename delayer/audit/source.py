@@ -81,7 +81,7 @@ class Message(NamedTuple):
 
 
 def look(message: Message) -> Looked:
-    """Look at one message."""
+    """Check one message, and gather its facts."""
     format_, stored, due_ms, exchange, routing_key, to_exchange, to_key, key, properties, body = message
     size = len(properties) + len(body)
     if not 1 <= format_ <= FORMAT:  # The meaning of its columns is unknown too.
@@ -111,8 +111,8 @@ MESSAGES: Final = _schema(
     id=_LONG, lane=_INT, due_ms=_LONG, kind=_TEXT, segment=_LONG, route=_BYTES, to_exchange=_BYTES, to_key=_BYTES,
     key=_BYTES, size=_LONG, faults=pa.list_(_TEXT), fingerprint=_BYTES, retry_ms=_LONG,
 )  # fmt: skip
-"""Messages of every kind. ``segment``: the one that it is in. ``retry_ms``: when a held one is tried again. A row that
-has a segment and no id stands for a segment that does not read back."""
+"""Messages of every kind. ``segment``: the id of its segment. ``retry_ms``: the next attempt of a held message. A row
+with a segment and without an id stands for a segment that does not read back."""
 SEGMENTS: Final = _schema(
     id=_LONG, lane=_INT, first_due_ms=_LONG, last_due_ms=_LONG, first_id=_LONG, last_id=_LONG, messages=_LONG,
     raw_bytes=_LONG, packed_bytes=_LONG, broken_ms=_LONG,
@@ -122,7 +122,7 @@ KEYS: Final = _schema(key=_BYTES, lane=_INT, due_ms=_LONG, id=_LONG)
 
 
 def _ms(column: str) -> str:
-    """Epoch milliseconds. An instant of infinity is as good as one at the end of the calendar; NULL stays NULL."""
+    """SQL for epoch milliseconds. An infinite instant becomes the end of the calendar; NULL stays NULL."""
     clamped = f"greatest(least({column}, '9999-12-31 00:00+00'), '0001-01-01 00:00+00')"
     return f"CASE WHEN {column} IS NOT NULL THEN floor(extract(epoch FROM {clamped}) * 1000)::bigint END"
 
@@ -156,7 +156,7 @@ RELATIONS: Final[Mapping[str, Relation]] = {
 
 
 def made(schema: pa.Schema, rows: int, columns: Mapping[str, Any]) -> pa.RecordBatch:
-    """A batch of ``schema``; what ``columns`` has not is null, and one value stands for all rows."""
+    """A batch of ``schema``. Missing columns become null, and a single value fills all rows."""
     arrays = []
     for field in schema:
         value = columns.get(field.name)
@@ -167,8 +167,7 @@ def made(schema: pa.Schema, rows: int, columns: Mapping[str, Any]) -> pa.RecordB
 
 
 def misplaced(due_ms: int, home: str, days: Collection[int]) -> bool:
-    """Is a row due at a time that its partition does not have? Claims look for it by that. The default partition has
-    every day that no other has."""
+    """Whether a row is in the wrong partition, where no claim finds it. The default has every day that no other has."""
     day, due_day = day_of(home), due_ms // DAY_MS
     return due_day in days if day is None else due_day != day
 
@@ -208,7 +207,7 @@ CHUNK_BYTES: Final = 1 << 20
 
 
 class Heap(NamedTuple):
-    """A table that rows lie in: a table of RELATIONS, or a partition. ``size`` in bytes, with what lies out of line."""
+    """A table with rows: one of RELATIONS, or a partition. ``size``: bytes, with values stored out of line."""
 
     name: str
     pages: int
@@ -232,7 +231,7 @@ class Piece(NamedTuple):
         return f"pages {self.first} to {self.after - 1}"
 
     def condition(self) -> str:
-        """For WHERE."""
+        """The condition for WHERE."""
         low = f"ctid >= '({self.first},0)'::tid"
         return low if self.after is None else f"{low} AND ctid < '({self.after},0)'::tid"
 
@@ -277,7 +276,7 @@ def _pieces(heap: Heap, split_bytes: int, sample: float, seed: int) -> Iterator[
 
 
 NAME: Final = "delayer"
-# Sizes with what lies out of line, the tables that rows lie in only: a partitioned one has none of its own.
+# Tables with rows only, because a partitioned one has none of its own. Sizes include values out of line.
 _HEAPS: Final = """
 SELECT c.relname::text AS name, pg_relation_size(c.oid) / current_setting('block_size')::bigint AS pages,
        pg_table_size(c.oid) AS size
@@ -316,7 +315,7 @@ def bound(url: SecretUrl) -> type[StoreSource]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The options, read once. Raises ValueError for what does not fit."""
+    """The options, read once. Raises ValueError for a bad one."""
 
     url: SecretUrl
     name: str
@@ -366,7 +365,7 @@ class StoreReader(DataSourceReader):
         self._asked = asked
 
     def partitions(self) -> Sequence[InputPartition]:
-        """At least one, for Spark wants that; without a piece in it where the relation is empty. Raises StoreLost."""
+        """The tasks. An empty relation gives one task without pieces, because Spark wants one. Raises StoreLost."""
         asked, table = self._asked, self._asked.relation.table
         at_work = connection.reading(asked.url, asked.snapshot, asked.batch_bytes)
         with at_work as reading, connection.translated(table):
@@ -376,7 +375,7 @@ class StoreReader(DataSourceReader):
         return [Task(split, days) for split in planned or [()]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Raises StoreLost."""
+        """The rows of one task. Raises StoreLost."""
         assert isinstance(partition, Task)
         if not partition.split:
             return
@@ -391,7 +390,7 @@ class StoreReader(DataSourceReader):
                         yield made(asked.relation.schema, 1, {"damage": damage})
 
     def _piece(self, reading: Reading, piece: Piece, days: frozenset[int]) -> Iterator[pa.RecordBatch]:
-        """Raises Unreadable, and the driver's errors."""
+        """The rows of one piece. Raises Unreadable, and the driver's errors."""
         name, relation = self._asked.name, self._asked.relation
         for found in reading.batches(f"SELECT {relation.columns} FROM ONLY {piece.heap} WHERE {piece.condition()}"):
             if name == "segment_message":

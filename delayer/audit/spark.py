@@ -35,11 +35,11 @@ SCRATCH: Final = "delayer-spark-"
 
 @contextmanager
 def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """A fresh directory below ``parent`` for this user only, removed at the end; before that, those that killed runs
-    left there. Raises OSError.
+    """A fresh directory below ``parent`` for this user only, removed at the end. It first removes the directories of
+    killed runs. Raises OSError.
 
-    A run holds a lock on its directory, which the kernel lets go of with the process. The name says which run of which
-    kernel made it: a free lock of another one proves nothing.
+    A run locks its directory, and the kernel frees the lock with the process. The name contains the boot id of the
+    kernel, because a free lock of another machine's run proves nothing.
     """
     boot = _boot()
     for left in (*parent.glob(f"{EXTRACT}{boot}-*"), *parent.glob(f"{SCRATCH}{boot}-*")):
@@ -82,7 +82,7 @@ _BRIEF: Final = "-XX:TieredStopAtLevel=1"
 
 _EVERYWHERE: Final[Mapping[str, str]] = {
     "spark.sql.session.timeZone": "UTC",
-    # Bounds of what one exchange between the JVM and a Python worker holds: rows of any size must not add up.
+    # Bounds of one exchange between the JVM and a Python worker, so that large rows do not add up.
     "spark.sql.execution.arrow.maxRecordsPerBatch": str(10_000),
     "spark.sql.execution.arrow.maxBytesPerBatch": str(16 << 20),
     "spark.sql.parquet.compression.codec": "zstd",
@@ -100,13 +100,13 @@ _HERE: Final[Mapping[str, str]] = {
 
 
 def is_local(master: str | None) -> bool:
-    """Whether driver and executors are on this machine: a path on its disk is known to all of them."""
+    """Whether driver and executors are on this machine, and so share its disk."""
     return master is not None and master.partition("[")[0] in ("local", "local-cluster")
 
 
 def with_retries(master: str | None) -> str:
-    """``local[N]`` as a master that starts a task up to four times, as its worker may die; on one machine Spark's own
-    default is once. Any other master as it is; for None all cores."""
+    """The master for Spark. ``local[N]`` becomes a master that starts a task up to four times, because its worker may
+    die: Spark's default on one machine is once. None means all cores of this machine."""
     cores = {None: "*", "local": "1"}.get(master)
     if cores is None and (match := re.fullmatch(r"local\[(\*|\d+)\]", master or "")):
         cores = match[1]
@@ -114,7 +114,7 @@ def with_retries(master: str | None) -> str:
 
 
 def submitted() -> bool:
-    """Whether spark-submit started this process: the JVM is there already, and knows its master."""
+    """Whether spark-submit started this process. Then the JVM exists already, and knows its master."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
@@ -127,8 +127,8 @@ def check_work(master: str | None, work: str | None) -> None:
 def settings(
     master: str | None, work: str | None, more: Mapping[str, str], *, handing_out: bool = False
 ) -> dict[str, str]:
-    """Spark's settings for a job. ``work``: a local directory for what Spark spills. ``more`` wins. ``handing_out``: no
-    row of the store passes through the JVM."""
+    """Spark's settings for a job. ``work``: a local directory for Spark's spilled data. ``more`` overrides.
+    ``handing_out``: no row of the store passes through the JVM."""
     found = dict(_EVERYWHERE)
     if is_local(master):
         found |= _HERE
@@ -148,8 +148,8 @@ def session(
     more: Mapping[str, str] | None = None,
     handing_out: bool = False,
 ) -> Iterator[SparkSession]:
-    """A session whose tasks are started again when their worker dies; stopped at the end. ``master``: None is
-    spark-submit's, without that all cores of this machine. The rest as in :func:`settings`.
+    """A session that starts tasks again when their worker dies, stopped at the end. ``master`` None means that of
+    spark-submit, or else all cores of this machine. The other parameters are those of :func:`settings`.
 
     Raises SparkMissing, JavaMissing, JobMisused.
     """
@@ -182,7 +182,8 @@ def session(
 
 @contextmanager
 def _scratch(master: str | None, work: str | None) -> Iterator[str | None]:
-    """A directory for what Spark spills on this machine, which a killed run would leave there: keys and headers."""
+    """A directory on this machine for Spark's spilled data, with keys and destinations. The next run removes it if this
+    one is killed."""
     if not is_local(master) or submitted():
         yield None
         return
@@ -193,7 +194,7 @@ def _scratch(master: str | None, work: str | None) -> Iterator[str | None]:
 
 
 def _hush(spark: SparkSession) -> None:
-    """A JVM that ends before us, as at systemd's stop, is no traceback on stderr from a thread of PySpark's."""
+    """Keep PySpark's traceback from stderr if the JVM ends before this process, as at systemd's stop."""
     server: Any = spark.sparkContext._accumulatorServer
     tell = server.handle_error
 
@@ -206,7 +207,7 @@ def _hush(spark: SparkSession) -> None:
 
 
 def _not_of_py4j(record: logging.LogRecord) -> bool:
-    """Py4J logs a lost JVM by the root logger, with a traceback; the error that it raises says the same."""
+    """False for Py4J's log record of a lost JVM. It has a traceback, and the error that Py4J raises says the same."""
     return record.msg != "Exception while sending command."
 
 
@@ -219,7 +220,7 @@ def _stop(spark: SparkSession) -> None:
 
 
 def end_machine(spark: SparkSession) -> None:
-    """End the JVM that this process started, tasks and all, and wait until it is gone; spark-submit's is not ours."""
+    """End the JVM that this process started, with its tasks, and wait for it. A JVM of spark-submit goes on."""
     gateway = spark.sparkContext._gateway
     process = getattr(gateway, "proc", None)  # A subprocess.Popen, if launch_gateway made it.
     if process is None:
@@ -251,7 +252,7 @@ def _orderly() -> Iterator[None]:
 
 
 def check_machine() -> None:
-    """Raise SparkMissing or JavaMissing unless there is what a session needs."""
+    """Raise SparkMissing or JavaMissing unless a session can start."""
     check_packages()
     if not submitted():
         check_java(os.environ)
@@ -265,7 +266,7 @@ def check_packages() -> None:
 
 
 def check_java(environ: Mapping[str, str]) -> None:
-    """Raise JavaMissing unless the Java that Spark would start is one that it runs on."""
+    """Raise JavaMissing unless Spark runs on the Java that it would start."""
     java = _java(environ)
     if java is None:
         raise JavaMissing(None, JAVA_NEEDED)
@@ -278,7 +279,7 @@ def check_java(environ: Mapping[str, str]) -> None:
 
 
 def version_of(told: str) -> int | None:
-    """The major version in what ``java -version`` prints: 17 of "17.0.15", 8 of "1.8.0_402"; None if there is none."""
+    """The major version in the output of ``java -version``: 17 of "17.0.15", 8 of "1.8.0_402"; None without one."""
     match = re.search(r'version "(\d+)(?:\.(\d+))?', told)
     if match is None:
         return None

@@ -41,7 +41,7 @@ _NO_PYTHON: Final = (
     "--conf spark.pyspark.python=… says where"
 )
 _CALL: Final = "An error occurred while calling "
-"""The first line of every error of Py4J's, which says nothing."""
+"""The beginning of the first line of every Py4J error, which has no information."""
 
 
 class Watching:
@@ -97,8 +97,8 @@ class Watching:
 
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Spark's errors as StoreLost where a task lost the store, as JobFailed else. Their text alone: a stack of two
-    languages explains nothing to an operator, and only the text can be searched for passwords."""
+    """Raise Spark's errors as StoreLost if a task lost the store, else as JobFailed. They keep the text only: an
+    operator needs no stack of two languages, and passwords can be masked in text only."""
     from py4j.protocol import Py4JError  # noqa: PLC0415
     from pyspark.errors import PySparkException  # noqa: PLC0415
 
@@ -132,13 +132,13 @@ def failure(doing: str, text: str) -> StoreLost | JobFailed:
 
 HUNG: Final = "60s"
 SESSION: Final[Mapping[str, str]] = {
-    # An executor that hangs in the middle of a transaction lets go of its rows after this time, and of its turn.
+    # After this time Postgres frees the rows and the turn of an executor that hangs in a transaction.
     "idle_in_transaction_session_timeout": HUNG,
     "idle_session_timeout": HUNG,
 }
 
 _traffic = Traffic()
-"""One for each process: a worker of Spark's has many tasks, one after the other."""
+"""One for each process, because a worker of Spark runs many tasks, one after the other."""
 
 
 def step_back() -> None:
@@ -159,8 +159,8 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[bool]:
-        """For one piece of work: waits until it may begin, and rests after it. Whether there is traffic. Raises the
-        driver's errors."""
+        """Wait until a piece of work may begin, and rest after it. Yields whether there is traffic. Raises
+        DRIVER_ERRORS."""
         held = not self._hurried and await self._wait()
         began = time.monotonic()
         try:
@@ -192,10 +192,10 @@ def portions(items: Sequence[T], size: int) -> list[Sequence[T]]:
 def run(
     spark: SparkSession, name: str, tasks: Sequence[Sequence[T]], work: Callable[[Sequence[T]], Iterable[R]], say: Say
 ) -> list[R]:
-    """``work`` on each of ``tasks``, on the executors; everything that it returned, in the order of the tasks.
+    """Run ``work`` on each of ``tasks`` on the executors. Returns all results in the order of the tasks.
 
-    ``say`` hears how many tasks are done, of how many. An interruption cancels the tasks. Raises JobFailed; what other
-    tasks committed stays.
+    ``say`` hears the numbers of finished tasks and of all tasks. An interruption cancels the tasks; their commits stay.
+    Raises JobFailed, StoreLost.
     """
     if not tasks:
         return []
@@ -205,6 +205,6 @@ def run(
 
 
 def _last(work: Callable[[Sequence[T]], Iterable[R]], portion: Sequence[T]) -> Iterable[R]:
-    """On an executor: daemons on its machine come first."""
+    """Do a portion on an executor, with a lower priority than the daemons of its machine."""
     step_back()
     return work(portion)

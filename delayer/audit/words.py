@@ -22,7 +22,7 @@ def instant(at_ms: int | None) -> str:
     try:
         at = datetime.fromtimestamp(at_ms // 1000, UTC)
     except (OverflowError, ValueError, OSError):
-        return f"{at_ms:,} ms"  # beyond the calendar
+        return f"{at_ms:,} ms"  # Beyond the calendar.
     return f"{at:%Y-%m-%d %H:%M:%S}Z"
 
 
@@ -78,13 +78,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def about(finding: Finding) -> str:
-    """How much a finding is about, in what: ``3 messages``, ``2 segments``."""
+    """The extent of a finding: ``3 messages``, ``2 places``."""
     noun = "place" if "places" in finding.details else "message"
     return counted(finding.count, noun)
 
 
 def change(number: int) -> str:
-    """With its sign: ``+1,200``, ``-3``, ``±0``."""
+    """A number with its sign: ``+1,200``, ``-3``, ``±0``."""
     return f"{number:+,}" if number else "±0"
 
 
@@ -94,7 +94,7 @@ def width(width_ms: int) -> str:
 
 
 def name(raw: bytes | str, empty: str = "(empty)") -> str:
-    """A name that came over AMQP, on one line: what does not print is escaped, and no password shows."""
+    """A name from AMQP on one line. Invisible characters are escaped, and no password shows."""
     return readable(raw) if raw else empty
 
 
@@ -104,13 +104,13 @@ def destination(exchange: bytes, key: bytes) -> str:
 
 
 def peaks(report: Report) -> list[Peak]:
-    """The peaks worth a line: a second with one message is none where another has thousands."""
+    """The peaks to show: several messages, and at least 5 % of the longest time to drain."""
     longest = max((peak.drain_seconds for peak in report.calendar.peaks), default=0.0)
     return [peak for peak in report.calendar.peaks if peak.drain_seconds >= 0.05 * longest and peak.messages > 1]
 
 
 class Group(NamedTuple):
-    """The findings of one rule and severity. ``unlisted``: how many there are beside them."""
+    """The findings of one rule and severity. ``unlisted``: the number of further ones."""
 
     severity: Severity
     advice: Advice
@@ -119,7 +119,7 @@ class Group(NamedTuple):
 
 
 def groups(report: Report) -> Iterator[Group]:
-    """Violations first; of what a report does not list, most are of the graver kind."""
+    """The groups, violations first. The graver group of a rule gets the unlisted findings."""
     unlisted = {run.rule: run.unlisted for run in report.rules}
     ordered = sorted(report.findings, key=lambda one: one.severity == "warning")
     for (severity, rule), found in groupby(ordered, key=lambda one: (one.severity, one.rule)):
@@ -176,7 +176,7 @@ def _detail(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{readable(str(key))}: {_detail(inner)}" for key, inner in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(str(one) if type(one) is int else _detail(one) for one in value)  # ids: no commas
+        return ", ".join(str(one) if type(one) is int else _detail(one) for one in value)  # Ids have no commas.
     return readable(value if isinstance(value, str | bytes) else str(value))
 
 
@@ -193,17 +193,17 @@ _FALLBACK: Final = Advice("", "A rule found something.", "See docs/backlog.md fo
 ADVICE: Final[dict[str, Advice]] = {
     "conservation": Advice(
         "Conservation",
-        "What came in is not what went out plus what is here: the counters and the rows of one snapshot disagree.",
+        "The messages that left and those that are here do not add up to those that came in. Counters and rows of one "
+        "snapshot disagree.",
         "Keep the store as it is and find out who changed rows or counters besides delayer (psql, a restore of a "
-        "backup, replication). Fewer rows than expected are messages that are missing. If you know why, correct "
-        "`counter`.",
+        "backup, replication). Fewer rows than expected mean missing messages. If you know why, correct `counter`.",
     ),
     "segments": Advice(
         "Segments",
-        "A segment does not hold what it says: its count, its digest or its ranges disagree, or it does not "
-        "read back. Or it was not restored in time.",
-        "Do not delete it: its bytes are kept and it stops nobody. Restore the row of `segment` from a backup or "
-        "a replica, or ask for help with its id. Late ones: is a daemon running, and what does its log say? "
+        "The content of a segment differs from its header (count, digest or ranges), or it does not read back. Or "
+        "no daemon restored it in time.",
+        "Do not delete it: the store keeps its bytes, and nothing waits for it. Restore the row of `segment` from a "
+        "backup or a replica, or ask for help with its id. Late ones: is a daemon running, and what does its log say? "
         "`delayer restore` brings them back at once.",
     ),
     "integrity": Advice(
@@ -223,14 +223,14 @@ ADVICE: Final[dict[str, Advice]] = {
     ),
     "lanes": Advice(
         "Lanes without an owner",
-        "No daemon holds these lanes. What is in them stays until one takes them over, which happens within "
-        "seconds of something in them being due soon, if a daemon runs.",
-        "Start a daemon on this store, if none runs. If nothing in the lane is due soon, nothing is to be done.",
+        "No daemon owns these lanes. Their messages stay until a daemon takes them. A running daemon does that within "
+        "seconds when a message is due soon.",
+        "Start a daemon on this store, if none runs. If no message of the lane is due soon, do nothing.",
     ),
     "repeats": Advice(
         "Repeats",
         "The same message is here more than once (same `message_id`, destination, due time and body), and will be "
-        "delivered as often. That one id of the store stands in two places must never be.",
+        "delivered as often. One id of the store must never be in two places.",
         "After a crash or a cut connection a few equal messages are expected; many, or without a fault, are a "
         "publisher that sends twice. One id in two places: keep the store as it is, and report it.",
     ),
@@ -243,13 +243,13 @@ ADVICE: Final[dict[str, Advice]] = {
     ),
     "keys": Advice(
         "Keys",
-        "A key (`x-delay-key`) stands for a message that is not there, or messages with a key are not what their "
-        "key stands for: replacing and cancelling them would miss.",
-        "Those messages are delivered as any other. Please report it, with what the details say.",
+        "A key (`x-delay-key`) stands for a message that is not there, or not for the message that has it. A "
+        "replacement or a cancel by that key would miss.",
+        "These messages are delivered like any other. Please report this with the details.",
     ),
     "peaks": Advice(
         "Peaks",
-        "More is due at one time than can be released at once.",
+        "More messages are due at one time than daemons can release at once.",
         "See how long it takes to drain. If that is too late, spread the due times where they are made, or add "
         "workers.",
     ),
@@ -257,5 +257,5 @@ ADVICE: Final[dict[str, Advice]] = {
 
 
 def advice(rule: str) -> Advice:
-    """For any rule, also for one of a newer version."""
+    """The advice for any rule, also for one of a newer version."""
     return ADVICE.get(rule) or _FALLBACK._replace(title=rule)

@@ -135,7 +135,7 @@ def full() -> Report:
             rule,
             sum(one.rule == rule and one.severity == "violation" for one in found),
             sum(one.rule == rule and one.severity == "warning" for one in found) + 12 * (rule == "overdue"),
-            {"repeats": "a sample was read: this is asked of the whole"}.get(rule, ""),
+            {"repeats": "a sample was read, and this rule needs the whole store"}.get(rule, ""),
             12 if rule == "overdue" else 0,
         )
         for rule in RULES

@@ -93,7 +93,7 @@ def test_violations_come_first_with_what_to_do(page: str) -> None:
     order = [text.index(part) for part in (*parts, "Due per minute", "adds up", "not checked")]
     assert order == sorted(order)
     assert "off by -3" in text
-    assert "a sample was read: this is asked of the whole" in text
+    assert "a sample was read, and this rule needs the whole store" in text
     assert "117 s" in text, "how long the peak takes"
     assert "… and 1,204 more with fewer messages." in text
 
