@@ -161,10 +161,10 @@ class Look(Protocol):
 class Store(Protocol):
     """The store: parking, holding, restoring, lanes."""
 
-    def now_ms(self) -> int:
+    def now_upper_ms(self) -> int:
         """An upper bound of the store's clock, epoch milliseconds, rounded up. Relative delays count from it."""
 
-    def sure_ms(self) -> int:
+    def now_lower_ms(self) -> int:
         """A lower bound of the store's clock, rounded down: messages due by it are due."""
 
     async def park(self, lane: Lane | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
@@ -224,10 +224,10 @@ class Live(Protocol):
     def holds_in_store(self) -> bool:
         """Whether the store holds messages that a destination refused; else they go back into the cascade."""
 
-    def now_ms(self) -> int:
+    def now_upper_ms(self) -> int:
         """An upper bound of the clock, epoch milliseconds. Relative delays count from it."""
 
-    def sure_ms(self) -> int:
+    def now_lower_ms(self) -> int:
         """A lower bound of the clock: messages due by it are due."""
 
 

@@ -114,7 +114,7 @@ async def _portions_in(
             batch = await subscription.next_batch(PORTION, 0.02)
             empty = 0 if batch else empty + 1
             if batch:
-                now_ms = store.now_ms()
+                now_ms = store.now_upper_ms()
                 most = connection.frame_max - 20
                 parcels = [
                     rules.into_store(one, levels, level, now_ms, due_queue=due_queue, max_properties=most)

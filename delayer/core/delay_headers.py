@@ -262,13 +262,13 @@ def is_form(name: object) -> bool:
     return True
 
 
-def counted(delay_ms: int, request: DelayRequest, now_ms: int, sure_ms: int) -> tuple[int, int]:
+def counted(delay_ms: int, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
     """The due time of a relative delay, and the time from which it counts, both in epoch ms."""
     if delay_ms <= 0:
-        # A delay of 0 means the lower bound of the clock: the time sure_ms has certainly been reached.
-        return sure_ms + delay_ms, sure_ms
+        # A delay of 0 means the lower bound of the clock: the time now_lower_ms has certainly been reached.
+        return now_lower_ms + delay_ms, now_lower_ms
     stamp = _received_ms(request)
-    return (now_ms + delay_ms, now_ms) if stamp is None else (stamp + delay_ms, sure_ms)
+    return (now_ms + delay_ms, now_ms) if stamp is None else (stamp + delay_ms, now_lower_ms)
 
 
 def _received_ms(request: DelayRequest) -> int | None:

@@ -168,19 +168,19 @@ def has_key(plan: Plan) -> bool:
     return isinstance(plan, Cancel) or (isinstance(plan, Park) and plan.key is not None)
 
 
-def decide(request: DelayRequest, policy: Policy, now_ms: int, sure_ms: int | None = None) -> Plan:
+def decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int | None = None) -> Plan:
     """The plan for one message.
 
-    The true time is between ``sure_ms`` and ``now_ms``; None means that ``now_ms`` is exact. A delay counts from the
-    later one, so it is never too short. A message is due if it is due at the earlier one, so nothing is early.
+    The true time is between ``now_lower_ms`` and ``now_ms``; None means that ``now_ms`` is exact. A delay counts from
+    the later one, so it is never too short. A message is due if it is due at the earlier one, so nothing is early.
     """
     try:
-        return _decide(request, policy, now_ms, now_ms if sure_ms is None else sure_ms)
+        return _decide(request, policy, now_ms, now_ms if now_lower_ms is None else now_lower_ms)
     except Refused as refused:
         return Refuse(str(refused))
 
 
-def _decide(request: DelayRequest, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
+def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int) -> Plan:
     headers = request.headers
     route = route_of(request, policy)
     if route.retry is not None:
@@ -190,7 +190,7 @@ def _decide(request: DelayRequest, policy: Policy, now_ms: int, sure_ms: int) ->
     saga = cleared_of(request, route, policy)
     if saga is not None:
         return Cancel(saga)
-    due_ms, from_ms = due_of(request, route, policy, now_ms, sure_ms)
+    due_ms, from_ms = due_of(request, route, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
     if KEY in headers:
         # This holds for a message that is due at once too: only the store can delete the waiting one exactly.
@@ -261,10 +261,10 @@ def route_of(request: DelayRequest, policy: Policy) -> Route:
     return route
 
 
-def due_of(request: DelayRequest, route: Route, policy: Policy, now_ms: int, sure_ms: int) -> tuple[int, int]:
+def due_of(request: DelayRequest, route: Route, policy: Policy, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
     """The due time, and the time from which the wait for it counts, both in epoch ms."""
     try:
-        due_ms, from_ms = declared_due_ms(request, route.delay_from, route.default_delay_ms, now_ms, sure_ms)
+        due_ms, from_ms = declared_due_ms(request, route.delay_from, route.default_delay_ms, now_ms, now_lower_ms)
     except UnreadableDelay as unreadable:
         raise Refused(str(unreadable)) from unreadable
     wait_ms = due_ms - from_ms
@@ -276,7 +276,7 @@ def due_of(request: DelayRequest, route: Route, policy: Policy, now_ms: int, sur
 
 
 def declared_due_ms(
-    request: DelayRequest, forms: Sequence[str], default_delay_ms: int, now_ms: int, sure_ms: int
+    request: DelayRequest, forms: Sequence[str], default_delay_ms: int, now_ms: int, now_lower_ms: int
 ) -> tuple[int, int]:
     """The due time, and the time from which the wait for it counts, both in epoch ms.
 
@@ -288,16 +288,16 @@ def declared_due_ms(
         for form in forms:
             header = HEADERS.get(form)
             if header is None:
-                found = _of_others(form, request, now_ms, sure_ms)
+                found = _of_others(form, request, now_ms, now_lower_ms)
                 if found is not None:
                     return found
             elif header in headers:
                 if form in ABSOLUTE:
-                    return read_instant_ms(headers[header]), sure_ms
-                return counted(read_delay_ms(headers[header]), request, now_ms, sure_ms)
+                    return read_instant_ms(headers[header]), now_lower_ms
+                return counted(read_delay_ms(headers[header]), request, now_ms, now_lower_ms)
     except UnreadableDelay as unreadable:
         raise UnreadableDelay(f"{form}: {unreadable}") from unreadable
-    return counted(default_delay_ms, request, now_ms, sure_ms)
+    return counted(default_delay_ms, request, now_ms, now_lower_ms)
 
 
 def wants_no_delay(request: DelayRequest, forms: Sequence[str], default_delay_ms: int) -> bool:
@@ -318,7 +318,7 @@ def wants_no_delay(request: DelayRequest, forms: Sequence[str], default_delay_ms
     return default_delay_ms <= 0
 
 
-def _of_others(form: str, request: DelayRequest, now_ms: int, sure_ms: int) -> tuple[int, int] | None:
+def _of_others(form: str, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int] | None:
     """The due time in other systems' forms; None if the form is absent."""
     due_ms: int | None = None
     match form:
@@ -328,18 +328,18 @@ def _of_others(form: str, request: DelayRequest, now_ms: int, sure_ms: int) -> t
             seconds = nservicebus.delay_seconds(request.headers)
             due_ms = nservicebus.delayed_until_ms(request.headers)
             if due_ms is None and seconds is not None:
-                return counted(seconds * 1000, request, now_ms, sure_ms)
+                return counted(seconds * 1000, request, now_ms, now_lower_ms)
         case "nservicebus-timeout":
             timeout = nservicebus.timeout(request.headers)
             due_ms = None if timeout is None else timeout.due_ms
         case "routing-key-bits":
             seconds = delay_in_key(request.routing_key)
-            return None if seconds is None else counted(seconds * 1000, request, now_ms, sure_ms)
+            return None if seconds is None else counted(seconds * 1000, request, now_ms, now_lower_ms)
         case "celery-eta":
             due_ms = eta_ms(request.headers.get(ETA))
         case _:
             due_ms = instant_in_json_ms(request.body, form.removeprefix(JSON), request.content_encoding)
-    return None if due_ms is None else (due_ms, sure_ms)
+    return None if due_ms is None else (due_ms, now_lower_ms)
 
 
 def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:

@@ -113,12 +113,12 @@ class LiveSettings:
             max_properties=self._publisher.max_properties,
         )
 
-    def now_ms(self) -> int:
+    def now_upper_ms(self) -> int:
         """The upper bound of the store's clock, or of this host's without a store."""
-        stored = self._lanes.now_ms()
+        stored = self._lanes.now_upper_ms()
         return -(-time.time_ns() // 1_000_000) if stored is None else stored
 
-    def sure_ms(self) -> int:
+    def now_lower_ms(self) -> int:
         """The lower bound of the same clock: a message that is due by it is due."""
-        stored = self._lanes.sure_ms()
+        stored = self._lanes.now_lower_ms()
         return time.time_ns() // 1_000_000 if stored is None else stored

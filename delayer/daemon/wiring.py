@@ -342,7 +342,7 @@ class Daemon:
             self.relays["takeover"],
             parking=self.lanes,
             prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
-            now_ms=self._live.now_ms,
+            now_ms=self._live.now_upper_ms,
             heartbeat=self._watchdog,
             counters=self.counters,
         )

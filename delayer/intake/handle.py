@@ -115,7 +115,7 @@ class Work:
 
 
 def classify(
-    delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, sure_ms: int | None = None
+    delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, now_lower_ms: int | None = None
 ) -> Sorted:
     """Read the request of a message and plan it. The daemon refuses broken bytes; they raise nothing."""
     if len(delivery.properties) + edits.ROOM > max_properties:
@@ -133,7 +133,7 @@ def classify(
         return _unusable(delivery, f"malformed properties: {broken}")
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
-    plan = decide(ask, policy, now_ms, sure_ms)
+    plan = decide(ask, policy, now_ms, now_lower_ms)
     if isinstance(plan, Park | Cascade | AtOnce) and plan.failed is not None:
         noted = edits.failed(properties, plan.failed, max_properties)
         return Sorted(delivery._replace(properties=noted), Properties.parse(noted), plan)
@@ -280,7 +280,7 @@ class Dispatch:
             for one in through
             if one.parcel is not None and not one.refusal and one.earlier is None
         ]
-        self._counters.delivered(out, self._live.sure_ms())
+        self._counters.delivered(out, self._live.now_lower_ms())
 
 
 def _kind(publication: Publication) -> str:
@@ -343,8 +343,8 @@ class IntakeHandler:
         """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
         policy, names = self._live.policy(), self._live.names()
         self._counters.batch("intake", len(batch))
-        now_ms, sure_ms = self._live.now_ms(), self._live.sure_ms()
-        plans = [classify(delivery, policy, now_ms, names.max_properties, sure_ms) for delivery in batch]
+        now_ms, now_lower_ms = self._live.now_upper_ms(), self._live.now_lower_ms()
+        plans = [classify(delivery, policy, now_ms, names.max_properties, now_lower_ms) for delivery in batch]
         work = work_for(plans, names, self._new_id)
         if not any(has_key(one.plan) for one in plans):
             await self._carry_out(work, acks, None)
@@ -402,7 +402,7 @@ class DueHandler:
 
     async def __call__(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
         """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
-        now_ms, names, limits = self._live.sure_ms(), self._live.names(), self._live.late_limits()
+        now_ms, names, limits = self._live.now_lower_ms(), self._live.names(), self._live.late_limits()
         last_ms = now_ms
         publications: list[Publication] = []
         late: list[Objection] = []
@@ -424,7 +424,7 @@ class DueHandler:
                 last_ms = max(last_ms, envelope.next_ms)
         while (early_ms := last_ms - now_ms) > 0:
             await asyncio.sleep(early_ms / 1000)
-            now_ms = self._live.sure_ms()  # Event loops round sleeps to milliseconds, some of them down.
+            now_ms = self._live.now_lower_ms()  # Event loops round sleeps to milliseconds, some of them down.
             if last_ms - now_ms > MOMENT_MS:
                 # The clock was set back, perhaps by hours. Later batches must not wait for that.
                 return await self(batch, acks)

@@ -72,7 +72,7 @@ class Holding:
 
     async def _back_into_cascade(self, objections: Sequence[Objection]) -> None:
         """Raises NotTaken: the cascade or the strays queue does not take them."""
-        now_ms, names = self._live.sure_ms(), self._live.names()
+        now_ms, names = self._live.now_lower_ms(), self._live.names()
         batch: list[Outgoing] = []
         for one in objections:
             token = one.parcel.token or self.new_id()

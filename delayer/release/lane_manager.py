@@ -113,13 +113,13 @@ class LaneManager:
         """The lanes that this process releases from."""
         return sorted(lane.number for lane, _ in self._releases.values())
 
-    def now_ms(self) -> int | None:
+    def now_upper_ms(self) -> int | None:
         """An upper bound of the store's clock, or None while no store was reached yet."""
-        return None if self._store is None else self._store.now_ms()
+        return None if self._store is None else self._store.now_upper_ms()
 
-    def sure_ms(self) -> int | None:
+    def now_lower_ms(self) -> int | None:
         """A lower bound of the store's clock, or None while no store was reached yet."""
-        return None if self._store is None else self._store.sure_ms()
+        return None if self._store is None else self._store.now_lower_ms()
 
     async def wait_usable(self, seconds: float) -> None:
         """Raises StoreLost if there is no lane after ``seconds``."""
@@ -184,7 +184,7 @@ class LaneManager:
     async def restore(self, ahead_ms: int) -> Restoration:
         """Restore the soonest segment, if something in it is due within ``ahead_ms``."""
         store = self._reached()
-        return await store.restore(store.now_ms() + ahead_ms)
+        return await store.restore(store.now_upper_ms() + ahead_ms)
 
     def _reached(self) -> Store:
         if self._store is None:

@@ -164,7 +164,7 @@ class Release:
             # No message of this portion is known to be published, so the rows go back, after a cancellation as well.
             await self._lane.give_up()
             raise
-        out_ms, sent = self._live.sure_ms(), time.perf_counter()
+        out_ms, sent = self._live.now_lower_ms(), time.perf_counter()
         await self._lane.settle(released, held)
         self._counters.add("released", len(released))
         self._counters.batch("claim", len(rows))
@@ -192,7 +192,7 @@ class Release:
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, Hold]] = []
-        rows, too_late = sorted_out(rows, self._live.late_limits(), self._live.sure_ms())
+        rows, too_late = sorted_out(rows, self._live.late_limits(), self._live.now_lower_ms())
         held += too_late
         for row in rows:
             outgoing = prepared(row, self._publisher.max_properties)

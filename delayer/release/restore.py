@@ -113,7 +113,7 @@ class Restoring:
         log.error("segment broken", **found._asdict(), next_step=found.advice)
 
     def _urgent(self, due_ms: int) -> bool:
-        now_ms = self._lanes.now_ms()
+        now_ms = self._lanes.now_upper_ms()
         return now_ms is not None and due_ms < now_ms + URGENT_MS
 
 

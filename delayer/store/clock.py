@@ -1,8 +1,8 @@
 """An estimate of the store's clock: relative delays count from it, and sleepers sleep towards it.
 
-A *sample* is one question ``clock_timestamp()``. The server read its clock between our sending and our receiving, so at
-any later moment its clock stands between two lines. The upper line serves :meth:`StoreClock.now_ms`: a delay counted
-from it is never short. The lower line serves sleeping: a sleeper that wakes by it never wakes early.
+A *sample* is one question ``clock_timestamp()``. The server read its clock between our sending and our receiving, so
+at any later moment its clock stands between two lines. The upper line serves :meth:`StoreClock.now_upper_ms`: a delay
+counted from it is never short. The lower line serves sleeping: a sleeper that wakes by it never wakes early.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class StoreClock:
         self._sample, stepped = better(self._sample, sample)
         self.steps += stepped
 
-    def now_ms(self) -> int:
+    def now_upper_ms(self) -> int:
         """An upper bound of the server's clock, rounded up."""
         return math.ceil(self._bounds().upper)
 
-    def lower_ms(self) -> int:
+    def now_lower_ms(self) -> int:
         """A lower bound of the server's clock, rounded down."""
         return math.floor(self._bounds().lower)
 

@@ -128,13 +128,13 @@ class PostgresStore:
         except DRIVER_ERRORS:
             self._pool.terminate()
 
-    def now_ms(self) -> int:
+    def now_upper_ms(self) -> int:
         """See the port."""
-        return self._clock.now_ms()
+        return self._clock.now_upper_ms()
 
-    def sure_ms(self) -> int:
+    def now_lower_ms(self) -> int:
         """See the port."""
-        return self._clock.lower_ms()
+        return self._clock.now_lower_ms()
 
     async def park(self, lane: object | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See the port. The ``cancels`` act before the ``parcels``: a message parked by the same call stays. Without a
@@ -174,7 +174,7 @@ class PostgresStore:
         async def work(connection: asyncpg.Connection) -> None:
             nonlocal soonest
             place = Placement(ours.number, self._routes, ours.epoch)
-            soonest = await hold_new(connection, place, parcels, self._clock.now_ms())
+            soonest = await hold_new(connection, place, parcels, self._clock.now_upper_ms())
 
         await self._write("hold", ours, work)
         if soonest is not None:
@@ -189,7 +189,7 @@ class PostgresStore:
         if days <= self._days.known:
             return
         with translated("make partitions"):
-            await self._days.ensure(self._pool, days, self._clock.now_ms() // DAY_MS, self._clock.monotonic())
+            await self._days.ensure(self._pool, days, self._clock.now_upper_ms() // DAY_MS, self._clock.monotonic())
 
     async def _place(
         self, connection: asyncpg.Connection, lane: PostgresLane | None, routes: Mapping[bytes, int]

@@ -37,7 +37,7 @@ def letters(seed: int, count: int, now_ms: int, days: float = 6.0) -> list[Parce
 async def fill(store: PostgresStore, count: int, lanes: int = 2, batch: int = 500, **more: Any) -> None:
     """Park ``count`` letters into ``lanes`` lanes, as daemons do."""
     async with owned(store, lanes) as taken:
-        waiting = letters(7, count, store.now_ms(), **more)
+        waiting = letters(7, count, store.now_upper_ms(), **more)
         for turn, start in enumerate(range(0, count, batch)):
             await store.park(taken[turn % lanes], waiting[start : start + batch], [])
 

@@ -38,7 +38,7 @@ async def build(database: str) -> None:
     Lanes 1 and 2; nobody owns them, and nothing is due soon."""
     async with opened(database) as store:
         await fill(store, FAR)
-        now = store.now_ms()
+        now = store.now_upper_ms()
         async with owned(store, 2) as lanes, sql(database) as connection:
             assert [lane.number for lane in lanes] == [1, 2]
             for window in (await compact.windows(connection, now + WEEK_MS, SEGMENT_ROWS))[:SEGMENTS]:

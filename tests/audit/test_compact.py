@@ -25,7 +25,7 @@ pytestmark = pytest.mark.deadline(300)
 
 async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: SparkSession, database: str) -> None:
     async with filled(database) as store, sql(database) as admin:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         async with owned(store) as [lane]:
             near = [parcel(now + n * DAY_MS, b"near") for n in range(1, 7)]
             await store.park(lane, [*near, parcel(now + 12 * DAY_MS, b"keyed", key=b"k")], [])

@@ -85,7 +85,7 @@ async def fill(url: str) -> None:
     """Rows of three days, those of the last one in three segments; bodies that do not compress."""
     chance = random.Random(1)
     async with opened(url) as store:
-        day = (store.now_ms() // DAY_MS + 3) * DAY_MS
+        day = (store.now_upper_ms() // DAY_MS + 3) * DAY_MS
         async with owned(store) as [lane]:
             for start in (day, day + DAY_MS, day + 2 * DAY_MS):
                 await store.park(

@@ -57,7 +57,7 @@ def fill(url: str, count: int = 3000) -> None:
 
     async def work() -> None:
         async with opened(url) as store, owned(store, 2) as lanes:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             parcels = [
                 parcel(
                     now + (n % 10 + 1) * DAY_MS + n if n % 50 else now + 3650 * DAY_MS + n,
@@ -302,7 +302,7 @@ def test_claimed_rows_are_still_waiting(spark: SparkSession, database: str, work
 
     async def scene() -> int:
         async with opened(database) as store, owned(store, 1) as [lane]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now - n) for n in range(10)], [])
             assert len(await lane.claim(MANY, ROOM)) == 10
             await asyncio.to_thread(take, spark, database, work)

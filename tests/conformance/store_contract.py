@@ -100,7 +100,7 @@ class StoreContract:
     @pytest.mark.parametrize("key", [None, b"\x00key"])
     async def test_comes_out_as_it_went_in(self, place: str, key: bytes | None) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            due_ms = store.now_ms() - 5
+            due_ms = store.now_upper_ms() - 5
             every = Parcel(
                 due_ms, b"route", b"ex\x00change", bytes(range(256))[1:], Target(b"", b"queue"), b"\0\0", b"\0" * 9, key
             )
@@ -116,14 +116,14 @@ class StoreContract:
 
     async def test_order_is_due_instant_then_arrival(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now - 10, b"3"), parcel(now - 30, b"1"), parcel(now - 10, b"4")], [])
             await store.park(lane, [parcel(now - 10, b"5"), parcel(now - 20, b"2")], [])
             assert bodies(await release_all(lane)) == [b"1", b"2", b"3", b"4", b"5"]
 
     async def test_a_batch_is_bounded_by_count(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now - 1, b"%d" % n) for n in range(7)], [])
             sizes = []
             for _ in range(4):
@@ -136,7 +136,7 @@ class StoreContract:
 
     async def test_a_batch_is_bounded_by_bytes_but_takes_one(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now - 9 + n, b"x" * 1000) for n in range(4)], [])
             sizes = []
             for limit in (1, 1500, 1):
@@ -148,14 +148,14 @@ class StoreContract:
     async def test_never_early_and_not_missed(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
             await release_all(lane)
-            due_ms = store.now_ms() + 200
+            due_ms = store.now_upper_ms() + 200
             await store.park(lane, [parcel(due_ms)], [])
             rows = await lane.claim(MANY, ROOM)
             if not rows:  # unless this machine stood still for 200 ms
                 await lane.settle([], [])
                 assert await lane.sleep_hint() <= 0.201
                 rows = await claim_when_due(lane)
-            assert store.now_ms() >= due_ms
+            assert store.now_upper_ms() >= due_ms
             assert len(rows) == 1
             await lane.settle(rows, [])
             assert await lane.sleep_hint() == 60.0
@@ -163,12 +163,12 @@ class StoreContract:
     async def test_a_claim_leaves_what_is_due_a_moment_later(self, place: str) -> None:
         """Claims without a pause: one that sleeps until a row is due hides that it would have taken the row early."""
         async with self.daemon(place) as store, owned(store) as [lane]:
-            first_ms = store.now_ms()
+            first_ms = store.now_upper_ms()
             await store.park(lane, [parcel(first_ms + 7 * n) for n in range(60)], [])
             claimed, early = 0, []
             while claimed < 60:
                 rows = await lane.claim(MANY, ROOM)
-                now_ms = store.now_ms()  # an upper bound: the store's clock shows no more
+                now_ms = store.now_upper_ms()  # an upper bound: the store's clock shows no more
                 early += [due.due_ms - now_ms for due in rows if due.due_ms > now_ms]
                 claimed += len(rows)
                 await lane.settle(rows, [])
@@ -179,14 +179,14 @@ class StoreContract:
             await release_all(lane)
             sleeper = asyncio.create_task(lane.wait(50.0))
             await asyncio.sleep(0)
-            await store.park(lane, [parcel(store.now_ms() + 20)], [])
+            await store.park(lane, [parcel(store.now_upper_ms() + 20)], [])
             await sleeper
             assert len(await claim_when_due(lane)) == 1
             await lane.give_up()
 
     async def test_given_up_rows_are_there_again(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            await store.park(lane, [parcel(store.now_ms() - n, b"%d" % n) for n in range(5)], [])
+            await store.park(lane, [parcel(store.now_upper_ms() - n, b"%d" % n) for n in range(5)], [])
             first = await lane.claim(3, ROOM)
             await lane.give_up()
             assert await lane.sleep_hint() == 0.0
@@ -197,7 +197,7 @@ class StoreContract:
 
     async def test_settling_less_than_was_claimed_settles_nothing(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            await store.park(lane, [parcel(store.now_ms()) for _ in range(3)], [])
+            await store.park(lane, [parcel(store.now_upper_ms()) for _ in range(3)], [])
             rows = await lane.claim(MANY, ROOM)
             with pytest.raises(ValueError, match="claimed 3"):
                 await lane.settle(rows[:1], [])
@@ -205,7 +205,7 @@ class StoreContract:
 
     async def test_parked_before_the_watermark_during_a_claim(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now - 10, b"late")], [])
             rows = await lane.claim(MANY, ROOM)
             await store.park(lane, [parcel(now - 5000, b"later")], [])
@@ -218,13 +218,13 @@ class StoreContract:
             await release_all(lane)
             day = 86_400_000
             for back in (0, 10, 60_000, 3 * day, 30 * day):
-                await store.park(lane, [parcel(store.now_ms() - back)], [])
+                await store.park(lane, [parcel(store.now_upper_ms() - back)], [])
                 assert await lane.sleep_hint() == 0.0
                 assert len(await release_all(lane)) == 1
 
     async def test_held_ones_are_tried_again_later(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            await store.park(lane, [parcel(store.now_ms(), b"a"), parcel(store.now_ms(), b"b")], [])
+            await store.park(lane, [parcel(store.now_upper_ms(), b"a"), parcel(store.now_upper_ms(), b"b")], [])
             a, b = await lane.claim(MANY, ROOM)
             await lane.settle([a], [(b, Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE\0\udcff", isolated=True))])
             assert await release_all(lane) == []
@@ -233,7 +233,7 @@ class StoreContract:
     async def test_held_at_once(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
             await release_all(lane)
-            await store.hold(lane, [(parcel(store.now_ms()), WHY)])
+            await store.hold(lane, [(parcel(store.now_upper_ms()), WHY)])
             assert await release_all(lane) == []
             assert 1.0 < await lane.sleep_hint() <= 10.0
 
@@ -241,13 +241,13 @@ class StoreContract:
         async with self.daemon(place) as one, self.daemon(place) as two, owned(one, 2) as ones, owned(two, 2) as twos:
             assert len({lane.number for lane in [*ones, *twos]}) == 4
             assert await one.take(twos[0].number) is None
-            await one.park(ones[0], [parcel(one.now_ms() - 1)], [])
+            await one.park(ones[0], [parcel(one.now_upper_ms() - 1)], [])
             assert await release_all(twos[0]) == await release_all(ones[1]) == []
             assert len(await release_all(ones[0])) == 1
 
     async def test_a_lane_is_taken_when_its_owner_is_gone(self, place: str) -> None:
         async with self.daemon(place) as one, self.daemon(place) as two, owned(one, 2) as [with_rows, _]:
-            await one.park(with_rows, [parcel(one.now_ms() - 1, b"orphan")], [])
+            await one.park(with_rows, [parcel(one.now_upper_ms() - 1, b"orphan")], [])
             assert await two.take(with_rows.number) is None
             await with_rows.claim(MANY, ROOM)
             await with_rows.release()
@@ -281,7 +281,7 @@ class StoreContract:
             async with owned(one) as [lane]:
                 assert await release_all(theirs) == []
                 sleeper = asyncio.create_task(theirs.wait(50.0))
-                now = one.now_ms()
+                now = one.now_upper_ms()
                 mixed = [parcel(now, b"%d" % n, route=b"limited" if n % 2 else b"free") for n in range(6)]
                 await one.park(lane, mixed, [])
                 await sleeper
@@ -303,7 +303,7 @@ class StoreContract:
                 assert await release_all(lane) == []
             sleepers = [asyncio.create_task(lane.wait(50.0)) for lane in lanes]
             for _ in lanes:
-                await one.park(None, [parcel(one.now_ms())], [])
+                await one.park(None, [parcel(one.now_upper_ms())], [])
             await asyncio.gather(*sleepers)
             assert [len(await release_all(lane)) for lane in lanes] == [1] * 4
 
@@ -314,9 +314,9 @@ class StoreContract:
             async with owned(two) as [theirs]:
                 assert theirs.number == lane.number
                 with pytest.raises(LaneLost):
-                    await one.park(lane, [parcel(one.now_ms())], [])
+                    await one.park(lane, [parcel(one.now_upper_ms())], [])
                 with pytest.raises(LaneLost):
-                    await one.hold(lane, [(parcel(one.now_ms()), WHY)])
+                    await one.hold(lane, [(parcel(one.now_upper_ms()), WHY)])
                 for doing in (lane.claim(1, 1), lane.sleep_hint(), lane.settle([], [])):
                     with pytest.raises(LaneLost):
                         await doing
@@ -326,7 +326,7 @@ class StoreContract:
 
     async def test_a_key_replaces_the_waiting_message(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store, 2) as [lane, other]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now, b"old", key=b"k"), parcel(now, b"else", key=b"l"), parcel(now)], [])
             await store.park(other, [parcel(now, b"new", key=b"k")], [])
             assert bodies(await release_all(lane)) == [b"else", b"body"]
@@ -334,27 +334,27 @@ class StoreContract:
 
     async def test_the_last_of_a_key_wins_in_a_batch(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now - n, b"%d" % n, key=b"k") for n in range(4)], [])
             assert bodies(await release_all(lane)) == [b"3"]
 
     async def test_a_key_is_free_again_after_the_release(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
             for _ in range(2):
-                await store.park(lane, [parcel(store.now_ms(), key=b"k")], [])
+                await store.park(lane, [parcel(store.now_upper_ms(), key=b"k")], [])
                 assert len(await release_all(lane)) == 1
                 await store.park(lane, [], [b"k"])
 
     async def test_a_cancel_removes_the_waiting_message(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now, b"1", key=b"k"), parcel(now, b"2", key=b"l")], [b"unknown"])
             await store.park(lane, [parcel(now, b"3", key=b"l")], [b"k", b"l"])
             assert bodies(await release_all(lane)) == [b"3"]
 
     async def test_a_cancel_of_a_group_removes_what_waits_under_its_keys(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             keys = [b"g:1", b"g:2", b"g:", b"g", b"g;", b"h:1", b"\xff\xff", b"\xff\x01"]
             await store.park(lane, [parcel(now, key, key=key) for key in keys], [])
             await store.park(lane, [parcel(now, b"new", key=b"g:1")], [KeyGroup(b"g:"), KeyGroup(b"none")])
@@ -366,7 +366,7 @@ class StoreContract:
         """It waits for a row that is then gone: what it took, perhaps nothing, is not all that was due."""
         async with self.daemon(place) as store, owned(store, 2) as lanes:
             lane, other = sorted(lanes, key=lambda each: each.number)
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now - 9 + n, b"%d" % n, key=None if n else b"k") for n in range(8)], [])
             await store.park(other, [parcel(now, key=b"l")], [])
             in_flight = await other.claim(MANY, ROOM)
@@ -388,11 +388,11 @@ class StoreContract:
 
     async def test_a_cancel_waits_for_the_release_in_flight(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            await store.park(lane, [parcel(store.now_ms(), b"old", key=b"k")], [])
+            await store.park(lane, [parcel(store.now_upper_ms(), b"old", key=b"k")], [])
             for gives_up in (True, False):
                 rows = await lane.claim(MANY, ROOM)
                 assert bodies(rows) == [b"old"]
-                replacing = asyncio.create_task(store.park(lane, [parcel(store.now_ms(), b"old", key=b"k")], []))
+                replacing = asyncio.create_task(store.park(lane, [parcel(store.now_upper_ms(), b"old", key=b"k")], []))
                 done, _ = await asyncio.wait([replacing], timeout=0.2)
                 assert not done
                 await (lane.give_up() if gives_up else lane.settle(rows, []))
@@ -401,7 +401,7 @@ class StoreContract:
 
     async def test_maintenance_disturbs_nothing(self, place: str) -> None:
         async with self.daemon(place) as one, self.daemon(place) as two, owned(one) as [lane]:
-            now = one.now_ms()
+            now = one.now_upper_ms()
             ahead = [parcel(now + days * 86_400_000) for days in (0, 1, 6, 9, 399, 500, 3650)]
             await one.park(lane, [parcel(now - 1), *ahead], [])
             await asyncio.gather(one.maintain(), two.maintain())
@@ -411,7 +411,7 @@ class StoreContract:
     async def test_what_was_compacted_comes_out_as_it_went_in(self, place: str) -> None:
         """With its old id: whoever consumes it sees no difference."""
         async with self.daemon(place) as store, owned(store) as [lane]:
-            due_ms = store.now_ms() - 5
+            due_ms = store.now_upper_ms() - 5
             parcels = [
                 Parcel(due_ms, b"route", b"ex\x00change", bytes(range(256))[1:], Target(b"", b"queue"), b"\0\0", b"\0"),
                 Parcel(due_ms, b"", b"", b"", Target(b"", b""), b"", b"", None),
@@ -422,15 +422,15 @@ class StoreContract:
             await lane.give_up()
             assert await self.compact(place, MANY) == 1
             assert await release_all(lane) == []
-            restored = await store.restore(store.now_ms())
+            restored = await store.restore(store.now_upper_ms())
             assert isinstance(restored, Restored)
             assert (restored.messages, restored.first_due_ms) == (3, due_ms)
             assert await release_all(lane) == before
-            assert await store.restore(store.now_ms()) is None
+            assert await store.restore(store.now_upper_ms()) is None
 
     async def test_the_soonest_is_restored_first_and_only_up_to_the_horizon(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await store.park(lane, [parcel(now + hours * 3_600_000) for hours in (3, 1, 2)], [])
             assert await self.compact(place, 1) == 3
             found = [await store.restore(now + 2 * 3_600_000) for _ in range(3)]
@@ -439,24 +439,24 @@ class StoreContract:
 
     async def test_the_sleeper_hears_of_what_is_restored(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
-            await store.park(lane, [parcel(store.now_ms() - 60_000, b"late")], [])
+            await store.park(lane, [parcel(store.now_upper_ms() - 60_000, b"late")], [])
             assert await self.compact(place, MANY) == 1
             assert await release_all(lane) == []
             sleeper = asyncio.create_task(lane.wait(50.0))
             await asyncio.sleep(0)
-            await store.restore(store.now_ms())
+            await store.restore(store.now_upper_ms())
             await sleeper
             assert bodies(await claim_when_due(lane)) == [b"late"]
             await lane.give_up()
 
     async def test_two_daemons_restore_each_segment_once(self, place: str) -> None:
         async with self.daemon(place) as one, self.daemon(place) as two, owned(one) as [first], owned(two) as [second]:
-            await one.park(first, [parcel(one.now_ms() - 1000 + n, b"%d" % n) for n in range(12)], [])
+            await one.park(first, [parcel(one.now_upper_ms() - 1000 + n, b"%d" % n) for n in range(12)], [])
             assert await self.compact(place, 1) == 12
 
             async def all_of_them(store: Store) -> int:
                 count = 0
-                while (found := await store.restore(store.now_ms())) is not None:
+                while (found := await store.restore(store.now_upper_ms())) is not None:
                     count += isinstance(found, Restored)
                 return count
 

@@ -61,8 +61,8 @@ class Process:
     def _release(self, lane: Lane) -> Release:
         return Release(lane, self.publisher, self.live, heartbeat=Heartbeat(), counters=Counters())
 
-    def now_ms(self) -> int:
-        now = self.lanes.now_ms()
+    def now_upper_ms(self) -> int:
+        now = self.lanes.now_upper_ms()
         assert now is not None
         return now
 
@@ -93,7 +93,7 @@ class Printer(Publisher):
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
         assert self.process is not None
-        now_ms = self.process.now_ms()
+        now_ms = self.process.now_upper_ms()
         for one in batch:
             print(one.body.decode(), now_ms)
         sys.stdout.flush()

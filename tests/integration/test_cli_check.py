@@ -44,7 +44,7 @@ async def test_what_is_overdue_and_nobodys_is_off(delayer: Run, vhost: str, data
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
     delayer("db", "upgrade")
     async with opened(database) as store, owned(store) as [lane]:
-        await store.park(lane, [parcel(store.now_ms() - 90_000, b"overdue")], [])
+        await store.park(lane, [parcel(store.now_upper_ms() - 90_000, b"overdue")], [])
         (row,) = rows(delayer, "lanes")
         assert row["result"] == "ok", "somebody is about to release it"
         assert row["found"].startswith("1 owned by ")

@@ -39,7 +39,7 @@ def order(due_ms: int, body: bytes, **more: object) -> Parcel:
 async def filled(database: str) -> tuple[int, dict[bytes, str]]:
     """Five messages: one soon, one with a key, one in a segment, one far away, one held. Now, and their names."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         await place.park(lane, [parcel(now + 20 * DAY_MS, b"packed")], [])
         assert len(await compact(admin)) == 1
         parcels = [order(now + DAY_MS, b"soon"), parcel(now + 2 * DAY_MS, b"keyed", key=b"order-1")]
@@ -248,7 +248,7 @@ async def test_many_held_ones_are_acted_on_page_by_page(
     monkeypatch.setattr(detail, "AT_ONCE", 7)
     delayer("db", "upgrade")
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         await place.hold(lane, [(parcel(now, b"%d" % n), UNBOUND) for n in range(40)])
         meant = held.Meant(Filter(), frozenset())
         count, last, missing = await held._count(database, meant)

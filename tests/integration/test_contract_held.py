@@ -30,7 +30,7 @@ async def test_a_sleeping_lane_wakes_for_what_is_held(database: str) -> None:
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,):
         sleeper = asyncio.create_task(lane.wait(3600.0))
-        await store.hold(lane, [(parcel(store.now_ms(), b"held"), WHY)])
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"held"), WHY)])
         await sleeper
         assert bodies(await lane.claim(MANY, ROOM)) == [b"held"]
         await lane.give_up()
@@ -42,8 +42,8 @@ async def test_an_id_that_it_was_published_under_before_stays(database: str) -> 
     await upgrades.upgrade(database)
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,):
-        before = parcel(store.now_ms(), b"before")._replace(token=b"0123456789abcdef0123456789abcdef")
-        await store.hold(lane, [(before, NO_CONFIRM), (parcel(store.now_ms(), b"never"), WHY)])
+        before = parcel(store.now_upper_ms(), b"before")._replace(token=b"0123456789abcdef0123456789abcdef")
+        await store.hold(lane, [(before, NO_CONFIRM), (parcel(store.now_upper_ms(), b"never"), WHY)])
         for _ in range(2):
             tokens: dict[bytes, bytes] = {}
             while len(tokens) < 2:
@@ -62,13 +62,13 @@ async def test_what_is_held_while_the_lane_looks_at_its_retries_is_not_forgotten
     await upgrades.upgrade(database)
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,):
-        await store.hold(lane, [(parcel(store.now_ms(), b"first"), WHY)])
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"first"), WHY)])
         await lane.wait(3600.0)
         rows = await lane.claim(MANY, ROOM)
         assert bodies(rows) == [b"first"]
         monkeypatch.setattr(statements, "NEXT_RETRY", SLOWLY)
         settling = asyncio.create_task(lane.settle(rows, []))
-        await store.hold(lane, [(parcel(store.now_ms(), b"second"), WHY)])
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"second"), WHY)])
         await settling
         await lane.wait(3600.0)
         assert bodies(await lane.claim(MANY, ROOM)) == [b"second"]
@@ -82,8 +82,8 @@ async def test_what_is_not_due_yet_is_not_tried_even_if_a_person_says_so(databas
     await upgrades.upgrade(database)
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,), sql(database) as admin:
-        month = store.now_ms() + 30 * 86_400_000
-        held = [(parcel(month, b"in a month"), WHY), (parcel(store.now_ms(), b"now"), WHY)]
+        month = store.now_upper_ms() + 30 * 86_400_000
+        held = [(parcel(month, b"in a month"), WHY), (parcel(store.now_upper_ms(), b"now"), WHY)]
         await store.hold(lane, held)
         ids = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
         assert await detail.retry(admin, ids, await audit_log.begin(admin, "test", "held retry", {})) == 2
@@ -94,7 +94,7 @@ async def test_what_is_not_due_yet_is_not_tried_even_if_a_person_says_so(databas
         assert (await admin.fetchval("SELECT retry_at FROM held")) == month
         await reschedule(admin, ids[1:], When(by_ms=-1000))
         assert tuple(await admin.fetchrow("SELECT due_at, retry_at FROM held")) == (month - 1000, month - 1000)
-        soon = store.now_ms() + 200
+        soon = store.now_upper_ms() + 200
         await reschedule(admin, ids[1:], When(at_ms=soon))
         await lane.wait(3600.0)
         [row] = await lane.claim(MANY, ROOM)

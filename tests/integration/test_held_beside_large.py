@@ -21,7 +21,7 @@ async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.
     await upgrades.upgrade(database)
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,):
-        now_ms = store.now_ms()
+        now_ms = store.now_upper_ms()
         await store.hold(lane, [(parcel(now_ms - 1000, b"held %d" % number), WHY) for number in range(HELD)])
         await store.park(lane, [parcel(now_ms - 1000, bytes(size))] * BACKLOG, [])
         came: list[bytes] = []

@@ -73,8 +73,8 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
     delayer("db", "upgrade")
     file = tmp_path / "backlog.jsonl"
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        await place.park(lane, letters(200, place.now_ms(), random.Random(1)), [])
-        await compact(admin, after_ms=place.now_ms() + 100 * DAY_MS)
+        await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
+        await compact(admin, after_ms=place.now_upper_ms() + 100 * DAY_MS)
         held = letters(5, 0, random.Random(2))
         held[0] = held[0]._replace(token=b"30a6aca3c8ea4ae8a9a83c9bd2a3c2ab")  # as it was published before it was held
         await place.hold(
@@ -84,7 +84,7 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
                 for n, (one, kind) in enumerate(zip(held, HoldKind, strict=False))
             ],
         )
-        await place.park(lane, letters(30, place.now_ms() + DAY_MS, random.Random(3)), [])
+        await place.park(lane, letters(30, place.now_upper_ms() + DAY_MS, random.Random(3)), [])
         there = {"message": await admin.fetchval("SELECT count(*) FROM message"), "in segments": 0}
         there["in segments"] = await admin.fetchval("SELECT sum(messages) FROM segment")
         assert min(there.values()) > 0, there
@@ -139,7 +139,7 @@ async def test_what_was_damaged_is_held_and_not_made_sound(delayer: Run, tmp_pat
     delayer("db", "upgrade")
     file = tmp_path / "backlog.jsonl"
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        await place.park(lane, letters(3, place.now_ms(), random.Random(1)), [])
+        await place.park(lane, letters(3, place.now_upper_ms(), random.Random(1)), [])
         await admin.execute("UPDATE message SET body = 'tampered' WHERE id = 2")
         delayer("export", str(file))
         await admin.execute("TRUNCATE message")
@@ -219,7 +219,7 @@ def test_what_may_lack_or_come_twice_is_told_by_a_run_too(delayer: Run, tmp_path
 async def test_a_pipe_that_takes_no_more_is_not_the_store(delayer: Run, database: str) -> None:
     delayer("db", "upgrade")
     async with opened(database) as place, owned(place) as [lane]:
-        await place.park(lane, letters(200, place.now_ms(), random.Random(1)), [])
+        await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
     call = [str(EXECUTABLE), "--config", os.devnull, "--store-url", database, "export", "-"]
     full = os.open("/dev/full", os.O_WRONLY)
     try:
@@ -239,7 +239,7 @@ async def test_a_disk_that_takes_no_more_keeps_nothing_of_it(delayer: Run, datab
     """Neither the store's fault nor a wrong word on the command line; and what was there before stays."""
     delayer("db", "upgrade")
     async with opened(database) as place, owned(place) as [lane]:
-        await place.park(lane, letters(200, place.now_ms(), random.Random(1)), [])
+        await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
     file = tmp_path / "backlog.jsonl"
     file.write_text("of yesterday")
     line = f'ulimit -f 16; exec "{EXECUTABLE}" --config /dev/null --store-url "{database}" export --force "{file}"'
@@ -338,7 +338,7 @@ async def test_what_waits_under_a_key_wins_and_the_imported_one_is_told(
     file.write_text("\n".join(map(json.dumps, [*rows, {"v": 1, "messages": len(rows)}])))
     words = (str(file), "--unverified", "--json")
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         new = [
             Parcel(now + DAY_MS, b"", b"", b"q", Target(b"", b"q"), b"\x10\0\2", b"new", b"order-%d" % n)
             for n in (0, 1)

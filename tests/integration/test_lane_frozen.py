@@ -92,7 +92,7 @@ async def test_a_frozen_process_loses_its_lane(database: str, doing: str) -> Non
         await said(process, b"owned")
         number = 1
         async with owned(store) as [other]:
-            await store.park(other, [parcel(store.now_ms() - n, b"x" * size) for n in range(200)], [])
+            await store.park(other, [parcel(store.now_upper_ms() - n, b"x" * size) for n in range(200)], [])
             await admin.execute("UPDATE message SET lane = $1", number)
         if doing == "sending a claim":
             # Frozen while its statement waits, so that the answer finds nobody.

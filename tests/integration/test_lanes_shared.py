@@ -103,7 +103,7 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
     async def park() -> None:
         async with opened(database) as store:
             while not stopping.is_set():
-                now = store.now_ms()
+                now = store.now_upper_ms()
                 for delay in (-1000, 500, 3000):
                     name = f"m{len(sent)}"
                     sent.add(name)
@@ -199,13 +199,13 @@ async def test_the_last_process_has_every_lane_and_what_was_in_them(database: st
     async with running(database, "living") as living:
         async with running(database, "other") as other:
             await wait_for(lambda: len(living.lanes.numbers) == len(other.lanes.numbers) == 2)
-            due_ms = other.now_ms() + 3_000
+            due_ms = other.now_upper_ms() + 3_000
             for n in range(8):
                 await other.lanes.park([parcel(due_ms, b"%d" % n)], [])
         await wait_for(lambda: living.lanes.numbers == [1, 2, 3, 4])
-        assert living.now_ms() < due_ms, "taken before the rows are due"
+        assert living.now_upper_ms() < due_ms, "taken before the rows are due"
         await wait_for(lambda: len(living.publisher.published) == 8)
-        assert living.now_ms() < due_ms + 2_000
+        assert living.now_upper_ms() < due_ms + 2_000
 
 
 async def test_more_processes_than_lanes(database: str) -> None:
@@ -256,7 +256,7 @@ async def test_a_limit_holds_for_three_processes_together(database: str) -> None
         await wait_for(lambda: sum(len(one.lanes.numbers) for one in started) == 5)
         began = time.monotonic()
         for one in started:
-            now = one.now_ms()
+            now = one.now_upper_ms()
             slow = [parcel(now, b"slow %d" % n, route=b"slow") for n in range(150)]
             await one.lanes.park(slow + [parcel(now, b"fast %d" % n) for n in range(150)], [])
 
@@ -291,7 +291,7 @@ async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -
     await migrated(database)
     async with running(database, "one", {b"slow": 1.0}) as one, sql(database) as admin:
         await wait_for(lambda: len(one.lanes.numbers) == 5)
-        now = one.now_ms()
+        now = one.now_upper_ms()
         await one.lanes.park([parcel(now, b"%d" % n, route=b"slow") for n in range(50)], [])
         assert await admin.fetchval("SELECT route FROM lane WHERE number = 5") == b"slow"
         assert await admin.fetchval("SELECT count(DISTINCT lane) FROM counter") == 1
@@ -305,7 +305,7 @@ async def test_rows_that_nobody_announced_are_found_by_the_scan(database: str, m
     await migrated(database)
     async with running(database) as one, opened(database) as other, sql(database) as admin:
         await wait_for(lambda: len(one.lanes.numbers) == 4)
-        await one.lanes.park([parcel(one.now_ms() + 3_600_000, b"moved")], [])
+        await one.lanes.park([parcel(one.now_upper_ms() + 3_600_000, b"moved")], [])
         await asyncio.sleep(0.3)
         await admin.execute("UPDATE message SET due_at = now() - interval '1 hour'")
         await wait_for(lambda: len(one.publisher.published) == 1)

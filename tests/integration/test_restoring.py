@@ -105,7 +105,7 @@ async def packed(url: str, parcels: Sequence[Parcel], rows: int = 10_000) -> int
 
 async def now_ms(url: str) -> int:
     async with opened(url) as store:
-        return store.now_ms()
+        return store.now_upper_ms()
 
 
 async def spoil(url: str, segment: str = "(SELECT min(id) FROM segment)") -> bytes:

@@ -85,7 +85,7 @@ async def work(url: str) -> None:
         async with owned(store, 2) as lanes:
             assert len(lanes) == 2
             lane = lanes[0]
-            now = store.now_ms()
+            now = store.now_upper_ms()
             await upkeep(url, store, now // DAY_MS)
             await store.park(lane, [parcel(now - 1), parcel(now + 3 * DAY_MS), parcel(now + 401 * DAY_MS)], [])
             await store.park(lane, [parcel(now + 500, key=b"k"), parcel(now - 1, key=b"released")], [])
@@ -167,9 +167,9 @@ async def press(url: str) -> None:
     store = await PostgresStore.connect(url)
     try:
         async with owned(store) as [lane]:
-            due_ms = store.now_ms() + 3 * DAY_MS
+            due_ms = store.now_upper_ms() + 3 * DAY_MS
             await store.park(lane, [parcel(due_ms, key=b"k"), parcel(due_ms), parcel(due_ms)], [])
-            await store.hold(lane, [(parcel(store.now_ms()), WHY) for _ in range(3)])
+            await store.hold(lane, [(parcel(store.now_upper_ms()), WHY) for _ in range(3)])
     finally:
         await store.close()
     async with actions.acting(url, "test") as connection:
@@ -255,7 +255,7 @@ async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postg
     await asyncio.to_thread(clear, postgres)
     owner = await PostgresStore.connect(postgres.url(DATABASE, user=OWNER))
     try:
-        today = owner.now_ms() // DAY_MS
+        today = owner.now_upper_ms() // DAY_MS
         async with owned(owner) as [lane]:
             await owner.park(lane, [parcel((today + 20) * DAY_MS)], [])
     finally:

@@ -13,7 +13,7 @@ from tests.unit.cli.test_start import STATUS, STORE, loaded
 async def test_commands_that_are_answered_load_only_what_they_need(vhost: str, database: str, tmp_path: Path) -> None:
     await upgrade(database)
     async with opened(database) as place, owned(place) as [lane]:
-        due_ms = place.now_ms() + 86_400_000
+        due_ms = place.now_upper_ms() + 86_400_000
         await place.park(lane, [parcel(due_ms, b"one"), parcel(due_ms, b"two")], [])
     there = ("--broker-url", vhost, "--store-url", database)
     for verb in (("list",), ("show", f"1@{due_ms}"), ("reschedule", f"2@{due_ms}", "--by", "1h"), ("cancel", "2")):

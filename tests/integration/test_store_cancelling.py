@@ -46,7 +46,7 @@ async def test_a_row_between_two_milliseconds(database: str) -> None:
 
 async def test_held_and_keyed_ones(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         await place.park(lane, [parcel(now + DAY_MS, b"a", key=b"a"), parcel(now + DAY_MS, b"b", key=b"b")], [])
         await place.hold(lane, [(parcel(now, b"c"), WHY), (parcel(now, b"d", key=b"d"), WHY)])
         of = {one.body: one.id for one in (await waiting(admin)).values()}
@@ -62,7 +62,7 @@ async def test_held_and_keyed_ones(database: str) -> None:
 
 async def test_a_key_that_stands_for_a_newer_message_stays(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        await place.park(lane, [parcel(place.now_ms() + DAY_MS, b"old", key=b"k")], [])
+        await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, b"old", key=b"k")], [])
         [old] = await waiting(admin)
         await admin.execute("UPDATE message_key SET id = id + 1")
         assert await cancel(admin, [old]) == {old: Found.WAITING}
@@ -187,7 +187,7 @@ async def test_cancel_against_a_compaction_in_flight(database: str) -> None:
 async def test_cancel_against_a_release_in_flight(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         for settled, expected in ((True, Found.NOWHERE), (False, Found.WAITING)):
-            await place.park(lane, [parcel(place.now_ms())], [])
+            await place.park(lane, [parcel(place.now_upper_ms())], [])
             [one] = await waiting(admin)
             claimed = await lane.claim(MANY, ROOM)
             async with sql(database) as other:

@@ -19,7 +19,7 @@ async def counted(database: str) -> stats.Census:
 
 async def test_little_is_counted_exactly(database: str) -> None:
     async with opened(database) as store, owned(store, 2) as [one, other]:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         assert (await counted(database)).counts == {}
         await store.park(one, [parcel(now + HOUR // 2)._replace(route=b"a") for _ in range(5)], [])
         await store.park(
@@ -35,7 +35,7 @@ async def test_much_is_estimated_and_adds_up(database: str, monkeypatch: pytest.
     monkeypatch.setattr(stats, "PAGES", 60)
     monkeypatch.setattr(stats, "FEWEST", 20)
     async with opened(database) as store, owned(store, 1) as [lane]:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         rows = [parcel(now + 2 * DAY + n * 1000)._replace(route=b"a" if n % 4 else b"b") for n in range(12_000)]
         soon = [parcel(now + 5 * MINUTE + n)._replace(route=b"soon") for n in range(300)]
         await store.park(lane, rows + soon, [])
@@ -49,7 +49,7 @@ async def test_much_is_estimated_and_adds_up(database: str, monkeypatch: pytest.
 
 async def test_segments_are_spread_without_being_read(database: str) -> None:
     async with opened(database) as store, owned(store, 1) as [lane], sql(database) as admin:
-        first = store.now_ms() + 3 * DAY
+        first = store.now_upper_ms() + 3 * DAY
         await store.park(lane, [parcel(first + n * MINUTE) for n in range(500)], [])
         assert await compact_all(admin) >= 1
         found = await counted(database)

@@ -25,7 +25,7 @@ HURRY = "UPDATE held SET retry_at = now() WHERE id IN (SELECT id FROM held ORDER
 
 async def test_a_cancel_removes_the_held_message(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms(), key=b"k")], [])
+        await store.park(lane, [parcel(store.now_upper_ms(), key=b"k")], [])
         rows = await lane.claim(MANY, ROOM)
         await lane.settle([], [(rows[0], WHY)])
         assert await admin.fetchval("SELECT count(*) FROM message_key") == 1
@@ -40,7 +40,7 @@ async def test_a_cancel_removes_the_held_message(database: str) -> None:
 async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold: Hold) -> None:
     """It is not tried again."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms(), key=key) for key in (b"k", b"l")], [])
+        await store.park(lane, [parcel(store.now_upper_ms(), key=key) for key in (b"k", b"l")], [])
         rows = await lane.claim(MANY, ROOM)
         await lane.settle([], [(row, hold) for row in rows])
         of_l = next(row.id for row in rows if row.parcel.key == b"l")
@@ -54,9 +54,9 @@ async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold:
 
 async def test_a_key_that_was_overtaken_while_it_was_released_stays_with_the_new_one(database: str) -> None:
     async with opened(database) as store, owned(store, 2) as [lane, other], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms(), b"old", key=b"k")], [])
+        await store.park(lane, [parcel(store.now_upper_ms(), b"old", key=b"k")], [])
         rows = await lane.claim(MANY, ROOM)
-        replacing = asyncio.create_task(store.park(other, [parcel(store.now_ms(), b"new", key=b"k")], []))
+        replacing = asyncio.create_task(store.park(other, [parcel(store.now_upper_ms(), b"new", key=b"k")], []))
         while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
             assert not replacing.done()
         await lane.settle(rows, [])
@@ -68,7 +68,7 @@ async def test_a_key_that_was_overtaken_while_it_was_released_stays_with_the_new
 
 async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms(), key=b"k")], [])
+        await store.park(lane, [parcel(store.now_upper_ms(), key=b"k")], [])
         rows = await lane.claim(MANY, ROOM)
         cancelling = asyncio.create_task(store.park(lane, [], [b"k"]))
         while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
@@ -90,13 +90,17 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
                 lane = chance.choice(lanes)
                 match chance.randrange(7):
                     case 0 | 1:
-                        dues = [store.now_ms() + chance.randrange(-50, 50) for _ in range(chance.randrange(1, 30))]
+                        dues = [
+                            store.now_upper_ms() + chance.randrange(-50, 50) for _ in range(chance.randrange(1, 30))
+                        ]
                         await store.park(lane, [parcel(due, b"%d" % due) for due in dues], [])
                     case 2 | 3:
-                        some = [parcel(store.now_ms(), key=chance.choice(keys)) for _ in range(chance.randrange(5))]
+                        some = [
+                            parcel(store.now_upper_ms(), key=chance.choice(keys)) for _ in range(chance.randrange(5))
+                        ]
                         await store.park(lane, some, chance.sample(keys, chance.randrange(3)))
                     case 4:
-                        await store.hold(lane, [(parcel(store.now_ms()), WHY)] * 2)
+                        await store.hold(lane, [(parcel(store.now_upper_ms()), WHY)] * 2)
                     case 5:
                         await lane.claim(chance.randrange(1, 40), ROOM)
                         await lane.give_up()
@@ -157,7 +161,7 @@ async def check(connection: asyncpg.Connection) -> None:
 
 async def test_a_claim_that_loses_a_deadlock_is_repeated(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as other, sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
+        await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
         await other.execute("SET deadlock_timeout = '1min'")  # so that it is the claim that finds out, and loses
         await other.execute("BEGIN")
         await other.execute("DELETE FROM message WHERE body = '1'")

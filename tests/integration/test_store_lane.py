@@ -63,7 +63,7 @@ async def cut(url: str, application: str) -> None:
 
 async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one) as [lane]:
-        now = one.now_ms()
+        now = one.now_upper_ms()
         await one.park(lane, [parcel(now - n, b"%d" % n) for n in range(3)], [])
         rows = await lane.claim(2, ROOM)
         sleeping = asyncio.create_task(lane.wait(50.0))
@@ -76,7 +76,7 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
         with pytest.raises(LaneLost):
             await lane.claim(2, ROOM)
         with pytest.raises(LaneLost):
-            await one.park(lane, [parcel(one.now_ms())], [])
+            await one.park(lane, [parcel(one.now_upper_ms())], [])
         adopted = await taken(two, lane.number)
         assert bodies(await release_all(adopted)) == [b"2", b"1", b"0"]
         await adopted.release()
@@ -85,7 +85,7 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
 async def test_a_hanging_process_loses_its_lanes(database: str) -> None:
     async with opened(database, idle_timeout=0.2) as hanging, opened(database) as other:
         [lane] = await free_lanes(hanging, 1)
-        await hanging.park(lane, [parcel(hanging.now_ms())], [])
+        await hanging.park(lane, [parcel(hanging.now_upper_ms())], [])
         lane._keeper.cancel()  # as a loop that does not run: nothing feeds the session
         again = await taken(other, lane.number)
         await asyncio.gather(lane._keeper, return_exceptions=True)
@@ -98,7 +98,7 @@ async def test_a_hanging_process_loses_its_lanes(database: str) -> None:
 
 async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
     async with opened(database, idle_timeout=2.0, transaction_timeout=4.0) as store, owned(store) as [lane]:
-        await store.park(lane, [parcel(store.now_ms())], [])
+        await store.park(lane, [parcel(store.now_upper_ms())], [])
         rows = await lane.claim(MANY, ROOM)
         await lane.wait(3.5)
         assert lane.held_by_us, "its broker is slow, and the process lives"
@@ -116,7 +116,7 @@ async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(datab
     async with Proxy(address.port or 0) as proxy, opened(database) as other:
         slow = address._replace(netloc=address.netloc.replace(f":{address.port}", f":{proxy.port}")).geturl()
         async with opened(slow, idle_timeout=2.0) as store, owned(store) as [lane]:
-            await store.park(lane, [parcel(store.now_ms(), bytes(1_000_000))], [])
+            await store.park(lane, [parcel(store.now_upper_ms(), bytes(1_000_000))], [])
             proxy.slow(delay=0.3)  # for each of some sixteen pieces
             with pytest.raises(LaneLost):
                 await lane.claim(MANY, ROOM)
@@ -137,10 +137,10 @@ async def test_parks_of_an_older_epoch_commit_nothing(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await admin.execute("UPDATE lane SET epoch = epoch + 1 WHERE number = $1", lane.number)
         for doing in (
-            store.park(lane, [parcel(store.now_ms())], []),
-            store.park(lane, [parcel(store.now_ms(), key=b"k")], []),
+            store.park(lane, [parcel(store.now_upper_ms())], []),
+            store.park(lane, [parcel(store.now_upper_ms(), key=b"k")], []),
             store.park(lane, [], [b"k"]),
-            store.hold(lane, [(parcel(store.now_ms()), WHY)]),
+            store.hold(lane, [(parcel(store.now_upper_ms()), WHY)]),
         ):
             with pytest.raises(LaneLost, match="owner"):
                 await doing
@@ -152,7 +152,7 @@ async def test_an_adopter_waits_for_parks_in_flight(database: str) -> None:
     async with opened(database) as one, opened(database) as two, sql(database) as slow:
         [lane] = await free_lanes(one, 1)
         assert isinstance(lane, PostgresLane)
-        await one.park(lane, [parcel(one.now_ms())], [])
+        await one.park(lane, [parcel(one.now_upper_ms())], [])
         transaction = slow.transaction()
         await transaction.start()
         fence = "SELECT FROM lane WHERE number = $1 AND epoch = $2 FOR SHARE"
@@ -172,7 +172,7 @@ async def test_an_adopter_waits_for_parks_in_flight(database: str) -> None:
 
 async def test_rows_put_there_by_hand_are_found_by_looking_back(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms() + 3_600_000, b"moved")], [])
+        await store.park(lane, [parcel(store.now_upper_ms() + 3_600_000, b"moved")], [])
         await release_all(lane)
         await admin.execute("UPDATE message SET due_at = now() - interval '40 days'")
         assert await lane.sleep_hint() == 60.0
@@ -183,17 +183,17 @@ async def test_rows_put_there_by_hand_are_found_by_looking_back(database: str) -
 
 async def test_a_stepped_clock_moves_the_watermark_to_the_beginning(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms() + 3_600_000, b"hidden")], [])
+        await store.park(lane, [parcel(store.now_upper_ms() + 3_600_000, b"hidden")], [])
         await release_all(lane)
         await admin.execute("UPDATE message SET due_at = now() - interval '1 minute'")
-        lane._clock.observe(lane._clock.monotonic(), store.now_ms() - 5_000_000.0, lane._clock.monotonic())
+        lane._clock.observe(lane._clock.monotonic(), store.now_upper_ms() - 5_000_000.0, lane._clock.monotonic())
         assert bodies(await claim_when_due(lane)) == [b"hidden"]
         await lane.give_up()
 
 
 async def test_damaged_rows_are_not_sound(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         await store.park(lane, [parcel(now, b"%d" % n) for n in range(7)], [])
         for n, damage in enumerate(
             [
@@ -218,10 +218,10 @@ async def test_damaged_rows_are_not_sound(database: str) -> None:
 
 async def test_held_rows_come_again_until_they_are_released(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
+        await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
         rows = await lane.claim(MANY, ROOM)
         await lane.settle(rows[:1], [(due, WHY) for due in rows[1:]])
-        await store.hold(lane, [(parcel(store.now_ms(), b"3"), NO_CONFIRM)])
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"3"), NO_CONFIRM)])
         pauses = (
             "SELECT (extract(epoch FROM retry_at - now()) / 5)::int, attempts, kind, reason, may_be_delivered, isolated"
             " FROM held ORDER BY id"
@@ -233,7 +233,7 @@ async def test_held_rows_come_again_until_they_are_released(database: str) -> No
         ]
         await admin.execute("UPDATE held SET retry_at = now()")
         await lane.scan()
-        await store.park(lane, [parcel(store.now_ms() - 1, b"fresh")], [])
+        await store.park(lane, [parcel(store.now_upper_ms() - 1, b"fresh")], [])
         assert await lane.sleep_hint() == 0.0
         rows = await lane.claim(MANY, ROOM)
         assert [(due.parcel.body, due.attempts) for due in rows] == [(b"fresh", 0), (b"1", 1), (b"2", 1), (b"3", 1)]
@@ -260,8 +260,8 @@ async def test_held_rows_come_again_until_they_are_released(database: str) -> No
 async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
     async with opened(database) as store, sql(database) as admin:
         async with owned(store) as [lane]:
-            await store.hold(lane, [(parcel(store.now_ms()), WHY) for _ in range(100)])
-            await store.park(lane, [parcel(store.now_ms()) for _ in range(100)], [])
+            await store.hold(lane, [(parcel(store.now_upper_ms()), WHY) for _ in range(100)])
+            await store.park(lane, [parcel(store.now_upper_ms()) for _ in range(100)], [])
         await admin.execute("UPDATE held SET retry_at = now()")
         async with owned(store) as [lane]:
             rows = await lane.claim(50, ROOM)
@@ -274,7 +274,7 @@ async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
 
 async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as other:
-        await store.hold(lane, [(parcel(store.now_ms(), b"held"), WHY)])
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"held"), WHY)])
         await other.execute("UPDATE held SET retry_at = now()")
         await lane.scan()
         async with other.transaction():
@@ -284,7 +284,7 @@ async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str)
                 assert await lane.claim(MANY, ROOM) == []
                 await lane.settle([], [])
                 assert 0.5 < await lane.sleep_hint() <= 1.1
-            await store.park(lane, [parcel(store.now_ms(), b"fresh")], [])
+            await store.park(lane, [parcel(store.now_upper_ms(), b"fresh")], [])
             assert bodies(await claim_when_due(lane)) == [b"fresh"], "what waits does not wait for what is locked"
             await lane.give_up()
             assert bodies(await release_all(lane)) == [b"fresh"]
@@ -294,7 +294,7 @@ async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str)
 
 async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one) as [lane], sql(database) as blocker:
-        await one.park(lane, [parcel(one.now_ms())], [])
+        await one.park(lane, [parcel(one.now_upper_ms())], [])
         async with blocker.transaction():
             await blocker.execute("SELECT FROM message FOR UPDATE")
             claiming = asyncio.create_task(lane.claim(MANY, ROOM))
@@ -311,7 +311,7 @@ async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
 
 async def test_a_refused_statement_is_not_the_end_of_the_lane(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms())], [])
+        await store.park(lane, [parcel(store.now_upper_ms())], [])
         await admin.execute("ALTER TABLE counter RENAME TO elsewhere")
         rows = await lane.claim(MANY, ROOM)
         with pytest.raises(StoreLost) as caught:
@@ -320,7 +320,7 @@ async def test_a_refused_statement_is_not_the_end_of_the_lane(database: str) -> 
         assert isinstance(caught.value.__cause__, asyncpg.UndefinedTableError)
         await lane.give_up()
         with pytest.raises(StoreLost):
-            await store.park(lane, [parcel(store.now_ms())], [])
+            await store.park(lane, [parcel(store.now_upper_ms())], [])
         await admin.execute("ALTER TABLE elsewhere RENAME TO counter")
         assert len(await release_all(lane)) == 1
 
@@ -328,7 +328,7 @@ async def test_a_refused_statement_is_not_the_end_of_the_lane(database: str) -> 
 async def test_the_next_owner_starts_where_the_last_one_stood(database: str) -> None:
     async with opened(database) as store, sql(database) as admin:
         async with owned(store) as [lane]:
-            before = store.now_ms() - 1000
+            before = store.now_upper_ms() - 1000
             await store.park(lane, [parcel(before - 60_000), parcel(before + 3_600_000, b"hidden")], [])
             await release_all(lane)
         assert await admin.fetchval("SELECT watermark FROM lane WHERE number = $1", lane.number) > before
@@ -342,7 +342,7 @@ async def test_the_next_owner_starts_where_the_last_one_stood(database: str) -> 
 async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next claim would commit what the failed one had deleted."""
     async with opened(database) as one, opened(database) as two, owned(one) as [lane]:
-        await one.park(lane, [parcel(one.now_ms())], [])
+        await one.park(lane, [parcel(one.now_upper_ms())], [])
         with monkeypatch.context() as patch:
             patch.setattr(envelope, "read", None)
             with pytest.raises(TypeError):

@@ -172,7 +172,7 @@ async def test_a_page_keeps_no_more_messages_of_segments_than_it_shows(
 
 async def test_show_a_message_wherever_it_is(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         await place.park(lane, [parcel(now + DAY_MS, b"a"), parcel(now + 2 * DAY_MS, b"b", key=b"k")], [])
         await place.hold(lane, [(parcel(now, b"c"), WHY)])
         ids = {one.body: one.id for one in (await waiting(admin)).values()}
@@ -203,8 +203,8 @@ async def test_show_a_message_wherever_it_is(database: str) -> None:
 async def test_of_a_large_body_the_beginning_is_read(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         body = bytes(range(256)) * 100
-        await place.park(lane, [parcel(place.now_ms() + DAY_MS, body)], [])
-        await place.hold(lane, [(parcel(place.now_ms(), body), WHY)])
+        await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, body)], [])
+        await place.hold(lane, [(parcel(place.now_upper_ms(), body), WHY)])
         for number in (1, 2):
             whole = await detail.show(admin, Token(number), len(body))
             part = await detail.show(admin, Token(number), len(body) - 1)
@@ -262,7 +262,7 @@ async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch
 
 async def test_held_ones_are_listed_retried_and_dropped(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         await place.hold(
             lane, [(parcel(now, b"%d" % n, key=b"k%d" % n), Hold(HoldKind.NACKED, f"why {n}")) for n in range(5)]
         )

@@ -32,7 +32,7 @@ def test_names_that_are_not_days(name: str) -> None:
 
 async def test_rows_stand_in_the_partition_of_their_day(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        midnight = (store.now_ms() // DAY_MS + 3) * DAY_MS
+        midnight = (store.now_upper_ms() // DAY_MS + 3) * DAY_MS
         await store.park(lane, [parcel(midnight - 1), parcel(midnight), parcel(midnight + DAY_MS - 1)], [])
         day = midnight // DAY_MS
         assert [tuple(row) for row in await admin.fetch(COUNT)] == [(name_of(day - 1), 1), (name_of(day), 2)]
@@ -42,7 +42,7 @@ async def test_rows_stand_in_the_partition_of_their_day(database: str) -> None:
 
 async def test_too_far_and_too_old_go_to_the_default_partition(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         dues = [now - 2 * DAY_MS, now - DAY_MS, now + 400 * DAY_MS, now + 402 * DAY_MS, now + 3650 * DAY_MS, 0]
         await store.park(lane, [parcel(due) for due in dues], [])
         counts = {row["name"]: row["n"] for row in await admin.fetch(COUNT)}
@@ -52,7 +52,7 @@ async def test_too_far_and_too_old_go_to_the_default_partition(database: str) ->
 
 async def test_maintenance_makes_a_week_ahead_and_drops_what_has_passed(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         for day in range(today - 5, today - 1):
             assert await partitions.make(admin, day, today - 10) is Making.DONE
         await admin.execute(f"ALTER TABLE message DETACH PARTITION {name_of(today - 4)}")
@@ -68,7 +68,7 @@ async def test_maintenance_makes_a_week_ahead_and_drops_what_has_passed(database
 
 async def test_a_partition_takes_over_what_the_default_one_has_of_its_day(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         await store.park(lane, [parcel(now + 401 * DAY_MS, b"%d" % n, key=b"%d" % n) for n in range(3)], [])
         assert await partitions.make(admin, now // DAY_MS + 401, now // DAY_MS) is Making.DONE
         assert [row["name"] for row in await admin.fetch(COUNT)] == [name_of(now // DAY_MS + 401)]
@@ -81,7 +81,7 @@ async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
 ) -> None:
     monkeypatch.setattr(partitions, "MOVED_AT_MOST", 1)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         today = now // DAY_MS
         far = now + 401 * DAY_MS
         await store.park(lane, [parcel(far), parcel(far)], [])
@@ -91,7 +91,7 @@ async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
         )
         for known in (today, today - 1):  # who began before midnight is told by the store
             assert await partitions.make(admin, today, known) is Making.NOT_NOW, "its rows may be in a release"
-        await store.park(lane, [parcel(store.now_ms(), b"due")], [])
+        await store.park(lane, [parcel(store.now_upper_ms(), b"due")], [])
         assert [row["name"] for row in await admin.fetch(COUNT)] == ["message_default"]
         assert len(await release_all(lane)) == 2
 
@@ -99,7 +99,7 @@ async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
 async def test_partitions_are_not_waited_for(database: str) -> None:
     """Somebody reads the default partition for long: no day is made, and the parks go through all the same."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as reader, sql(database) as admin:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         with capture_logs() as logged:
             async with reader.transaction():
                 await reader.fetch("SELECT FROM message_default")
@@ -117,7 +117,7 @@ async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(
 ) -> None:
     monkeypatch.setattr(partitions, "PARK_SECONDS", 600.0)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         batch = [parcel(now + day * DAY_MS) for day in range(partitions.MADE_BY_A_PARK + 4)]
         with capture_logs() as logged:
             await store.park(lane, batch, [])
@@ -136,7 +136,7 @@ async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(
 async def test_dropping_waits_for_nobody(database: str) -> None:
     """A dump locks all partitions: the first one says so for all, instead of a wait for each."""
     async with opened(database) as store, sql(database) as reader, sql(database) as admin:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         for day in (today - 7, today - 6, today - 5):
             assert await partitions.make(admin, day, today - 10) is Making.DONE
         async with reader.transaction():
@@ -161,7 +161,7 @@ async def test_a_default_partition_that_is_slow_to_read_is_left_alone_and_locked
     monkeypatch.setattr(partitions, "READ_SECONDS", 0.001)
     async with opened(database) as store, owned(store) as [lane], sql(database) as reader, sql(database) as admin:
         await admin.execute(FILL, 50_000)
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         async with reader.transaction():
             await reader.fetch("SELECT FROM message_default LIMIT 1")  # a lock would be waited for, and said otherwise
             with capture_logs() as logged:
@@ -182,7 +182,7 @@ async def test_moving_rows_under_the_lock_is_bounded(database: str, monkeypatch:
     monkeypatch.setattr(partitions, "HELD_SECONDS", 0.02)
     async with opened(database) as store, sql(database) as admin:
         await admin.execute(FILL, 30_000)
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         with capture_logs() as logged:
             assert await partitions.make(admin, today + 500, today) is Making.NOT_NOW
         assert logged[0]["reason"] == "moving that day's 30000 rows takes longer than 0.02 s"
@@ -208,7 +208,7 @@ async def test_attaching_under_the_lock_is_bounded(
     async with opened(database) as store, sql(database) as admin:
         await admin.execute(FILL, 100)
         await admin.execute(FILL.replace("500 days", "600 days"), 100_000)
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         assert await partitions.make(admin, today + day, today) is made
         assert await partitions.existing(admin) == set()
 
@@ -217,7 +217,7 @@ async def test_upkeep_remembers_what_failed(database: str, monkeypatch: pytest.M
     monkeypatch.setattr(partitions, "READ_SECONDS", 0.001)
     async with opened(database) as store, sql(database) as admin:
         await admin.execute(FILL, 50_000)
-        today, days = store.now_ms() // DAY_MS, partitions.Days(())
+        today, days = store.now_upper_ms() // DAY_MS, partitions.Days(())
         with capture_logs() as logged:
             for minute in range(16):
                 await partitions.make_ahead(admin, today, days, minute * 60.0)
@@ -229,7 +229,7 @@ async def test_upkeep_remembers_what_failed(database: str, monkeypatch: pytest.M
 
 async def test_far_messages_are_spoken_of_once_an_hour(database: str) -> None:
     async with opened(database) as store, sql(database) as admin:
-        today, days = store.now_ms() // DAY_MS, partitions.Days(())
+        today, days = store.now_upper_ms() // DAY_MS, partitions.Days(())
         with capture_logs() as logged:
             for at in (0.0, 10.0, 3599.0, 3600.0, 7199.0):
                 await days.ensure(store._pool, {today + 401, today + 10**6}, today, at)
@@ -239,7 +239,7 @@ async def test_far_messages_are_spoken_of_once_an_hour(database: str) -> None:
 
 async def test_daemons_that_need_the_same_days_make_each_once(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one) as [lane], owned(two) as [other]:
-        now = one.now_ms()
+        now = one.now_upper_ms()
         batch = [parcel(now + day * DAY_MS) for day in range(10)]
         with capture_logs() as said:
             await asyncio.gather(one.park(lane, batch, []), two.park(other, batch, []), one.park(lane, batch, []))

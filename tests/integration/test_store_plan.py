@@ -219,7 +219,7 @@ def one_of(found: dict[str, list[Plan]], beginning: str) -> list[Plan]:
 async def test_a_release_reads_the_index_of_the_days_that_are_due(server: Postgres, filled: str) -> None:
     plans = Plans(server, filled)
     async with opened(server.url(filled)) as store, owned(store) as [lane]:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         rows = await lane.claim(500, ROOM)
         assert len(rows) == 500 and sum(due.attempts > 0 for due in rows) == 50
         await lane.settle(rows[1:], [(rows[0], WHY)])
@@ -257,7 +257,7 @@ async def test_a_cancel_reads_the_index_of_its_message_s_day(server: Postgres, f
             for row in await admin.fetch("SELECT due_at FROM message_key WHERE key = ANY($1)", keys[:2])
         }
         plans = Plans(server, filled)
-        await store.park(lane, [parcel(store.now_ms() + DAY_MS, key=b"far 60")], keys)
+        await store.park(lane, [parcel(store.now_upper_ms() + DAY_MS, key=b"far 60")], keys)
         found = plans.take()
         cancels = one_of(found, CANCEL)
         for plan in cancels:
@@ -280,7 +280,7 @@ async def test_looking_around_reads_the_ends_of_the_indexes(server: Postgres, fi
     async with opened(server.url(filled)) as store, owned(store) as [lane]:
         for plan in one_of(plans.take(), statements.LOOK):
             assert not scans(plan)
-        now = store.now_ms()
+        now = store.now_upper_ms()
         await lane.scan()
         found = plans.take()
         passed = {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}

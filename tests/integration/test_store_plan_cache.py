@@ -56,8 +56,8 @@ async def work(store: PostgresStore, lane: PostgresLane) -> None:
     """Everything that a daemon does with messages, TIMES times."""
     for n in range(1, TIMES + 1):
         cancels = [b"far %d" % (20 * n), b"held %d" % (20 * n), b"beyond %d" % (20 * n)]
-        await store.park(lane, [parcel(store.now_ms() + n * DAY_MS, key=b"new %d" % n)], cancels)
-        await store.park(lane, [parcel(store.now_ms() + n * DAY_MS)], [])
+        await store.park(lane, [parcel(store.now_upper_ms() + n * DAY_MS, key=b"new %d" % n)], cancels)
+        await store.park(lane, [parcel(store.now_upper_ms() + n * DAY_MS)], [])
         rows = await lane.claim(20, ROOM)
         assert sum(due.attempts > 0 for due in rows) == 2
         await lane.settle(rows[1:-1], [(rows[0], WHY), (rows[-1], WHY)])

@@ -31,7 +31,7 @@ SOON = 0.9
 
 async def test_waiting_held_and_keyed_ones(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         await place.park(lane, [parcel(now + DAY_MS, b"a", key=b"a"), parcel(now + DAY_MS, b"b")], [])
         await place.hold(lane, [(parcel(now, b"c"), WHY)])
         of = {one.body: one.id for one in (await waiting(admin)).values()}
@@ -51,7 +51,7 @@ async def test_waiting_held_and_keyed_ones(database: str) -> None:
 async def test_what_is_held_for_good_is_tried_when_a_person_says(database: str, hold: Hold) -> None:
     """By so much later than never is from now; and it is said when that is."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         await place.hold(lane, [(parcel(now - DAY_MS, b"late"), hold), (parcel(now + DAY_MS, b"imported"), hold)])
         late_one, imported = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
         assert "until somebody says so" in await fate(admin, late_one)
@@ -107,22 +107,22 @@ async def test_into_the_past_is_now(database: str, by: str, packed: bool) -> Non
 
 async def test_a_lane_is_told_and_releases_in_time(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        await place.park(lane, [parcel(place.now_ms() + DAY_MS)], [])
+        await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS)], [])
         assert await release_all(lane) == []
         [one] = await waiting(admin)
         sleeping = asyncio.create_task(lane.wait(30.0))
         await asyncio.sleep(0)
         began = time.monotonic()
-        await reschedule(admin, [one], When(at_ms=place.now_ms() - 60_000))
+        await reschedule(admin, [one], When(at_ms=place.now_upper_ms() - 60_000))
         await sleeping
         assert [due.id for due in await release_all(lane)] == [one]
         assert time.monotonic() - began < SOON
-        await place.hold(lane, [(parcel(place.now_ms()), WHY)])
+        await place.hold(lane, [(parcel(place.now_upper_ms()), WHY)])
         assert await release_all(lane) == []
         [held] = [number for (number,) in await admin.fetch("SELECT id FROM held")]
         sleeping = asyncio.create_task(lane.wait(30.0))
         await asyncio.sleep(0)
-        await reschedule(admin, [held], When(at_ms=place.now_ms()))
+        await reschedule(admin, [held], When(at_ms=place.now_upper_ms()))
         await sleeping
         assert [due.id for due in await release_all(lane)] == [held]
 
@@ -130,13 +130,13 @@ async def test_a_lane_is_told_and_releases_in_time(database: str) -> None:
 async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(database: str) -> None:
     async with opened(database) as place, sql(database) as admin:
         async with owned(place) as [lane]:
-            await place.park(lane, [parcel(place.now_ms() + DAY_MS), parcel(place.now_ms())], [])
+            await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS), parcel(place.now_upper_ms())], [])
             while not await release_all(lane):
                 pass
         # The past is no place to move to: so that the lane be ahead of what was moved, it is put there.
         await admin.execute("UPDATE lane SET watermark = watermark + interval '1 hour'")
         [one] = await waiting(admin)
-        sooner = place.now_ms() + 100
+        sooner = place.now_upper_ms() + 100
         await reschedule(admin, [one], When(at_ms=sooner))
         assert await admin.fetchval("SELECT watermark FROM lane WHERE number = $1", lane.number) == sooner
         async with owned(place) as [lane]:
@@ -157,7 +157,7 @@ async def test_what_comes_before_anybody_hears_is_kept() -> None:
 async def test_against_a_release_in_flight(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         for settled, expected in ((True, Found.NOWHERE), (False, Found.WAITING)):
-            await place.park(lane, [parcel(place.now_ms())], [])
+            await place.park(lane, [parcel(place.now_upper_ms())], [])
             [one] = await waiting(admin)
             claimed = await lane.claim(MANY, ROOM)
             async with sql(database) as other:
@@ -172,7 +172,7 @@ async def test_against_a_release_in_flight(database: str) -> None:
 async def test_a_claim_waits_for_a_move_and_leaves_it(database: str) -> None:
     """A row that is moved away under a claim is not an error to it."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin, sql(database) as other:
-        await place.park(lane, [parcel(place.now_ms(), b"moved"), parcel(place.now_ms(), b"stays")], [])
+        await place.park(lane, [parcel(place.now_upper_ms(), b"moved"), parcel(place.now_upper_ms(), b"stays")], [])
         ids = {one.body: one.id for one in (await waiting(admin)).values()}
         async with other.transaction():
             await reschedule(other, [ids[b"moved"]], When(by_ms=3 * DAY_MS))
@@ -192,7 +192,7 @@ async def test_everything_at_once(database: str) -> None:
     chance = random.Random(11)
     total = 800
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         await put(
             admin, [row(n, now + chance.choice([-1_000, 5 * DAY_MS + n]), lane.number) for n in range(1, total + 1)]
         )

@@ -18,7 +18,7 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
         async with opened(server.url(server.add_database())) as store:
             lanes = await free_lanes(store, 2)
             for lane in lanes:
-                await store.park(lane, [parcel(store.now_ms(), b"%d" % n) for n in range(3)], [])
+                await store.park(lane, [parcel(store.now_upper_ms(), b"%d" % n) for n in range(3)], [])
             rows = await lanes[0].claim(2, ROOM)
             server.kill()
             for lane in lanes:
@@ -27,13 +27,13 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
                 with pytest.raises(LaneLost):
                     await lane.settle(rows, [])
                 with pytest.raises(LaneLost):
-                    await store.park(lane, [parcel(store.now_ms())], [])
+                    await store.park(lane, [parcel(store.now_upper_ms())], [])
                 await lane.give_up()
                 await lane.release()
             for doing in (store.look(), store.take(1), store.maintain()):
                 with pytest.raises(StoreLost):
                     await doing
-            assert store.now_ms() > 0
+            assert store.now_upper_ms() > 0
             server.start()
             again = [await taken(store, lane.number) for lane in lanes]
             assert {lane.number for lane in again} == {lane.number for lane in lanes}
@@ -55,7 +55,7 @@ async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> Non
                 "maintain": store.maintain,
             }
             for lane in await free_lanes(store, 1):
-                calls["park"] = partial(store.park, lane, [parcel(store.now_ms() + 60_000)], [])
+                calls["park"] = partial(store.park, lane, [parcel(store.now_upper_ms() + 60_000)], [])
             server.pause()
             try:
                 tasks = {asyncio.create_task(call(), name=name) for name, call in calls.items()}

@@ -86,7 +86,7 @@ async def test_what_a_segment_says_of_itself(database: str) -> None:
 async def test_what_was_restored_is_released(database: str) -> None:
     """By the daemon's own parking and releasing, with the identity that it was parked under."""
     async with opened(database) as place, owned(place) as [one]:
-        now = place.now_ms()
+        now = place.now_upper_ms()
         await place.park(one, [parcel(now - n, b"%d" % n) for n in range(5)], [])
         async with sql(database) as admin:
             ids = sorted(await waiting(admin))
@@ -165,7 +165,7 @@ async def test_many_due_at_one_instant(database: str) -> None:
 
 async def test_rows_with_a_key_stay(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        due_ms = place.now_ms() + 60 * DAY_MS
+        due_ms = place.now_upper_ms() + 60 * DAY_MS
         await place.park(lane, [parcel(due_ms, b"plain"), parcel(due_ms, b"old", key=b"k")], [])
         [made] = await compact(admin)
         assert made.messages == 1

@@ -22,7 +22,7 @@ ROWS = 3_000
 
 async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         near, emptied, partly, untouched = (today + DAYS_AHEAD + n for n in (0, 1, 2, 3))
         for day in (near, emptied, partly, untouched):
             await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
@@ -50,7 +50,7 @@ async def test_nobody_in_the_way_means_no_vacuum_before_a_drop(database: str, mo
 
     monkeypatch.setattr(compact, "_vacuum", vacuum)
     async with opened(database) as store, sql(database) as admin:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         day = today + 20
         async with owned(store) as [lane]:
             await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
@@ -61,7 +61,7 @@ async def test_nobody_in_the_way_means_no_vacuum_before_a_drop(database: str, mo
 
 async def test_days_that_became_segments_are_dropped_at_once(database: str) -> None:
     async with opened(database) as store, sql(database) as admin:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         day = today + 20
         async with owned(store) as [lane]:
             await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
@@ -73,7 +73,7 @@ async def test_days_that_became_segments_are_dropped_at_once(database: str) -> N
 async def test_what_cannot_be_dropped_at_once_is_vacuumed_first(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "PAUSE_SECONDS", 0.0)
     async with opened(database) as store, sql(database) as admin, sql(database) as reader:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         day = today + 20
         async with owned(store) as [lane]:
             await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
@@ -88,7 +88,7 @@ async def test_what_cannot_be_dropped_at_once_is_vacuumed_first(database: str, m
 
 async def test_what_an_earlier_run_emptied_is_dropped_too(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         day = today + 30
         await store.park(lane, [parcel(day * DAY_MS)], [])
         await admin.execute("DELETE FROM message")
@@ -102,7 +102,7 @@ async def test_what_a_compaction_left_that_died_is_finished_by_the_next(
     """Its segments say which days it worked on: their empty pages go back, also where rows with keys are left."""
     monkeypatch.setattr(compact, "SETTLED", timedelta())
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         emptied, partly, untouched = (today + DAYS_AHEAD + n for n in (1, 2, 3))
         await store.park(lane, [parcel(partly * DAY_MS, b"keyed", key=b"k")], [])
         for day in (emptied, partly):
@@ -129,7 +129,7 @@ def test_days_are_unfinished_until_a_vacuum_long_after_their_segments() -> None:
 async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next_time(database: str) -> None:
     """A dump, a nightly audit, a replica's query: VACUUM removes nothing that they may still see."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as reader:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         day = today + DAYS_AHEAD + 2
         await store.park(lane, [parcel(day * DAY_MS, b"keyed", key=b"k")], [])
         await store.park(lane, [parcel(day * DAY_MS + 1 + n, KEPT) for n in range(ROWS)], [])
@@ -150,12 +150,12 @@ async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next
 async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str) -> None:
     """Its rows wait in the default partition, and are released from there; upkeep tells it what is there."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         day = today + 20
         await store.park(lane, [parcel(day * DAY_MS, b"first")], [])
         await admin.execute("DELETE FROM message")
         await compact.shrink(database, {day}, today)
-        await store.park(lane, [parcel(day * DAY_MS, b"second"), parcel(store.now_ms(), b"now")], [])
+        await store.park(lane, [parcel(day * DAY_MS, b"second"), parcel(store.now_upper_ms(), b"now")], [])
         assert await admin.fetchval("SELECT count(*) FROM message_default") == 1
         assert bodies(await release_all(lane)) == [b"now"]
         await store.maintain()
@@ -165,7 +165,7 @@ async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str
 
 async def test_rows_of_no_partition_are_vacuumed_where_they_are(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         day = today + partitions.FARTHEST_DAYS + 100
         await store.park(lane, [parcel(day * DAY_MS, KEPT) for _ in range(ROWS)], [])
         await admin.execute("DELETE FROM message")
@@ -177,7 +177,7 @@ async def test_rows_of_no_partition_are_vacuumed_where_they_are(database: str) -
 async def test_dropping_gives_way(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "PAUSE_SECONDS", 0.0)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as reader:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         day = today + 20
         await store.park(lane, [parcel(day * DAY_MS)], [])
         await admin.execute("DELETE FROM message")
@@ -195,7 +195,7 @@ async def test_a_partition_that_somebody_else_vacuums_is_left_for_the_next_time(
 ) -> None:
     monkeypatch.setattr(compact, "VACUUM_LOCK_MS", 1)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as other:
-        today = store.now_ms() // DAY_MS
+        today = store.now_upper_ms() // DAY_MS
         day = today + 20
         await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
         await admin.execute("DELETE FROM message WHERE due_at > $1", day * DAY_MS)
@@ -215,7 +215,7 @@ async def test_autovacuum_keeps_no_partition_from_being_dropped() -> None:
         database = server.url(server.add_database())
         await upgrades.upgrade(database)
         async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-            today = store.now_ms() // DAY_MS
+            today = store.now_upper_ms() // DAY_MS
             day = today + 20
             await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
             await admin.execute(f"ALTER TABLE {name_of(day)} SET (autovacuum_vacuum_threshold = 1)")

@@ -32,7 +32,7 @@ async def park(database: str, count: int) -> set[int]:
     """So many more; their ids."""
     before = await ids(database)
     async with opened(database) as store, owned(store) as [lane]:
-        await store.park(lane, [parcel(store.now_ms() + 600_000, b"%d" % n) for n in range(count)], [])
+        await store.park(lane, [parcel(store.now_upper_ms() + 600_000, b"%d" % n) for n in range(count)], [])
     return await ids(database) - before
 
 

@@ -12,7 +12,7 @@ from tests.support.fakes import WHY
 
 async def test_lanes_counters_and_what_is_next(database: str) -> None:
     async with opened(database, owner="somebody") as store:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         async with owned(store, 4) as [empty, near, far, last]:
             await store.park(near, [parcel(now - 1), parcel(now + 3 * DAY_MS), parcel(now + 2 * DAY_MS)], [])
             await store.park(
@@ -33,13 +33,13 @@ async def test_lanes_counters_and_what_is_next(database: str) -> None:
             assert (whole.waiting, whole.held, whole.next_due_ms) == (5, 1, now + 2 * DAY_MS)
             assert (whole.counters["parked"], whole.counters["released"]) == (7, 1)
             assert not whole.upgrade_pending
-            assert abs(whole.store_now_ms - store.now_ms()) < 10_000
+            assert abs(whole.store_now_ms - store.now_upper_ms()) < 10_000
         assert not any(lane.alive for lane in (await overview(database)).lanes)
 
 
 async def test_segments(database: str) -> None:
     async with opened(database) as store, owned(store, 2) as [lane, other], sql(database) as admin:
-        first_ms = store.now_ms() + DAY_MS
+        first_ms = store.now_upper_ms() + DAY_MS
         await store.park(lane, [parcel(first_ms + n) for n in range(30)], [])
         await store.park(other, [parcel(first_ms + DAY_MS + n) for n in range(20)], [])
         assert await compact_all(admin) == 2
@@ -53,7 +53,7 @@ async def test_segments(database: str) -> None:
 
 async def test_segments_that_should_be_rows_again_are_late(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        now = store.now_ms()
+        now = store.now_upper_ms()
         await store.park(lane, [parcel(now + RESTORED_MS + 30_000 + n) for n in range(30)], [])
         assert await compact_all(admin) == 1
         assert (await overview(database)).late == (0, 0, None)

@@ -42,7 +42,7 @@ async def test_a_daemon_with_nothing_to_do_is_no_traffic(database: str, monkeypa
         assert await seen.look(admin), "what it does is not known yet"
         now += 2.0
         assert not await seen.look(admin)
-        await store.park(lane, [parcel(store.now_ms() + 60_000) for _ in range(100)], [])
+        await store.park(lane, [parcel(store.now_upper_ms() + 60_000) for _ in range(100)], [])
         now += 0.5
         assert not await seen.look(admin), "looked at once a second"
         now += 0.5
@@ -90,7 +90,7 @@ async def test_beside_traffic_one_works_at_a_time(database: str) -> None:
 
     async def passing(store: PostgresStore, lane: Lane) -> None:
         while not over.is_set():
-            await store.park(lane, [parcel(store.now_ms() + 60_000)] * 100, [])
+            await store.park(lane, [parcel(store.now_upper_ms() + 60_000)] * 100, [])
 
     async with (
         daemon(database) as (store, lane),

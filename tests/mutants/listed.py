@@ -226,7 +226,7 @@ MUTANTS: Sequence[Mutant] = (
     Mutant(
         "due-by-the-later-clock",
         "delayer/core/plan.py",
-        "now_ms if sure_ms is None else sure_ms)",
+        "now_ms if now_lower_ms is None else now_lower_ms)",
         "now_ms)",
         ["tests/unit/core/test_plan.py"],
     ),
@@ -310,8 +310,8 @@ MUTANTS: Sequence[Mutant] = (
     Mutant(
         "cursor-from-the-later-clock",
         "delayer/store/lanes/lane.py",
-        "    before = clock.lower_ms()",
-        "    before = clock.now_ms()",
+        "    before = clock.now_lower_ms()",
+        "    before = clock.now_upper_ms()",
         ["tests/integration/test_store_mutants.py::test_the_next_owner_begins_no_later_than_the_stores_clock"],
     ),
 )

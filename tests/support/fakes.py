@@ -284,10 +284,10 @@ class ScriptedStore:
         self.segments: deque[Restoration | Exception] = deque()
         self.horizons: list[int] = []
 
-    def now_ms(self) -> int:
+    def now_upper_ms(self) -> int:
         return NOW
 
-    def sure_ms(self) -> int:
+    def now_lower_ms(self) -> int:
         return NOW
 
     async def park(self, lane: ScriptedLane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
@@ -370,8 +370,8 @@ class ScriptedLive:
     def late_limits(self) -> Limits:
         return self.limits
 
-    def now_ms(self) -> int:
+    def now_upper_ms(self) -> int:
         return self.now
 
-    def sure_ms(self) -> int:
+    def now_lower_ms(self) -> int:
         return self.now

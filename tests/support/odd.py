@@ -87,8 +87,8 @@ def early() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._live, name)
 
-        def sure_ms(self) -> int:
-            return int(self._live.sure_ms()) + 1_000
+        def now_lower_ms(self) -> int:
+            return int(self._live.now_lower_ms()) + 1_000
 
     def broken(self: DueHandler, live: Any, *more: Any) -> None:
         init(self, Ahead(live), *more)

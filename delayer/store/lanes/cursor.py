@@ -86,7 +86,7 @@ class ReleaseCursor:
         A claim of one row cannot be shared, so waiting and held rows take turns. If the last claim left no bytes for
         held rows, the next one takes a single held row.
         """
-        if self.next_retry_ms() > self._clock.now_ms():
+        if self.next_retry_ms() > self._clock.now_upper_ms():
             return limit, Turn.NONE
         if limit > 1:
             return 1 if self._crowded else limit, Turn.SHARE
@@ -113,7 +113,7 @@ class ReleaseCursor:
 
     def pass_over_retries(self) -> None:
         """Held rows were due, and a claim got none of them: another transaction has them locked."""
-        self._passed_over_ms = self._clock.now_ms() + LOCKED_MS
+        self._passed_over_ms = self._clock.now_upper_ms() + LOCKED_MS
 
     def note_parked(self, due_ms: int) -> None:
         """A row that is due at ``due_ms`` was put into the lane."""

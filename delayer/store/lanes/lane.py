@@ -140,7 +140,7 @@ class PostgresLane:
                 return 0.0
             soonest = self.cursor.next
             if soonest is None:
-                horizon = self._clock.now_ms() + HORIZON_MS
+                horizon = self._clock.now_upper_ms() + HORIZON_MS
                 soonest = await connection.fetchval(statements.NEXT_DUE, self.number, self.cursor.watermark, horizon)
         next_ms = self.cursor.next_ms(soonest)
         return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
@@ -268,7 +268,7 @@ class PostgresLane:
     async def scan(self) -> None:
         """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. It uses a connection of the
         pool, because it reads dead entries, at some 4 us each. Raises the driver's errors."""
-        watermark, horizon_ms = self.cursor.watermark, self._clock.now_ms() + HORIZON_MS
+        watermark, horizon_ms = self.cursor.watermark, self._clock.now_upper_ms() + HORIZON_MS
         async with session.borrowed(self._pool) as connection:
             first_ms = await connection.fetchval(statements.NEXT_DUE, self.number, session.BEGINNING_MS, horizon_ms)
             retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
@@ -320,8 +320,8 @@ async def claim_due(
     """
     limit, turn = cursor.turn(limit)
     retries = max(1, limit // 10) if turn is Turn.SHARE else 0
-    upper = clock.now_ms()
-    before = clock.lower_ms()  # Before the statements are sent, so not after the instants that the statements use.
+    upper = clock.now_upper_ms()
+    before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that the statements use.
     if connection.is_in_transaction():
         raise RuntimeError(f"lane {number}: a transaction is open that no claim began")
     await connection.execute("BEGIN")
@@ -374,7 +374,7 @@ async def settle_claim(
     if tried_again:
         await connection.execute("DELETE FROM held WHERE id = ANY($1)", tried_again)
     if held:
-        await _hold(connection, number, held, clock.now_ms())
+        await _hold(connection, number, held, clock.now_upper_ms())
     if keyed := [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]:
         await keys.forget(connection, keyed)
     newly_held = sum(not due.attempts for due, _ in held)
@@ -382,7 +382,7 @@ async def settle_claim(
     if changed:
         kinds, numbers = zip(*changed, strict=True)
         await connection.execute(statements.COUNT, [number] * len(kinds), kinds, numbers)
-    if held or cursor.retry_ms <= clock.now_ms():
+    if held or cursor.retry_ms <= clock.now_upper_ms():
         await _find_next_retry(connection, number, cursor, made)
 
 

@@ -315,7 +315,7 @@ async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days)
         await connection.execute(f"SET idle_session_timeout = '{IDLE}'")
         if await connection.fetchval(f"SELECT pg_try_advisory_lock{_LOCK}"):
             await end_frozen(connection)
-            today = clock.now_ms() // DAY_MS
+            today = clock.now_upper_ms() // DAY_MS
             await make_ahead(connection, today, days, clock.monotonic())
             await drop_passed(connection, today)
             days.learn(await existing(connection))

@@ -382,9 +382,9 @@ def test_every_message_has_a_plan_that_can_be_carried_out(asked: DelayRequest, p
 def test_due_is_judged_by_the_earlier_clock_and_a_delay_counts_from_the_later_one() -> None:
     """The store's clock is somewhere between the two: what is due by the later one only may be early."""
     at = says(x_deliver_at=NOW - 5)
-    assert isinstance(decide(at, STORE, NOW, sure_ms=NOW - 10), Park)
-    assert isinstance(decide(at, STORE, NOW, sure_ms=NOW - 5), AtOnce)
-    delayed = decide(says(x_delay=1_000), STORE, NOW, sure_ms=NOW - 10)
+    assert isinstance(decide(at, STORE, NOW, now_lower_ms=NOW - 10), Park)
+    assert isinstance(decide(at, STORE, NOW, now_lower_ms=NOW - 5), AtOnce)
+    delayed = decide(says(x_delay=1_000), STORE, NOW, now_lower_ms=NOW - 10)
     assert isinstance(delayed, Park)
     assert delayed.due_ms == NOW + 1_000
 

@@ -24,7 +24,7 @@ async def test_owned_released_from_and_let_go() -> None:
         first, second = it.store.made
         await asyncio.gather(first.sleeping.wait(), second.sleeping.wait())
         assert it.lanes.numbers == [1, 2]
-        assert it.lanes.now_ms() == NOW
+        assert it.lanes.now_upper_ms() == NOW
         await until(lambda: it.store.maintained >= 1)
         await it.stop()
         assert first.events[-1] == second.events[-1] == "release"
@@ -135,7 +135,7 @@ async def test_before_the_store_is_reached_nothing_is_parked() -> None:
 
     async with scene(connect=never) as it:
         await asked.wait()
-        assert it.lanes.now_ms() is None
+        assert it.lanes.now_upper_ms() is None
         with pytest.raises(StoreLost):
             await it.lanes.park([], [b"key"])
 
@@ -367,7 +367,7 @@ async def test_without_its_broker_a_process_drops_everything_after_a_while(monke
 async def test_without_a_store() -> None:
     lanes = LaneManager(lambda _: None, heartbeat=Heartbeat(), counters=Counters())  # type: ignore[arg-type, return-value]
     assert not lanes.usable
-    assert lanes.now_ms() is None
+    assert lanes.now_upper_ms() is None
     await lanes.wait_known(3600.0)
     for attempt in (lanes.park([], []), lanes.hold([]), lanes.wait_usable(1.0)):
         with pytest.raises(StoreLost, match="no store is configured"):
