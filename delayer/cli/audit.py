@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-    """Not a number is in every range, as no comparison with it holds."""
+    """Refuse NaN, which is in every range because no comparison with it holds."""
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"expected a number, found {value}")
     return value
 
 
-@click.command(short_help="Check that nothing is missing, and show what is coming.")
+@click.command(short_help="Check that nothing is missing, and show the forecast.")
 @click.option(
     "--url",
     metavar="URL",
-    help="Read this store and not the configured one: a replica, say. Others can see it in the process list.",
+    help="Read this store and not the configured one: a replica, for example. Others can see it in the process list.",
 )
 @click.option(
     "--url-file",
@@ -58,14 +58,14 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     type=click.FloatRange(0, min_open=True),
     callback=_finite,
     metavar="N",
-    help="Messages a second that daemons release, as measured; peaks are told in seconds by it.",
+    help="The measured release rate, messages a second. It gives the duration of peaks.",
 )
 @click.option("--no-broker", is_flag=True, help="Do not ask the broker about the destinations.")
 @click.option(
     "--work",
     metavar="DIR",
-    help="Where the extract is kept meanwhile, and what Spark shuffles: about 200 bytes a message. On a cluster a "
-    "directory, or a URL such as hdfs://…, that all of its machines share. [default: the system's directory for "
+    help="The directory for the extract and for Spark's shuffles: about 200 bytes a message. On a cluster it is a "
+    "directory, or a URL such as hdfs://…, that all machines share. [default: the system's directory for "
     "temporary files]",
 )
 @master_option
@@ -90,8 +90,8 @@ def audit(
 
     Daemons may go on working meanwhile. The audit changes nothing in the store or the broker, and publishes no message.
 
-    Exit code 1 if a rule is violated (or the store's schema is of another version); 3 if the store is out of reach,
-    Java is missing, or Spark gave up.
+    Exit code 1 if a rule is violated (or the store's schema is of another version). Exit code 3 if the store is out
+    of reach, Java is missing, or Spark gave up.
 
     \b
     Examples:

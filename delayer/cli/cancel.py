@@ -89,7 +89,7 @@ def reschedule(
 
     A message keeps its id; the part behind the @ in `delayer list` is the new instant. The daemon tries a held message
     again at that instant. For a held message that waits for an operator (late, unfit), --by counts from now, or from
-    its due instant if that is later. Do not repeat --by after exit code 3, because some messages may have been moved.
+    its due instant if that is later. Do not repeat --by after exit code 3, because it may move some messages twice.
     --at is safe to repeat. `delayer audit-log` shows every reschedule. Exit code 1 if an id was not found.
 
     \b

@@ -49,8 +49,8 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
 
     Offline, credentials that only the service may read (a unit's ExecReload may not) are left out, with a note.
 
-    Exit code 0 if nothing is off, 1 if anything is, 2 if the configuration cannot be used, 3 if the broker or the store
-    is out of reach.
+    Exit code 0 if nothing is off, 1 if anything is. Exit code 2 if the configuration cannot be used, 3 if the broker or
+    the store is out of reach.
 
     \b
     Examples:
@@ -87,7 +87,7 @@ def _open_to_others(settings: Settings) -> list[Row]:
     listen = settings.http.listen
     if not listen or is_loopback(listen.rpartition(":")[0]):
         return []
-    found = f"listens at {listen}: who reaches it reads messages without a token, by whatever name he calls it"
+    found = f"listening on {listen}: anyone who can reach this address can read messages without a token"
     return [Row("http", "note", found, "127.0.0.1, and a proxy with TLS and a login before it (docs/http.md)")]
 
 
@@ -98,9 +98,9 @@ def _paced_and_held(settings: Settings) -> list[Row]:
         Row(
             "routes",
             "note",
-            f"{quoted(route.from_)} holds for a person what waits longer than late_limit "
-            f"({duration_text(route.late_limit_ms or 0)}), be it only for its turn under max_rate ({route.max_rate}/s)",
-            "a late_limit that is longer than a flood takes at that rate, or only one of the two",
+            f"{quoted(route.from_)} holds messages that wait longer than late_limit "
+            f"({duration_text(route.late_limit_ms or 0)}), also if only max_rate ({route.max_rate}/s) delays them",
+            "set a late_limit that is longer than a burst takes at that rate, or only one of the two",
         )
         for route in both
     ]
@@ -109,12 +109,12 @@ def _paced_and_held(settings: Settings) -> list[Row]:
 def _unpaced(settings: Settings) -> list[Row]:
     """Rates that no process enforces."""
     names = ", ".join(map(quoted, without_effect(settings)))
-    found = f"max_rate without effect in native mode: {names}. It is for what the store releases"
-    return [Row("routes", "note", found, 'mode = "store", or leave max_rate out')] if names else []
+    found = f"max_rate without effect in native mode: {names}. It limits releases from the store only"
+    return [Row("routes", "note", found, 'set mode = "store", or leave max_rate out')] if names else []
 
 
 async def _broker(settings: Settings) -> tuple[list[Row], str]:
-    """And its mark, for the store's lanes."""
+    """The rows about the broker, and its mark for the store's lanes."""
     shown, mark = str(settings.broker.url), ""
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
@@ -160,7 +160,7 @@ async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[st
     if state is not None and state.messages:
         advice = 'choose another name, and bring them over (docs/operations.md, "A queue that is there already")'
         return f"{found}; messages in it, which deleting it loses: {state.messages}", advice
-    how = "delete it while it is empty and nobody consumes it," if kind == "queue" else "delete it"
+    how = "delete it while it is empty and has no consumer," if kind == "queue" else "delete it"
     return found, f"{how} or choose another name; the broker names the first difference only"
 
 
@@ -169,7 +169,7 @@ async def _intake(admin: Admin, settings: Settings) -> list[Row]:
     state = await admin.state(settings.intake.queue)
     if state is None or state.consumers:
         return []  # The missing queue was reported already.
-    found = f"nobody consumes {quoted(settings.intake.queue)}; {state.messages} wait in it"
+    found = f"no consumer reads {quoted(settings.intake.queue)}; {state.messages} wait in it"
     return [Row("intake", "note", found, "start the daemon, or see in its log what it waits for")]
 
 
@@ -196,7 +196,7 @@ async def _taken_over(admin: Admin, settings: Settings) -> list[Row]:
             missing = [f"queue {name}" for name, depth in depths.items() if depth is None]
             missing += [] if await admin.exchange_exists(cascade.delivery) else [f"exchange {cascade.delivery}"]
         except BrokerRefused as refused:
-            # RabbitMQ 4.3 shows them only to who may configure them, which the daemon need not.
+            # RabbitMQ 4.3 shows them only to users that may configure them. The daemon needs no such right.
             rows.append(Row("takeover", "note", f"{of}: could not be seen: {refused}"))
             continue
         if missing:
@@ -209,7 +209,7 @@ async def _taken_over(admin: Admin, settings: Settings) -> list[Row]:
 
 
 async def _is_there(admin: Admin, queue: str) -> bool:
-    """Asked before the right to read it, which a broker turns down for a queue that is not there too."""
+    """Whether the queue exists. Asked first, because a broker also refuses the right to read a missing queue."""
     try:
         return await admin.queue_exists(queue)
     except BrokerRefused:  # RabbitMQ 4.3 shows queues only to users that may configure them, so this one is unknown.
@@ -217,7 +217,7 @@ async def _is_there(admin: Admin, queue: str) -> bool:
 
 
 async def _left_in_the_cascade(admin: Admin, settings: Settings) -> list[Row]:
-    """Whether a daemon in store mode may empty what native mode left: with the rights of store mode it may not."""
+    """Whether a daemon in store mode may consume the rest of native mode. The rights of store mode do not allow it."""
     if uses_cascade(settings):
         return []
     name = settings.native.due_queue
@@ -229,14 +229,14 @@ async def _left_in_the_cascade(admin: Admin, settings: Settings) -> list[Row]:
 
 
 async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
-    """Messages on the broker that wait for a person."""
+    """Messages on the broker that wait for an operator."""
     refused, strays = settings.refused.queue, cascade_of(settings).strays
     depths = await admin.depths([refused])
     if strays:
         try:
             depths |= await admin.depths([strays])
         except BrokerRefused:
-            # RabbitMQ 4.3 shows it only to who may configure it, which a daemon in store mode need not.
+            # RabbitMQ 4.3 shows it only to users that may configure it. In store mode a daemon needs no such right.
             if uses_cascade(settings):
                 raise
     advice = {
@@ -249,7 +249,7 @@ async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
 
 
 UNOWNED_MS: Final = 30_000
-"""How long something may be overdue in a lane without an owner: daemons take such lanes within seconds."""
+"""A message may be overdue for so long in a lane without an owner: daemons take such lanes within seconds."""
 
 
 async def _store(settings: Settings, mark: str) -> list[Row]:
@@ -274,7 +274,7 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
     rows.append(_locks(await server_checks.looked(url)))
     rows += _lanes(seen) + _shared_lanes(seen, mark)
     if seen.held:
-        advice = "`delayer held list` has the reasons; they are tried again by themselves, those marked *by hand* not"
+        advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
         rows.append(Row("set aside", "note", f"{seen.held} held in the store", advice))
     if seen.late.segments:
         found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"
@@ -299,7 +299,7 @@ def _locks(need: server_checks.LockNeed) -> Row:
 
 
 def _shared_lanes(seen: stats.StoreOverview, mark: str) -> list[Row]:
-    """Whether daemons of another broker, or virtual host, own lanes in it. ``mark``: ours; "" where it is not known."""
+    """Whether daemons of another broker or virtual host own lanes. ``mark``: that of our broker; "" if unknown."""
     strange = [lane for lane in seen.lanes if lane.alive and lane.broker and mark and lane.broker != mark]
     if not strange:
         return []

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     show_default=True,
     callback=duration,
     metavar="DURATION",
-    help="Pack what is due later than this from now. Must be longer than store.restore_ahead.",
+    help="Pack messages that are due later than this from now. Must be longer than store.restore_ahead.",
 )
 @click.option(
     "--rows",
     type=click.IntRange(100, 100_000),
     default=10_000,
     show_default=True,
-    help="Messages of a segment, about.",
+    help="Messages in a segment, approximately.",
 )
-@click.option("--dry-run", is_flag=True, help="Count what would be packed, and change nothing. Needs no Spark.")
+@click.option("--dry-run", is_flag=True, help="Count the messages to pack, and change nothing. Needs no Spark.")
 @as_json
 @master_option
 @conf_option
@@ -53,8 +53,8 @@ def compact(
     messages of more than 1 MiB, stay rows. Daemons may go on working meanwhile. The command may be interrupted and
     repeated: every message is either a row or in exactly one segment. At the end it drops emptied partitions.
 
-    Exit code 1 if a segment did not read back (its messages stayed rows); 3 if the store is out of reach, Java is
-    missing, or Spark gave up.
+    Exit code 1 if a segment did not read back (its messages stayed rows). Exit code 3 if the store is out of reach,
+    Java is missing, or Spark gave up.
 
     \b
     Examples:
@@ -134,7 +134,7 @@ def _tell(done: Done, *, as_json: bool) -> None:
         f"{len(shrunk.dropped)} partitions dropped, {len(shrunk.vacuumed)} vacuumed."
     )
     if shrunk.left:
-        note(f"{len(shrunk.left)} partitions have their room still, as others held them: the next time gives it back.")
+        note(f"{len(shrunk.left)} partitions keep their room, as other sessions held them. The next run frees it.")
 
 
 def _end(context: click.Context, done: Done) -> None:

@@ -132,11 +132,11 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 @db.command("skip-ids")
 @click.option(
     "--by",
-    type=click.IntRange(1, 10**15),  # There are nine thousand times as many.
+    type=click.IntRange(1, 10**15),  # A bigint has nine thousand times as many.
     default=schema.FAR,
     show_default=True,
     metavar="N",
-    help="How many are left out.",
+    help="The number of ids to leave out.",
 )
 @click.pass_obj
 def skip_ids(request: Request, by: int) -> None:

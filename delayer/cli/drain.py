@@ -1,5 +1,4 @@
-"""delayer drain: move the backlog to the other side after a switch of the mode: rows of the store into the cascade, or
-levels of the cascade into the store."""
+"""delayer drain: move the backlog, after a switch of the mode, from the store into the cascade or back."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ PORTION: Final = 500
 
 @asynccontextmanager
 async def relay_of(settings: Settings) -> AsyncIterator[Relay]:
-    """Closed at the end."""
+    """A connection to the broker, closed at the end."""
     relay = Relay(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
     relay.start()
     try:
@@ -62,7 +61,7 @@ class Around(NamedTuple):
 
 
 async def look_around(settings: Settings, levels: Cascade) -> Around:
-    """What stands there. Raises BrokerLost, BrokerRefused."""
+    """Look at the depths. Raises BrokerLost, BrokerRefused."""
     due = settings.native.due_queue
     async with briefly(settings.broker_url, NAME) as broker:
         seen = await broker.picture(levels, [due])
@@ -79,14 +78,14 @@ def left_of(around: Around) -> list[Left]:
 
 
 async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
-    """How many were moved."""
+    """Move the levels into the store. Returns the number of messages."""
     store = await PostgresStore.connect(url)
     done = 0
     try:
         with progress("draining") as say:
             recorded = actions.recorded(url, whoami(), "drain to store", {})
             async with recorded as (connection, act), relay_of(settings) as relay:
-                # From the top: what goes down meanwhile is met again below.
+                # From the top down, so that it meets messages that fall meanwhile.
                 for level in reversed(range(LOWEST, LEVELS)):
                     if not (await look_around(settings, levels)).levels[level]:
                         continue
@@ -103,7 +102,7 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
 async def _portions_in(
     store: PostgresStore, relay: Relay, levels: Cascade, level: int, *, due_queue: bytes
 ) -> AsyncIterator[int]:
-    """Park what stands in one level, portion by portion; each is acknowledged when it is committed."""
+    """Park the messages of one level in portions, and acknowledge each after its commit. Yields their sizes."""
     connection = await relay.connection(10.0)
     subscription = await RelayConsumer(relay).subscribe(levels.level(level), PORTION)
     try:
@@ -135,7 +134,7 @@ MARGIN_MS: Final = 60_000
 
 
 class Moved(NamedTuple):
-    """How many were moved, and how many rows stay because their bytes do not fit their checksum."""
+    """The number of moved messages, and of rows that stay because of a wrong checksum."""
 
     messages: int
     unsound: int = 0
@@ -143,13 +142,13 @@ class Moved(NamedTuple):
 
 async def standing(url: str, *, keys_too: bool) -> draining.Standing:
     """The backlog of the store."""
-    async with listing.looking(url, "count what waits") as connection:
+    async with listing.looking(url, "count the backlog") as connection:
         now_ms = await connection.fetchval("SELECT now()")
         return await draining.standing(connection, now_ms + MARGIN_MS, keys_too=keys_too)
 
 
 async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Moved:
-    """Each portion is confirmed by the cascade before it leaves the store. Raises BrokerLost where it is not."""
+    """Move rows into the cascade. The broker confirms a portion before it leaves the store. Raises BrokerLost."""
     async with await Admin.connect(settings.broker_url, name=NAME) as admin:
         await admin.declare(native_of(settings))
     recorded = actions.recorded(url, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
@@ -199,8 +198,8 @@ async def _publish(
 
 
 @click.command(short_help="Move waiting messages into the cascade, or into the store.")
-@click.option("--to", "target", type=click.Choice(["native", "store"]), required=True, help="Where to.")
-@click.option("--keys-too", is_flag=True, help="To native: also messages with a key; then nobody can cancel them.")
+@click.option("--to", "target", type=click.Choice(["native", "store"]), required=True, help="The new side.")
+@click.option("--keys-too", is_flag=True, help="To native: also messages with a key, which then cannot be cancelled.")
 @dry_run_option
 @yes_option
 @as_json
@@ -225,7 +224,7 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
     settings = request_of(context).settings()
     if settings.mode != target:
         raise Misused(
-            f'mode is {settings.mode!r}: what comes in would go on taking the other way. Set mode = "{target}" in the '
+            f'mode is {settings.mode!r}: new messages would go on taking the other way. Set mode = "{target}" in the '
             "daemon's configuration, reload it, and drain with the same configuration"
         )
     if settings.store_url is None:
@@ -246,7 +245,7 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
 
 
 async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[Left]]:
-    """How many messages would move, and what would stay."""
+    """The number of messages that would move, and those that would stay."""
     if settings.mode == "native":
         rows = await standing(url, keys_too=keys_too)
         count = rows.rows - rows.soon - (0 if keys_too else rows.keyed)
@@ -257,7 +256,7 @@ async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int
 
 
 async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[Left]]:
-    """Move them: how many were moved, and what stays."""
+    """Move them. Returns the number of moved messages, and those that stay."""
     if settings.mode == "native":
         moved = await rows_to_cascade(settings, url, keys_too=keys_too)
         rows = await standing(url, keys_too=keys_too)

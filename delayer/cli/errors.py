@@ -36,13 +36,13 @@ class Failure(click.ClickException):
 
 
 class Off(Failure):
-    """Something is not as it should be."""
+    """A defect that a command found, or work that it could not do."""
 
     exit_code = FOUND
 
 
 class Misused(Failure):
-    """Usage or configuration."""
+    """A mistake in the usage or the configuration."""
 
     exit_code = USAGE
 
@@ -71,10 +71,10 @@ def failure(error: Exception) -> Failure:
         case TopologyMismatch(mismatches=mismatches):
             lines = "\n".join(f"  {readable(str(one))}" for one in mismatches)
             advice = (
-                "Nothing was bound. The broker names the first difference only; compare all that is expected.\n"
+                "Nothing was bound. The broker names the first difference only; compare all of them.\n"
                 f"{_way_out(mismatches)}\nThen run `delayer topology apply` again."
             )
-            made = Off(f"the broker has things of these names that are different:\n{lines}\n{advice}")
+            made = Off(f"queues or exchanges on the broker differ from the configuration:\n{lines}\n{advice}")
         case BadStoreUrl() | JobMisused():
             made = Misused(text)
         case JobImpossible() | JobFailed():  # Exit code 1 would mean that an audit found something.
@@ -93,13 +93,13 @@ def failure(error: Exception) -> Failure:
 
 
 def _way_out(mismatches: Sequence[Mismatch]) -> str:
-    """Never to delete what holds messages: each was confirmed to its publisher."""
+    """The next step, which never deletes a queue with messages: each was confirmed to its publisher."""
     if any(one.messages for one in mismatches):
         return (
             "Deleting a queue loses the messages in it: choose another name in the configuration, and bring them over "
             '(docs/operations.md, "A queue that is there already").'
         )
     return (
-        "Either delete these (`rabbitmqctl delete_queue NAME`, while it is empty and nobody consumes it), or choose "
+        "Either delete these (`rabbitmqctl delete_queue NAME`, while it is empty and has no consumer), or choose "
         "other names in the configuration."
     )

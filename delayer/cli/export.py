@@ -26,7 +26,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _NOTHING_KEPT = "nothing of it is kept. Next: make room, or name another place, and run it again"
 
 
-@click.command("export", short_help="Write what waits and what is held to a file.")
+@click.command("export", short_help="Write waiting and held messages to a file.")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), metavar="FILE")
 @filter_options
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
@@ -56,7 +56,7 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
             found = _written(url, wanted, sys.stdout.buffer, with_held=with_held)
             sys.stdout.flush()  # Before the command reports them as written.
         except (NotWritten, OSError) as error:
-            raise Unreached(f"stdout: {_why(error)}: what is written so far is not all") from error
+            raise Unreached(f"stdout: {_why(error)}: the output is incomplete") from error
         _say(*found)
         return
     if file.is_file() and not force:
@@ -69,13 +69,13 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     except (NotWritten, OSError) as error:
         if isinstance(error, OSError) and not opened:
             raise _not_opened(file, error) from error
-        kept = _NOTHING_KEPT if file.is_file() or not file.exists() else "what is written so far is not all"
+        kept = _NOTHING_KEPT if file.is_file() or not file.exists() else "the output is incomplete"
         raise Unreached(f"{file}: {_why(error)}: {kept}") from error
     _say(count, broken)
 
 
 class NotWritten(Exception):
-    """The file, or who reads the pipe, takes no more. No OSError: within the store's session those are the store's."""
+    """The file or the pipe takes no more. No OSError: in the store's session that would count as the store's."""
 
 
 def _why(error: NotWritten | OSError) -> str:
@@ -95,7 +95,7 @@ def _say(count: int, broken: BrokenSegments | None) -> None:
 
 
 def _written(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -> tuple[int, BrokenSegments | None]:
-    """How many messages, and what could not be read."""
+    """Write the messages. Returns their number, and the segments that do not read back."""
     return asyncio.run(_write(url, wanted, out, with_held=with_held))
 
 

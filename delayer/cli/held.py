@@ -43,7 +43,7 @@ def held() -> None:
 @held.command("list")
 @filter_options
 @limit_option
-@click.option("--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="Begin behind this id.")
+@click.option("--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="Begin after this id.")
 @as_json
 @click.pass_context
 def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, **given: Any) -> None:
@@ -84,7 +84,7 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
 
 
 async def _page(url: str, wanted: Filter, limit: int, after: int) -> detail.HeldPage:
-    async with listing.looking(url, "list what is held") as connection:
+    async with listing.looking(url, "list held messages") as connection:
         return await detail.held_page(connection, wanted, reading.header_test(wanted), limit, after)
 
 
@@ -158,7 +158,7 @@ class Meant(NamedTuple):
 
 
 async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[list[HeldEntry]]:
-    """A page at a time: there may be millions."""
+    """The messages page by page, because there may be millions."""
     if meant.ids:
         yield await detail.held_named(connection, meant.ids)
         return
@@ -171,8 +171,8 @@ async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[
 
 
 async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int]]:
-    """How many match, the last of them, and the ids that are not held."""
-    async with listing.looking(url, "look at what is held") as connection:
+    """The number of matches, the last id, and the ids that are not held."""
+    async with listing.looking(url, "look at held messages") as connection:
         messages, last, missing = 0, 0, set(meant.ids)
         async for page in _pages(connection, meant):
             numbers = [one.entry.place.id for one in page]

@@ -1,4 +1,4 @@
-"""delayer import: what older systems still hold, into this one. For each source: preview, run and abort."""
+"""delayer import: bring in messages of other systems. Each source has the verbs preview, run and abort."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from delayer.store.admin.importing import ImportBusy, ImportStore
 
 
 def failure_of(error: Exception) -> Failure:
-    """With its exit code, and what to do next."""
+    """The failure for an error, with its exit code and the next step."""
     match error:
         case SourceLost():
             return Unreached(
-                f"the source is out of reach: {error}. Next: mend that, and run the same again; "
+                f"the source is out of reach: {error}. Next: correct that, and run the same again; "
                 "an import that had begun goes on where it stopped."
             )
         case BadSource():
@@ -45,7 +45,7 @@ def failure_of(error: Exception) -> Failure:
             return Off(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.")
 
 
-SUPERSEDED = "as a message waits under their key already, and stays"
+SUPERSEDED = "because a message waits under their key already, and stays"
 MOST_GOALS = 20
 
 
@@ -102,12 +102,12 @@ def _short(problem: str) -> str:
 
 
 def lines_of(seen: Preview) -> list[str]:
-    """A survey in words."""
+    """The preview in words."""
     survey = seen.survey
     if survey.messages is None:
-        said = ["How many messages are meant is seen by a run only."]
+        said = ["Only a run sees the number of messages."]
     else:
-        said = [f"{survey.messages:,} messages are meant."]
+        said = [f"{survey.messages:,} messages are chosen."]
     if survey.first_due_ms is not None and survey.last_due_ms is not None:
         said.append(f"The first is due {iso(survey.first_due_ms)}, the last {iso(survey.last_due_ms)}.")
     if seen.reasons:
@@ -120,7 +120,7 @@ def lines_of(seen: Preview) -> list[str]:
 
 
 def _reasons(reasons: Mapping[str, int]) -> list[tuple[int, str]]:
-    """The most frequent ones, for people; the last is for all others."""
+    """The most frequent reasons, for people; the last entry is for all others."""
     found = sorted(((count, _short(why)) for why, count in reasons.items()), key=lambda one: (-one[0], one[1]))
     told, others = found[:10], found[10:]
     if others:
@@ -186,7 +186,7 @@ class Wanted(NamedTuple):
 
 
 Make = Callable[[Wanted, dict[str, Any], ImportStore], Source]
-"""Makes a source of its own options. May raise ImportImpossible, SourceLost, ValueError."""
+"""Makes a source from its options. May raise ImportImpossible, SourceLost, ValueError."""
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -199,9 +199,9 @@ def rewrites_of(_context: click.Context, _option: click.Parameter, given: tuple[
 
 
 _OPTIONS = (
-    # Not "2h from now": a run that is resumed must say the same as before.
+    # Not "2h from now", because a resumed run needs the same parameters as before.
     click.option("--cutoff", "cutoff_ms", callback=fixed_instant, metavar="INSTANT",
-                 help="Only what is due then or later; the rest is left where it is."),
+                 help="Only messages that are due then or later; the others stay in the source."),
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N that are due soonest."),
     click.option("--rewrite-destination", "rewrites", multiple=True, callback=rewrites_of, metavar="EXPRESSION",
                  help="Rename destinations, as sed does: 's/@.*//'. May be repeated."),
@@ -210,7 +210,7 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-@click.group("import", short_help="Bring in what older systems still hold.")
+@click.group("import", short_help="Bring in messages of other systems.")
 def import_() -> None:
     """Bring delayed messages that another system still holds into the store: look first (preview), then run.
 
@@ -229,7 +229,7 @@ def import_() -> None:
 
 
 def source(name: str, help_text: str, *options: Option) -> Callable[[Make], Make]:
-    """Add `delayer import NAME preview|run|abort` for what the decorated function makes."""
+    """Add `delayer import NAME preview|run|abort` for the source that the decorated function makes."""
 
     def add(make: Make) -> Make:
         group = import_.group(name, short_help=help_text.partition(".")[0] + ".", help=help_text)(lambda: None)
@@ -305,7 +305,7 @@ def _with(
     given: dict[str, Any],
     act: Callable[[Any, ImportStore, Destinations], Awaitable[T]],
 ) -> T:
-    """Open the store and the source, and do it; expected errors with their exit codes."""
+    """Open the store and the source, and call ``act``. Raises expected errors as Failure."""
     settings = request_of(context).settings()
     meant = Meant(given.pop("cutoff_ms"), given.pop("limit"))
     wanted = Wanted(settings, meant, given.pop("rewrites"))
@@ -335,22 +335,22 @@ def _with(
 _VERBS: Mapping[str, tuple[Callable[..., None], str, Sequence[Option]]] = {
     "preview": (
         _preview,
-        "Look, and change nothing: how many, when due, for whom, and what would be held. Exit code 1 where a run would "
-        "end with it, as far as can be seen: something would be held, or cannot be read, or a person has to decide.",
+        "Show messages, due instants, destinations and problems, and change nothing. Exit code 1 if a run would exit "
+        "with it, as far as can be seen: messages would be held, are unreadable, or an operator has to decide.",
         (),
     ),
     "run": (
         _run,
-        "Import, or go on with an import that was interrupted. Exit code 1 if something is held, or could not be read.",
+        "Import, or go on with an import that was interrupted. Exit code 1 if messages are held, or were unreadable.",
         (
             dry_run_option,
-            click.option("--again", is_flag=True, help="Also a file that was brought before: its messages come twice."),
+            click.option("--again", is_flag=True, help="Import a file once more: its messages come twice."),
             yes_option,
         ),
     ),
     "abort": (
         _abort,
-        "End an unfinished import: what is committed stays, the rest goes back to where it was.",
+        "End an unfinished import: committed messages stay, the others go back to the source.",
         (yes_option,),
     ),
 }

@@ -46,7 +46,7 @@ def row_of(entry: Entry) -> tuple[object, ...]:
 
 
 def json_of(entry: Entry) -> dict[str, Any]:
-    """The same for programs."""
+    """One entry of a list, for programs."""
     said = reading.read(entry.properties)
     return {
         "id": str(entry.place.token),
@@ -86,9 +86,9 @@ def list_(
     """List the waiting messages of the store, the soonest first: rows, and messages in segments. List all of them,
     or those of these ids, or those that match a filter.
 
-    A page takes milliseconds without a filter, and with --key or a due time. --route, --to, --to-key and --header have
-    no index: such a page ends after 10,000 rows that do not match, and the next page goes on there. For held messages
-    see `delayer held list`.
+    A page takes milliseconds without a filter, and with --key or a due time. Without an index are --route, --to,
+    --to-key and --header. Such a page ends after 10,000 rows that do not match, and the next page goes on there. For
+    held messages see `delayer held list`.
 
     \b
     Examples:
@@ -136,7 +136,7 @@ def list_(
 
 
 def _behind(after: str | None) -> tuple[int, int]:
-    """A place (microseconds, id). An id with its instant to the millisecond may name one that is a little later."""
+    """A place (microseconds, id). An id has whole milliseconds, so its message may be up to one millisecond later."""
     if after is None:
         return BEGINNING
     try:
@@ -180,8 +180,8 @@ async def _named(url: str, tokens: Sequence[Token]) -> tuple[listing.Found, list
 def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool) -> None:
     """Show a message: its properties, its headers with their types, the beginning of its body, its place, its future.
 
-    The ID is that of `delayer list`, such as 48213@1795291200000. The part before the @ is enough, and finds a message
-    that was moved; but it reads the index of every partition (a second or more with ten million waiting messages).
+    The ID is that of `delayer list`, such as 48213@1795291200000. The part before the @ is enough, and finds a moved
+    message. It reads the index of every partition: a second or more with ten million waiting messages.
     Exit code 1 if the message is not found: it was delivered or cancelled, or never parked.
 
     \b

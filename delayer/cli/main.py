@@ -1,6 +1,6 @@
-"""The command line: what stands before the verb, and one place that turns errors into messages and exit codes.
+"""The command line: the options before the verb, and the place that turns errors into messages and exit codes.
 
-A verb is loaded when it is asked for: all of them together take half a second.
+A verb is loaded on demand, because all of them together take half a second.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # Click compares with the verbs that are loaded only.
+        # Click would compare with loaded verbs only.
         if args[0] not in VERBS and not args[0].startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(args[0], VERBS, 1)
             raise click.UsageError(f"No such command {args[0]!r}.{f' Did you mean {near[0]}?' if near else ''}", ctx)
@@ -127,8 +127,8 @@ def cli(
 ) -> None:
     """Delayed messages for RabbitMQ: give every message back on time.
 
-    Publish to the exchange of a route (by default delayer.in) with the header x-delay in milliseconds; when it is
-    due, the message comes out at the route's other exchange (delayer.out).
+    Publish to the exchange of a route (by default delayer.in) with the header x-delay in milliseconds. When the
+    message is due, delayer publishes it to the route's other exchange (delayer.out).
 
     \b
     The first time:
@@ -138,11 +138,11 @@ def cli(
       delayer send --key hello --delay 10s --body 'in ten seconds'
       delayer status                   the backlog, and the next due instant
 
-    Every key of the configuration can be set by the file, by the environment (DELAYER_INTAKE__MAX_DELAY=30d) and by
-    flags (--set intake.max_delay=30d); the later beats the earlier.
+    The file, the environment (DELAYER_INTAKE__MAX_DELAY=30d) and flags (--set intake.max_delay=30d) can set every key
+    of the configuration. The environment overrides the file, and flags override both.
 
-    Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 something that is needed is out of reach:
-    broker, store, a program that is not installed, room on a disk.
+    Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 something that is needed is out of reach.
+    Examples of the last: broker, store, a program that is not installed, room on a disk.
     """
     from delayer.cli.options import Request  # noqa: PLC0415 - loaded with the verb, not for --version
     from delayer.config import logs  # noqa: PLC0415 - not for --version

@@ -52,8 +52,8 @@ def request_of(context: click.Context) -> Request:
 
 
 def instant_ms(text: str) -> int | None:
-    """Epoch milliseconds of RFC 3339, rounded up: never early; of a date alone, its midnight in UTC. None for a text
-    that is neither, or has no offset: 8 o'clock is another instant elsewhere."""
+    """Epoch milliseconds of an RFC 3339 text, rounded up so that no message is early. A date means its midnight in UTC.
+    None for another text, and for an instant without an offset, which is another one elsewhere."""
     try:
         found = datetime.fromisoformat(f"{text}T00:00:00Z" if _DATE.fullmatch(text) else text)
     except ValueError:
@@ -90,7 +90,7 @@ def bytes_of(_context: click.Context, _option: click.Parameter, text: str | None
 
 
 def instant(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    """Epoch milliseconds, from RFC 3339, or from how long from now."""
+    """Epoch milliseconds of an RFC 3339 text, or of a duration from now."""
     if text is None:
         return None
     try:
@@ -160,7 +160,7 @@ def filter_options(command: F) -> F:
 
 
 def filter_of(given: dict[str, Any]) -> Filter:
-    """The Filter of what :func:`filter_options` gave."""
+    """The Filter of the options that :func:`filter_options` added."""
     return Filter(**{name: given[name] for name in Filter.__dataclass_fields__})
 
 
@@ -267,7 +267,7 @@ def store_url(settings: Settings) -> str:
 
 
 def url_of(option: str, text: str, read: Callable[[object], SecretUrl | None]) -> SecretUrl:
-    """The URL that ``option`` gave, as ``read`` (one of the above) has it. Raises Misused."""
+    """The URL of ``option``, checked by ``read``. Raises Misused."""
     try:
         url = read(text)
     except Expected as wrong:
@@ -278,7 +278,7 @@ def url_of(option: str, text: str, read: Callable[[object], SecretUrl | None]) -
 
 
 def store_url_of_hosts(value: object) -> SecretUrl:
-    """As store_url, with one or several hosts, as in h1:5432,h2:5432. The drivers take one that answers. Raises
+    """Like values.store_url, for one or several hosts: h1:5432,h2:5432. The drivers take one that answers. Raises
     Expected."""
     try:
         parts = urlsplit(value if isinstance(value, str) else "")

@@ -15,11 +15,11 @@ from delayer.config.errors import readable
 from delayer.core.lines import escaped
 
 Say = Callable[[str, int, int | None], None]
-"""Reports progress: the present step, how much of it is done, and how much it is if that is known."""
+"""Reports progress: the step, the amount done, and the whole amount if it is known."""
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout, and nothing else there."""
+    """Print one JSON document on stdout."""
     click.echo(escaped(json.dumps(value, indent=2, ensure_ascii=False, default=_plain)))
 
 
@@ -28,7 +28,7 @@ def _plain(value: object) -> object:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[int] = ()) -> None:
-    """A table on stdout. ``right``: the columns with numbers.
+    """Print a table on stdout. ``right``: the columns with numbers.
 
     On a terminal, rich folds wide cells. Elsewhere each row is one line, without trailing blanks, and nothing is cut.
     """
@@ -53,7 +53,7 @@ def _on_terminal(columns: Sequence[str], rows: Sequence[Sequence[str]], right: C
 
 
 def _as_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int]) -> None:
-    """By hand: for 10,000 rows of 7 cells a table of rich takes 14 s."""
+    """Print without rich, whose table takes 14 s for 10,000 rows of 7 cells."""
     from rich.cells import cell_len  # noqa: PLC0415 - as above
 
     widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
@@ -100,8 +100,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def depth_text(depth: int | None, *, used: bool = True, hidden: bool = False) -> str:
-    """How many messages are in a queue; ``used``: whether this configuration needs it at all; ``hidden``: the broker
-    does not show it to this user."""
+    """The depth of a queue in words. ``used``: whether this configuration needs the queue. ``hidden``: the broker does
+    not show it to this user."""
     if depth is None and used:
         return "hidden from this user" if hidden else "missing"
     if depth is None:
@@ -117,13 +117,13 @@ def when(due_ms: int | None, now_ms: int | None = None) -> str:
     try:
         instant = datetime.fromtimestamp(due_ms // 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     except (OverflowError, ValueError, OSError):
-        instant = f"{due_ms} ms"  # beyond the calendar
+        instant = f"{due_ms} ms"  # Beyond the calendar.
     seconds = abs(due_ms - now_ms) // 1000
     return f"{instant} ({'overdue by' if due_ms < now_ms else 'in'} {roughly(seconds)})"
 
 
 def roughly(seconds: int) -> str:
-    """So long, for people: the largest unit that there are two of."""
+    """A duration in the largest unit of which it has two."""
     for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
         if seconds >= 2 * size:
             return f"{seconds // size}{unit}"
@@ -131,7 +131,7 @@ def roughly(seconds: int) -> str:
 
 
 def in_bytes(count: float) -> str:
-    """For people: 1.5 GB, with decimal prefixes."""
+    """Bytes with decimal prefixes, such as 1.5 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

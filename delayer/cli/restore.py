@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     help="Restore the segments whose first message is due within this from now.",
 )
 @click.option("--all", "everything", is_flag=True, help="Restore all of them.")
-@click.option("--dry-run", is_flag=True, help="Say what would be restored, and change nothing. Needs no Spark.")
+@click.option("--dry-run", is_flag=True, help="Count the messages to restore, and change nothing. Needs no Spark.")
 @as_json
 @master_option
 @conf_option
@@ -41,11 +41,11 @@ def restore(
 ) -> None:
     """Make rows of segments again, all of them or those that are due within some time.
 
-    Daemons restore each segment by themselves before it is due; this is for many at once, such as before going back to
-    a version of delayer that knows no segments. Daemons may go on working meanwhile, and the command may be interrupted
-    and repeated. Segments that are marked as broken are tried again.
+    Daemons restore each segment in time by themselves. Use this command for many at once, such as before a return to a
+    version without segments. Daemons may go on working meanwhile, and the command may be interrupted and repeated.
+    Segments that are marked as broken are tried again.
 
-    Exit code 1 if a segment is broken; 3 if the store is out of reach, Java is missing, or Spark gave up.
+    Exit code 1 if a segment is broken. Exit code 3 if the store is out of reach, Java is missing, or Spark gave up.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""delayer run"""
+"""delayer run: the daemon in the foreground."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class Untaken:
 async def publish(
     url: str, message: Message, count: int, id_of: Callable[[int], str], say: Callable[[int], None]
 ) -> Untaken | None:
-    """Publish ``message`` so many times, under these ids; stop with the first window of which one is not taken, and say
-    which, and why. ``say`` hears how many are confirmed.
+    """Publish ``message`` ``count`` times. Stops after the first window with a message that the broker did not take,
+    and returns that one. ``say`` hears the number of confirmed messages.
 
     Raises BrokerUnreachable, BrokerRefused.
     """
@@ -79,7 +79,7 @@ async def publish(
 
 
 async def _publish_all(channel: Wire, message: Message, ids: Sequence[str]) -> list[str | None]:
-    """For each None when it is confirmed, else the reason why not. Raises the first error that is no answer to one."""
+    """For each message None if it is confirmed, else the reason. Raises the first error that is no such reason."""
     publishes = [_publish(channel, message, message_id) for message_id in ids]
     # All have ended then, whether they failed or not.
     outcomes = await asyncio.gather(*publishes, return_exceptions=True)
@@ -128,7 +128,7 @@ def _headers(_context: click.Context, _option: click.Parameter, given: tuple[str
             raise click.BadParameter(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {text!r}")
         if kind not in _TYPES:
             raise click.BadParameter(
-                f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. Of a name with a colon say the type "
+                f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. A name with a colon needs the type "
                 f"too: {name}:{kind}:str={value}"
             )
         try:
@@ -149,7 +149,7 @@ _TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "
 
 @click.command(short_help="Publish a message that asks for a delay.")
 @click.option("--to", "route_name", metavar="ROUTE", help="The route: its `from` exchange. Not needed if there is one.")
-@click.option("--key", default="", help="Routing key with which the message shall come out.")
+@click.option("--key", default="", help="The routing key at the destination.")
 @click.option("--delay", "delay_ms", callback=duration, metavar="DURATION", help="Such as 250ms, 10s, 5m, 12h, 30d.")
 @click.option(
     "--at", "at_ms", callback=fixed_instant, metavar="INSTANT", help="RFC 3339, such as 2031-01-31T08:00:00Z."
@@ -160,13 +160,13 @@ _TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "
     multiple=True,
     callback=_headers,
     metavar="NAME[:TYPE]=VALUE",
-    help="A header; TYPE is str (the default), int, float or bool, and has to be said where the NAME has a colon: "
+    help="A header. TYPE is str (the default), int, float or bool. A NAME with a colon needs it: "
     "a:b:str=c. May be repeated.",
 )
 @click.option("--body", "text", default=None, help="The body, as text.")
 @click.option("--body-file", "file", type=click.File("rb"), help="The body from a file; - is stdin.")
 @click.option("--id", "message_id", help="The message_id; a random one if left out.")
-@click.option("--count", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="How many of them.")
+@click.option("--count", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="How many messages.")
 @click.pass_obj
 def send(
     request: Request,
@@ -219,7 +219,7 @@ def send(
     longest_ms = settings.intake.max_delay_ms
     if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
         note(f"That is longer than intake.max_delay, {duration_text(longest_ms)}: see `delayer refused list`.")
-    note("Next: `delayer status` shows what waits.")
+    note("Next: `delayer status` shows the backlog.")
 
 
 def cancelling(key: str, settings: Settings) -> str:
@@ -234,7 +234,7 @@ def _id(first: str, count: int, number: int) -> str:
 
 
 def _sent(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
-    """Publish so many. The first that was not taken, and how many were."""
+    """Publish messages. Returns the first that was not taken, and the number that were."""
     untaken = asyncio.run(publish(url, message, count, id_of, lambda _: None))
     return untaken, count - (untaken is not None)
 
@@ -252,7 +252,7 @@ def _sent_many(url: str, message: Message, count: int, id_of: Callable[[int], st
         try:
             return asyncio.run(publish(url, message, count, id_of, confirm)), confirmed
         except (KeyboardInterrupt, BrokerLost, BrokerRefused):
-            note(f"{confirmed:,} of {count:,} are confirmed; some of those behind them may be in the broker too.")
+            note(f"{confirmed:,} of {count:,} are confirmed; the broker may have some of the others too.")
             raise
 
 
@@ -282,7 +282,7 @@ def prepared(route: Route, intake_queue: str, key: str, body: bytes, headers: Ma
 
 
 def ask(message: Message, route: Route, delay_ms: int | None, at_ms: int | None, *, now_ms: int) -> None:
-    """Put the delay into ``message``, in the first form that its route reads. Raises Misused where none will do."""
+    """Put the delay into ``message``, in the first form that its route reads. Raises Misused if no form fits."""
     if delay_ms is None and at_ms is None:
         message.due_ms = None if set(message.headers) & {*_RELATIVE, *_ABSOLUTE} else now_ms + route.default_delay_ms
         return
@@ -308,7 +308,7 @@ def _said(message: Message, first: str, count: int) -> str:
     what = first if count == 1 else f"{count} messages, {_id(first, count, 0)} to {_id(first, count, count - 1)},"
     where = f"exchange {quoted(message.exchange)}" if message.exchange else f"queue {quoted(message.routing_key)}"
     if CANCEL in message.headers:
-        return f"Sent {what} to {where}; asks to cancel what waits under key {quoted(str(message.headers[CANCEL]))}."
+        return f"Sent {what} to {where}; asks to cancel the message under key {quoted(str(message.headers[CANCEL]))}."
     if message.due_ms is None:
         return f"Sent {what} to {where}; its own header says when it is due."
     due = datetime.fromtimestamp(message.due_ms / 1000, UTC).isoformat(timespec="milliseconds")

@@ -288,7 +288,7 @@ async def _unless_missing(settings: Settings, look: Awaitable[Result[Any]]) -> R
 async def _recorded(
     settings: Settings, queue: SetAside[Any], command: str, wanted: Selection, limit: int
 ) -> Result[Any]:
-    """Make the change; one of refused messages gets an entry of the audit log if there is a store."""
+    """Make the change. With a store, a change of refused messages gets an entry in the audit log."""
     group, _, verb = command.partition(" ")
     if group == "refused" and settings.store_url is not None:
         async with actions.recorded(settings.store_url, whoami(), command, wanted.as_dict()) as (connection, act):

@@ -34,7 +34,7 @@ _broker_options = (
         "$DELAYER_IMPORT_URL. [default: broker.url]",
     ),
     click.option(
-        "--to-exchange", metavar="NAME", help="Where the messages go when they are due; an empty one: to their queue."
+        "--to-exchange", metavar="NAME", help="The exchange for due messages; an empty name means their queue."
     ),
 )  # fmt: skip
 
@@ -45,20 +45,20 @@ def _from_url(given: dict[str, Any]) -> str | None:
 
 @source(
     "cascade",
-    "What waits in the level queues of a cascade. Of NServiceBus, Celery or delayer itself, on this "
-    "broker or another. From the lowest level up, and down again; what is published into it meanwhile, and "
-    "the last seconds, the cascade delivers by itself.",
-    click.option("--kind", type=click.Choice(KINDS), default="delayer", show_default=True, help="Whose it is."),
+    "Messages in the level queues of a cascade. It belongs to NServiceBus, Celery or delayer itself, on this "
+    "broker or another. The import reads from the lowest level up, and down again. The cascade itself delivers "
+    "messages of the last seconds, and new ones.",
+    click.option("--kind", type=click.Choice(KINDS), default="delayer", show_default=True, help="Its kind."),
     click.option(
         "--prefix",
         metavar="TEXT",
-        help="Of the names of delayer's own, or what Celery is told to put before its own. [default: "
+        help="The prefix of delayer's names, or the one that Celery puts before its names. [default: "
         "native.prefix; none]",
     ),
     click.option(
         "--due-queue",
         metavar="NAME",
-        help="The due queue of the delayer whose cascade it is: only what is on its way there is opened. "
+        help="The due queue of that delayer: the import opens envelopes on their way there only. "
         "[default: native.due_queue]",
     ),
     *_broker_options,
@@ -91,24 +91,24 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
 
 @source(
     "hold-queues",
-    "Queues that hold messages for a time. One queue a duration, as Symfony, Laravel, enqueue, EasyNetQ "
-    "and MailerQ make them, and the queue of a retry pair. Where to and for how long their arguments or "
-    "policies say (broker.management_url), or the options.",
+    "Queues that hold messages for a time. Symfony, Laravel, enqueue, EasyNetQ and MailerQ make one queue for each "
+    "duration; a retry pair has one, too. Their arguments or policies (broker.management_url) give the destination "
+    "and the time. The options override these.",
     click.option(
         "--queue",
         "queues",
         multiple=True,
         required=True,
         metavar="PATTERN",
-        help="Queues that are meant: 'delay_*', '*.delay.*'. May be repeated.",
+        help="Queues to read: 'delay_*', '*.delay.*'. May be repeated.",
     ),
     click.option("--ttl", "ttl_ms", callback=duration, metavar="DURATION", help="For how long they hold a message."),
     click.option("--to-key", metavar="KEY", help="The routing key it goes out with. [default: as dead-lettered]"),
     click.option(
         "--believe-timestamps",
         is_flag=True,
-        help="The timestamp of a message is when it came into its queue: where publishers set it as they "
-        "publish, and only they. Else it waits its whole time again.",
+        help="Take a message's timestamp for its arrival. Only if publishers set it as they publish, and no one "
+        "else does. Without this, a message waits its whole time again.",
     ),
     click.option(
         "--management-url",
@@ -178,16 +178,16 @@ def _by_routes(settings: Settings) -> dict[bytes, Target]:
 
 @source(
     "delayed-exchange",
-    "A dump of what the delayed-message plugin holds. docs/importing.md has the line that makes it, for "
+    "A dump of the delayed-message plugin. docs/importing.md has the command that makes it, for "
     "RabbitMQ 3.x and 4.0 to 4.2. Each message goes where the route of its exchange leads; without one, "
     "to the exchange of the same name.",
     file_argument,
     click.option(
-        "--vhost", metavar="NAME", help="The virtual host that is meant; the others are left. [default: broker.url's]"
+        "--vhost", metavar="NAME", help="The virtual host to import; the others stay. [default: broker.url's]"
     ),
     click.option(
         "--exchange", "exchanges", multiple=True, callback=_pairs, metavar="FROM=TO",
-        help="What FROM held is published to TO. May be repeated.",
+        help="Publish messages of FROM to TO. May be repeated.",
     ),
 )  # fmt: skip
 def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
@@ -209,12 +209,12 @@ _database_options = (
         "process list, but not $DELAYER_IMPORT_URL.",
     ),
     click.option(
-        "--table", "patterns", multiple=True, metavar="PATTERN", help="Tables that are meant. May be repeated."
+        "--table", "patterns", multiple=True, metavar="PATTERN", help="Tables to import. May be repeated."
     ),
     click.option("--schema", metavar="NAME", help="Their schema. [default: the connection's]"),
     click.option(
         "--overdue-too", is_flag=True,
-        help="Also what is due within a minute or overdue: only where no timeout manager runs any more.",
+        help="Also timeouts that are due within a minute or overdue: only if no timeout manager runs any more.",
     ),
     _reply_option,
 )  # fmt: skip
@@ -223,8 +223,8 @@ _database_options = (
 @source(
     "nservicebus-sql",
     "Timeouts of NServiceBus SQL Persistence. All tables …TimeoutData of PostgreSQL, MySQL, MariaDB or "
-    "SQL Server, or those that --table names. A timeout manager may go on running: what is taken it does "
-    "not see any more.",
+    "SQL Server, or those that --table names. A timeout manager may go on running: it does not see staged "
+    "timeouts.",
     *_database_options,
 )
 def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
@@ -250,8 +250,8 @@ def _nservicebus_nhibernate(wanted: Wanted, given: dict[str, Any], _book: Import
 
 @source(
     "nservicebus-raven",
-    "An export of RavenDB's TimeoutDatas documents. A JSON object a line; the timeout managers must be "
-    "stopped before it is made, and stay so.",
+    "An export of RavenDB's TimeoutDatas documents. It has a JSON object in each line. Stop the timeout "
+    "managers before you make it, for good.",
     file_argument,
     click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint owns. [default: all]"),
     _reply_option,

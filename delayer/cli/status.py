@@ -1,4 +1,4 @@
-"""delayer status: what waits, where, and until when."""
+"""delayer status: the backlog, the lanes and queues that hold it, and the next due instants."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
-    """Rates a second and lateness in seconds over the last minutes, of the daemon at ``[http] listen``; or why they
-    are not known. No error: that daemon may run on another machine, or serve nothing."""
+    """Rates a second and lateness in seconds over the last minutes, of the daemon at ``[http] listen``; or why they are
+    unknown. It raises no error, because that daemon may run on another machine, or without HTTP."""
     listen = settings.http.listen
     if not listen:
         return {"error": "[http] listen is off", "last": {}}
@@ -47,16 +47,16 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
     try:
         said = json.loads(body)
         if said["service"] != service_of(settings):
-            # Of two services on one host only one has this address, and a configuration may have been copied.
-            return {"error": f"what answers at {listen} works with another broker or virtual host", "last": {}}
+            # Another service of this host may have this address, if a configuration was copied.
+            return {"error": f"the daemon at {listen} works with another broker or virtual host", "last": {}}
         return {"error": None, "last": said["last"], "blocked": said["blocked"]}
     except (ValueError, KeyError, TypeError):
-        return {"error": f"what answers at {listen} is no daemon of this version", "last": {}}
+        return {"error": f"the program at {listen} is no daemon of this version", "last": {}}
 
 
 async def _ask(listen: str) -> tuple[str, bytes]:
-    """Status, empty where that was no HTTP, and body. One line of HTTP/1.0, whose answer ends with the connection: to
-    load an HTTP library takes longer than the daemon's answer. Raises OSError, UnicodeError."""
+    """The status (empty if the answer is no HTTP) and the body. HTTP/1.0 by hand, because an HTTP library takes longer
+    to load than the daemon to answer. Raises OSError, UnicodeError."""
     host, _, port = listen.rpartition(":")
     host = _HERE.get(host, host)
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
@@ -79,7 +79,7 @@ def _reason(error: OSError | UnicodeError, patience: float) -> str:
 
 
 def show(live: dict[str, Any]) -> None:
-    """As a table."""
+    """Print rates and lateness as a table."""
     click.echo()
     if live["error"] is not None:
         click.echo(f"rates and lateness: not known ({live['error']})")
@@ -122,7 +122,7 @@ def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
         return code
 
 
-@click.command(short_help="Show what waits, where, and until when.")
+@click.command(short_help="Show the backlog, where it waits, and the next due instant.")
 @as_json
 @click.option("--watch", is_flag=True, help="Look every two seconds, until interrupted; with --json an object a line.")
 @click.pass_context
@@ -130,8 +130,8 @@ def status(context: click.Context, as_json: bool, watch: bool) -> None:
     """Show the mode, the lanes, the counts of parked, held and compacted messages, and the next due instant. Show
     rates and lateness over the last minutes, and the depths of all queues, the cascade's levels among them.
 
-    Parts that are out of reach are named. Exit code 3 if the broker or a configured store is out of reach, 1 if the
-    store's schema is not the one that this program needs.
+    Parts that are out of reach are named. Exit code 3 if the broker or a configured store is out of reach. Exit code 1
+    if the store's schema is not the one that this program needs.
 
     \b
     Examples:
@@ -146,7 +146,7 @@ def status(context: click.Context, as_json: bool, watch: bool) -> None:
 
 
 def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> int:
-    """Look and print; the exit code."""
+    """Look and print. Returns the exit code."""
     broker, store, now = asyncio.run(_look(settings))
     answer = {"mode": settings.mode, "broker": broker, "store": store, "live": now}
     if as_json and on_one_line:
@@ -172,7 +172,7 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
 
 
 async def _look(settings: Settings) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
-    """Broker, store and daemon at the same time: none waits for another's timeout."""
+    """Broker, store and daemon, asked at the same time, so that none waits for another's timeout."""
     broker, store, now = await asyncio.gather(_broker(settings), _store(settings), look(settings))
     return broker, store, now
 

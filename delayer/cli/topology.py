@@ -1,4 +1,4 @@
-"""delayer topology: declare, compare, look at and remove what stands on the broker."""
+"""delayer topology: declare, verify, show and remove the queues and exchanges on the broker."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def verify(context: click.Context, as_json: bool) -> None:
             [(one.severity, one.kind, one.name, one.expected, one.found) for one in findings],
         )
     if off:
-        note("Next: `delayer topology apply` declares what is missing; what is different has to be removed first.")
+        note("Next: `delayer topology apply` declares missing ones; remove different ones first.")
         context.exit(FOUND)
     if not as_json:
         click.echo("Everything that could be seen is as it should be.")
@@ -147,7 +147,7 @@ def show(request: Request, as_json: bool) -> None:
 def remove(context: click.Context, only_cascade: bool, force: bool) -> None:
     """Remove what `topology apply` declared. Stop the daemon first.
 
-    Without --force nothing at all is removed while a queue holds messages or has consumers. A cascade that is shared
+    Without --force the command removes nothing while a queue holds messages or has consumers. A cascade that is shared
     with another system stays.
 
     \b

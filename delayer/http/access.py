@@ -26,7 +26,7 @@ from delayer.config.values import is_loopback
 from delayer.core.secret import Secret
 
 WHO: Final = "x-delayer-who"
-"""The header in which a program says who acts by it, as a person does who unlocks the page."""
+"""The header in which a program names its operator. On the page the operator gives a name with the token."""
 COOKIE: Final = "delayer_session"
 LASTS: Final = 3600.0
 """Seconds after which an unused session is over."""
@@ -41,7 +41,7 @@ HEADERS: Final = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # Not "no-referrer": with that, browsers say "null" for the origin of our own forms.
+    # Not "no-referrer", because browsers then give "null" as the origin of our own forms.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -62,7 +62,7 @@ def host_is_ours(host: str, listen: str) -> bool:
 
 
 def from_our_page(method: str, site: str, origin: str, host: str) -> bool:
-    """Whether a request was not made by another site's page. Programs send neither header. Pure."""
+    """Whether a request does not come from another site's page. Programs send neither header. Pure."""
     if method in ("GET", "HEAD"):
         return True
     if site:
@@ -128,7 +128,7 @@ class Sessions:
         return self._token() is not None
 
     async def open(self, said: str, who: str) -> str | None:
-        """A session's name for who says the right token, else None, after a while."""
+        """Open a session with the right token. Returns its name; None for a wrong token, after a while."""
         if not self._is_token(said):
             await self._wrong()
             return None
@@ -143,7 +143,7 @@ class Sessions:
         self._sessions.pop(_key(request), None)
 
     def session(self, request: Request) -> Session | None:
-        """The session of a request, if it has one that still counts."""
+        """The session of a request, if it has a valid one."""
         key = _key(request)
         found = self._sessions.get(key)
         if found is None:
@@ -230,5 +230,5 @@ class Guard:
             return PlainTextResponse("Not from another site's page.\n", status_code=403)
         length = given.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._max_body or "transfer-encoding" in given:
-            return PlainTextResponse(f"At most {self._max_body} bytes, and their number said first.\n", status_code=413)
+            return PlainTextResponse(f"At most {self._max_body} bytes, with a Content-Length.\n", status_code=413)
         return None

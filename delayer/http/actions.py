@@ -79,7 +79,7 @@ class Actions:
             told: Told | Response = Told("Locked", [line], 0, "/login", 403)
             if who is not None:
                 form = await forms.said(request)
-                # A change that has begun goes on when the browser goes away.
+                # A change goes on when its client closes the connection.
                 told = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
         except Wrong as wrong:
             back = forms.back(form, request.url.path)
@@ -91,7 +91,7 @@ class Actions:
             told = Told("Not done", [str(error)], 0, "/", 503)
         if isinstance(told, Response):
             return told
-        # Not after a refused request: a look at a backlog is expensive.
+        # Not after a refused request, because a look at a backlog is expensive.
         if told.done or told.status == 503:
             view = self.pages.answers.view
             for part in (view.store, view.census, view.depths):
@@ -192,7 +192,7 @@ class Actions:
             return JSONResponse({"matched": meant.messages, "broken_segments": meant.broken, "confirmed": False})
         at_ms, by = new.get("at_ms"), new["by"] if "by_ms" in new else ""
         moved = f": {by.lstrip('+-')} {'earlier' if by.startswith('-') else 'later'}" if by else ""
-        # Instants that were said as "2h" are those that were counted and shown, however long the answer takes.
+        # "2h" stays the instant that was counted and shown, however late the person confirms.
         given = forms.fixed(filter_)
         fields = [*given.items(), *([] if given else [("all", "yes")])]
         fields += [
@@ -252,7 +252,7 @@ def _waiting(filter_: Search) -> str:
 
 
 def _by_program(request: Request) -> bool:
-    """Whether a program sent the request (with the token in a header, or for JSON). A program is asked nothing."""
+    """Whether a program sent the request, with the token in a header or for JSON. Programs are asked no question."""
     return "authorization" in request.headers or "application/json" in request.headers.get("accept", "")
 
 

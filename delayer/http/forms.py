@@ -99,7 +99,8 @@ def fixed(asked: Search) -> dict[str, str]:
 
 
 def instant(text: str, now_ms: int, name: str) -> int:
-    """Epoch milliseconds: RFC 3339, or how long from now ("2h", "-30m"). Without an offset it is UTC. Raises Wrong."""
+    """Epoch milliseconds of an RFC 3339 text or a duration from now ("2h", "-30m"). No offset means UTC. Raises
+    Wrong."""
     text = text.strip()
     sign, amount = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
     try:
@@ -195,7 +196,7 @@ def tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
 
 
 def back(form: Mapping[str, Sequence[str]], path: str) -> str:
-    """The path that a form goes on to, on this server only; without a valid wish, the list that the form belongs to.
+    """The path that follows a form, on this server only; without a valid one, the list that the form belongs to.
 
     Browsers drop tabs and line ends, so "/<TAB>/host" would lead to another server.
     """

@@ -23,8 +23,8 @@ def not_alive(state: State) -> list[str]:
 def not_ready(state: State, intake: str, store: StoreOverview | None, error: str) -> list[str]:
     """The reasons why messages do not go in or come out; empty while the daemon is ready.
 
-    ``intake``: the queue that is always consumed; ``state`` names the others that are. ``store`` is the last look at
-    the store, None if the store was out of reach, for the reason ``error``.
+    ``intake``: the queue that the daemon always consumes; ``state`` names the others. ``store``: the last look at the
+    store; None if it failed, for the reason ``error``.
     """
     consumed = {intake: False} | state["consuming"]
     found = [f"queue {queue!r} is not consumed" for queue, is_ in consumed.items() if not is_]

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus, as families: the counts of this process, and the last look at store and broker.
+"""Metrics for Prometheus, as families: the counts of this process, and the last look at store and broker. Pure.
 
-Pure. METRICS is the one list of them; docs/metrics.md is compared with it.
+METRICS is the complete list; a test compares docs/metrics.md with it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _counter(labels: str, text: str, unit: str = "messages") -> Kind:
 
 
 METRICS: Final[Mapping[str, Kind]] = {
-    # of each process
+    # Of each process.
     "build_info": _gauge("version", "1", "which version runs; always 1"),
     "start_time_seconds": _gauge("", "unix seconds", "when the process began"),
     "mode_info": _gauge("mode", "1", "where new delays go; always 1"),
@@ -124,7 +124,7 @@ def roles(settings: Settings) -> dict[str, str]:
 
 
 def text(sight: Sight) -> bytes:
-    """In Prometheus's text format."""
+    """The metrics in Prometheus's text format."""
     return generate_latest(Families(sight))
 
 

@@ -34,9 +34,9 @@ FIELDS: Final = (
 )
 
 
-_CASCADE: Final = "The overview counts it, level by level; it cannot be listed, moved or cancelled."
+_CASCADE: Final = "The overview counts them by level; they cannot be listed, moved or cancelled."
 _STRAYS: Final = (
-    "What no destination takes goes back into the cascade, and after ten attempts to the strays queue (delayer strays)."
+    "Messages that no destination takes go back into the cascade; after ten attempts to the strays (delayer strays)."
 )
 
 
@@ -129,7 +129,7 @@ class Pages:
         )
 
     async def find(self, request: Request) -> Response:
-        """From a typed id to the page of its message."""
+        """Redirect from a typed id to the page of its message."""
         try:
             token = forms.token(request.query_params.get("id", ""))
         except Wrong as wrong:
@@ -211,7 +211,7 @@ class Pages:
             return self._storeless(request, "Held messages", _STRAYS)
         try:
             after = forms.number(request.query_params.get("after", "")) or 0
-            async with listing.looking(self._url(), "list what is held") as connection:
+            async with listing.looking(self._url(), "list held messages") as connection:
                 page = await detail.held_page(connection, Filter(), None, ROWS, after)
         except (Wrong, *STORE_ERRORS) as error:
             return self._unreached(request, error)
@@ -259,7 +259,7 @@ class Pages:
         if session is None:
             return self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
         answer = RedirectResponse("/", status_code=303)
-        # Not "secure": without TLS, which a proxy brings, loopback is all there is.
+        # Not "secure", because the daemon serves HTTP without TLS. A proxy may add TLS.
         answer.set_cookie(cookie_name(request.headers["host"]), session, httponly=True, samesite="strict", path="/")
         return answer
 
@@ -272,7 +272,7 @@ class Pages:
 
     def _storeless(self, request: Request, heading: str, line: str) -> Response:
         """The answer in native mode without a store: there is nothing to list."""
-        lines = ["No store is configured: the broker keeps what waits.", line]
+        lines = ["No store is configured: the broker keeps the waiting messages.", line]
         return self.html(request, "done.html", 404, heading=heading, lines=lines, back="/")
 
     def _unreached(self, request: Request, error: Exception) -> Response:
@@ -283,5 +283,5 @@ class Pages:
     def _url(self) -> str:
         url = self.answers.inside.settings.store_url
         if url is None:
-            raise StoreLost("no store is configured: what waits in the cascade can be counted, but not listed")
+            raise StoreLost("no store is configured: messages in the cascade can be counted, but not listed")
         return url

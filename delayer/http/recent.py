@@ -1,6 +1,6 @@
 """Rates and lateness of the last minutes, from notes of this process's counters every five seconds.
 
-Pure but for the part that notes.
+Pure, except Recent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Note(NamedTuple):
 
 
 def host_ms() -> int:
-    """The clock of this host."""
+    """The clock of this host, epoch milliseconds."""
     return time.time_ns() // 1_000_000
 
 
@@ -45,14 +45,14 @@ def note(counters: Counters, now_ms: int) -> Note:
 
 
 class Recent:
-    """The notes of this process: those of the last quarter of an hour, and the one before."""
+    """The notes of this process, of the last quarter of an hour and one before."""
 
     def __init__(self, counters: Counters, kept: int = 181) -> None:
         self._counters = counters
         self.notes: deque[Note] = deque([note(counters, host_ms())], kept)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Note until stopping is set."""
+        """Make a note at the end of each step until ``stopping`` is set."""
         while not stopping.is_set():
             try:
                 await asyncio.wait_for(stopping.wait(), (STEP_MS - host_ms() % STEP_MS) / 1000)

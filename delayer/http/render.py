@@ -54,7 +54,7 @@ def lateness(seconds: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """With a thin space between thousands."""
+    """A number with a thin space between thousands."""
     return "–" if value is None else f"{value:,.0f}".replace(",", "\u202f")
 
 
@@ -64,7 +64,7 @@ def rate(value: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes."""
+    """A number of bytes in B, KB or MB."""
     for unit, step in (("MB", 1 << 20), ("KB", 1 << 10)):
         if count >= step:
             return f"{count / step:.1f} {unit}"

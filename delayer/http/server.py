@@ -1,6 +1,6 @@
-"""The HTTP server: its paths, and the part of the daemon's life that runs uvicorn in the daemon's own loop.
+"""The HTTP server: its paths, and the service of the daemon that runs uvicorn in the daemon's own loop.
 
-A port that is taken, or any other failure of this part, is logged and tried again; it never stops the daemon.
+The service logs its failures, such as a taken port, and tries again. It never stops the daemon.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ log = structlog.get_logger(__name__)
 AGAIN: Final = 5.0
 """Seconds until the next attempt to listen at a port that is taken."""
 AT_ONCE: Final = 128
-"""Connections and requests that are served side by side; the next are answered 503."""
+"""The most connections and requests at a time. The server answers 503 to further ones."""
 LOOK: Final = 1.0
 """Seconds between two looks at the connections."""
-OPEN: Final = "not loopback: who reaches this address reads messages without a token, by whatever name he calls it"
+OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
 Handler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
 
@@ -53,7 +53,7 @@ class Files(StaticFiles):
 
 
 def application(answers: Answers, at_once: int = 4) -> Starlette:
-    """The paths and their handlers. So many looks at the store run at once, and as many acts; the others wait."""
+    """The paths and their handlers. At most ``at_once`` looks at the store run at a time, and as many changes."""
     settings = answers.inside
     sessions = Sessions(lambda: settings.settings.http.token)
     pages = Pages(answers, sessions)
@@ -108,7 +108,7 @@ class HttpPart:
         self._inside = inside
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until stopping is set."""
+        """Serve until ``stopping`` is set."""
         throttle = LogThrottle()
         while not stopping.is_set():
             try:
@@ -153,7 +153,7 @@ class HttpPart:
 
 
 class Connections:
-    """The connections of a server that wait for their client: for a request, for the rest of one, or for a reader.
+    """The connections that wait for their client: for a request, for the rest of one, or for a reader.
 
     uvicorn's own time limit begins with the end of the first answer. :meth:`sweep` ends connections that keep the
     server waiting before that. So no client holds connections for long.
@@ -174,7 +174,7 @@ class Connections:
 
 
 def _waits_for_client(one: Any) -> bool:
-    """Whether this connection of uvicorn's waits for its client, and not by uvicorn's own limit (keep-alive)."""
+    """Whether this connection of uvicorn waits for its client outside uvicorn's own limit (keep-alive)."""
     cycle = one.cycle
     at_work = cycle is not None and not cycle.response_complete and not cycle.more_body and not one.flow.write_paused
     return not at_work and one.timeout_keep_alive_task is None

@@ -56,7 +56,7 @@ class RefusedRow(NamedTuple):
 
 
 class Inside(Protocol):
-    """The daemon."""
+    """The daemon, as the server sees it."""
 
     @property
     def settings(self) -> Settings:
@@ -126,18 +126,18 @@ class Cached(Generic[T]):
         if self._task is not None:
             await asyncio.wait([self._task], timeout=patience)
             if self._task.done():
-                self._task.result()  # raises a bug
+                self._task.result()  # It raises a bug.
         return self.last()
 
     def last(self) -> Seen[T]:
-        """Without asking anew."""
+        """The last result, without a new look."""
         now = monotonic()
         waits = 0.0 if self._began is None else now - self._began
         error = self._error or (f"no answer for {waits:.0f} s" if waits > self._late else "")
         return Seen(self._value, error, None if self._seen_at is None else now - self._seen_at)
 
     def forget(self) -> None:
-        """Something was changed: the next request looks again, also if a look has begun before the change."""
+        """Let the next request look again after a change, also if a look has begun before the change."""
         self._again_at = 0.0
         self._forgotten = True
 

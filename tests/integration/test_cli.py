@@ -134,7 +134,7 @@ async def test_what_is_different_is_named_and_nothing_is_bound(delayer: Run, vho
     assert "Nothing was bound" in refused.stderr
     check = json.loads(delayer("check", "--json", expect=1).stdout)
     (row,) = [row for row in check["checks"] if "queue delays:" in row["found"]]
-    assert row["advice"].startswith("delete it while it is empty and nobody consumes it, or choose another name")
+    assert row["advice"].startswith("delete it while it is empty and has no consumer, or choose another name")
     assert "`rabbitmqctl delete_queue NAME`, while it is empty" in refused.stderr
 
 
@@ -182,7 +182,7 @@ async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str)
 async def test_send_of_a_cancel_says_what_it_asks_for(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
     sent = delayer("send", "--id", "one", "--header", "x-delay-cancel=order 7")
-    assert sent.stdout == 'Sent one to exchange "delayer.in"; asks to cancel what waits under key "order 7".\n'
+    assert sent.stdout == 'Sent one to exchange "delayer.in"; asks to cancel the message under key "order 7".\n'
     assert sent.stderr == "Next: `delayer list --key 'order 7'` shows nothing any more, if it came in time.\n"
     assert len(await take(vhost, "delays")) == 1
     assert "Without a store nothing can be cancelled" in send.cancelling("order 7", Settings(mode="native"))

@@ -29,7 +29,7 @@ async def test_a_queue_that_nobody_consumes_is_told(delayer: Run, vhost: str) ->
         delayer("topology", "apply")
         await channel.default_exchange.publish(aio_pika.Message(b""), "delays")
         (row,) = rows(delayer, "intake")
-        assert (row["result"], row["found"]) == ("note", 'nobody consumes "delays"; 1 wait in it')
+        assert (row["result"], row["found"]) == ("note", 'no consumer reads "delays"; 1 wait in it')
 
         async def keep(_message: object) -> None:
             """Let it wait."""
@@ -102,7 +102,7 @@ def test_a_route_that_makes_messages_late_and_holds_them_is_told(delayer: Run) -
     seen = json.loads(delayer("check", "--offline", "--json", **told).stdout)["checks"]
     [row] = [one for one in seen if one["what"] == "routes"]
     assert row["result"] == "note"
-    assert row["found"].startswith('"both" holds for a person what waits longer than late_limit (3s)')
+    assert row["found"].startswith('"both" holds messages that wait longer than late_limit (3s)')
 
 
 def test_an_address_that_others_reach_is_told(delayer: Run) -> None:

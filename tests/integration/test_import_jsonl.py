@@ -350,7 +350,7 @@ async def test_what_waits_under_a_key_wins_and_the_imported_one_is_told(
         assert seen["superseded"] == 1
         assert seen["remarks"][-1] == "line 1: will not be imported: a message waits under its key 'order-0'"
         told = delayer("import", "jsonl", "preview", str(file), "--unverified", expect=FOUND).stdout
-        assert "1 of them would not be imported: as a message waits under their key already" in told
+        assert "1 of them would not be imported: because a message waits under their key already" in told
         report = json.loads(delayer("import", "jsonl", "run", *words, "--yes", expect=FOUND).stdout)
         assert (report["parked"], report["held"], report["superseded"], report["staged"]) == (3, 0, 2, 5)
         waiting = await admin.fetch("SELECT right(encode(key, 'escape'), 1), body FROM message ORDER BY key, body")
@@ -379,5 +379,5 @@ async def test_a_held_message_keeps_its_key_from_an_imported_one(delayer: Run, d
         await hold(admin)
         run = ("import", "jsonl", "run", str(file), "--unverified", "--yes", "--again")
         told = delayer(*run, expect=FOUND).stderr
-        assert "Not imported: 1, as a message waits under their key already, and stays" in told
+        assert "Not imported: 1, because a message waits under their key already, and stays" in told
         assert await admin.fetchval("SELECT count(*) FROM held WHERE body = 'waits'") == 1

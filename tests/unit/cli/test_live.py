@@ -43,7 +43,7 @@ async def test_another_service_at_that_address(
     async with served(Inside(**theirs), monkeypatch) as web:
         native = {"mode": "native", "http": {"listen": web.address}}
         found = await status.look(Settings.model_validate(native | ours))
-        wrong = f"what answers at {web.address} works with another broker or virtual host"
+        wrong = f"the daemon at {web.address} works with another broker or virtual host"
         assert found["error"] == (None if same else wrong)
         assert bool(found["last"]) == same
 
