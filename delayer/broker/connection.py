@@ -22,7 +22,7 @@ SETTLED: Final = 5.0
 """A connection that lasts for so many seconds counts as a success, so the next one is tried at once."""
 
 
-class Relay:
+class ReconnectingConnection:
     """A connection that is kept open from :meth:`start` to :meth:`close`."""
 
     def __init__(self, address: Address, name: str, *, heartbeat: float, timeout: float = 10.0) -> None:
@@ -77,7 +77,7 @@ class Relay:
         return self._connection
 
     async def another(self, timeout: float) -> Connection:
-        """A second connection. It ends with this relay, or when the caller closes it. Raises BrokerLost.
+        """A second connection. It ends with this one, or when the caller closes it. Raises BrokerLost.
 
         The URL may shorten ``timeout``, but not extend it, because messages wait.
         """

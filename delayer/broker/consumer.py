@@ -13,7 +13,7 @@ import structlog
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ConsumerCancelled
-from delayer.broker.connection import Relay
+from delayer.broker.connection import ReconnectingConnection
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery
 
@@ -161,9 +161,9 @@ ANSWER_SECONDS: Final = 2.0
 BATCH_BYTES: Final = 8 << 20
 
 
-class RelayConsumer:
-    """Satisfies ports.Consumer, over a relay of its own, because pausing one queue must not pause another. Consumers
-    that share a relay share its ``inflow``; otherwise each subscription has ``buffer_bytes``.
+class AmqpConsumer:
+    """Satisfies ports.Consumer, over a connection of its own, because pausing one queue must not pause another.
+    Consumers that share a connection share its ``inflow``; otherwise each subscription has ``buffer_bytes``.
 
     ``fitting``: the size of a queue's messages so far. A subscription may end itself in order (``overrun``) to change
     how much it reads ahead.
@@ -171,28 +171,28 @@ class RelayConsumer:
 
     def __init__(
         self,
-        relay: Relay,
+        reconnecting: ReconnectingConnection,
         *,
         batch_bytes: int = BATCH_BYTES,
         buffer_bytes: int = BUFFER_BYTES,
         fitting: Fitting | None = None,
         inflow: Inflow | None = None,
     ) -> None:
-        self._relay = relay
+        self._reconnecting = reconnecting
         self._inflow = inflow
         self._batch_bytes = batch_bytes
         self._buffer_bytes = buffer_bytes
         self._fitting = fitting
 
-    async def subscribe(self, queue: str, prefetch: int) -> RelaySubscription:
+    async def subscribe(self, queue: str, prefetch: int) -> AmqpSubscription:
         """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
         inflow = self._inflow or Inflow(self._buffer_bytes)
         with inflow.listening(BEGINNING):
-            return await self._begun(await self._relay.connection(ANSWER_SECONDS), inflow, queue, prefetch)
+            return await self._begun(await self._reconnecting.connection(ANSWER_SECONDS), inflow, queue, prefetch)
 
-    async def _begun(self, connection: Connection, inflow: Inflow, queue: str, prefetch: int) -> RelaySubscription:
+    async def _begun(self, connection: Connection, inflow: Inflow, queue: str, prefetch: int) -> AmqpSubscription:
         channel = await connection.channel()
-        subscription = RelaySubscription(
+        subscription = AmqpSubscription(
             connection,
             channel,
             queue,
@@ -210,7 +210,7 @@ class RelayConsumer:
         return subscription
 
 
-class RelaySubscription:
+class AmqpSubscription:
     """Satisfies ports.Subscription."""
 
     def __init__(

@@ -27,7 +27,7 @@ from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ACCESS_REFUSED, NOT_FOUND, ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination
-from delayer.broker.connection import Relay
+from delayer.broker.connection import ReconnectingConnection
 from delayer.core.errors import BrokerLost
 from delayer.core.message import (
     CONFIRMED,
@@ -93,14 +93,16 @@ class _Case:
 
 
 class Isolation:
-    """One isolation for all publishers of a process. ``relay`` is theirs; it opens the second connection on need."""
+    """One isolation for all publishers of a process. ``reconnecting`` is theirs, and opens the second connection."""
 
-    def __init__(self, relay: Relay, *, timeout: float, breaker: CircuitBreaker | None = None) -> None:
+    def __init__(
+        self, reconnecting: ReconnectingConnection, *, timeout: float, breaker: CircuitBreaker | None = None
+    ) -> None:
         """``timeout``: seconds that a publish waits for its confirms. Only the text of a hold uses it."""
         self.breaker = breaker or CircuitBreaker()
         self.exchanges: set[bytes] = set()
         """Exchanges that accepted a publish. A missing exchange closes the channel, which leaves others in doubt."""
-        self._relay = relay
+        self._reconnecting = reconnecting
         self._timeout = timeout
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
@@ -128,7 +130,7 @@ class Isolation:
     async def replace(self, connection: Connection) -> None:
         """End the publishers' ``connection``, which opened no channel in time, if the broker answers on this one. A
         channel that waits for a queue may keep the broker from reading its connection."""
-        if not self._relay.blocked and await self._answers() and self._relay.current is connection:
+        if not self._reconnecting.blocked and await self._answers() and self._reconnecting.current is connection:
             connection.drop("the broker does not read this connection, and answers on another")
 
     # The publishers' requests. A message without an outcome afterwards is in doubt.
@@ -169,7 +171,7 @@ class Isolation:
 
         async def work() -> None:
             while (todo := case.unknown(indexes)) and batch[todo[0]].exchange not in self.exchanges:
-                if self._relay.blocked:
+                if self._reconnecting.blocked:
                     raise BrokerLost("the broker blocks publishers (a resource alarm)")
                 try:
                     async with self._turn(case):
@@ -357,7 +359,7 @@ class Isolation:
     async def _judge(self, case: _Case, silent: Sequence[_Silent]) -> None:
         """Open the breakers of destinations that were silent while the broker confirmed others. Without other confirms,
         a second silence counts if the broker answers a test message without a queue."""
-        if self._relay.blocked:  # A blocked broker proves nothing about a destination.
+        if self._reconnecting.blocked:  # A blocked broker proves nothing about a destination.
             case.in_doubt.update(index for one in silent for index in one.group)
             return
         unproven = [one for one in silent if not self._proven(case, one)]
@@ -441,7 +443,7 @@ class Isolation:
                 return connection
             if own or self._refused + 30.0 < _now():
                 try:
-                    self._connection = await self._relay.another(min(CONNECTING, left(deadline)))
+                    self._connection = await self._reconnecting.another(min(CONNECTING, left(deadline)))
                 except BrokerLost as lost:
                     self._refused = _now()
                     if own:
@@ -451,8 +453,8 @@ class Isolation:
                     return self._connection
         while True:
             try:
-                return await self._relay.connection(left(deadline))
-            except BrokerLost:  # The relay may be connecting again.
+                return await self._reconnecting.connection(left(deadline))
+            except BrokerLost:  # It may be connecting again.
                 if not left(deadline):
                     raise
                 await asyncio.sleep(0.05)

@@ -19,7 +19,7 @@ import structlog
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
-from delayer.broker.connection import Relay
+from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import CONFIRMED, Outcome, Outgoing, is_direct_reply
@@ -41,15 +41,19 @@ BATCH: Final = 10_000
 _Work = Callable[[Sequence[Outgoing], list[int], dict[int, Outcome], float], Coroutine[None, None, None]]
 
 
-class RelayPublisher:
+class AmqpPublisher:
     """Satisfies ports.Publisher. Several publishes may be in flight on its one channel."""
 
     def __init__(
-        self, relay: Relay, *, isolation: Isolation | None = None, confirm_timeout: float = CONFIRM_TIMEOUT
+        self,
+        reconnecting: ReconnectingConnection,
+        *,
+        isolation: Isolation | None = None,
+        confirm_timeout: float = CONFIRM_TIMEOUT,
     ) -> None:
         """``isolation``: the one that all publishers of the process share."""
-        self._relay = relay
-        self._isolation = isolation or Isolation(relay, timeout=confirm_timeout)
+        self._reconnecting = reconnecting
+        self._isolation = isolation or Isolation(reconnecting, timeout=confirm_timeout)
         self._timeout = confirm_timeout
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
@@ -61,12 +65,12 @@ class RelayPublisher:
     @property
     def ready(self) -> bool:
         """See ports.Publisher."""
-        return self._relay.current is not None and not self._relay.blocked
+        return self._reconnecting.current is not None and not self._reconnecting.blocked
 
     @property
     def max_properties(self) -> int:
         """See ports.Publisher. The value is that of the last connection."""
-        connection = self._relay.current
+        connection = self._reconnecting.current
         if connection is not None:
             self._max_properties = connection.frame_max - OVERHEAD
         return self._max_properties
@@ -154,9 +158,9 @@ class RelayPublisher:
             await self._together(batch, [index for index in indexes if index not in outcomes], outcomes, deadline)
 
     async def _usable(self) -> None:
-        await self._relay.connection(self._timeout)
+        await self._reconnecting.connection(self._timeout)
         try:
-            await asyncio.wait_for(self._relay.unblocked(), self._timeout)
+            await asyncio.wait_for(self._reconnecting.unblocked(), self._timeout)
         except TimeoutError as late:
             raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
 
@@ -182,7 +186,7 @@ class RelayPublisher:
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
         began = asyncio.get_running_loop().time()
-        connection = await self._relay.connection(deadline - began)
+        connection = await self._reconnecting.connection(deadline - began)
         lost: ChannelClosed | ConnectionLost | None = None
         try:
             channel = await self._shared(connection)
@@ -198,7 +202,7 @@ class RelayPublisher:
             return
         unknown = [index for index in indexes if index not in outcomes]
         if isinstance(lost, ConfirmTimeout):
-            if not self._relay.blocked:
+            if not self._reconnecting.blocked:
                 await self._isolation.unanswered(batch, unknown, outcomes, deadline)
         elif lost.objects:
             log.warning("publish channel closed", reason=str(lost), in_doubt=len(unknown))

@@ -13,10 +13,10 @@ import click
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.brief import briefly
-from delayer.broker.connection import Relay
-from delayer.broker.consumer import RelayConsumer
+from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.consumer import AmqpConsumer
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.publisher import RelayPublisher
+from delayer.broker.publisher import AmqpPublisher
 from delayer.cli.errors import DONE, FOUND, Misused
 from delayer.cli.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
 from delayer.cli.output import Say, note, print_json, print_table, progress
@@ -38,14 +38,14 @@ PORTION: Final = 500
 
 
 @asynccontextmanager
-async def relay_of(settings: Settings) -> AsyncIterator[Relay]:
+async def connection_of(settings: Settings) -> AsyncIterator[ReconnectingConnection]:
     """A connection to the broker, closed at the end."""
-    relay = Relay(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
-    relay.start()
+    reconnecting = ReconnectingConnection(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
+    reconnecting.start()
     try:
-        yield relay
+        yield reconnecting
     finally:
-        await relay.close()
+        await reconnecting.close()
 
 
 LOWEST: Final = 5
@@ -84,13 +84,13 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
     try:
         with progress("draining") as say:
             recorded = actions.recorded(url, whoami(), "drain to store", {})
-            async with recorded as (connection, act), relay_of(settings) as relay:
+            async with recorded as (connection, act), connection_of(settings) as reconnecting:
                 # From the top down, so that it meets messages that fall meanwhile.
                 for level in reversed(range(LOWEST, LEVELS)):
                     if not (await look_around(settings, levels)).levels[level]:
                         continue
                     due_queue = settings.native.due_queue.encode()
-                    async for moved in _portions_in(store, relay, levels, level, due_queue=due_queue):
+                    async for moved in _portions_in(store, reconnecting, levels, level, due_queue=due_queue):
                         await audit_log.add(connection, act, moved)
                         done += moved
                         say("draining", done, None)
@@ -100,11 +100,11 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
 
 
 async def _portions_in(
-    store: PostgresStore, relay: Relay, levels: Cascade, level: int, *, due_queue: bytes
+    store: PostgresStore, reconnecting: ReconnectingConnection, levels: Cascade, level: int, *, due_queue: bytes
 ) -> AsyncIterator[int]:
     """Park the messages of one level in portions, and acknowledge each after its commit. Yields their sizes."""
-    connection = await relay.connection(10.0)
-    subscription = await RelayConsumer(relay).subscribe(levels.level(level), PORTION)
+    connection = await reconnecting.connection(10.0)
+    subscription = await AmqpConsumer(reconnecting).subscribe(levels.level(level), PORTION)
     try:
         empty = 0
         # After two seconds without a message a level counts as empty: its messages are gone, or another consumer has
@@ -152,8 +152,8 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Mo
     async with await Admin.connect(settings.broker_url, name=NAME) as admin:
         await admin.declare(native_of(settings))
     recorded = actions.recorded(url, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
-    async with relay_of(settings) as relay, recorded as (connection, act):
-        publisher = RelayPublisher(relay)
+    async with connection_of(settings) as reconnecting, recorded as (connection, act):
+        publisher = AmqpPublisher(reconnecting)
         try:
             with progress("draining") as say:
                 return await _portions_out(connection, publisher, settings, act, say, keys_too=keys_too)
@@ -162,7 +162,7 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Mo
 
 
 async def _portions_out(
-    connection: asyncpg.Connection, publisher: RelayPublisher, settings: Settings, act: int, say: Say, *, keys_too: bool
+    connection: asyncpg.Connection, publisher: AmqpPublisher, settings: Settings, act: int, say: Say, *, keys_too: bool
 ) -> Moved:
     done = 0
     left: set[int] = set()
@@ -187,7 +187,7 @@ async def _portions_out(
 
 
 async def _publish(
-    connection: asyncpg.Connection, rows: Sequence[Due], publisher: RelayPublisher, settings: Settings
+    connection: asyncpg.Connection, rows: Sequence[Due], publisher: AmqpPublisher, settings: Settings
 ) -> None:
     now_ms = await connection.fetchval("SELECT clock_timestamp()")
     queue, levels = settings.native.due_queue.encode(), cascade_of(settings)

@@ -46,7 +46,7 @@ class DaemonInside:
             "routes": [route.from_ for route in daemon.settings.routes],
             "started_ms": self._started_ms,
             "consuming": daemon.consuming(),
-            "connections": daemon.relays.as_dict(),
+            "connections": daemon.connections.as_dict(),
             "store": lanes.configured,
             "lanes": lanes.numbers,
             "usable": lanes.usable,

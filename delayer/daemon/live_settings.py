@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from delayer.amqp.edits import Names
-from delayer.broker.publisher import RelayPublisher
+from delayer.broker.publisher import AmqpPublisher
 from delayer.config import Retry as RetryTable
 from delayer.config import Settings
 from delayer.config.topology import own_names, uses_cascade
@@ -59,7 +59,7 @@ def _retry(table: RetryTable) -> Retry:
 class LiveSettings:
     """Read for every batch, so that a reload applies from the next one on."""
 
-    def __init__(self, settings: Settings, cascade: Cascade, publisher: RelayPublisher, lanes: LaneManager) -> None:
+    def __init__(self, settings: Settings, cascade: Cascade, publisher: AmqpPublisher, lanes: LaneManager) -> None:
         self.settings = settings
         self._cascade = cascade
         self._publisher = publisher

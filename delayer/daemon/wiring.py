@@ -13,12 +13,12 @@ import structlog
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.brief import briefly
-from delayer.broker.connection import Relay
-from delayer.broker.consumer import BUFFER_BYTES, Fitting, Inflow, RelayConsumer
+from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.consumer import BUFFER_BYTES, AmqpConsumer, Fitting, Inflow
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
 from delayer.broker.ports import Heartbeat, Lane, Parking, Store
-from delayer.broker.publisher import CONFIRM_TIMEOUT, RelayPublisher
+from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, topology_of, uses_cascade
 from delayer.core.cascade import LEVELS, Cascade
@@ -51,7 +51,7 @@ def levels_of(settings: Settings) -> Iterator[tuple[Cascade, int]]:
 
 def takeovers_of(
     settings: Settings,
-    relay: Relay,
+    connection: ReconnectingConnection,
     *,
     parking: Parking,
     prepare: Callable[[], Awaitable[None]],
@@ -59,7 +59,7 @@ def takeovers_of(
     heartbeat: Heartbeat,
     counters: Counters,
 ) -> list[LevelTakeover]:
-    """A takeover for each level. They share ``relay``, which has no other use, and 16 MiB of messages read ahead.
+    """A takeover for each level. They share ``connection``, which has no other use, and 16 MiB of messages read ahead.
 
     A batch of one level has at most 1 MiB: two parks of each of some twenty levels may be open at once.
     """
@@ -70,8 +70,8 @@ def takeovers_of(
         return LevelTakeover(
             cascade,
             level,
-            consumer=RelayConsumer(
-                relay, batch_bytes=1 << 20, inflow=inflow, fitting=Fitting(all_bytes // len(levels))
+            consumer=AmqpConsumer(
+                connection, batch_bytes=1 << 20, inflow=inflow, fitting=Fitting(all_bytes // len(levels))
             ),
             parking=parking,
             prepare=prepare,
@@ -83,68 +83,68 @@ def takeovers_of(
     return [takeover(cascade, level) for cascade, level in levels]
 
 
-class Relays:
+class Connections:
     """The connections to the broker, by use: ``intake``, ``due``, ``publish``, ``takeover`` (where configured)."""
 
     def __init__(self, settings: Settings) -> None:
         address = Address.parse(settings.broker_url)
         self._vhost, self._cluster = address.vhost, ""
         heartbeat = settings.broker.heartbeat_ms / 1000
-        self._relays = {
-            use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
+        self._connections = {
+            use: ReconnectingConnection(address, f"delayer {use}", heartbeat=heartbeat)
             for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
         }
-        self.isolation = Isolation(self._relays["publish"], timeout=CONFIRM_TIMEOUT)
+        self.isolation = Isolation(self._connections["publish"], timeout=CONFIRM_TIMEOUT)
 
-    def __getitem__(self, use: str) -> Relay:
-        return self._relays[use]
+    def __getitem__(self, use: str) -> ReconnectingConnection:
+        return self._connections[use]
 
     def __contains__(self, use: str) -> bool:
-        return use in self._relays
+        return use in self._connections
 
     def start(self) -> None:
         """Connect, and stay so."""
-        for relay in self._relays.values():
-            relay.start()
+        for connection in self._connections.values():
+            connection.start()
 
     def closings(self) -> list[Coroutine[None, None, None]]:
         """The coroutines that close them, to be awaited together: a broker that hangs answers no close."""
         self.isolation.close()
-        return [relay.close() for relay in self._relays.values()]
+        return [connection.close() for connection in self._connections.values()]
 
     async def meet_broker(self, seconds: float = 1.0) -> None:
         """Wait briefly, so that lanes can record the broker's cluster name. A longer wait would delay due rows."""
         with suppress(BrokerLost):
-            await self._relays["publish"].connection(seconds)
+            await self._connections["publish"].connection(seconds)
 
     def broker_mark(self) -> str:
         """The mark of this broker, from the last connection (lanes/locks.py)."""
-        relays = [relay.current for relay in self._relays.values()]
-        cluster = next((connection.cluster for connection in relays if connection is not None), self._cluster)
+        connections = [connection.current for connection in self._connections.values()]
+        cluster = next((connection.cluster for connection in connections if connection is not None), self._cluster)
         self._cluster = cluster
         return broker_mark(cluster, self._vhost)
 
     def reaching(self) -> bool:
         """Whether any of them is connected."""
-        return any(relay.current is not None for relay in self._relays.values())
+        return any(connection.current is not None for connection in self._connections.values())
 
     def connected(self) -> bool:
         """Whether all of them are."""
-        return all(relay.current is not None for relay in self._relays.values())
+        return all(connection.current is not None for connection in self._connections.values())
 
     def blocked(self) -> bool:
         """Whether the broker takes no publishes on one of them."""
-        return any(relay.blocked for relay in self._relays.values())
+        return any(connection.blocked for connection in self._connections.values())
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For each connection: connected, blocked, and the number of connects."""
         return {
             use: {
-                "connected": relay.current is not None,
-                "blocked": relay.blocked,
-                "connects": relay.connects,
+                "connected": connection.current is not None,
+                "blocked": connection.blocked,
+                "connects": connection.connects,
             }
-            for use, relay in self._relays.items()
+            for use, connection in self._connections.items()
         }
 
 
@@ -178,16 +178,16 @@ class Daemon:
         self.services = ServiceGroup()
         self._watchdog = Watchdog(notifier)
         self._reporter = StatusReporter(notifier, self._seen)
-        self.relays = Relays(settings)
+        self.connections = Connections(settings)
         self._cascade = cascade_of(settings)
-        self._publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
+        self._publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)
         self.lanes = LaneManager(
             self._release,
             limited=lambda: self._live.rates,
             heartbeat=self._watchdog,
             counters=self.counters,
-            reaching=lambda: self.relays["publish"].current is not None,
-            broker=self.relays.broker_mark,
+            reaching=lambda: self.connections["publish"].current is not None,
+            broker=self.connections.broker_mark,
         )
         self._live = LiveSettings(settings, self._cascade, self._publisher, self.lanes)
         holding = Holding(self._publisher, self.lanes, self._live, self.counters, new_id=new_id)
@@ -207,7 +207,7 @@ class Daemon:
 
     async def run(self) -> None:
         """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
-        self.relays.start()
+        self.connections.start()
         if self.settings.store_url is not None:
             self.start_lanes(self.settings)
         self.services.add("intake", self._intake.run)
@@ -221,7 +221,7 @@ class Daemon:
             await self.services.run()
         finally:
             # Together, and bounded: a broker that hangs answers no close, and a stop takes ten seconds at most.
-            farewells = self.relays.closings()
+            farewells = self.connections.closings()
             await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=1.0)
             log.info("stopped", **self.counters.as_dict())
 
@@ -237,8 +237,8 @@ class Daemon:
             url = settings.store_url or ""
 
             async def connect() -> Store:
-                await self.relays.meet_broker()
-                return await PostgresStore.connect(url, broker=self.relays.broker_mark)
+                await self.connections.meet_broker()
+                return await PostgresStore.connect(url, broker=self.connections.broker_mark)
 
             self.lanes.configure(connect)
             self.services.add("lanes", self.lanes.run, last=True)
@@ -252,8 +252,8 @@ class Daemon:
 
     def _seen(self) -> Seen:
         return Seen(
-            connected=self.relays.connected(),
-            blocked=self.relays.blocked(),
+            connected=self.connections.connected(),
+            blocked=self.connections.blocked(),
             store=self.lanes.configured,
             usable=self.lanes.usable,
             spare=self.lanes.spare.is_set(),
@@ -331,15 +331,15 @@ class Daemon:
         if use == "due":
             intake = replace(intake, gather=0.005)  # All its messages are due, and late by this.
         prepare = self._prepare if use == "intake" else self._declare_again
-        consumer = RelayConsumer(self.relays[use], fitting=Fitting(BUFFER_BYTES))
+        consumer = AmqpConsumer(self.connections[use], fitting=Fitting(BUFFER_BYTES))
         return QueueConsumer(intake, consumer, handle, prepare=prepare, heartbeat=self._watchdog)
 
     def _takeovers(self) -> list[LevelTakeover]:
-        if "takeover" not in self.relays:
+        if "takeover" not in self.connections:
             return []
         return takeovers_of(
             self.settings,
-            self.relays["takeover"],
+            self.connections["takeover"],
             parking=self.lanes,
             prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
             now_ms=self._live.now_upper_ms,
@@ -348,5 +348,5 @@ class Daemon:
         )
 
     def _release(self, lane: Lane) -> Release:
-        publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
+        publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)
         return Release(lane, publisher, self._live, heartbeat=self._watchdog, counters=self.counters)

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
 from delayer.broker.admin import Admin
-from delayer.broker.connection import Relay
-from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import (
     BEHIND,
@@ -168,8 +168,8 @@ class Visits:
         self._doubt = doubt
         self._readers: list[Reader] | None = None
         self._at = 0
-        self._relay: Relay | None = None
-        self.subscription: RelaySubscription | None = None
+        self._reconnecting: ReconnectingConnection | None = None
+        self.subscription: AmqpSubscription | None = None
         self._acknowledged = False
         self._kept = 0
         self._unread = 0
@@ -203,12 +203,12 @@ class Visits:
         self._kept += 1
         self.left[self.reader.queue][why] += 1
 
-    def acknowledge(self, subscription: RelaySubscription, tag: int) -> None:
+    def acknowledge(self, subscription: AmqpSubscription, tag: int) -> None:
         """Acknowledge a committed message."""
         self._acknowledged = True
         subscription.ack(tag, multiple=False)
 
-    async def next_subscription(self) -> RelaySubscription | None:
+    async def next_subscription(self) -> AmqpSubscription | None:
         """The subscription of the queue that is read; None when there is no queue left."""
         if self.subscription is not None:
             return self.subscription
@@ -230,16 +230,16 @@ class Visits:
             else:
                 return None
         try:
-            if self._relay is None:
-                self._relay = Relay(address_of(self._url), NAME, heartbeat=HEARTBEAT)
-                self._relay.start()
+            if self._reconnecting is None:
+                self._reconnecting = ReconnectingConnection(address_of(self._url), NAME, heartbeat=HEARTBEAT)
+                self._reconnecting.start()
             prefetch = PREFETCH + (KEPT if self._meant.cutoff_ms is not None else 0)
-            self.subscription = await RelayConsumer(self._relay).subscribe(self.reader.queue, prefetch)
+            self.subscription = await AmqpConsumer(self._reconnecting).subscribe(self.reader.queue, prefetch)
         except BrokerLost as lost:
             raise SourceLost(str(lost)) from lost
         return self.subscription
 
-    async def deliveries(self, subscription: RelaySubscription) -> list[Delivery]:
+    async def deliveries(self, subscription: AmqpSubscription) -> list[Delivery]:
         """The next messages. Empty at the end of the queue, which the reader then leaves. Raises SourceLost."""
         try:
             # After three empty answers, a second each, another consumer holds the rest of the queue.
@@ -282,9 +282,9 @@ class Visits:
             if subscription is not None:
                 await subscription.close()
         finally:
-            relay, self._relay = self._relay, None
-            if relay is not None:
-                await relay.close()
+            reconnecting, self._reconnecting = self._reconnecting, None
+            if reconnecting is not None:
+                await reconnecting.close()
 
 
 class Queues(ABC):

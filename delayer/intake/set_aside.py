@@ -16,10 +16,10 @@ from delayer.amqp import reading
 from delayer.amqp.address import Address
 from delayer.amqp.edits import Envelope, Held, enveloped, stray
 from delayer.broker.admin import Admin
-from delayer.broker.connection import Relay
-from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.errors import QueueMissing
-from delayer.broker.publisher import RelayPublisher
+from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import Confirmed, Delivery, Outgoing, Target
@@ -173,7 +173,7 @@ class SetAside(Generic[T]):
                         result.found.append(one)
         return result
 
-    async def _publish(self, publisher: RelayPublisher, some: Sequence[Delivery]) -> list[str]:
+    async def _publish(self, publisher: AmqpPublisher, some: Sequence[Delivery]) -> list[str]:
         """For each "" when it is confirmed, else the reason why it stays."""
         prepared = [self._again(one, publisher.max_properties) for one in some]
         outcomes = iter(await publisher.publish([one for one in prepared if isinstance(one, Outgoing)]))
@@ -184,29 +184,31 @@ class SetAside(Generic[T]):
         ]
 
     @asynccontextmanager
-    async def _consuming(self, prefetch: int) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, Result[T]]]:
+    async def _consuming(self, prefetch: int) -> AsyncIterator[tuple[AmqpSubscription, AmqpPublisher, Result[T]]]:
         async with await Admin.connect(self.url, name=f"delayer {self.queue}") as admin:
             depth = (await admin.depths([self.queue]))[self.queue]
         if depth is None:
             raise QueueMissing(f'queue "{self.queue}" does not exist. Next: `delayer topology apply`.')
         # Two connections: a paused consumer must not delay the confirms.
-        relays = [Relay(Address.parse(self.url), f"delayer {self.queue} {n}", heartbeat=20.0) for n in (1, 2)]
-        for relay in relays:
-            relay.start()
-        publisher = RelayPublisher(relays[1])
+        connections = [
+            ReconnectingConnection(Address.parse(self.url), f"delayer {self.queue} {n}", heartbeat=20.0) for n in (1, 2)
+        ]
+        for connection in connections:
+            connection.start()
+        publisher = AmqpPublisher(connections[1])
         try:
-            subscription = await RelayConsumer(relays[0]).subscribe(self.queue, prefetch)
+            subscription = await AmqpConsumer(connections[0]).subscribe(self.queue, prefetch)
             try:
                 yield subscription, publisher, Result(depth)
             finally:
                 await subscription.close()  # It returns the rest to its place.
         finally:
             await publisher.close()
-            for relay in relays:
-                await relay.close()
+            for connection in connections:
+                await connection.close()
 
 
-async def _portions(subscription: RelaySubscription, count: int, result: Result[T]) -> AsyncIterator[list[Delivery]]:
+async def _portions(subscription: AmqpSubscription, count: int, result: Result[T]) -> AsyncIterator[list[Delivery]]:
     """The next ``count`` messages, without those that arrive later (a retried message may be refused again)."""
     empty = 0
     while result.looked < count and empty < 3:  # Three seconds; after that, another consumer has the rest.

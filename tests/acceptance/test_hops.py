@@ -72,7 +72,7 @@ async def test_a_plain_message_crosses_few_modules(
         return daemon.consuming()
 
     async def isolating() -> bool:
-        return daemon.relays.isolation._connection is not None
+        return daemon.connections.isolation._connection is not None
 
     running = asyncio.create_task(daemon.run())
     try:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from delayer.broker.consumer import RelaySubscription
-from delayer.broker.publisher import RelayPublisher
+from delayer.broker.consumer import AmqpSubscription
+from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Due, Outcome, Outgoing
 from delayer.daemon.systemd import Notifier
@@ -71,15 +71,15 @@ def place(request: pytest.FixtureRequest, vhost: str, store: str) -> Place:
 
 def break_publish(monkeypatch: Patch, chosen: Callable[[Sequence[Outgoing]], bool]) -> Once:
     """The first publish of a batch that is ``chosen`` is confirmed, and then raises as if it were not."""
-    publish, once = RelayPublisher.publish, Once()
+    publish, once = AmqpPublisher.publish, Once()
 
-    async def broken(self: RelayPublisher, batch: Sequence[Outgoing], *rest: Any, **more: Any) -> list[Outcome]:
+    async def broken(self: AmqpPublisher, batch: Sequence[Outgoing], *rest: Any, **more: Any) -> list[Outcome]:
         outcomes = await publish(self, batch, *rest, **more)
         if chosen(batch) and once:
             raise BrokerLost("broken by the test, after the confirms")
         return outcomes
 
-    monkeypatch.setattr(RelayPublisher, "publish", broken)
+    monkeypatch.setattr(AmqpPublisher, "publish", broken)
     return once
 
 
@@ -159,7 +159,7 @@ async def test_the_ack_is_never_sent(place: Place, monkeypatch: Patch) -> None:
     """The broker keeps what was not acknowledged, and gives it to the next daemon: all of it twice, nothing lost."""
     await place.declare()
     with monkeypatch.context() as patch:
-        patch.setattr(RelaySubscription, "ack", lambda *_, **__: None)
+        patch.setattr(AmqpSubscription, "ack", lambda *_, **__: None)
         async with place.ledger() as ledger:
             await passed(place, ledger, 100)
             await place.ready(100)

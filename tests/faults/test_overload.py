@@ -15,8 +15,8 @@ import pytest
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
-from delayer.broker.connection import Relay
-from delayer.broker.publisher import RelayPublisher
+from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Outgoing
 from delayer.store.admin.stats import overview
@@ -117,9 +117,11 @@ async def test_a_slow_broker_gets_less_at_a_time(rabbitmq: RabbitMQ, vhost: str)
     body, count, timeout = bytes(2_000), 200, 1.0
     async with Proxy(rabbitmq.port) as proxy, await aio_pika.connect(vhost) as connection:
         await (await connection.channel()).declare_queue("slow", durable=True)
-        relay = Relay(Address.parse(via(rabbitmq, vhost, proxy)), "relay test", heartbeat=20)
-        relay.start()
-        publisher = RelayPublisher(relay, confirm_timeout=timeout)
+        reconnecting = ReconnectingConnection(
+            Address.parse(via(rabbitmq, vhost, proxy)), "reconnecting test", heartbeat=20
+        )
+        reconnecting.start()
+        publisher = AmqpPublisher(reconnecting, confirm_timeout=timeout)
         try:
             assert await publisher.publish([Outgoing(b"", b"slow", b"\0\0", body, b"first")]) == [CONFIRMED]
             proxy.slow(bytes_per_second=100_000)
@@ -132,7 +134,7 @@ async def test_a_slow_broker_gets_less_at_a_time(rabbitmq: RabbitMQ, vhost: str)
                     assert await publisher.publish(batch) == [CONFIRMED] * len(batch)
                     left = left[len(batch) :]
         finally:
-            await relay.close()
+            await reconnecting.close()
     print(f"{tries} tries; {count * len(body) / 100_000 / timeout:.0f} times what one deadline is enough for")
 
 

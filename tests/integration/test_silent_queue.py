@@ -13,13 +13,13 @@ import pytest
 from delayer.amqp import handshake
 from delayer.amqp.address import Address
 from delayer.broker import isolation as module
-from delayer.broker.connection import Relay
+from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation
-from delayer.broker.publisher import RelayPublisher
+from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, ClosedChannel, Outcome, Outgoing, Unanswered
 from tests.conformance.broker_world import message
-from tests.conformance.test_relay import AdminHand, refusing, relay_to
+from tests.conformance.test_amqp_adapters import AdminHand, refusing, relay_to
 from tests.faults.place import eventually
 from tests.support.servers import RabbitMQ
 from tests.support.silent import silent
@@ -39,14 +39,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 class Scene:
     """Queues ``good`` and ``bad``, behind the exchange ``x`` under any key that begins so."""
 
-    def __init__(self, vhost: str, relay: Relay, isolation: Isolation, hand: AdminHand) -> None:
+    def __init__(self, vhost: str, reconnecting: ReconnectingConnection, isolation: Isolation, hand: AdminHand) -> None:
         self.vhost = vhost
-        self.relay = relay
+        self.reconnecting = reconnecting
         self.isolation = isolation
         self.hand = hand
 
-    def publisher(self) -> RelayPublisher:
-        return RelayPublisher(self.relay, isolation=self.isolation, confirm_timeout=WAIT)
+    def publisher(self) -> AmqpPublisher:
+        return AmqpPublisher(self.reconnecting, isolation=self.isolation, confirm_timeout=WAIT)
 
 
 @asynccontextmanager
@@ -55,18 +55,18 @@ async def scene(rabbitmq: RabbitMQ, url: str, kind: str) -> AsyncIterator[Scene]
     async with (
         await aio_pika.connect(url) as connection,
         await connection.channel() as channel,
-        relay_to(address) as relay,
+        relay_to(address) as reconnecting,
     ):
         hand = AdminHand(rabbitmq, address.vhost, channel)
         await hand.exchange("x", kind="topic")
         for name in ("good", "bad"):
             await hand.queue(name, {"x-queue-type": kind})
             await hand.bind(name, "x", f"{name}.#")
-        await relay.connection(30)
-        yield Scene(address.vhost, relay, Isolation(relay, timeout=WAIT), hand)
+        await reconnecting.connection(30)
+        yield Scene(address.vhost, reconnecting, Isolation(reconnecting, timeout=WAIT), hand)
 
 
-async def until_settled(publisher: RelayPublisher, batch: Sequence[Outgoing]) -> tuple[list[Outcome], int]:
+async def until_settled(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> tuple[list[Outcome], int]:
     """Publish as a lane does: all of it again after an interruption. The outcomes, and how many interruptions."""
     for interruptions in range(20):
         try:
@@ -124,7 +124,7 @@ async def test_one_in_a_batch(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None
             assert len(good) == len(set(good)) == 1 + 99 + 90 + 1
 
 
-async def steady(publisher: RelayPublisher) -> None:
+async def steady(publisher: AmqpPublisher) -> None:
     """Good messages all the while: the broker answers."""
     for n in count():
         await publisher.publish([message(f"steady {n}", "good", "x")])
@@ -179,7 +179,7 @@ async def test_more_than_there_are_channels(rabbitmq: RabbitMQ, vhost: str, monk
         async with silent(rabbitmq, it.vhost, "bad"):
             outcomes, _ = await until_settled(publisher, mixed(45, bad, lambda n: f".{n}"))
             assert stuck_of(outcomes) == list(bad)
-            assert it.relay.connects == 1
+            assert it.reconnecting.connects == 1
 
 
 @pytest.mark.long
@@ -191,7 +191,7 @@ async def test_more_than_there_are_channels_where_all_publish(
     agree = handshake.agree
     monkeypatch.setattr(handshake, "agree", lambda *about: agree(*about)._replace(channel_max=24))
     async with scene(rabbitmq, vhost, "classic") as it:
-        monkeypatch.setattr(it.relay, "another", refusing)
+        monkeypatch.setattr(it.reconnecting, "another", refusing)
         publisher, bad = it.publisher(), range(0, 45, 3)
         batch = mixed(45, bad, lambda n: f".{n}")
         async with silent(rabbitmq, it.vhost, "bad"):
@@ -202,7 +202,7 @@ async def test_more_than_there_are_channels_where_all_publish(
                     continue
                 break
             assert stuck_of(outcomes) == list(bad)
-            assert it.relay.connects == 1
+            assert it.reconnecting.connects == 1
 
 
 @pytest.mark.long

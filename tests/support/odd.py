@@ -98,48 +98,48 @@ def early() -> None:
 
 def twice() -> None:
     """Now and then a whole batch goes out again, without any fault (G3)."""
-    from delayer.broker.publisher import RelayPublisher
+    from delayer.broker.publisher import AmqpPublisher
 
-    publish = RelayPublisher.publish
+    publish = AmqpPublisher.publish
 
-    async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
+    async def broken(self: AmqpPublisher, batch: Sequence[Any]) -> list[Any]:
         outcomes = await publish(self, batch)
         return await publish(self, batch) if random.random() < 0.2 else outcomes
 
-    RelayPublisher.publish = broken  # type: ignore[method-assign]
+    AmqpPublisher.publish = broken  # type: ignore[method-assign]
 
 
 def forgetful() -> None:
     """What the broker returns or does not take counts as delivered (G1), and is told in the log."""
     import structlog
 
-    from delayer.broker.publisher import RelayPublisher
+    from delayer.broker.publisher import AmqpPublisher
     from delayer.core.message import CONFIRMED
 
-    log, publish = structlog.get_logger(__name__), RelayPublisher.publish
+    log, publish = structlog.get_logger(__name__), AmqpPublisher.publish
 
-    async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
+    async def broken(self: AmqpPublisher, batch: Sequence[Any]) -> list[Any]:
         for outcome in await publish(self, batch):
             if outcome != CONFIRMED:
                 log.warning("forgotten")
         return [CONFIRMED for _ in batch]
 
-    RelayPublisher.publish = broken  # type: ignore[method-assign]
+    AmqpPublisher.publish = broken  # type: ignore[method-assign]
 
 
 def lenient() -> None:
     """What has to be refused is thrown away (G5)."""
-    from delayer.broker.publisher import RelayPublisher
+    from delayer.broker.publisher import AmqpPublisher
     from delayer.core.message import CONFIRMED
 
-    publish = RelayPublisher.publish
+    publish = AmqpPublisher.publish
 
-    async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
+    async def broken(self: AmqpPublisher, batch: Sequence[Any]) -> list[Any]:
         kept = [one for one in batch if b"x-delayer-refused" not in one.properties]
         outcomes = iter(await publish(self, kept) if kept else ())
         return [CONFIRMED if b"x-delayer-refused" in one.properties else next(outcomes) for one in batch]
 
-    RelayPublisher.publish = broken  # type: ignore[method-assign]
+    AmqpPublisher.publish = broken  # type: ignore[method-assign]
 
 
 def new_id() -> None:

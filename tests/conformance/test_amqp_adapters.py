@@ -1,4 +1,4 @@
-"""The publisher's and the consumer's port, over a real broker behind a proxy; and what only the relay promises."""
+"""The publisher and the consumer over a real broker behind a proxy: the contracts of their ports, and reconnecting."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from delayer.amqp.connection import Connection
 from delayer.amqp.edits import ID
 from delayer.amqp.errors import AccessRefused
 from delayer.amqp.properties import encode_headers, entry, long_string
-from delayer.broker.connection import Relay
-from delayer.broker.consumer import ENOUGH, Fitting, Inflow, RelayConsumer, RelaySubscription
-from delayer.broker.publisher import BATCH, RelayPublisher
+from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.consumer import ENOUGH, AmqpConsumer, AmqpSubscription, Fitting, Inflow
+from delayer.broker.publisher import BATCH, AmqpPublisher
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost
 from delayer.core.message import CONFIRMED, ClosedChannel, ClosedConnection, Delivery, Outcome, Outgoing
@@ -34,7 +34,7 @@ from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 
-USER = "relay-test"
+USER = "reconnecting-test"
 A_READ = 256_000
 """Bytes that uvloop takes from a socket at once, at most."""
 
@@ -42,8 +42,8 @@ A_READ = 256_000
 NO_REPLIES = ("garbage", "g2EF.k", "g1h2AA==.x", "!!.x")
 
 
-async def _connects(relay: Relay) -> int:
-    return relay.connects
+async def _connects(reconnecting: ReconnectingConnection) -> int:
+    return reconnecting.connects
 
 
 def poisonous(token: object) -> Outgoing:
@@ -53,7 +53,7 @@ def poisonous(token: object) -> Outgoing:
     return one._replace(properties=encode_headers(headers))
 
 
-async def take_acked(subscription: RelaySubscription, count: int) -> list[Delivery]:
+async def take_acked(subscription: AmqpSubscription, count: int) -> list[Delivery]:
     """Exactly that many, each acknowledged, or few would ever be here."""
     found: list[Delivery] = []
     while len(found) < count:
@@ -108,13 +108,13 @@ class AdminHand:
 
 
 @asynccontextmanager
-async def relay_to(address: Address) -> AsyncIterator[Relay]:
-    relay = Relay(address, "relay test", heartbeat=20, timeout=BOUND)
-    relay.start()
+async def relay_to(address: Address) -> AsyncIterator[ReconnectingConnection]:
+    reconnecting = ReconnectingConnection(address, "reconnecting test", heartbeat=20, timeout=BOUND)
+    reconnecting.start()
     try:
-        yield relay
+        yield reconnecting
     finally:
-        await relay.close()
+        await reconnecting.close()
 
 
 class TestRelay(BrokerContract):
@@ -137,8 +137,8 @@ class TestRelay(BrokerContract):
             async with relay_to(address) as publishing, relay_to(address) as consuming:
                 await asyncio.gather(publishing.connection(30), consuming.connection(30))
                 yield World(
-                    RelayPublisher(publishing, confirm_timeout=BOUND),
-                    RelayConsumer(consuming),
+                    AmqpPublisher(publishing, confirm_timeout=BOUND),
+                    AmqpConsumer(consuming),
                     AdminHand(self._broker, self._vhost, channel),
                     proxy,
                 )
@@ -150,9 +150,9 @@ class TestRelay(BrokerContract):
             await world.hand.queue("q")
             for n in range(count):
                 assert await world.publisher.publish([message(n, "q", body=bytes((n,)) * size)]) == [CONFIRMED]
-            async with relay_to(Address.parse(place)) as relay:
-                connection = await relay.connection(30)
-                consumer = RelayConsumer(relay, batch_bytes=bound // 2, buffer_bytes=bound)
+            async with relay_to(Address.parse(place)) as reconnecting:
+                connection = await reconnecting.connection(30)
+                consumer = AmqpConsumer(reconnecting, batch_bytes=bound // 2, buffer_bytes=bound)
                 subscription = await consumer.subscribe("q", count)
                 found = []
                 most = 0
@@ -174,9 +174,9 @@ class TestRelay(BrokerContract):
             await world.hand.queue("q")
             for n in range(32):
                 await world.publisher.publish([message(n, "q", body=b"%d" % n + bytes(1 << 17))])
-            async with relay_to(Address.parse(place)) as relay:
-                connection = await relay.connection(30)
-                subscription = await RelayConsumer(relay, buffer_bytes=1 << 18).subscribe("q", 32)
+            async with relay_to(Address.parse(place)) as reconnecting:
+                connection = await reconnecting.connection(30)
+                subscription = await AmqpConsumer(reconnecting, buffer_bytes=1 << 18).subscribe("q", 32)
                 first = await subscription.next_batch(1, GATHER)
                 while connection._pulse.reading:
                     await asyncio.wait_for(subscription._arrived.wait(), 10)
@@ -194,16 +194,16 @@ class TestRelay(BrokerContract):
     ) -> None:
         """The connection stands, nothing of it is lost or repeated; and when the messages are small again, more is."""
         size, bound = 1 << 16, 1 << 18
-        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             await world.hand.queue("q")
             await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
-            reader = RelayConsumer(relay, buffer_bytes=bound, fitting=Fitting(bound))
+            reader = AmqpConsumer(reconnecting, buffer_bytes=bound, fitting=Fitting(bound))
             with monkeypatch.context() as patch:
                 patch.setattr("delayer.broker.consumer.UNREAD", 0.3)
                 first = await reader.subscribe("q", 32)
                 assert first.prefetch == 32
                 carried = await take(first, 1)
-                connection = await relay.connection(30)
+                connection = await reconnecting.connection(30)
                 while not first.overrun:
                     await asyncio.wait_for(first._arrived.wait(), 10)
                     first._arrived.clear()
@@ -215,7 +215,7 @@ class TestRelay(BrokerContract):
             second = await reader.subscribe("q", 32)
             # What fits, and what one read of the socket brought with it; but perhaps for the one that was taken.
             assert bound // size - 1 <= second.prefetch <= (bound + A_READ) // size
-            assert connection is await relay.connection(30)
+            assert connection is await reconnecting.connection(30)
             found = carried + await take_acked(second, 31)
             assert sorted(int(one.body.split()[0]) for one in found) == list(range(32))
             small = 2 * ENOUGH * second.prefetch
@@ -231,11 +231,11 @@ class TestRelay(BrokerContract):
     async def test_queues_that_share_a_relay_share_its_bound(self, place: str) -> None:
         """However many they are; and one that is stopped while the others are full is heard."""
         size, count, bound, queues = 1 << 16, 5, 1 << 18, ("a", "b", "c", "d")
-        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             for name in queues:
                 await world.hand.queue(name)
-            connection = await relay.connection(30)
-            reader = RelayConsumer(relay, inflow=Inflow(bound))
+            connection = await reconnecting.connection(30)
+            reader = AmqpConsumer(reconnecting, inflow=Inflow(bound))
             subscriptions = [await reader.subscribe(name, count) for name in queues]
             for name in queues:
                 await world.publisher.publish([message(n, name, body=bytes((n,)) * size) for n in range(count)])
@@ -260,14 +260,14 @@ class TestRelay(BrokerContract):
                 await world.publisher.publish([message(n, "large", body=bytes(1 << 18))])
             await world.publisher.publish([message(n, "small") for n in range(100)])
             await other.connection(30)
-            large = await RelayConsumer(other, buffer_bytes=1 << 18).subscribe("large", 100)
+            large = await AmqpConsumer(other, buffer_bytes=1 << 18).subscribe("large", 100)
             small = await world.consumer.subscribe("small", 100)
             assert len(await take(small, 100)) == 100
-            assert isinstance(large, RelaySubscription)
+            assert isinstance(large, AmqpSubscription)
             await asyncio.gather(large.close(), small.close())
 
     @asynccontextmanager
-    async def far_away(self, place: str, round_trip: float) -> AsyncIterator[tuple[World, Relay]]:
+    async def far_away(self, place: str, round_trip: float) -> AsyncIterator[tuple[World, ReconnectingConnection]]:
         """A broker so many seconds away, with a topic exchange that takes the key ``open`` alone."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tests.support.proxy._pump", partial(slow_pump, round_trip / 2))
@@ -277,15 +277,15 @@ class TestRelay(BrokerContract):
                 await world.hand.bind("q", "news", "#")
                 await world.hand.forbid(topic=("news", "^open$"))
                 url = self._broker.url(self._vhost, port=proxy.port, user=f"{USER}:secret")
-                async with relay_to(Address.parse(url)) as relay:
-                    await relay.connection(30)
-                    yield world, relay
+                async with relay_to(Address.parse(url)) as reconnecting:
+                    await reconnecting.connection(30)
+                    yield world, reconnecting
 
     async def test_forbidden_topics_far_away(self, place: str) -> None:
         """Every outcome is exact; after the first batch every good message comes once."""
         batch = [message(n, "closed" if n % 2 else "open", "news") for n in range(400)]
-        async with self.far_away(place, 0.005) as (world, relay):
-            publisher = RelayPublisher(relay)
+        async with self.far_away(place, 0.005) as (world, reconnecting):
+            publisher = AmqpPublisher(reconnecting)
             good = [b"%d" % n for n in range(0, 400, 2)]
             for round_ in range(2):
                 outcomes = await publish_all(publisher, batch)
@@ -298,8 +298,8 @@ class TestRelay(BrokerContract):
         """Where even a small batch is not through in time the next one is smaller: it ends."""
         left = [message(n, "closed" if n % 2 else "open", "news") for n in range(60)]
         outcomes, in_doubt = [], 0
-        async with self.far_away(place, 0.01) as (world, relay):
-            publisher = RelayPublisher(relay, confirm_timeout=0.3)
+        async with self.far_away(place, 0.01) as (world, reconnecting):
+            publisher = AmqpPublisher(reconnecting, confirm_timeout=0.3)
             async with asyncio.timeout(30):
                 while left:
                     portion = left[: publisher.batch_limit]
@@ -318,9 +318,9 @@ class TestRelay(BrokerContract):
         """Every outcome is exact. The publishers' connection is ended once, though more such messages follow."""
         good = [message(n, "q") for n in range(100)]
         batch = [*good[:ahead], poisonous(100), *good[ahead:], poisonous(101)]
-        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             await world.hand.queue("q")
-            publisher, beside = RelayPublisher(relay), RelayPublisher(relay)
+            publisher, beside = AmqpPublisher(reconnecting), AmqpPublisher(reconnecting)
             for one in (publisher, beside):
                 assert await one.publish([message("first", "q")]) == [CONFIRMED]
             for _ in range(2):
@@ -335,27 +335,27 @@ class TestRelay(BrokerContract):
             assert min(copies) >= 0
             assert max(copies) <= 10
             assert copies[0] + copies[1] + copies[2] >= 80
-            await eventually(lambda: _connects(relay), lambda connects: connects == 2)
+            await eventually(lambda: _connects(reconnecting), lambda connects: connects == 2)
 
     async def test_direct_replies_end_nobody_s_connection(self, place: str) -> None:
         replies = [message(f"r{n}", f"amq.rabbitmq.reply-to.{key}") for n, key in enumerate(NO_REPLIES)]
         good = [message(n, "q") for n in range(10)]
-        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             await world.hand.queue("q")
-            publisher = RelayPublisher(relay)
+            publisher = AmqpPublisher(reconnecting)
             for _ in range(2):
                 outcomes = await publisher.publish([*replies, *good])
                 assert outcomes[len(replies) :] == [CONFIRMED] * len(good)
                 assert CONFIRMED not in outcomes[: len(replies)]
-            assert relay.connects == 1
+            assert reconnecting.connects == 1
             assert len(await world.hand.drain("q")) == 2 * len(good)
 
     async def test_what_is_known_to_end_connections_ends_nobody_s(self, place: str) -> None:
         """However often it is tried, and by whomever, though that one never met it."""
-        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             await world.hand.queue("q")
             for round_ in range(3):
-                publisher = RelayPublisher(relay)
+                publisher = AmqpPublisher(reconnecting)
                 good = [message(f"{round_}-{n}", "q") for n in range(50)]
                 ender = poisonous(f"{round_}-bad")._replace(isolated=True)
                 outcomes = await publisher.publish([*good[:20], ender, *good[20:]])
@@ -364,22 +364,22 @@ class TestRelay(BrokerContract):
                 assert ended.code == 541
                 assert outcomes == [CONFIRMED] * len(good)
                 assert publisher.batch_limit == BATCH
-            assert relay.connects == 1
+            assert reconnecting.connects == 1
             assert len(await world.hand.drain("q")) == 150
 
     async def test_without_a_second_connection(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The publishers' own does: every outcome is exact. A known ender is held without being tried."""
         batch = [message(0, "q"), poisonous(1), message(2, "q")]
-        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             await world.hand.queue("q")
-            monkeypatch.setattr(relay, "another", refusing)
-            publisher = RelayPublisher(relay, confirm_timeout=4.0)
+            monkeypatch.setattr(reconnecting, "another", refusing)
+            publisher = AmqpPublisher(reconnecting, confirm_timeout=4.0)
             outcomes = await publisher.publish(batch)
             assert [one.code if isinstance(one, Objection) else one for one in outcomes] == [CONFIRMED, 541, CONFIRMED]
             assert set(await world.hand.drain("q")) == {b"0", b"2"}
-            connects = relay.connects
+            connects = reconnecting.connects
             assert isinstance((await publisher.publish([poisonous(3)._replace(isolated=True)]))[0], ClosedConnection)
-            assert relay.connects == connects
+            assert reconnecting.connects == connects
 
     async def test_direct_replies_share_a_connection(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """As long as none ends it; and the others of a batch are published though one does."""
@@ -391,9 +391,9 @@ class TestRelay(BrokerContract):
             return await opening(address, name=name, **more)
 
         monkeypatch.setattr("delayer.broker.connection.Connection.open", counted)
-        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             await world.hand.queue("q")
-            publisher = RelayPublisher(relay)
+            publisher = AmqpPublisher(reconnecting)
             async with asking(place) as (reply_to, answers):
                 for batch in range(5):
                     await publisher.publish([message(f"{batch}-{n}", reply_to) for n in range(20)])
@@ -409,19 +409,19 @@ class TestRelay(BrokerContract):
                     while len(found) < 20:
                         found.add(await answers.get())
                 assert found == {b"%d" % n for n in range(20)}
-            assert relay.connects == 1
+            assert reconnecting.connects == 1
 
     async def test_a_direct_reply_arrives(self, place: str) -> None:
-        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             await world.hand.queue("q")
             async with asking(place) as (reply_to, answers):
-                await RelayPublisher(relay).publish([message("answer", reply_to)])
+                await AmqpPublisher(reconnecting).publish([message("answer", reply_to)])
                 assert await asyncio.wait_for(answers.get(), 10) == b"answer"
 
     async def test_a_permission_is_repaired(self, place: str) -> None:
         """The breaker is half-open after a second: the next message is tried."""
-        async with self.far_away(place, 0) as (world, relay):
-            publisher = RelayPublisher(relay)
+        async with self.far_away(place, 0) as (world, reconnecting):
+            publisher = AmqpPublisher(reconnecting)
             for _ in range(2):
                 assert isinstance((await publisher.publish([message(1, "closed", "news")]))[0], ClosedChannel)
             assert await publisher.publish([message(1, "open", "news")]) == [CONFIRMED]
@@ -433,16 +433,16 @@ class TestRelay(BrokerContract):
             await eventually(tried, lambda outcomes: outcomes == [CONFIRMED])
 
     async def test_lost_lanes_leave_no_channels_behind(self, place: str) -> None:
-        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             await world.hand.queue("k")
             await world.hand.exchange("orders.out")
             await world.hand.bind("k", "orders.out", "k")
-            connection = await relay.connection(30)
+            connection = await reconnecting.connection(30)
             before = dict(connection.numbers.receivers)
             for number in range(5):
                 lane = ScriptedLane(number, claims=[[due(1), due(2)], LaneLost("somebody else's")])
                 parts = {"heartbeat": Heartbeat(), "counters": Counters()}
-                await Release(lane, RelayPublisher(relay), ScriptedLive(), **parts).run(asyncio.Event())
+                await Release(lane, AmqpPublisher(reconnecting), ScriptedLive(), **parts).run(asyncio.Event())
                 assert lane.events[-1] == "release"
                 await all_released(connection)
                 assert connection.numbers.receivers == before
@@ -450,11 +450,11 @@ class TestRelay(BrokerContract):
 
     async def test_a_publish_that_is_interrupted_leaves_no_channels_behind(self, place: str) -> None:
         """Whatever it was doing: opening a channel of its own, or waiting for a confirm."""
-        async with self.far_away(place, 0.004) as (_, relay):
-            connection = await relay.connection(30)
+        async with self.far_away(place, 0.004) as (_, reconnecting):
+            connection = await reconnecting.connection(30)
             before = dict(connection.numbers.receivers)
             for milliseconds in range(1, 20, 2):
-                publisher = RelayPublisher(relay)
+                publisher = AmqpPublisher(reconnecting)
                 publishing = asyncio.create_task(publisher.publish([message(n, "q") for n in range(2)]))
                 await asyncio.wait([publishing], timeout=milliseconds / 1000)
                 publishing.cancel()
@@ -479,7 +479,7 @@ async def asking(place: str) -> AsyncIterator[tuple[str, asyncio.Queue[bytes]]]:
 
 
 async def refusing(_timeout: float) -> Connection:
-    """In the place of Relay.another: a broker that lets in no second connection."""
+    """In the place of ReconnectingConnection.another: a broker that lets in no second connection."""
     raise AccessRefused(530, "connection limit is reached")
 
 
@@ -515,21 +515,21 @@ async def slow_pump(delay: float, source: Any, sink: Any, flowing: asyncio.Event
 
 
 async def test_a_relay_that_was_never_started_is_closed() -> None:
-    relay = Relay(Address.parse("amqp://localhost/"), "relay test", heartbeat=20)
+    reconnecting = ReconnectingConnection(Address.parse("amqp://localhost/"), "reconnecting test", heartbeat=20)
     with pytest.raises(BrokerLost, match="no connection to amqp://guest@localhost"):
-        await relay.connection(0.01)
-    await relay.close()
-    await relay.close()
+        await reconnecting.connection(0.01)
+    await reconnecting.close()
+    await reconnecting.close()
 
 
 async def test_the_end_of_the_keeper_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only losses are waited out. Anything else would leave us without a connection for ever, and nobody told."""
     monkeypatch.setattr("delayer.broker.connection.Connection.open", _broken)
-    async with relay_to(Address.parse("amqp://localhost/")) as relay:
+    async with relay_to(Address.parse("amqp://localhost/")) as reconnecting:
         with pytest.raises(BrokerLost):
-            await relay.connection(0.05)
+            await reconnecting.connection(0.05)
         with pytest.raises(ZeroDivisionError):
-            await relay.connection(0.05)
+            await reconnecting.connection(0.05)
 
 
 async def _broken(*_: object, **__: object) -> None:
@@ -540,13 +540,13 @@ async def test_a_broker_that_throws_us_out_is_not_asked_without_a_pause(rabbitmq
     """Connections that end as soon as they stand are paused after, longer each time."""
     async with Proxy(rabbitmq.port) as proxy:
         address = Address.parse(rabbitmq.url(Address.parse(vhost).vhost, port=proxy.port))
-        async with relay_to(address) as relay:
+        async with relay_to(address) as reconnecting:
             loop = asyncio.get_running_loop()
             began = loop.time()
             for _ in range(4):
-                connection = await relay.connection(10)
+                connection = await reconnecting.connection(10)
                 proxy.cut()
                 await asyncio.wait({connection.closed})
                 await asyncio.sleep(0)
-            await relay.connection(10)
+            await reconnecting.connection(10)
             assert loop.time() - began >= 0.1 + 0.2 + 0.4 + 0.8
