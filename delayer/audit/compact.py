@@ -188,7 +188,7 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
     if after_ms <= restore_ahead_ms:
         raise JobMisused(
             f"--after {duration_text(after_ms)}: expected more than store.restore_ahead, which is "
-            f"{duration_text(restore_ahead_ms)}: daemons restore what is due within it, and would undo the work at once"
+            f"{duration_text(restore_ahead_ms)}: daemons restore messages within it, and would undo the work at once"
         )
 
 

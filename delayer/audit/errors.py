@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 class JobImpossible(Exception):
-    """Something that the job needs is not on this machine; the text says what to install."""
+    """The job needs a program or package that is not on this machine. The text says which."""
 
 
 class JavaMissing(JobImpossible):

@@ -134,7 +134,7 @@ def _tiles(report: Report) -> Iterator[Tile]:
         packed = f"{totals.packed:,} in {segments if report.sample is None else 'segments'}"
         yield Tile("of these compacted", f"{totals.packed / max(everything, 1):.0%}", packed)
         yield Tile("segments on disk", words.size(totals.packed_bytes))
-    yield Tile("held", f"{totals.held:,}", "their destination would not take them" if totals.held else "")
+    yield Tile("held", f"{totals.held:,}", "their destination did not take them" if totals.held else "")
     yield Tile("next due", *_instant_tile(totals.first_due_ms, now_ms))
     yield Tile("last due", *_instant_tile(totals.last_due_ms, now_ms))
     if totals.keyed:

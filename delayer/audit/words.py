@@ -208,10 +208,10 @@ ADVICE: Final[dict[str, Advice]] = {
     ),
     "integrity": Advice(
         "Integrity",
-        "Rows whose bytes are not what was parked, cannot be decoded, are of an unknown format, or lie in the "
+        "Rows whose bytes differ from the parked ones, cannot be decoded, are of an unknown format, or lie in the "
         "wrong partition: a daemon holds such a message and does not send it. Or places of a table that the database "
         "itself cannot read.",
-        "Check the disks and the checksums of Postgres (`pg_amcheck`); what it cannot read comes back from a backup "
+        "Check the disks and the checksums of Postgres (`pg_amcheck`); unreadable pages come back from a backup "
         "or a replica only. An unknown format is a daemon that is older than its store: upgrade it.",
     ),
     "overdue": Advice(

@@ -158,7 +158,7 @@ async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[st
     """The difference, and the next step, which never deletes a queue with messages."""
     state = await admin.state(name) if kind == "queue" else None
     if state is not None and state.messages:
-        advice = 'choose another name, and bring them over (docs/operations.md, "A queue that is there already")'
+        advice = 'choose another name; bring them over (docs/operations.md, "An existing queue with other arguments")'
         return f"{found}; messages in it, which deleting it loses: {state.messages}", advice
     how = "delete it while it is empty and has no consumer," if kind == "queue" else "delete it"
     return found, f"{how} or choose another name; the broker names the first difference only"
@@ -286,7 +286,7 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
 
 
 def _locks(need: server_checks.LockNeed) -> Row:
-    """Whether the server's lock table holds what the store may lock at once."""
+    """Whether the server's lock table is large enough for all locks that the store may take at once."""
     found = f"max_locks_per_transaction is {need.allowed}"
     if need.enough:
         return Row("locks", "ok", f"{found}; needed: {need.needed}")

@@ -97,7 +97,7 @@ def _way_out(mismatches: Sequence[Mismatch]) -> str:
     if any(one.messages for one in mismatches):
         return (
             "Deleting a queue loses the messages in it: choose another name in the configuration, and bring them over "
-            '(docs/operations.md, "A queue that is there already").'
+            '(docs/operations.md, "An existing queue with other arguments").'
         )
     return (
         "Either delete these (`rabbitmqctl delete_queue NAME`, while it is empty and has no consumer), or choose "

@@ -141,7 +141,7 @@ def place(text: str) -> tuple[int, int] | None:
         return None
     found = _PLACE.fullmatch(text)
     if found is None or not FIRST_MS * 1000 <= int(found[1]) <= LAST_MS * 1000 or abs(int(found[2])) > MAX_ID:
-        raise Wrong(f"Page: expected what a link of this page says, found {text[:80]!r}")
+        raise Wrong(f"Page: expected the value from a link of this page, found {text[:80]!r}")
     return int(found[1]), int(found[2])
 
 
@@ -150,7 +150,7 @@ def number(text: str) -> int | None:
     if not text:
         return None
     if not _NUMBER.fullmatch(text) or int(text) > MAX_ID:
-        raise Wrong(f"Page: expected what a link of this page says, found {text[:80]!r}")
+        raise Wrong(f"Page: expected the value from a link of this page, found {text[:80]!r}")
     return int(text)
 
 
