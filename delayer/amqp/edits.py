@@ -316,7 +316,7 @@ class Envelope(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class Endpoints:
     """The daemon's own exchanges and queues, and the bytes of properties that fit a frame."""
 
     levels: cascade.Cascade
@@ -325,14 +325,14 @@ class Names:
     max_properties: int
 
 
-def into_cascade(parcel: Parcel, id: bytes, seconds: int, names: Names, held: Held | None = None) -> Outgoing:
+def into_cascade(parcel: Parcel, id: bytes, seconds: int, names: Endpoints, held: Held | None = None) -> Outgoing:
     """A publish into the cascade, towards the daemon's own due queue."""
     entry_exchange = names.levels.entry(seconds).encode()
     key = cascade.routing_key(seconds, names.due_queue)
     return Outgoing(entry_exchange, key, enveloped(parcel, id, held), parcel.body, id)
 
 
-def to_strays(parcel: Parcel, id: bytes, held: Held, names: Names) -> Outgoing:
+def to_strays(parcel: Parcel, id: bytes, held: Held, names: Endpoints) -> Outgoing:
     """A publish into the strays queue, where the message waits for an operator."""
     exchange = names.levels.strays.encode()
     return Outgoing(exchange, parcel.routing_key, enveloped(parcel, id, held), parcel.body, id)

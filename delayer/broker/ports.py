@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from delayer.amqp.edits import Names
+from delayer.amqp.edits import Endpoints
 from delayer.core.hold import Hold, Limits
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
 from delayer.core.plan import Policy
@@ -212,7 +212,7 @@ class Live(Protocol):
 
     def policy(self) -> Policy: ...
 
-    def names(self) -> Names: ...
+    def names(self) -> Endpoints: ...
 
     def late_limits(self) -> Limits:
         """The late limits of the routes that have one."""

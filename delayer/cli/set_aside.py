@@ -17,7 +17,7 @@ from delayer.cli.options import as_json, change_options, go_on, request_of, whoa
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, native_of
-from delayer.intake.refusals import Doors
+from delayer.intake.refusals import EntryPoints
 from delayer.intake.set_aside import (
     ANY,
     KEPT,
@@ -39,8 +39,8 @@ NOUN: Final = {"refused": "refused messages", "strays": "strays"}
 
 
 def refused_of(settings: Settings) -> SetAside[RefusedMessage]:
-    doors = Doors.of(settings.intake.queue, (route.from_ for route in settings.routes))
-    return refused_queue(settings.broker_url, settings.refused.queue, doors)
+    entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
+    return refused_queue(settings.broker_url, settings.refused.queue, entries)
 
 
 def strays_of(settings: Settings) -> SetAside[Stray]:

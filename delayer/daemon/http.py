@@ -18,7 +18,7 @@ from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, RefusedRow, State
-from delayer.intake.refusals import Doors
+from delayer.intake.refusals import EntryPoints
 from delayer.intake.set_aside import RefusedMessage, Selection, SetAside, refused_queue
 from delayer.store.admin import actions, audit_log
 
@@ -93,8 +93,8 @@ class DaemonInside:
 
     def _refused(self) -> SetAside[RefusedMessage]:
         settings = self.settings
-        doors = Doors.of(settings.intake.queue, (route.from_ for route in settings.routes))
-        return refused_queue(settings.broker_url, settings.refused.queue, doors)
+        entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
+        return refused_queue(settings.broker_url, settings.refused.queue, entries)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from delayer.amqp.edits import Names
+from delayer.amqp.edits import Endpoints
 from delayer.broker.publisher import AmqpPublisher
 from delayer.config import Retry as RetryTable
 from delayer.config import Settings
@@ -104,9 +104,9 @@ class LiveSettings:
         """The time from a segment's restore to its first due instant."""
         return self.settings.store.restore_ahead_ms
 
-    def names(self) -> Names:
+    def names(self) -> Endpoints:
         """The exchanges and queues of this daemon."""
-        return Names(
+        return Endpoints(
             levels=self._cascade,
             due_queue=self.settings.native.due_queue.encode(),
             refused_exchange=self.settings.refused.queue.encode(),

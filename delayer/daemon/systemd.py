@@ -164,7 +164,7 @@ class Watchdog:
             await _set_within(stopping, interval)
 
 
-class Seen(NamedTuple):
+class Condition(NamedTuple):
     """The state of the daemon. ``blocked``: by a resource alarm of the broker. ``store``: whether one is configured,
     ``usable``: whether the daemon owns a lane of it; ``spare``: whether there are more processes than lanes."""
 
@@ -176,10 +176,10 @@ class Seen(NamedTuple):
     spare: bool = False
 
 
-def trouble(seen: Seen) -> str:
+def trouble(seen: Condition) -> str:
     """The reasons why the daemon does not do its work, in words; empty where all is well. Pure.
 
-    >>> trouble(Seen(connected=False, blocked=False, store=True, usable=False, consuming=False))
+    >>> trouble(Condition(connected=False, blocked=False, store=True, usable=False, consuming=False))
     'the broker is out of reach; the store is out of reach, or gives us no lane'
     """
     found = []
@@ -199,7 +199,7 @@ def trouble(seen: Seen) -> str:
 class StatusReporter:
     """Reports the daemon's trouble for ``systemctl status``, whenever it changes. ``every``: seconds between looks."""
 
-    def __init__(self, notifier: Notifier, look: Callable[[], Seen], every: float = 1.0) -> None:
+    def __init__(self, notifier: Notifier, look: Callable[[], Condition], every: float = 1.0) -> None:
         self._notifier = notifier
         self._look = look
         self._every = every

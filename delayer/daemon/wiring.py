@@ -27,7 +27,7 @@ from delayer.core.errors import BrokerLost
 from delayer.core.topology import Topology
 from delayer.daemon.live_settings import LiveSettings
 from delayer.daemon.services import ServiceGroup
-from delayer.daemon.systemd import Notifier, Seen, StatusReporter, Watchdog
+from delayer.daemon.systemd import Condition, Notifier, StatusReporter, Watchdog
 from delayer.intake.consume import Handle, Intake, QueueConsumer
 from delayer.intake.handle import Dispatch, DueHandler, IntakeHandler, new_id
 from delayer.intake.holding import Holding
@@ -250,8 +250,8 @@ class Daemon:
         sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
         return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
 
-    def _seen(self) -> Seen:
-        return Seen(
+    def _seen(self) -> Condition:
+        return Condition(
             connected=self.connections.connected(),
             blocked=self.connections.blocked(),
             store=self.lanes.configured,

@@ -22,7 +22,7 @@ from delayer import __version__
 from delayer.config import Settings
 from delayer.core import horizon
 from delayer.core.counters import BY_ROUTE, DURATIONS, shown
-from delayer.http.view import Depths, Seen, State, StoreSeen
+from delayer.http.view import Depths, Snapshot, State, StoreSeen
 from delayer.store.admin.stats import Census
 
 PREFIX: Final = "delayer_"
@@ -108,9 +108,9 @@ class Sight:
     """The sources of one answer."""
 
     state: State
-    store: Seen[StoreSeen] | None
-    census: Seen[Census] | None
-    depths: Seen[Depths]
+    store: Snapshot[StoreSeen] | None
+    census: Snapshot[Census] | None
+    depths: Snapshot[Depths]
     ready: bool
     roles: Mapping[str, str] = field(default_factory=dict)
     """The role of each queue by its name; every other queue is a strays queue."""
@@ -190,7 +190,7 @@ def _of_process(state: State) -> Iterator[Sample]:
     yield from ((f"{name}_seconds", [], figures["seconds"][name]) for name in DURATIONS)
 
 
-def _of_store(seen: Seen[StoreSeen]) -> Iterator[Sample]:
+def _of_store(seen: Snapshot[StoreSeen]) -> Iterator[Sample]:
     yield "store_up", [], int(seen.fresh is not None)
     if seen.fresh is None:
         return
@@ -218,7 +218,7 @@ def _of_store(seen: Seen[StoreSeen]) -> Iterator[Sample]:
         yield "segment_messages", [state], messages
 
 
-def _of_census(seen: Seen[Census]) -> Iterator[Sample]:
+def _of_census(seen: Snapshot[Census]) -> Iterator[Sample]:
     if seen.fresh is None:
         return
     for route, counts in seen.fresh.by_route().items():
@@ -226,7 +226,7 @@ def _of_census(seen: Seen[Census]) -> Iterator[Sample]:
             yield "backlog_messages", [shown(route), due], round(count)
 
 
-def _of_broker(seen: Seen[Depths], of: Mapping[str, str]) -> Iterator[Sample]:
+def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[Sample]:
     yield "broker_up", [], int(seen.fresh is not None)
     if seen.fresh is None:
         return

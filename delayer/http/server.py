@@ -36,7 +36,7 @@ AGAIN: Final = 5.0
 """Seconds until the next attempt to listen at a port that is taken."""
 AT_ONCE: Final = 128
 """The most connections and requests at a time. The server answers 503 to further ones."""
-LOOK: Final = 1.0
+LOOK_SECONDS: Final = 1.0
 """Seconds between two looks at the connections."""
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
 Handler = Callable[[Request], Awaitable[Response]]
@@ -138,7 +138,7 @@ class HttpPart:
             stop = asyncio.create_task(stopping.wait(), name="stopping")
             try:
                 while not (serving.done() or stop.done()):
-                    await asyncio.wait([serving, stop], timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait([serving, stop], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     connections.sweep(server.server_state.connections, asyncio.get_running_loop().time())
                 server.should_exit = True
                 await serving

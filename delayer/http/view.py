@@ -82,7 +82,7 @@ LOOKS_FAIL_WITH: Final = (StoreLost, BrokerLost, BadStoreUrl, SchemaOutdated, Ti
 
 
 @dataclass(frozen=True, slots=True)
-class Seen(Generic[T]):
+class Snapshot(Generic[T]):
     """``value``: the last result, None if no look succeeded. ``error``: why the last look failed, or empty."""
 
     value: T | None = None
@@ -119,7 +119,7 @@ class Cached(Generic[T]):
         self._again_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    async def get(self, patience: float = 3.0) -> Seen[T]:
+    async def get(self, patience: float = 3.0) -> Snapshot[T]:
         """A fresh result, or the last one if the look takes more than ``patience`` seconds."""
         if monotonic() >= self._again_at and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._refresh(), name=f"look at {self._name}")
@@ -129,12 +129,12 @@ class Cached(Generic[T]):
                 self._task.result()  # It raises a bug.
         return self.last()
 
-    def last(self) -> Seen[T]:
+    def last(self) -> Snapshot[T]:
         """The last result, without a new look."""
         now = monotonic()
         waits = 0.0 if self._began is None else now - self._began
         error = self._error or (f"no answer for {waits:.0f} s" if waits > self._late else "")
-        return Seen(self._value, error, None if self._seen_at is None else now - self._seen_at)
+        return Snapshot(self._value, error, None if self._seen_at is None else now - self._seen_at)
 
     def forget(self) -> None:
         """Let the next request look again after a change, also if a look has begun before the change."""

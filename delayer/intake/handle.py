@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.amqp import edits
-from delayer.amqp.edits import Envelope, Held, Names, NoEnvelope, into_cascade, opened
+from delayer.amqp.edits import Endpoints, Envelope, Held, NoEnvelope, into_cascade, opened
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
 from delayer.broker.ports import Live, Parking, Publisher
 from delayer.broker.retry import raise_first
@@ -61,7 +61,7 @@ class Publication(NamedTuple):
     earlier: Held | None = None
 
 
-class Sorted(NamedTuple):
+class Classified(NamedTuple):
     """A delivery, its properties (None where they cannot be used), and the plan for it."""
 
     delivery: Delivery
@@ -70,7 +70,7 @@ class Sorted(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class StoreTransaction:
     """One transaction of the store: its cancels act before its parcels. ``deliveries`` are what its commit accepts."""
 
     deliveries: list[Delivery] = field(default_factory=list)
@@ -82,10 +82,10 @@ class Step:
 
 
 @dataclass(slots=True)
-class Work:
+class BatchPlan:
     """The work of one batch. ``steps`` run one after another; nearly every batch has one at most."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StoreTransaction] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
     late: list[Objection] = field(default_factory=list)
     """Messages to hold without a publish."""
@@ -101,22 +101,22 @@ class Work:
         """Add a cancel. Behind a parcel of its key it begins a new step, because cancels of a step act first."""
         step = self._step()
         if key in step.keys or (isinstance(key, KeyGroup) and any(one.startswith(key) for one in step.keys)):
-            step = Step()
+            step = StoreTransaction()
             self.steps.append(step)
         step.deliveries.append(delivery)
         step.cancels.append(key)
         if ask is not None:
             step.asked.append(ask)
 
-    def _step(self) -> Step:
+    def _step(self) -> StoreTransaction:
         if not self.steps:
-            self.steps.append(Step())
+            self.steps.append(StoreTransaction())
         return self.steps[-1]
 
 
 def classify(
     delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, now_lower_ms: int | None = None
-) -> Sorted:
+) -> Classified:
     """Read the request of a message and plan it. The daemon refuses broken bytes; they raise nothing."""
     if len(delivery.properties) + edits.ROOM > max_properties:
         return _unusable(
@@ -136,17 +136,17 @@ def classify(
     plan = decide(ask, policy, now_ms, now_lower_ms)
     if isinstance(plan, Park | Cascade | AtOnce) and plan.failed is not None:
         noted = edits.failed(properties, plan.failed, max_properties)
-        return Sorted(delivery._replace(properties=noted), Properties.parse(noted), plan)
-    return Sorted(delivery, properties, plan)
+        return Classified(delivery._replace(properties=noted), Properties.parse(noted), plan)
+    return Classified(delivery, properties, plan)
 
 
-def _unusable(delivery: Delivery, reason: str) -> Sorted:
-    return Sorted(delivery, None, Refuse(reason))
+def _unusable(delivery: Delivery, reason: str) -> Classified:
+    return Classified(delivery, None, Refuse(reason))
 
 
-def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes]) -> Work:
+def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[], bytes]) -> BatchPlan:
     """The work that the plans of a batch ask for."""
-    work = Work()
+    work = BatchPlan()
     for delivery, properties, plan in batch:
         match plan:
             case Park():
@@ -185,7 +185,7 @@ def to_target(delivery: Delivery, due: Parcel, token: bytes, released: bytes) ->
     return Publication(delivery, Outgoing(due.target.exchange, due.target.routing_key, released, due.body, token), due)
 
 
-def to_refused(delivery: Delivery, plan: Refuse, names: Names, token: bytes) -> Publication:
+def to_refused(delivery: Delivery, plan: Refuse, names: Endpoints, token: bytes) -> Publication:
     """Set aside in the refused queue."""
     properties, carried = edits.refused(delivery, plan.reason, token, names.max_properties)
     outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, carried)
@@ -345,14 +345,14 @@ class IntakeHandler:
         self._counters.batch("intake", len(batch))
         now_ms, now_lower_ms = self._live.now_upper_ms(), self._live.now_lower_ms()
         plans = [classify(delivery, policy, now_ms, names.max_properties, now_lower_ms) for delivery in batch]
-        work = work_for(plans, names, self._new_id)
+        work = batch_plan(plans, names, self._new_id)
         if not any(has_key(one.plan) for one in plans):
             await self._carry_out(work, acks, None)
         else:
             async with self._turns.turn() as before:
                 await self._carry_out(work, acks, before)
 
-    async def _carry_out(self, work: Work, acks: AckTracker, before: Before) -> None:
+    async def _carry_out(self, work: BatchPlan, acks: AckTracker, before: Before) -> None:
         # All three run to their end even if one fails: a parked message is accepted though the broker is blocked.
         failures = await asyncio.gather(
             self._park(work, acks, before),
@@ -366,7 +366,7 @@ class IntakeHandler:
         finally:
             del failures  # A failure must not be in a frame of its own traceback (see retry.py).
 
-    async def _park(self, work: Work, acks: AckTracker, before: Before) -> None:
+    async def _park(self, work: BatchPlan, acks: AckTracker, before: Before) -> None:
         await wait(before)
         for step in work.steps:
             began = perf_counter()
@@ -432,7 +432,7 @@ class DueHandler:
         await self._dispatch(publications, acks)
 
 
-def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Names) -> Publication:
+def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Endpoints) -> Publication:
     """The next publish of a message: to its destination, or through the cascade again if its instant is too far away.
     Raises MalformedProperties, MalformedTable."""
     id, parcel, held = envelope

@@ -5,7 +5,7 @@ stays, because it names the publish; the daemon removes it at its next edit.
 
 The daemon writes the origin of a message into headers of ours when it refuses the message. The broker writes it into
 ``x-death`` when the intake queue itself gives the message up. A publisher may forge both. So a message goes back only
-through a door of the intake, and never where the two disagree.
+through an entry of the intake, and never where the two disagree.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LONGEST_ID: Final = 64
 _GAINED: Final = frozenset({_REASON, _EXCHANGE, _ROUTING_KEY, EXPIRATION})
 
 
-class Doors(NamedTuple):
+class EntryPoints(NamedTuple):
     """The ways into the intake queue: the exchanges that routes are from, and the queue's own name, straight."""
 
     queue: bytes
     exchanges: frozenset[bytes]
 
     @classmethod
-    def of(cls, queue: str, exchanges: Iterable[str]) -> Doors:
+    def of(cls, queue: str, exchanges: Iterable[str]) -> EntryPoints:
         return cls(queue.encode(), frozenset(one.encode() for one in exchanges))
 
     def lead_in(self, exchange: bytes, routing_key: bytes) -> bool:
@@ -56,12 +56,12 @@ class Refusal(NamedTuple):
     """Its own properties cannot be read: the daemon would refuse it again."""
 
 
-def told(delivery: Delivery, doors: Doors) -> Refusal:
+def told(delivery: Delivery, entries: EntryPoints) -> Refusal:
     """The reason and origin of a message of the refused queue, as its headers tell them."""
     try:
         properties = Properties.parse(delivery.properties)
         fields = {one.name: one for one in reversed(properties.headers_items())}
-        reason, exchange, routing_key = _said(fields, doors.queue)
+        reason, exchange, routing_key = _said(fields, entries.queue)
         mangled = _REASON in fields and _WRAPPED in fields
         return Refusal(
             _text(_content(fields, ID)), reason, exchange, routing_key, _text(properties.message_id), mangled
@@ -83,14 +83,14 @@ def _said(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None
     return (both, exchange, key) if exchange == death[1] else (both, None, None)
 
 
-def again(delivery: Delivery, doors: Doors) -> Outgoing | str:
+def again(delivery: Delivery, entries: EntryPoints) -> Outgoing | str:
     """How the message goes back to where it came in; or why it cannot."""
-    refusal = told(delivery, doors)
+    refusal = told(delivery, entries)
     if refusal.mangled:
         return "its own headers cannot be read: it would be refused again"
     if refusal.exchange is None or refusal.routing_key is None:
         return "it does not say where it came in"
-    if not doors.lead_in(refusal.exchange, refusal.routing_key):
+    if not entries.lead_in(refusal.exchange, refusal.routing_key):
         return f"it says that it came in through {_text(refusal.exchange)!r}, and no route is from there"
     properties = Properties.parse(delivery.properties)
     was_refused = properties.get(_REASON) is not None

@@ -23,7 +23,7 @@ from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import Confirmed, Delivery, Outgoing, Target
-from delayer.intake.refusals import Doors, Refusal, again, told
+from delayer.intake.refusals import EntryPoints, Refusal, again, told
 
 AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
@@ -219,13 +219,13 @@ async def _portions(subscription: AmqpSubscription, count: int, result: Result[T
             yield some
 
 
-def refused_queue(url: str, queue: str, doors: Doors) -> SetAside[RefusedMessage]:
-    """The refused queue. A retried message goes back to the exchange that it came in by, one of ``doors``."""
+def refused_queue(url: str, queue: str, entries: EntryPoints) -> SetAside[RefusedMessage]:
+    """The refused queue. A retried message goes back to the exchange that it came in by, one of ``entries``."""
 
     def read(delivery: Delivery, _most: int) -> RefusedMessage:
-        return RefusedMessage(told(delivery, doors), delivery.properties, _head(delivery), len(delivery.body))
+        return RefusedMessage(told(delivery, entries), delivery.properties, _head(delivery), len(delivery.body))
 
-    return SetAside(url, queue, read, lambda delivery, _most: again(delivery, doors))
+    return SetAside(url, queue, read, lambda delivery, _most: again(delivery, entries))
 
 
 def strays_queue(url: str, cascade: Cascade, due_queue: bytes) -> SetAside[Stray]:

@@ -38,7 +38,7 @@ AWAY_SECONDS: Final = 10.0
 """How long a process without its broker keeps its lanes."""
 UPKEEP_LOOKS: Final = 60
 """Looks between two rounds of partition upkeep."""
-BULK: Final = 128
+BULK_MESSAGES: Final = 128
 BULK_BYTES: Final = 1 << 20
 """Messages, or bytes, of a park that goes to the lanes in turn, so that all lanes release in parallel. With one lane a
 process releases a fifth less in bulk. Smaller parks stay in one lane, so that messages that are due together share one
@@ -159,7 +159,7 @@ class LaneManager:
 
     async def _write(self, work: Callable[[Store, Lane], Awaitable[T]], parcels: Sequence[Parcel]) -> T:
         """A lane that is lost under a write costs one try; the next one is another lane."""
-        bulk = len(parcels) >= BULK or sum(len(parcel.body) for parcel in parcels) >= BULK_BYTES
+        bulk = len(parcels) >= BULK_MESSAGES or sum(len(parcel.body) for parcel in parcels) >= BULK_BYTES
         while True:
             store = self._reached()
             lane = self._place(bulk=bulk)

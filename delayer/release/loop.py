@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 SLICE: Final = 1.0
 """Longest single sleep, in seconds. After each one the loop notices a stop and feeds the watchdog."""
 
-COMPANY: Final = 0.002
+COALESCE_SECONDS: Final = 0.002
 """Seconds between a claim that took all due rows and the next one. Rows that become due meanwhile share a transaction,
 a write and a confirm. Without this rest a daemon at 5,000 messages a second makes a turn for every dozen of them. Every
 message is later by it."""
@@ -131,7 +131,7 @@ class Release:
         if rate is None:
             self._bucket = None
             claimed = await self._claim_and_send(limit)
-            return (0.0 if self._lane.more else COMPANY) if claimed else await self._lane.sleep_hint()
+            return (0.0 if self._lane.more else COALESCE_SECONDS) if claimed else await self._lane.sleep_hint()
         if self._bucket is None or self._bucket.rate != rate:
             self._bucket = TokenBucket(rate, now)
         if (wait := self._bucket.wait(now)) > 0:
@@ -141,7 +141,7 @@ class Release:
         self._bucket.give_back(tokens - claimed)
         if not claimed and not self._lane.more:
             return await self._lane.sleep_hint()
-        return await self._throttled(max(self._bucket.wait(time.monotonic()), COMPANY))
+        return await self._throttled(max(self._bucket.wait(time.monotonic()), COALESCE_SECONDS))
 
     async def _throttled(self, seconds: float) -> float:
         """Rest until there are tokens."""

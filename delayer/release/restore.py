@@ -25,9 +25,9 @@ from delayer.release.lane_manager import LaneManager
 
 log = structlog.get_logger(__name__)
 
-LOOK: Final = 60.0
+LOOK_SECONDS: Final = 60.0
 """Seconds between two looks that found nothing to restore. Compaction packs messages that are due in days."""
-LOOK_AGAIN: Final = 2.0
+LOOK_AGAIN_SECONDS: Final = 2.0
 """Seconds until the next look while other daemons restore the due segments. One of them may die at it."""
 REST: Final = 3.0
 """How much longer than the restoring of a segment the rest after it takes."""
@@ -81,12 +81,12 @@ class Restoring:
         took = running.time() - began
         match found:
             case None:
-                return LOOK
+                return LOOK_SECONDS
             case Restored():
                 self._tell_restored(found, took)
                 return 0.0 if self._urgent(found.first_due_ms) else REST * took
             case Locked():
-                return LOOK_AGAIN
+                return LOOK_AGAIN_SECONDS
             case Broken():
                 self._tell_broken(found)
                 return 0.0

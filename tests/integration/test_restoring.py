@@ -39,7 +39,7 @@ CONTENT = (b"", b"\0", bytes(range(256)), b'{"order": 1}' * 40, b"\xff" * 5_000)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delayer.release.lane_manager.LOOK_SECONDS", 0.02)
     monkeypatch.setattr("delayer.release.loop.SLICE", 0.05)
-    monkeypatch.setattr(service, "LOOK", 0.1)
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
 
 
 class Witness(ScriptedPublisher):
@@ -213,10 +213,10 @@ async def test_a_broken_segment_is_said_once_and_stands_in_nobodys_way(database:
         async with running(database) as daemon:
             await wait_for(lambda: len(daemon.publisher.published) >= 200)
             await wait_for(lambda: daemon.broken >= 1)
-            await asyncio.sleep(5 * service.LOOK)  # a time in which nothing must happen
+            await asyncio.sleep(5 * service.LOOK_SECONDS)  # a time in which nothing must happen
             assert daemon.broken == 1
         async with running(database) as later:
-            await asyncio.sleep(3 * service.LOOK)
+            await asyncio.sleep(3 * service.LOOK_SECONDS)
             assert (later.restored, later.broken) == (0, 0), "it is no news"
     [said] = [line for line in logged if line["event"] == "segment broken"]
     assert "delayer restore --all" in said["next_step"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from delayer.amqp.edits import ID, Names
+from delayer.amqp.edits import ID, Endpoints
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
@@ -352,7 +352,7 @@ class ScriptedLive:
     """Satisfies ports.Live."""
 
     in_force: Policy = field(default_factory=lambda: Policy(Mode.NATIVE, {}, b"delays", 86_400_000))
-    places: Names = field(default_factory=lambda: Names(Cascade(), b"delays.due", b"delays.refused", 10_000))
+    places: Endpoints = field(default_factory=lambda: Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000))
     now: int = NOW
     limits: Limits = field(default_factory=dict)
     holds_in_store: bool = True
@@ -364,7 +364,7 @@ class ScriptedLive:
     def policy(self) -> Policy:
         return self.in_force
 
-    def names(self) -> Names:
+    def names(self) -> Endpoints:
         return self.places
 
     def late_limits(self) -> Limits:

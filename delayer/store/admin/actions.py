@@ -333,7 +333,7 @@ async def every(
     """
     done: Counter[Found] = Counter()
     # The loop meets a message again that it moved to a later instant.
-    seen = Seen()
+    seen = IdBitset()
     after: tuple[int, int] | None = BEGINNING
     while after is not None:
         found = await listing.find(connection, wanted, test, PORTION, after, scan=SCAN)
@@ -413,7 +413,7 @@ PART: Final = 4096
 """Ids that share a piece: half a kilobyte, so few that lie far apart cost little, and ten million in a row 1.3 MB."""
 
 
-class Seen:
+class IdBitset:
     """A set of ids from 0 on: a bit for each id, against some 80 bytes in a set. The ids of one command mostly lie
     close together."""
 
@@ -423,7 +423,7 @@ class Seen:
     def update(self, ids: Iterable[int]) -> None:
         """Add these.
 
-        >>> seen = Seen()
+        >>> seen = IdBitset()
         >>> seen.update([7, 4711])
         >>> [number in seen for number in (6, 7, 4711, 8807)]
         [False, True, True, False]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from delayer.daemon import systemd
-from delayer.daemon.systemd import Notifier, Seen, StatusReporter, trouble
+from delayer.daemon.systemd import Condition, Notifier, StatusReporter, trouble
 
-WELL = Seen(connected=True, blocked=False, store=True, usable=True, consuming=True)
+WELL = Condition(connected=True, blocked=False, store=True, usable=True, consuming=True)
 
 
 def test_examples() -> None:
@@ -31,7 +31,7 @@ def test_examples() -> None:
         (WELL._replace(consuming=False), "nothing is consumed yet"),
     ],
 )
-def test_words(seen: Seen, words: str) -> None:
+def test_words(seen: Condition, words: str) -> None:
     assert trouble(seen) == words
 
 
@@ -44,7 +44,7 @@ async def test_systemd_hears_what_changes_and_nothing_else(tmp_path: Path) -> No
         notifier.status("starting")
         now, looks = [WELL._replace(connected=False)], asyncio.Semaphore(0)
 
-        def look() -> Seen:
+        def look() -> Condition:
             looks.release()
             return now[0]
 

@@ -17,7 +17,7 @@ from delayer.config import Settings
 from delayer.core import horizon
 from delayer.core.counters import Counters
 from delayer.http.metrics import METRICS, PREFIX, Sight, roles, text
-from delayer.http.view import Depths, Seen, StoreSeen
+from delayer.http.view import Depths, Snapshot, StoreSeen
 from delayer.store.admin.stats import KINDS, Census, LaneOverview
 from delayer.store.segments import catalog
 from tests.unit.http.states import overview, state
@@ -48,9 +48,11 @@ def sight(**more: Any) -> Sight:
     counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}
     whole: dict[str, Any] = {
         "state": state(counters),
-        "store": Seen(store, "", 0.5),
-        "census": Seen(Census(0, counts, exact=True), "", 3.0),
-        "depths": Seen(Depths({"delays": 7, "delays.due": None, "delayer.delay-strays": 1}, {27: 0, 0: 2}), "", 1.0),
+        "store": Snapshot(store, "", 0.5),
+        "census": Snapshot(Census(0, counts, exact=True), "", 3.0),
+        "depths": Snapshot(
+            Depths({"delays": 7, "delays.due": None, "delayer.delay-strays": 1}, {27: 0, 0: 2}), "", 1.0
+        ),
         "ready": True,
         "roles": roles(Settings()),
     }
@@ -121,7 +123,7 @@ def test_a_counter_of_the_store_never_goes_down() -> None:
 
 
 def test_what_is_out_of_reach_is_said_and_missing() -> None:
-    gone = Seen(None, "connect: refused", None)
+    gone = Snapshot(None, "connect: refused", None)
     found = samples(sight(store=gone, census=gone, depths=gone, ready=False))
     assert found["delayer_store_up",] == found["delayer_broker_up",] == found["delayer_ready",] == 0
     assert not [name for name, *_ in found if name in ("delayer_waiting_messages", "delayer_queue_messages")]
@@ -129,7 +131,7 @@ def test_what_is_out_of_reach_is_said_and_missing() -> None:
 
 def test_a_store_of_another_schema_is_told_apart_from_one_that_is_away() -> None:
     seen = StoreSeen(overview("9999"), (0, 0))
-    found = samples(sight(store=Seen(seen, "", 0.1)))
+    found = samples(sight(store=Snapshot(seen, "", 0.1)))
     assert (found["delayer_store_up",], found["delayer_store_schema_current",]) == (1, 0)
 
 

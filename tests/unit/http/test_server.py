@@ -285,7 +285,7 @@ HEAD = b"POST /deeds/refused HTTP/1.1\r\nHost: localhost\r\n"
 )  # fmt: skip
 async def test_who_says_nothing_keeps_no_connection(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
-    monkeypatch.setattr(server, "LOOK", 0.05)
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
     async with served(Inside(), monkeypatch) as web:
         reader, writer = await opened(web, said)
         assert await ended(reader)
@@ -294,7 +294,7 @@ async def test_who_says_nothing_keeps_no_connection(said: bytes, monkeypatch: py
 
 async def test_who_does_not_hear_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
-    monkeypatch.setattr(server, "LOOK", 0.05)
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
     async with served(Inside(), monkeypatch) as web:
         _, writer = await opened(web)
         ask = b"GET /static/htmx.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -311,7 +311,7 @@ async def test_who_does_not_hear_keeps_no_connection(monkeypatch: pytest.MonkeyP
 
 
 async def test_silent_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LOOK", 0.05)
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
     async with served(Inside(), monkeypatch) as web:
         host, _, port = web.address.rpartition(":")
         silent = [

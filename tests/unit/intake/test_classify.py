@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.amqp import edits
-from delayer.amqp.edits import Names
+from delayer.amqp.edits import Endpoints
 from delayer.amqp.properties import Properties, array, encode_headers, entry, int64, long_string, table
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, KeyGroup, Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import Mode, Policy, Refuse, Route
 from delayer.core.retry_policy import Retry
-from delayer.intake.handle import Work, classify, work_for
+from delayer.intake.handle import BatchPlan, batch_plan, classify
 from tests.support.fakes import NOW, delivery, ids
 from tests.unit.amqp.tables import properties
 
@@ -22,11 +22,11 @@ ORDERS = Route(b"orders.in", b"orders.out")
 MAIL = Route(b"mail.in", b"")
 NATIVE = Policy(Mode.NATIVE, {route.source: route for route in (ORDERS, MAIL)}, b"delays", 10**12)
 STORE = Policy(Mode.STORE, NATIVE.routes, b"delays", 10**12)
-NAMES = Names(Cascade(), b"delays.due", b"delays.refused", 10_000)
+NAMES = Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000)
 
 
-def work(*deliveries: Delivery, policy: Policy = STORE) -> Work:
-    return work_for([classify(one, policy, NOW, NAMES.max_properties) for one in deliveries], NAMES, ids())
+def work(*deliveries: Delivery, policy: Policy = STORE) -> BatchPlan:
+    return batch_plan([classify(one, policy, NOW, NAMES.max_properties) for one in deliveries], NAMES, ids())
 
 
 def says(name: bytes, value: int | bytes) -> bytes:

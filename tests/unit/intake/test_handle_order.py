@@ -6,19 +6,19 @@ import asyncio
 
 import pytest
 
-from delayer.amqp.edits import Names
+from delayer.amqp.edits import Endpoints
 from delayer.core.cascade import Cascade
 from delayer.core.errors import StoreLost
 from delayer.core.message import Delivery, Target
 from delayer.core.plan import Cancel, Park, Plan
-from delayer.intake.handle import Sorted, Turns, wait, work_for
+from delayer.intake.handle import Classified, Turns, batch_plan, wait
 
-NAMES = Names(Cascade(), b"delays.due", b"delays.refused", 131_000)
+NAMES = Endpoints(Cascade(), b"delays.due", b"delays.refused", 131_000)
 TARGET = Target(b"out", b"k")
 
 
-def sorted_plan(tag: int, plan: Plan) -> Sorted:
-    return Sorted(Delivery(tag, False, b"in", b"k", b"\0\0", b""), None, plan)
+def sorted_plan(tag: int, plan: Plan) -> Classified:
+    return Classified(Delivery(tag, False, b"in", b"k", b"\0\0", b""), None, plan)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def sorted_plan(tag: int, plan: Plan) -> Sorted:
     ],
 )
 def test_a_cancel_acts_after_what_it_follows(plans: list[Plan], steps: list[tuple[list[int], list[bytes]]]) -> None:
-    work = work_for([sorted_plan(tag, plan) for tag, plan in enumerate(plans, 1)], NAMES, lambda: b"id")
+    work = batch_plan([sorted_plan(tag, plan) for tag, plan in enumerate(plans, 1)], NAMES, lambda: b"id")
     parked = [[tag for tag, plan in enumerate(plans, 1) if isinstance(plan, Park)] for _ in work.steps]
     found = []
     for step in work.steps:

@@ -8,11 +8,11 @@ import pytest
 
 from delayer.amqp import edits
 from delayer.core.message import Delivery, Outgoing
-from delayer.intake.refusals import Doors, again, told
+from delayer.intake.refusals import EntryPoints, again, told
 from tests.support.raw import Header, Props, Value, array, content, number, table, text
 
 LIMIT = 100_000
-DOORS = Doors(b"delays", frozenset({b"delayer.in", b"other.in"}))
+ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in", b"other.in"}))
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_a_refused_message_goes_back_as_it_came(props: Props) -> None:
     came = Delivery(1, False, b"delayer.in", b"orders.eu", props.encode(), b"body")
     properties, token = edits.refused(came, "too long", b"abc", LIMIT)
     stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
-    said = told(stands, DOORS)
+    said = told(stands, ENTRIES)
     assert (said.id, said.reason, said.exchange, said.routing_key) == ("abc", "too long", b"delayer.in", b"orders.eu")
-    back = again(stands, DOORS)
+    back = again(stands, ENTRIES)
     assert isinstance(back, Outgoing)
     assert back._replace(properties=b"") == Outgoing(b"delayer.in", b"orders.eu", b"", b"body", token)
     expected = props if props.headers is not None else Props(**{**vars(props), "headers": ()})
@@ -76,17 +76,17 @@ def says(exchange: str, key: str = "orders.eu", reason: str = "too long") -> tup
     ],
 )
 def test_what_came_in_by_a_door_goes_back_through_it(stands: Delivery, reason: str) -> None:
-    back = again(stands, DOORS)
+    back = again(stands, ENTRIES)
     assert isinstance(back, Outgoing)
     assert (back.exchange, back.routing_key) == (b"delayer.in", b"orders.eu")
-    assert told(stands, DOORS).reason == reason
+    assert told(stands, ENTRIES).reason == reason
     props = Props.decode(back.properties)
     assert (props.user_id, props.expiration) == (None, None)
     assert content(props.one(b"x-delayer-id")) == back.token
 
 
 def test_straight_to_the_intake_queue_it_goes_back_straight() -> None:
-    back = again(standing(*says("", "delays")), DOORS)
+    back = again(standing(*says("", "delays")), ENTRIES)
     assert isinstance(back, Outgoing)
     assert (back.exchange, back.routing_key) == (b"", b"delays")
 
@@ -106,12 +106,12 @@ def test_straight_to_the_intake_queue_it_goes_back_straight() -> None:
     ],
 )
 def test_what_a_publisher_may_have_written_sends_it_nowhere(stands: Delivery, why: str) -> None:
-    assert why in str(again(stands, DOORS))
+    assert why in str(again(stands, ENTRIES))
 
 
 def test_what_cannot_go_back_says_why() -> None:
-    assert again(Delivery(1, False, b"", b"", Props().encode(), b""), DOORS) == "it does not say where it came in"
+    assert again(Delivery(1, False, b"", b"", Props().encode(), b""), ENTRIES) == "it does not say where it came in"
     broken = Delivery(1, False, b"in", b"k", b"\x20\x00\x00\x00\x00\x02\x05x", b"")
     properties, _ = edits.refused(broken, "malformed", b"abc", LIMIT)
-    assert "refused again" in str(again(broken._replace(properties=properties), DOORS))
-    assert "refused again" in str(again(broken, DOORS))
+    assert "refused again" in str(again(broken._replace(properties=properties), ENTRIES))
+    assert "refused again" in str(again(broken, ENTRIES))

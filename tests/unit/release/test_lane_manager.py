@@ -37,7 +37,7 @@ async def test_large_parks_take_the_lanes_in_turn() -> None:
     async with scene() as it:
         await it.lanes.ready.wait()
         for _ in range(4):
-            await it.lanes.park([due(n).parcel for n in range(module.BULK)], [])
+            await it.lanes.park([due(n).parcel for n in range(module.BULK_MESSAGES)], [])
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
         await it.lanes.hold([(due(5).parcel, WHY)])
         assert it.store.held == [(1, WHY)]
@@ -46,8 +46,8 @@ async def test_large_parks_take_the_lanes_in_turn() -> None:
 async def test_small_parks_stay_together() -> None:
     async with scene() as it:
         await it.lanes.ready.wait()
-        small = [due(n).parcel for n in range(module.BULK - 1)]
-        for parcels in (small, small, [due(n).parcel for n in range(module.BULK)], small):
+        small = [due(n).parcel for n in range(module.BULK_MESSAGES - 1)]
+        for parcels in (small, small, [due(n).parcel for n in range(module.BULK_MESSAGES)], small):
             await it.lanes.park(parcels, [])
         assert [number for number, _, _ in it.store.parked[:2]] == [1, 1]
         assert it.store.parked[3][0] == 1
@@ -326,7 +326,7 @@ async def test_a_limited_route_gets_a_lane_that_no_other_message_is_parked_into(
         await until(lambda: it.lanes.numbers == [1, 2, 3])
         assert it.store.made[-1].route == b"slow"
         for _ in range(6):
-            await it.lanes.park([due(n).parcel for n in range(module.BULK)], [])
+            await it.lanes.park([due(n).parcel for n in range(module.BULK_MESSAGES)], [])
         assert {number for number, _, _ in it.store.parked} == {1, 2}
 
 

@@ -13,7 +13,7 @@ from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import NACKED, Outcome, Outgoing, Returned
 from delayer.release import loop as module
-from delayer.release.loop import COMPANY, Portion, Release, prepared
+from delayer.release.loop import COALESCE_SECONDS, Portion, Release, prepared
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 
 
@@ -39,7 +39,7 @@ class Scene:
 async def test_a_tick_publishes_in_order_and_forgets_what_is_confirmed() -> None:
     rows = [due(3), due(1), due(2)]
     it = Scene(ScriptedLane(claims=[rows], hint=7.5))
-    assert await it.release.tick() == COMPANY
+    assert await it.release.tick() == COALESCE_SECONDS
     assert [message.body for message in it.publisher.published] == [b"3", b"1", b"2"]
     assert it.lane.settled == [(rows, [])]
     assert it.count("released") == 3

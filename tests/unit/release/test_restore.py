@@ -86,7 +86,7 @@ def far(segment: int, messages: int = 10) -> Restored:
 
 async def test_what_is_due_within_the_setting_is_asked_for() -> None:
     async with scene() as it:
-        assert await it.restoring.look() == module.LOOK
+        assert await it.restoring.look() == module.LOOK_SECONDS
         it.ahead_ms = 2 * DAY_MS  # as by SIGHUP
         await it.restoring.look()
         assert it.store.horizons == [NOW + DAY_MS, NOW + 2 * DAY_MS]
@@ -107,7 +107,7 @@ async def test_what_others_are_restoring_is_looked_after() -> None:
     """They may die at it, and a minute later would be late."""
     async with scene(Locked(NOW + HOUR_MS)) as it:
         with capture_logs() as logged:
-            assert await it.restoring.look() == module.LOOK_AGAIN < module.LOOK
+            assert await it.restoring.look() == module.LOOK_AGAIN_SECONDS < module.LOOK_SECONDS
         assert logged == []
 
 

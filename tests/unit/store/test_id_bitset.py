@@ -7,14 +7,14 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.store.admin.actions import PART, Seen
+from delayer.store.admin.actions import PART, IdBitset
 
 IDS = st.integers(0, (1 << 63) - 1) | st.integers(0, 3 * PART)
 
 
 @given(st.lists(st.sets(IDS)), st.lists(IDS))
 def test_it_is_a_set(added: list[set[int]], others: list[int]) -> None:
-    seen, expected = Seen(), set[int]()
+    seen, expected = IdBitset(), set[int]()
     for some in added:
         seen.update(some)
         expected |= some
@@ -26,7 +26,7 @@ def test_a_million_take_no_room() -> None:
     """A set of integers would take some eighty megabytes of the daemon, where the page asked for it."""
     tracemalloc.start()
     try:
-        seen = Seen()
+        seen = IdBitset()
         seen.update(range(5_000_000, 6_000_000))
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
