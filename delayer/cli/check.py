@@ -20,7 +20,7 @@ from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store import schema
-from delayer.store.admin import server_checks, stats
+from delayer.store.admin import stats
 from delayer.store.errors import BadStoreUrl
 from delayer.store.lanes.locks import ONE_BROKER, broker_mark
 
@@ -267,11 +267,11 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
     if (wrong := schema.outdated(seen.schema_found)) is not None:
         return [*rows, Row("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)]
     rows.append(Row("schema", "ok", schema.HEAD))
-    if (wrong_owner := await server_checks.mistaken(url)) is not None:
+    if (wrong_owner := await schema.mistaken(url)) is not None:
         found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
         advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
         rows.append(Row("schema", "note", found, advice))
-    rows.append(_locks(await server_checks.looked(url)))
+    rows.append(_locks(await schema.looked(url)))
     rows += _lanes(seen) + _shared_lanes(seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
@@ -285,7 +285,7 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
     return rows
 
 
-def _locks(need: server_checks.LockNeed) -> Row:
+def _locks(need: schema.LockNeed) -> Row:
     """Whether the server's lock table is large enough for all locks that the store may take at once."""
     found = f"max_locks_per_transaction is {need.allowed}"
     if need.enough:

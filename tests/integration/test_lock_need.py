@@ -9,11 +9,10 @@ import asyncpg
 import pytest
 
 from delayer.cli.check import _locks
-from delayer.store import pool, upgrades
+from delayer.store import pool, schema, upgrades
 from delayer.store import postgres as parking
-from delayer.store.admin import server_checks
-from delayer.store.admin.server_checks import LockNeed
 from delayer.store.rows import keys
+from delayer.store.schema import LockNeed
 from tests.conformance.store_contract import parcel
 from tests.integration.test_store_lane import sql
 from tests.support.postgres import Postgres
@@ -70,7 +69,7 @@ async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(
 
 async def test_what_the_lock_table_must_hold(database: str) -> None:
     await upgrades.upgrade(database)
-    found = await server_checks.looked(database)
+    found = await schema.looked(database)
     assert (found.allowed, found.lanes, found.enough) == (64, 4, True)
     assert 200 < found.connections < 300
     year = found._replace(partitions=370, lanes=4, connections=122)

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from delayer.core.errors import StoreLost
-from delayer.store import pool, schema, tables, upgrades
+from delayer.store import pool, schema, upgrades
 from delayer.store.admin.stats import overview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
@@ -68,11 +68,11 @@ async def test_models_equal_the_sum_of_the_upgrades(database: str) -> None:
 
     def differences(connection: Connection) -> list[object]:
         options = {"include_object": partition_or_version, "compare_type": True}
-        return compare_metadata(MigrationContext.configure(connection, opts=options), tables.metadata)
+        return compare_metadata(MigrationContext.configure(connection, opts=options), upgrades.metadata)
 
-    await on_engine(database, tables.metadata.create_all)
+    await on_engine(database, upgrades.metadata.create_all)
     created = await catalog(database)
-    await on_engine(database, tables.metadata.drop_all)
+    await on_engine(database, upgrades.metadata.drop_all)
     await upgrades.upgrade(database)
     assert await on_engine(database, differences) == []
     upgraded = await catalog(database)
