@@ -181,7 +181,7 @@ async def test_a_pattern_that_meets_work_queues_leaves_them(
         assert (report["parked"], report["held"], report["left"]) == (2, 0, {UNHELD: 1, CONSUMED: 2})
         assert await bodies(database) == [1, 1]
         told = delayer("import", "hold-queues", "preview", "--queue", "wor?", expect=1, **management).stderr
-        assert "no queue matches wor?, but for queues that are passed over: work, in queues that hold nothing" in told
+        assert "no queue matches wor?, but for queues that are passed over: work, in queues that delay nothing" in told
         named = delayer("import", "hold-queues", "preview", "--queue", "work", "--json", **management).stdout
         assert json.loads(named)["messages"] == 1
 
