@@ -229,9 +229,8 @@ def _filtered(
     done = asyncio.run(work())
     late, unreadable = done[Found.NOWHERE], done[Found.UNREADABLE]
     if as_json:
-        print_json({
-            "matched": meant.messages, "done": actions.met(done), "too_late": late, "unreadable": unreadable
-        })  # fmt: skip
+        doubtful = {"unreadable": unreadable} if unreadable else {}
+        print_json({"matched": meant.messages, "done": actions.met(done), "too_late": late, **doubtful})
     else:
         others = f"; {late:,} were delivered or moved in the meantime" if late else ""
         if unreadable:
