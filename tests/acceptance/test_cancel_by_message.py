@@ -41,7 +41,7 @@ def cancel(key: str, reply_to: bytes = b"answers") -> Message:
 
 
 @pytest.mark.deadline(120)
-async def test_what_was_cancelled_is_not_delivered_and_what_was_not_says_so(place: Place, store: str) -> None:
+async def test_cancelled_messages_are_not_delivered_and_late_cancels_are_reported(place: Place, store: str) -> None:
     place.things.queue("answers")
     environ = place.environ("store", store)
     chance = random.Random(20)
@@ -74,7 +74,7 @@ async def test_what_was_cancelled_is_not_delivered_and_what_was_not_says_so(plac
         assert set(delivered) == late, "what is said to be cancelled is not delivered; what came too late is"
 
 
-async def test_what_nobody_waits_for_and_where_nobody_listens(place: Place, store: str) -> None:
+async def test_cancels_without_a_waiting_message_or_a_reader(place: Place, store: str) -> None:
     place.things.queue("answers")
     async with DaemonProcess(place.environ("store", store)) as daemon, await place.raw() as raw:
         answers = await raw.inbox("answers")

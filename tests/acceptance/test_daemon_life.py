@@ -259,7 +259,7 @@ async def test_connections_that_an_operator_closes(place: Place, postgres: Postg
         assert_no_secret(daemon)
 
 
-async def test_what_becomes_different_while_it_runs_ends_nobody(place: Place, postgres: Postgres, schema: str) -> None:
+async def test_a_topology_change_does_not_stop_a_running_daemon(place: Place, postgres: Postgres, schema: str) -> None:
     """Somebody made his queue anew, of another kind, and the connections are lost: what is parked is released, and
     consuming goes on when the queue is what it should be."""
     theirs = [{"exchange": "theirs", "type": "topic", "queue": "theirs"}]

@@ -161,7 +161,7 @@ async def test_off_is_off(place: Place, store: str) -> None:
         assert not [line for line in lines if line.status == psutil.CONN_LISTEN]
 
 
-async def test_who_does_not_let_go_does_not_keep_the_daemon(place: Place, store: str) -> None:
+async def test_an_open_client_does_not_delay_a_stop(place: Place, store: str) -> None:
     """Connections that say nothing, half of a request, and one that never reads its answer."""
     async with DaemonProcess(place.environ("store", store) | ANY_PORT) as daemon:
         web = await Web.of(await daemon.ready())

@@ -41,9 +41,7 @@ def store(postgres: Postgres, schema: str) -> str:
     return secret_store_url(postgres, schema)
 
 
-async def test_what_an_outage_made_late_is_held_where_the_route_says_so(
-    place: Place, store: str, tmp_path: Any
-) -> None:
+async def test_messages_late_after_an_outage_are_held_by_late_limit(place: Place, store: str, tmp_path: Any) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
     async with await place.raw() as raw:

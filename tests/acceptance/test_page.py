@@ -230,7 +230,7 @@ async def _refused(this: Shown) -> list[dict[str, Any]]:
     return list(json.loads(await command(this.config, "refused", "list", "--json"))["messages"])
 
 
-async def test_what_messages_say_is_text_and_nothing_else(place: Place, store: str, tmp_path: Path) -> None:
+async def test_content_of_messages_is_shown_as_text(place: Place, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         for evil in HOSTILE:
             name = evil.encode()[:200]

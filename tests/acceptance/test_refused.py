@@ -221,7 +221,7 @@ def test_mended_and_published_again_it_is_delivered_without_a_trace(played: Worl
     assert [content(arrived.one(name)) for name in MOVED] == [b"600000", b"guest"]
 
 
-def test_what_the_longest_may_be(any_world: World) -> None:
+def test_the_longest_delay(any_world: World) -> None:
     """The longest delays are taken: 2^28 - 1 s by the cascade, 3650 d by the store; and an address of 199 bytes."""
     seconds = [2**27, LONGEST] if any_world.native else [2**27, LONGEST, LONGEST + 1, 3650 * 86_400]
     headers = [((b"x-delay", number("l", 1000 * each)),) for each in seconds]

@@ -190,7 +190,9 @@ async def test_endpoints_of_nservicebus_do_not_notice(
                 assert set((await admin.depths(one.name for one in cascade.levels())).values()) == {0}
 
 
-async def test_what_is_long_is_parked_with_its_due_instant(rabbitmq: RabbitMQ, postgres: Postgres, schema: str) -> None:
+async def test_long_delays_are_parked_with_their_due_instant(
+    rabbitmq: RabbitMQ, postgres: Postgres, schema: str
+) -> None:
     """From level 6, as it is by default; what stood in the levels before the daemon came is taken too."""
     cascade = Cascade("nservicebus-v2")
     async with shop(rabbitmq, postgres, schema) as it:

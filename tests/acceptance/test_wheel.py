@@ -111,7 +111,7 @@ def fetched(listen: str, path: str) -> str:
         return str(answer.read().decode())
 
 
-def test_what_a_service_needs_comes_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_contains_the_files_of_a_service(installed: Path, tmp_path: Path) -> None:
     """The README copies these from share/, and the unit names its documentation there."""
     share = installed.parent.parent / "share"
     brought = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]

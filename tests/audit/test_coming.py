@@ -35,7 +35,7 @@ def test_the_calendar(spark: SparkSession) -> None:
     assert [bar.messages for bar in told.days] == [1, 3000, 1]
 
 
-def test_what_lies_beyond_the_days_shown_is_in_the_bars_at_the_edges(spark: SparkSession) -> None:
+def test_messages_beyond_the_shown_days_count_in_the_edge_bars(spark: SparkSession) -> None:
     messages = [message(1, due_ms=NOW + 9_000 * DAY_MS), message(2, due_ms=NOW - 30_000 * DAY_MS)]
     days = calendar(store(spark, messages), 1.0).days
     assert [round((bar.start_ms - NOW) / DAY_MS) for bar in days] == [-400, 4000]

@@ -54,7 +54,7 @@ def contents(directory: Path) -> list[bytes]:
     return found
 
 
-async def test_nobody_reads_the_password_while_they_work(
+async def test_the_password_is_not_visible_during_a_job(
     spark: SparkSession, database: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     conf = spark.sparkContext.getConf()

@@ -165,7 +165,7 @@ def test_a_damaged_index_is_told_and_can_be_made_anew(spark: SparkSession, store
         ("index of counters", "read the counters: .*invalid page", "REINDEX"),
     ],
 )
-def test_what_the_driver_reads_is_an_error_that_says_so(
+def test_damage_read_by_the_driver_is_a_named_error(
     spark: SparkSession, stores: Stores, name: str, told: str, advice: str
 ) -> None:
     """Without lanes and counters there is nothing to judge by."""

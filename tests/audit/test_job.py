@@ -230,7 +230,7 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
     ],
     ids=lambda value: "" if isinstance(value, int | str) else value[0],
 )
-def test_what_does_not_fit_is_said_before_spark_is_started(
+def test_bad_options_are_reported_before_spark_starts(
     arguments: list[str], code: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "session", lambda *_, **__: pytest.fail("Spark was started"))

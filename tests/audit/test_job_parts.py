@@ -76,7 +76,7 @@ def test_local_masters(master: str | None, local: bool) -> None:
 
 
 @pytest.mark.parametrize("module", ["source", "tasks", "compact", "restore"])
-def test_what_executors_do_loads_little(module: str) -> None:
+def test_executors_import_few_modules(module: str) -> None:
     """Each process of Spark's does it before its first row: with pandas and the settings it took half a second more."""
     look = f"import sys, delayer.audit.{module}; print(*{{'pandas', 'pydantic'}} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)

@@ -61,7 +61,7 @@ async def test_a_termination_leaves_nothing(filled: str, tmp_path: Path, end: Ca
     assert process.returncode == 143
 
 
-async def test_what_a_killed_audit_leaves_goes_with_a_later_one(filled: str, tmp_path: Path) -> None:
+async def test_a_later_audit_removes_the_files_of_a_killed_one(filled: str, tmp_path: Path) -> None:
     process = await midway(filled, tmp_path)
     with extract.workplace(str(tmp_path)):
         assert extracts(tmp_path), "the one that is at work keeps its own"

@@ -47,7 +47,7 @@ def message(**other: Any) -> Message:
         ({"properties": b"\x00\x80\x09id", "checksum": 18}, [source.CHECKSUM, source.PROPERTIES]),
     ],
 )
-def test_what_is_wrong_with_one_message(changed: dict[str, Any], faults: list[str]) -> None:
+def test_defects_of_one_message(changed: dict[str, Any], faults: list[str]) -> None:
     wrong = message(**changed)
     found = look(wrong)
     assert found.faults == faults
@@ -71,7 +71,7 @@ def test_other_messages_have_other_fingerprints(other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("other", [{"key": b"k"}, {"properties": encode_headers()}, {"properties": properties(b"")}])
-def test_of_some_messages_nobody_can_say_whether_they_are_the_same(other: dict[str, Any]) -> None:
+def test_messages_without_a_fingerprint(other: dict[str, Any]) -> None:
     assert look(message(**other)).fingerprint is None
 
 

@@ -38,7 +38,7 @@ def test_it_is_for_one_user_and_goes_at_the_end_whatever_happened(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_left_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_the_next_run_removes_the_directory_of_a_killed_one(tmp_path: Path) -> None:
     dead, left = started(tmp_path)
     dead.kill()
     dead.communicate()
@@ -56,7 +56,7 @@ def test_a_living_run_keeps_its_own(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_of_another_kernel_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_of_another_boot_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that shares the directory may be at work there: its locks are not seen from here."""
     dead, left = started(tmp_path)
     dead.kill()

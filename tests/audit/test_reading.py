@@ -163,7 +163,7 @@ def test_everything_is_of_one_instant(spark: SparkSession, filled: str) -> None:
     assert [(load(spark, filled, "message").count(),)] == fetch(filled, "SELECT count(*) FROM message")
 
 
-def test_what_the_driver_reads_itself(filled: str) -> None:
+def test_tables_that_the_driver_reads(filled: str) -> None:
     async def work() -> tuple[Any, ...]:
         async with opened(filled, owner="somebody") as store, owned(store, 1) as [lane]:
             return lane.number, await asyncio.to_thread(look)
@@ -179,7 +179,7 @@ def test_what_the_driver_reads_itself(filled: str) -> None:
     assert sizes["segment"] == 0 < sizes["held"]
 
 
-def test_nobody_waits_for_the_snapshot_but_ddl(filled: str) -> None:
+def test_only_ddl_waits_for_the_snapshot(filled: str) -> None:
     with extract.hold_snapshot(SecretUrl(filled)):
         execute(filled, "UPDATE message SET route = 'x' WHERE id = 5")
         with pytest.raises(asyncpg.LockNotAvailableError):

@@ -70,7 +70,7 @@ def test_two_lanes_that_are_off_by_one_in_opposite_ways_are_both_found() -> None
     assert [one.subject for one in found] == ["lane 1: waiting", "lane 2: waiting"]
 
 
-def test_of_several_lanes_all_together_tell_what_is_missing() -> None:
+def test_the_sum_of_all_lanes_shows_missing_messages() -> None:
     found = rules.conservation([figures(1, 1, parked=3), figures(2, 1, 1, parked=2, held=2)])
     assert sorted(said(found)) == [
         ("conservation", "violation", "all lanes: held", 1),

@@ -59,7 +59,7 @@ def test_overdue_says_how_late_and_of_which_routes(spark: SparkSession) -> None:
     }
 
 
-def test_what_somebody_limited_is_no_violation_however_late(spark: SparkSession) -> None:
+def test_overdue_rows_of_a_limited_route_are_a_warning(spark: SparkSession) -> None:
     """Only where nobody owns the lane it waits for something else."""
     messages = [message(n, lane=n, due_ms=NOW - 8 * DAY_MS, route=b"slow") for n in ALIVE]
     others = [message(13, due_ms=NOW - GRACE_MS), packed(14, due_ms=NOW - GRACE_MS, route=b"slow")]

@@ -92,7 +92,7 @@ class ConsumerContract:
             assert bodies(await take(subscription, 2)) == [b"4", b"5"]
             await subscription.close()
 
-    async def test_what_is_unsettled_is_given_back(self, place: str) -> None:
+    async def test_unsettled_deliveries_return_to_the_queue(self, place: str) -> None:
         """By close; what was acknowledged, one by one or all up to one, is gone."""
         async with self.world(place) as world:
             await self._filled(world, 10)
@@ -122,7 +122,7 @@ class ConsumerContract:
             await subscription.close()
             assert sorted(await world.hand.drain("q")) == [b"0", b"4"]
 
-    async def test_what_is_acknowledged_before_the_end_is_not_repeated(self, place: str) -> None:
+    async def test_acknowledged_deliveries_are_not_repeated_after_the_end(self, place: str) -> None:
         """Also by a replicated queue that has its hands full: there, acknowledgements wait for each other."""
         async with self.world(place) as world:
             for attempt in range(4):

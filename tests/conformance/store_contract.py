@@ -408,7 +408,7 @@ class StoreContract:
             await one.park(lane, [parcel(now - 1), *ahead], [])
             assert len([due for due in await release_all(lane) if due.due_ms == now - 1]) == 2
 
-    async def test_what_was_compacted_comes_out_as_it_went_in(self, place: str) -> None:
+    async def test_compacted_messages_are_restored_unchanged(self, place: str) -> None:
         """With its old id: whoever consumes it sees no difference."""
         async with self.daemon(place) as store, owned(store) as [lane]:
             due_ms = store.now_upper_ms() - 5

@@ -189,7 +189,7 @@ class TestRelay(BrokerContract):
             left = await world.hand.drain("q")
             assert sorted(int(body.rstrip(b"\0")) for body in left) == list(range(1, 32))
 
-    async def test_what_is_too_large_for_too_long_is_given_back_and_less_is_read_ahead(
+    async def test_a_full_buffer_is_returned_and_less_is_read_ahead(
         self, place: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The connection stands, nothing of it is lost or repeated; and when the messages are small again, more is."""
@@ -314,7 +314,7 @@ class TestRelay(BrokerContract):
         assert in_doubt < 15
 
     @pytest.mark.parametrize("ahead", [0, 60])
-    async def test_what_ends_the_connection_is_known_by_it(self, place: str, ahead: int) -> None:
+    async def test_a_message_that_ends_the_connection_is_identified(self, place: str, ahead: int) -> None:
         """Every outcome is exact. The publishers' connection is ended once, though more such messages follow."""
         good = [message(n, "q") for n in range(100)]
         batch = [*good[:ahead], poisonous(100), *good[ahead:], poisonous(101)]
@@ -350,7 +350,7 @@ class TestRelay(BrokerContract):
             assert reconnecting.connects == 1
             assert len(await world.hand.drain("q")) == 2 * len(good)
 
-    async def test_what_is_known_to_end_connections_ends_nobody_s(self, place: str) -> None:
+    async def test_isolated_messages_end_no_other_connection(self, place: str) -> None:
         """However often it is tried, and by whomever, though that one never met it."""
         async with self.world(place) as world, relay_to(Address.parse(place)) as reconnecting:
             await world.hand.queue("q")

@@ -80,7 +80,7 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
     await looked(url, conserved)
 
 
-async def test_what_is_told_is_on_disk(server: Postgres) -> None:
+async def test_reported_segments_are_on_disk(server: Postgres) -> None:
     url = server.url(server.add_database())
     await upgrades.upgrade(url)
     lazy = await pool.connect(url, "lazy", pool.LAZY)

@@ -84,7 +84,7 @@ async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str
 
 
 @pytest.mark.deadline(90)
-async def test_what_a_hung_daemon_was_restoring_is_restored_by_another(vhost: str, store: str) -> None:
+async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, store: str) -> None:
     """The store ends its transaction after some seconds; the other looks again soon, and not in a minute."""
     place = await Place("store", vhost, store).declare()
     async with place.ledger(SEED + 1) as ledger:

@@ -149,7 +149,7 @@ async def test_acknowledgements_of_several_batches_that_went_nowhere(
 
 
 @pytest.mark.long
-async def test_what_fell_a_level_before_the_run_goes_on(store: str, vhost: str) -> None:
+async def test_messages_that_fell_a_level_before_the_run_continues(store: str, vhost: str) -> None:
     level, below, seconds = 2, 1, 6
     await fill(vhost, CASCADE.level(level), seconds)
     url = {"DELAYER_BROKER__URL": vhost}
@@ -166,7 +166,9 @@ async def test_what_fell_a_level_before_the_run_goes_on(store: str, vhost: str) 
     assert set((await copies(store)).values()) == {1}
 
 
-async def test_what_stands_behind_too_many_is_told(store: str, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_behind_too_many_others_are_reported(
+    store: str, vhost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that the cutoff does not mean are in the way, and what is behind them was not looked at."""
     monkeypatch.setattr(queues, "KEPT", 30)
     monkeypatch.setattr(queues, "PREFETCH", 10)

@@ -49,7 +49,9 @@ async def test_a_retry_too_soon_or_too_often_is_found(
             judgement.assert_kept()
 
 
-async def test_what_is_taken_over_too_short_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
+async def test_a_takeover_with_too_short_delays_is_found(
+    rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+) -> None:
     environ = foreign.ENVIRON
     async with opened(
         rabbitmq, postgres, tmp_path, foreign.Foreign, seed=SEED, environ=environ, bug="hurried"
@@ -60,9 +62,7 @@ async def test_what_is_taken_over_too_short_is_found(rabbitmq: RabbitMQ, postgre
             fleet.ledger.verdict().assert_kept()
 
 
-async def test_what_does_not_wait_at_the_border_is_found(
-    rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
-) -> None:
+async def test_early_messages_at_park_beyond_are_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
     environ = {"STORE__PARK_BEYOND": "2s"}
     async with opened(rabbitmq, postgres, tmp_path, Ledger, seed=SEED, environ=environ, bug="at the border") as fleet:
         await fleet.ledger.publish(100, longest_ms=4_000)
@@ -85,7 +85,7 @@ async def test_twice_the_rate_is_found(rabbitmq: RabbitMQ, postgres: Postgres, t
 @pytest.mark.parametrize(
     ("bug", "found"), [("never too late", "came after the limit"), ("lenient at intake", "came though they were")]
 )
-async def test_what_comes_too_late_is_found(
+async def test_late_messages_are_found(
     mode: str, bug: str, found: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
 ) -> None:
     environ = overdue.ENVIRON

@@ -221,7 +221,7 @@ async def test_a_limited_rate(servers: Servers, tmp_path: Path) -> None:
 @LONG
 @pytest.mark.deadline(500)
 @pytest.mark.parametrize("mode", MODES)
-async def test_what_is_too_late_is_held(mode: str, servers: Servers, tmp_path: Path) -> None:
+async def test_late_messages_are_held(mode: str, servers: Servers, tmp_path: Path) -> None:
     """Faults make messages late, and some are when they are published: each comes, or is held, and both by a fault
     only; and comes when a person says so."""
     async with opened(*servers, tmp_path, Ledger, mode=mode, seed=SEED + 60, environ=overdue.ENVIRON) as fleet:

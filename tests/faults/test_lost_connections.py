@@ -32,7 +32,9 @@ async def arrives(place: Place, ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("mode", ["store", "native"])
-async def test_what_waits_in_the_intake_queue(rabbitmq: RabbitMQ, vhost: str, store: str, mode: str) -> None:
+async def test_fifty_lost_connections_with_messages_in_the_intake_queue(
+    rabbitmq: RabbitMQ, vhost: str, store: str, mode: str
+) -> None:
     place = await Place(mode, vhost, store if mode == "store" else None).declare()
     async with place.ledger(SEED) as ledger:
         await ledger.publish(MESSAGES, longest_ms=500)
@@ -40,7 +42,7 @@ async def test_what_waits_in_the_intake_queue(rabbitmq: RabbitMQ, vhost: str, st
         await arrives(place, ledger)
 
 
-async def test_what_waits_in_the_due_queue(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_fifty_lost_connections_with_messages_in_the_due_queue(rabbitmq: RabbitMQ, vhost: str) -> None:
     place = await Place("native", vhost).declare()
     async with place.ledger(SEED) as ledger:
         async with place.daemon() as daemon:

@@ -52,7 +52,9 @@ def mute(number: int, delay_ms: int) -> Message:
 @pytest.mark.deadline(240)
 @pytest.mark.parametrize("delay_ms", [1_000, 0])
 @pytest.mark.parametrize("mode", MODES)
-async def test_nobody_else_waits_for_it(mode: str, delay_ms: int, rabbitmq: RabbitMQ, store: str) -> None:
+async def test_other_destinations_do_not_wait_for_a_silent_one(
+    mode: str, delay_ms: int, rabbitmq: RabbitMQ, store: str
+) -> None:
     vhost = rabbitmq.add_vhost()
     try:
         furnish(rabbitmq, vhost)

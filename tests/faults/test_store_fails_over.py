@@ -108,7 +108,9 @@ async def test_a_full_disk(rabbitmq: RabbitMQ, vhost: str) -> None:
     assert counters["parked"] == counters["released"]
 
 
-async def test_whatever_is_set_for_the_database(rabbitmq: RabbitMQ, vhost: str, postgres: Postgres, store: str) -> None:
+async def test_settings_of_the_database_have_no_effect(
+    rabbitmq: RabbitMQ, vhost: str, postgres: Postgres, store: str
+) -> None:
     """It is set while messages pass, and every session begins again: they pass as before. Somebody else, who says
     nothing of it, may only read now, and is cancelled after a millisecond."""
     place = await Place("store", vhost, store).declare()

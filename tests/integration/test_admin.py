@@ -204,7 +204,7 @@ async def test_an_exchange_that_others_bound_to_stays(rabbitmq: RabbitMQ, vhost:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "delayer"])
 @pytest.mark.parametrize("force", [False, True])
-async def test_what_is_shared_is_never_removed(rabbitmq: RabbitMQ, vhost: str, kind: str, force: bool) -> None:
+async def test_shared_parts_are_never_removed(rabbitmq: RabbitMQ, vhost: str, kind: str, force: bool) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]
     async with await Admin.connect(vhost) as admin:
         await admin.declare(cascade.topology())

@@ -149,7 +149,7 @@ async def test_the_daemons_own_queue_gets_what_is_addressed_to_it(vhost: str) ->
 
 
 @pytest.mark.parametrize("exchange", ["delayer.in", ""])
-async def test_what_expires_in_the_intake_queue_is_refused_and_not_gone(vhost: str, exchange: str) -> None:
+async def test_messages_that_expire_in_the_intake_queue_are_refused(vhost: str, exchange: str) -> None:
     connection = await aio_pika.connect(vhost)
     async with connection, await Admin.connect(vhost) as admin:
         await admin.declare(intake_topology())

@@ -62,7 +62,7 @@ def brief(findings: list[Finding]) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_was_just_declared_is_clean(rabbitmq: RabbitMQ, vhost: str, kind: str) -> None:
+async def test_a_declared_topology_has_no_findings(rabbitmq: RabbitMQ, vhost: str, kind: str) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]
     topology = cascade.topology() + intake_topology() + due_topology(cascade)
     await declared(vhost, topology)
@@ -183,7 +183,7 @@ async def test_one_thing_broken_is_the_one_thing_found(
         (wrong_ttl, [("error", "queue", OURS.level(5))]),
     ],
 )
-async def test_what_can_be_found_without_the_management_api(
+async def test_findings_without_the_management_api(
     rabbitmq: RabbitMQ, vhost: str, action: Break, errors: list[tuple[str, str, str]]
 ) -> None:
     await declared(vhost)
@@ -244,7 +244,7 @@ def policy(name: str, pattern: str = "", applies_to: str = "all", priority: int 
         ([policy("unreadable", "(?<x")], ["unreadable"]),
     ],
 )
-def test_which_policies_are_in_force(policies: list[Policy], in_force: list[str]) -> None:
+def test_policies_in_force(policies: list[Policy], in_force: list[str]) -> None:
     queue = Queue("delays", arguments({"x-queue-type": "quorum"}))
     assert [one.name for one in policies_in_force(policies, queue)] == in_force
 

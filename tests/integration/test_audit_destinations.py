@@ -89,7 +89,7 @@ async def depth(channel: AbstractChannel) -> int | None:
     return (await channel.declare_queue("somewhere", durable=True, passive=True)).declaration_result.message_count
 
 
-async def test_what_is_missing_closed_or_depends(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_missing_closed_and_header_dependent_destinations(rabbitmq: RabbitMQ, vhost: str) -> None:
     connection = await aio_pika.connect(vhost)
     async with connection:
         channel = await connection.channel()
@@ -188,6 +188,6 @@ async def test_thousands_of_keys_of_one_exchange_are_one_look(rabbitmq: RabbitMQ
     assert asked.counts == {"routed": 75_000, "unroutable": 75_000}
 
 
-def test_whom_nobody_asked() -> None:
+def test_destinations_that_were_not_asked() -> None:
     asked = not_asked([target("x", "a")], "as it was told")
     assert (asked.counts, asked.remarks) == ({"not asked": 3}, ("as it was told",))

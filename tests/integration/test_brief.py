@@ -31,7 +31,7 @@ async def test_declared_is_what_the_topology_says(rabbitmq: RabbitMQ, vhost: str
     assert inventory(rabbitmq, vhost) == first
 
 
-async def test_what_is_different_stops_it_before_anything_is_bound(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_a_mismatch_prevents_every_binding(rabbitmq: RabbitMQ, vhost: str) -> None:
     wrong = Queue(CASCADE.level(9), arguments({"x-queue-type": "quorum", "x-message-ttl": 511_000}))
     async with briefly(vhost, "test") as broker:
         assert await broker.declared(Topology((), (wrong,)))
@@ -66,14 +66,14 @@ async def test_depths_are_those_of_the_admin(vhost: str) -> None:
         assert await admin.depths(asked) == found
 
 
-async def test_who_may_not_declare_hears_no(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_a_declaration_without_permission_is_refused(rabbitmq: RabbitMQ, vhost: str) -> None:
     rabbitmq.add_user("reader", "reader", vhost=urlsplit(vhost).path[1:], read=".*")
     async with briefly(vhost.replace("guest:guest", "reader:reader"), "test") as broker:
         assert not await broker.declared(Topology((Exchange("mine", "topic"),)))
         assert not await broker.exists("nowhere")
 
 
-async def test_what_is_hidden_from_this_user_is_so_in_the_picture(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_queues_without_permission_are_hidden(rabbitmq: RabbitMQ, vhost: str) -> None:
     """Unless that is everything."""
     async with briefly(vhost, "test") as broker:
         assert await broker.declared(whole(CASCADE) + Topology((), (Queue("q0"), Queue("q1"))))

@@ -126,7 +126,7 @@ def test_the_cascade_belongs_to_native_mode(delayer: Run) -> None:
     delayer("--mode", "native", "topology", "verify", expect=1)
 
 
-async def test_what_is_different_is_named_and_nothing_is_bound(delayer: Run, vhost: str) -> None:
+async def test_a_mismatch_is_named_and_nothing_is_bound(delayer: Run, vhost: str) -> None:
     async with channel_to(vhost) as channel:
         await channel.declare_queue("delays", durable=True)
     refused = delayer("topology", "apply", expect=1)
@@ -138,7 +138,7 @@ async def test_what_is_different_is_named_and_nothing_is_bound(delayer: Run, vho
     assert "`rabbitmqctl delete_queue NAME`, while it is empty" in refused.stderr
 
 
-async def test_what_holds_messages_is_never_told_to_be_deleted(delayer: Run, vhost: str) -> None:
+async def test_no_advice_deletes_a_queue_with_messages(delayer: Run, vhost: str) -> None:
     async with channel_to(vhost) as channel:
         await channel.declare_queue("delays", durable=True)
         await channel.default_exchange.publish(aio_pika.Message(b"", delivery_mode=2), "delays")
@@ -228,7 +228,7 @@ async def test_sending_says_how_far_it_is(vhost: str) -> None:
     assert said[3:] == [0]
 
 
-async def test_what_a_queue_refuses_of_many_is_told_to_the_message(delayer: Run, vhost: str) -> None:
+async def test_each_message_that_a_queue_refuses_is_reported(delayer: Run, vhost: str) -> None:
     async with channel_to(vhost) as channel:
         full: FieldTable = {"x-max-length": 700, "x-overflow": "reject-publish"}
         await channel.declare_queue("full", durable=True, arguments=full)
@@ -257,7 +257,7 @@ async def test_send_says_the_instant_as_a_timestamp_where_the_route_wants_that(d
     assert message.timestamp.isoformat() == "2031-01-31T08:00:01+00:00"
 
 
-async def test_what_nothing_is_bound_for_is_not_sent(delayer: Run, vhost: str) -> None:
+async def test_messages_without_a_binding_are_not_sent(delayer: Run, vhost: str) -> None:
     nowhere = delayer("send", "--delay", "1s", expect=1)
     assert 'exchange "delayer.in" does not exist' in nowhere.stderr
     assert "delayer topology apply" in nowhere.stderr
@@ -297,7 +297,7 @@ async def test_check_finds_one_thing_after_another(delayer: Run, vhost: str) -> 
     assert "schema" in table.stdout
 
 
-async def test_what_the_daemon_declares_by_itself_is_a_note(delayer: Run, vhost: str) -> None:
+async def test_missing_parts_that_the_daemon_declares_are_notes(delayer: Run, vhost: str) -> None:
     """`delayer --config new.toml check && systemctl reload delayer` has to pass for what a reload brings along."""
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)

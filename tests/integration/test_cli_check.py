@@ -38,7 +38,7 @@ async def test_a_queue_that_nobody_consumes_is_told(delayer: Run, vhost: str) ->
         assert rows(delayer, "intake") == []
 
 
-async def test_what_is_overdue_and_nobodys_is_off(delayer: Run, vhost: str, database: str) -> None:
+async def test_overdue_messages_of_a_lane_without_owner_are_off(delayer: Run, vhost: str, database: str) -> None:
     """All daemons are gone: an exit code of 0 would be the wrong answer to "is it well?"."""
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)

@@ -56,7 +56,7 @@ async def test_an_id_that_it_was_published_under_before_stays(database: str) -> 
 
 
 @pytest.mark.usefixtures("soon")
-async def test_what_is_held_while_the_lane_looks_at_its_retries_is_not_forgotten(
+async def test_a_message_held_during_a_look_at_retries_is_retried(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await upgrades.upgrade(database)
@@ -77,7 +77,7 @@ async def test_what_is_held_while_the_lane_looks_at_its_retries_is_not_forgotten
 
 
 @pytest.mark.usefixtures("soon")
-async def test_what_is_not_due_yet_is_not_tried_even_if_a_person_says_so(database: str) -> None:
+async def test_a_retry_by_hand_is_never_early(database: str) -> None:
     """An import holds what is due in a month, if its queue is not there yet. Whatever becomes of that: never early."""
     await upgrades.upgrade(database)
     store = await PostgresStore.connect(database)

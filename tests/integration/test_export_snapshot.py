@@ -82,7 +82,7 @@ async def _all(admin: asyncpg.Connection) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", [_compact, _restore, _reschedule, _release, hold, _all])
-async def test_what_happens_meanwhile_leaves_nothing_out(
+async def test_concurrent_changes_leave_no_message_out_of_an_export(
     database: str, meanwhile: Callable[[asyncpg.Connection], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "PAGE", WAITING)

@@ -135,7 +135,7 @@ async def _epoch(admin: asyncpg.Connection) -> int:
     return epoch
 
 
-async def test_what_was_damaged_is_held_and_not_made_sound(delayer: Run, tmp_path: Path, database: str) -> None:
+async def test_damaged_records_are_held(delayer: Run, tmp_path: Path, database: str) -> None:
     delayer("db", "upgrade")
     file = tmp_path / "backlog.jsonl"
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
@@ -196,7 +196,7 @@ async def test_files_that_are_none(delayer: Run, tmp_path: Path) -> None:
     assert "0 parked" in delayer("import", "jsonl", "run", str(empty), "--yes").stdout
 
 
-def test_what_may_lack_or_come_twice_is_told_by_a_run_too(delayer: Run, tmp_path: Path) -> None:
+def test_a_run_reports_possible_gaps_and_repeats(delayer: Run, tmp_path: Path) -> None:
     """Between lines a cut cannot be seen but by the last one; and a file stays there, for somebody to import again."""
     delayer("db", "upgrade")
     file = tmp_path / "head.jsonl"
@@ -327,7 +327,7 @@ def keyed(due_ms: int, key: str, body: str) -> dict[str, object]:
     return {"v": 1, "due_ms": due_ms, "to_key": "q", "key": key, "body": body}
 
 
-async def test_what_waits_under_a_key_wins_and_the_imported_one_is_told(
+async def test_a_waiting_message_wins_over_an_imported_one_of_its_key(
     delayer: Run, database: str, tmp_path: Path
 ) -> None:
     delayer("db", "upgrade")

@@ -59,7 +59,7 @@ async def test_the_soonest_due_first(delayer: Run, vhost: str, database: str) ->
     assert await bodies(database) == sorted(delays)
 
 
-async def test_what_cannot_be_meant_is_not_touched(delayer: Run, vhost: str, database: str) -> None:
+async def test_levels_below_the_cutoff_are_not_touched(delayer: Run, vhost: str, database: str) -> None:
     """A level below the cutoff is not read; what is read and not meant is counted once, though it is met twice."""
     delayer("db", "upgrade")
     began = await publish(vhost, 40, 41, 5_000, 7_000, 200_000)

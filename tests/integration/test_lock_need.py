@@ -67,7 +67,7 @@ async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(
         assert counted == {"parked": 2 * total, "cancelled": total}
 
 
-async def test_what_the_lock_table_must_hold(database: str) -> None:
+async def test_the_size_of_the_lock_table(database: str) -> None:
     await upgrades.upgrade(database)
     found = await schema.looked(database)
     assert (found.allowed, found.lanes, found.enough) == (64, 4, True)

@@ -191,7 +191,7 @@ async def test_two_daemons_share(database: str) -> None:
         assert await admin.fetchval("SELECT count(DISTINCT body) FROM message") == 4_000
 
 
-async def test_what_another_one_has_locked_is_left_to_it_and_not_forgotten(database: str) -> None:
+async def test_segments_locked_by_another_process_are_looked_at_again(database: str) -> None:
     now = await now_ms(database)
     assert await packed(database, [parcel(now + HOUR_MS), parcel(now + 2 * HOUR_MS)], 1) == 2
     async with opened(database) as store, owned(store), sql(database) as another:

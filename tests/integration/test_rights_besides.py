@@ -202,7 +202,7 @@ async def test_a_daemon_of_everything_with_these_rights(
             assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
 
 
-async def test_what_native_mode_left_is_off_where_the_rights_are_those_of_store_mode(
+async def test_messages_left_in_the_cascade_are_off_without_its_rights(
     rabbitmq: RabbitMQ, postgres: Postgres, store: str, tmp_path: Path
 ) -> None:
     """The daemon would not be ready. Whoever looks takes nothing out of the queue."""

@@ -225,7 +225,7 @@ async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: st
         "DELETE FROM lane",
     ],
 )
-async def test_what_the_daemon_s_role_may_not_do(store: str, statement: str) -> None:
+async def test_limits_of_the_daemon_s_role(store: str, statement: str) -> None:
     connection = await pool.connect(store, "test")
     try:
         with pytest.raises(asyncpg.InsufficientPrivilegeError):

@@ -207,7 +207,7 @@ async def test_more_than_there_are_channels_where_all_publish(
 
 @pytest.mark.long
 @pytest.mark.deadline(60)
-async def test_where_nothing_else_is_published(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_a_silent_queue_without_other_publishes(rabbitmq: RabbitMQ, vhost: str) -> None:
     """It is in doubt for a while; then it is held all the same, for the broker answers."""
     async with scene(rabbitmq, vhost, "classic") as it, silent(rabbitmq, it.vhost, "bad"):
         outcomes, interruptions = await until_settled(it.publisher(), [message("one", "bad", "x")])
@@ -217,7 +217,7 @@ async def test_where_nothing_else_is_published(rabbitmq: RabbitMQ, vhost: str) -
 
 @pytest.mark.long
 @pytest.mark.deadline(60)
-async def test_what_the_broker_objects_to_is_said_as_ever(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_objections_of_the_broker_are_reported_beside_a_silent_queue(rabbitmq: RabbitMQ, vhost: str) -> None:
     """A suspect may turn out to be without a route, or its exchange to be gone."""
     async with scene(rabbitmq, vhost, "classic") as it:
         await it.hand.exchange("gone", kind="fanout")

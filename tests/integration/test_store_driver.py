@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return heard
 
 
-async def test_what_is_known_is_what_the_server_says(database: str) -> None:
+async def test_known_types_are_those_of_the_server(database: str) -> None:
     connection = await asyncpg.connect(database)
     try:
         told, _ = await connection._introspect_types(list(pool.KNOWN), None)

@@ -200,7 +200,7 @@ async def test_show_a_message_wherever_it_is(database: str) -> None:
         assert not damaged.sound
 
 
-async def test_of_a_large_body_the_beginning_is_read(database: str) -> None:
+async def test_only_the_beginning_of_a_large_body_is_read(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         body = bytes(range(256)) * 100
         await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, body)], [])

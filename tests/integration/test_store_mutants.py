@@ -45,7 +45,7 @@ async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database
         assert await admin.fetchval("SELECT count(*) FROM message") == 1
 
 
-async def test_nobody_raises_the_epoch_before_a_park_is_committed(database: str) -> None:
+async def test_a_park_locks_the_epoch_until_its_commit(database: str) -> None:
     """The next owner begins at the watermark that it reads then: a park of the last owner must be seen by it."""
     await upgrades.upgrade(database)
     async with sql(database) as admin, sql(database) as taker:

@@ -48,7 +48,7 @@ async def test_waiting_held_and_keyed_ones(database: str) -> None:
 
 
 @pytest.mark.parametrize("hold", [LATE, unfit("no destination")])
-async def test_what_is_held_for_good_is_tried_when_a_person_says(database: str, hold: Hold) -> None:
+async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database: str, hold: Hold) -> None:
     """By so much later than never is from now; and it is said when that is."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
@@ -145,7 +145,7 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
             assert [due.id for due in released] == [one]
 
 
-async def test_what_comes_before_anybody_hears_is_kept() -> None:
+async def test_notifications_before_the_reader_opens_are_kept() -> None:
     mailbox, heard = notify.Inbox(), list[notify.Notification]()
     mailbox._on_notification(None, 1, "", "waiting 5")
     mailbox._on_notification(None, 1, "", "nonsense")

@@ -64,7 +64,7 @@ async def test_round_trip_to_the_byte(database: str, days: int, portion_bytes: i
         assert await admin.fetchval("SELECT count(*) FROM segment") == 0
 
 
-async def test_what_a_segment_says_of_itself(database: str) -> None:
+async def test_the_header_of_a_segment(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(7, START_MS + 5, body=b"abc"), row(3, START_MS + 9, body=b"de"), row(5, START_MS + 7)])
         [made] = await compact(admin)
@@ -83,7 +83,7 @@ async def test_what_a_segment_says_of_itself(database: str) -> None:
         assert await catalog.restore(admin, listed.id) is None
 
 
-async def test_what_was_restored_is_released(database: str) -> None:
+async def test_restored_messages_are_released(database: str) -> None:
     """By the daemon's own parking and releasing, with the identity that it was parked under."""
     async with opened(database) as place, owned(place) as [one]:
         now = place.now_upper_ms()

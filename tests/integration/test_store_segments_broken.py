@@ -19,7 +19,9 @@ from tests.integration.test_store_lane import sql
 from tests.support.rows import compact, conserved, everything, packed, put, rows, waiting
 
 
-async def test_what_does_not_read_back_is_not_committed(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_segment_that_does_not_read_back_is_not_committed(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = compacting._insert
 
     async def worse(connection: asyncpg.Connection, lane: int, packed: Packed) -> int:

@@ -44,7 +44,7 @@ def _day(day: int, skip: int) -> tuple[int, int]:
     return day * DAY_MS + skip, (day + 1) * DAY_MS
 
 
-async def test_nobody_in_the_way_means_no_vacuum_before_a_drop(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_empty_partition_is_dropped_without_vacuum(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def vacuum(_connection: object, name: str) -> bool:
         pytest.fail(f"{name} was vacuumed, to be dropped")
 
@@ -70,7 +70,9 @@ async def test_days_that_became_segments_are_dropped_at_once(database: str) -> N
         assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((name_of(day),), (), ())
 
 
-async def test_what_cannot_be_dropped_at_once_is_vacuumed_first(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_partition_with_dead_rows_is_vacuumed_before_the_drop(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compact, "PAUSE_SECONDS", 0.0)
     async with opened(database) as store, sql(database) as admin, sql(database) as reader:
         today = store.now_upper_ms() // DAY_MS
@@ -86,7 +88,7 @@ async def test_what_cannot_be_dropped_at_once_is_vacuumed_first(database: str, m
         assert await admin.fetchval(vacuumed, name_of(day))
 
 
-async def test_what_an_earlier_run_emptied_is_dropped_too(database: str) -> None:
+async def test_partitions_emptied_by_an_earlier_run_are_dropped(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         today = store.now_upper_ms() // DAY_MS
         day = today + 30
@@ -96,9 +98,7 @@ async def test_what_an_earlier_run_emptied_is_dropped_too(database: str) -> None
         assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(day),), ())
 
 
-async def test_what_a_compaction_left_that_died_is_finished_by_the_next(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_next_compaction_finishes_a_dead_one(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its segments say which days it worked on: their empty pages go back, also where rows with keys are left."""
     monkeypatch.setattr(compact, "SETTLED", timedelta())
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:

@@ -36,7 +36,7 @@ async def park(database: str, count: int) -> set[int]:
     return await ids(database) - before
 
 
-async def test_what_an_older_copy_gives_again(delayer: Run, database: str) -> None:
+async def test_an_older_copy_gives_ids_again(delayer: Run, database: str) -> None:
     """A copy of the moment before 50 messages stands in for a backup: as it is, it gives their numbers to others."""
     delayer("db", "upgrade")
     await park(database, 10)
@@ -101,7 +101,7 @@ async def test_beside_a_long_transaction_others_get_their_numbers(
     assert "nothing is changed" in in_vain.stderr and "run this again" in in_vain.stderr
 
 
-async def test_what_it_needs_is_said(delayer: Run, database: str) -> None:
+async def test_missing_rights_are_reported(delayer: Run, database: str) -> None:
     refused = delayer("db", "skip-ids", expect=1)
     assert "delayer db upgrade" in refused.stderr
     delayer("db", "skip-ids", "--by", "0", expect=2)

@@ -28,7 +28,7 @@ async def daemon(database: str) -> AsyncIterator[tuple[PostgresStore, Lane]]:
         yield store, lane
 
 
-async def test_nobody_is_at_work(database: str) -> None:
+async def test_an_idle_store_has_no_traffic(database: str) -> None:
     async with opened(database), sql(database) as admin:
         assert Traffic().busy
         assert not await Traffic().look(admin)
@@ -104,7 +104,7 @@ async def test_beside_traffic_one_works_at_a_time(database: str) -> None:
     assert working.most == 1
 
 
-async def test_where_nobody_is_they_work_all_at_once(database: str) -> None:
+async def test_without_traffic_all_executors_work(database: str) -> None:
     working = Working()
     async with opened(database), sql(database) as one, sql(database) as two:
         await asyncio.gather(*(working.executor(connection, 2) for connection in (one, two)))

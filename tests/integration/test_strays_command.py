@@ -28,7 +28,7 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
     return parcel, edits.enveloped(parcel, b"%032x" % number, held)
 
 
-async def test_what_it_does_not_look_at_it_says(delayer: Run, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_beyond_the_look_are_reported(delayer: Run, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(set_aside, "KEPT", 6)
     delayer("--mode", "native", "topology", "apply")
     async with await Raw.connect(vhost) as raw:
@@ -69,7 +69,7 @@ def test_store_mode_has_none(delayer: Run) -> None:
     assert "`delayer topology apply`" in delayer("--mode", "native", "strays", "list", expect=1).stderr
 
 
-def test_of_a_large_one_it_keeps_the_beginning() -> None:
+def test_only_the_beginning_of_a_large_stray_is_kept() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
     read = edits.stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)

@@ -122,7 +122,7 @@ async def test_without_the_authority_the_right_one_is_unknown(case: Case, papers
         assert not front.heard
 
 
-async def test_who_asks_for_no_verification_gets_none(case: Case, papers: Papers) -> None:
+async def test_verification_can_be_switched_off(case: Case, papers: Papers) -> None:
     """It can be said, and has to be: amqps verifies unless told otherwise, Postgres's URLs only where they say so."""
     async with case.front(papers[WRONG_HOST]) as front:
         await case.connect(case.url(front.port, papers.ca, verify=False))

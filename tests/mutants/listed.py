@@ -31,7 +31,7 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/store/sql/count_parked.sql",
         " FOR SHARE)",
         ")",
-        ["tests/integration/test_store_mutants.py::test_nobody_raises_the_epoch_before_a_park_is_committed"],
+        ["tests/integration/test_store_mutants.py::test_a_park_locks_the_epoch_until_its_commit"],
     ),
     Mutant(
         "commit-does-not-wait",
@@ -60,21 +60,21 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/store/admin/exporting.py",
         'async with connection.transaction(isolation="repeatable_read", readonly=True):',
         "if True:",
-        ["tests/integration/test_export_snapshot.py::test_what_happens_meanwhile_leaves_nothing_out"],
+        ["tests/integration/test_export_snapshot.py::test_concurrent_changes_leave_no_message_out_of_an_export"],
     ),
     Mutant(
         "import-replaces-what-waits",
         "delayer/store/admin/importing.py",
         "elif parcel.key in taken:",
         "elif False:",
-        ["tests/integration/test_import_jsonl.py::test_what_waits_under_a_key_wins_and_the_imported_one_is_told"],
+        ["tests/integration/test_import_jsonl.py::test_a_waiting_message_wins_over_an_imported_one_of_its_key"],
     ),
     Mutant(
         "import-says-nothing-of-superseded",
         "delayer/store/admin/importing.py",
         "            if superseded:\n",
         "            if False:\n",
-        ["tests/integration/test_import_jsonl.py::test_what_waits_under_a_key_wins_and_the_imported_one_is_told"],
+        ["tests/integration/test_import_jsonl.py::test_a_waiting_message_wins_over_an_imported_one_of_its_key"],
     ),
     Mutant(
         "import-of-a-cut-file",
@@ -88,7 +88,7 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/imports/files.py",
         "NOT_SOUND.after(found.held)",
         "found.held",
-        ["tests/integration/test_import_jsonl.py::test_what_was_damaged_is_held_and_not_made_sound"],
+        ["tests/integration/test_import_jsonl.py::test_damaged_records_are_held"],
     ),
     Mutant(
         "key-locks-without-bound",

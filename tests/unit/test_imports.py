@@ -169,5 +169,5 @@ def test_a_planted_violation_is_found(module: str, source: str) -> None:
         ("delayer.cli.main", "import click\nfrom delayer.store import postgres"),
     ],
 )
-def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> None:
+def test_allowed_imports_are_not_reported(module: str, source: str) -> None:
     assert violations({module: source}) == []

@@ -27,7 +27,7 @@ from delayer.amqp.address import Address
         ("amqps://h", ("h", 5671, "/", "guest", "guest")),
     ],
 )
-def test_what_a_url_means(url: str, expected: tuple[str, int, str, str, str]) -> None:
+def test_the_parts_of_a_url(url: str, expected: tuple[str, int, str, str, str]) -> None:
     found = Address.parse(url)
     assert (found.host, found.port, found.vhost, found.user, found.password) == expected
     assert (found.tls is not None) == url.startswith("amqps")

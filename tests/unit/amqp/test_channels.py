@@ -93,7 +93,7 @@ async def test_a_cancelled_publish_leaves_the_channel_in_order() -> None:
         assert await publishing == [CONFIRMED]
 
 
-async def test_what_cannot_be_published_is_refused_before_anything_is_written() -> None:
+async def test_an_impossible_publish_writes_nothing() -> None:
     async with scripted() as script:
         _, channel, peer = await script.channel()
         with pytest.raises(RuntimeError, match="confirm_select"):

@@ -152,7 +152,7 @@ async def test_the_same_token_in_flight_twice() -> None:
         confirms.note_returned(back(b"t0"))
 
 
-async def test_what_is_known_so_far() -> None:
+async def test_outcomes_known_at_the_timeout() -> None:
     """A return counts once its confirm is there; what was never written is not known."""
     confirms = Confirms()
     batch = batch_of(6)

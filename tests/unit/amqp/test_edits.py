@@ -67,7 +67,7 @@ def test_every_field_type_stays_as_it_is() -> None:
     assert released(with_headers(*every)) == with_headers(*every, ADDED)
 
 
-def test_what_the_broker_and_the_delay_wrote_goes() -> None:
+def test_headers_of_the_broker_and_the_delay_are_removed() -> None:
     gone = [
         "x-death", "x-first-death-exchange", "x-first-death-queue", "x-first-death-reason", "x-last-death-exchange",
         "x-last-death-queue", "x-last-death-reason", "x-delivery-count", "x-acquired-count", "x-deliver-at",
@@ -143,7 +143,7 @@ def test_every_property_stays_as_another_program_wrote_it() -> None:
     }  # fmt: skip
 
 
-def test_where_nothing_more_fits_nothing_forged_is_left() -> None:
+def test_a_full_frame_keeps_no_forged_header() -> None:
     """Whoever acts on refused messages goes by these headers, and here the daemon has no room to write its own."""
     forged = (text("x-delayer-refused"), text("x-delayer-exchange", "private"), text("x-delayer-id"), text("x-death"))
     raw = with_headers(*forged, text("large", "v" * 1_000))
@@ -163,7 +163,7 @@ def test_released_again_is_released_once(raw: bytes) -> None:
     assert released(without_user) == without_user
 
 
-def test_what_is_asked() -> None:
+def test_the_request_of_a_message() -> None:
     raw = with_headers(
         entry(b"x-delay", b"I" + struct.pack(">i", 5)),
         text("other"),
@@ -174,7 +174,7 @@ def test_what_is_asked() -> None:
     assert asked == DelayRequest(b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"})
 
 
-def test_what_is_asked_with_the_body_and_what_names_it() -> None:
+def test_requests_that_read_the_body_or_the_message_id() -> None:
     raw = b"\x40\x80" + b"\x04gzip" + b"\x04id-1"
     asked = edits.asked(delivered(raw, b"body"), Properties.parse(raw))
     assert asked == DelayRequest(b"orders.in", b"k", {}, body=b"body", content_encoding=b"gzip", message_id=b"id-1")
@@ -313,7 +313,7 @@ def test_a_refused_message_keeps_everything() -> None:
             assert getattr(after, name) == getattr(before, name), name
 
 
-def test_what_would_act_in_the_refused_queue_becomes_headers() -> None:
+def test_active_properties_become_headers_in_the_refused_queue() -> None:
     raw = b"\x21\x10" + sized(text("a")) + b"\x0560000" + b"\x05guest"
     more = text("x-delayer-expiration", "60000") + text("x-delayer-user-id", "guest")
     assert refused(raw) == (with_headers(text("a"), GAINED, more), b"id")
@@ -334,7 +334,7 @@ def test_published_again_and_delivered_it_is_refused_no_more() -> None:
 @pytest.mark.parametrize(
     "mention", [text("a", "x-delayer-refused"), text("x-delayer-refused-by"), text("X-delayer-refused")]
 )
-def test_what_was_never_refused_keeps_headers_of_these_names(mention: bytes) -> None:
+def test_headers_of_a_message_that_was_never_refused_stay(mention: bytes) -> None:
     raw = with_headers(text("x-delayer-exchange"), mention, text("x-delayer-routing-key"))
     assert released(raw) == raw[:2] + sized(raw[6:] + ADDED)
 

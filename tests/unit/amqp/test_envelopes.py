@@ -73,7 +73,7 @@ held = st.none() | st.builds(
 
 
 @given(parcels, st.binary(max_size=ID_BYTES), held)
-def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, held: edits.Held | None) -> None:
+def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: edits.Held | None) -> None:
     raw = edits.enveloped(parcel, id, held)
     envelope = opened(raw, parcel.body)
     assert envelope[:2] == (id, parcel)
@@ -132,6 +132,6 @@ def carrier(**changed: bytes | None) -> bytes:
         (carrier(properties=byte_array(bytes(MAX - ROOM + 1))), "header x-delayer-properties: expected at most"),
     ],
 )
-def test_what_is_no_envelope(raw: bytes, reason: str) -> None:
+def test_other_messages_are_no_envelopes(raw: bytes, reason: str) -> None:
     with pytest.raises(NoEnvelope, match=reason):
         opened(raw)

@@ -35,7 +35,7 @@ def test_a_timestamp_is_told_from_an_integer() -> None:
     assert not isinstance(properties.decode(ord("l"), bytes(8)), Timestamp)
 
 
-def test_what_some_clients_call_long() -> None:
+def test_integers_of_other_clients() -> None:
     assert properties.decode(ord("L"), struct.pack(">q", -2)) == -2
 
 
@@ -156,7 +156,7 @@ def test_negated_is_the_negative(kind: str, noise: bytes) -> None:
 
 @pytest.mark.parametrize(("kind", "raw"), [("S", sized(b"soon")), ("S", sized(b"")), ("t", b"\1"), ("V", b""),
                                            ("T", bytes(8)), ("x", sized(b"5")), ("A", sized(b""))])  # fmt: skip
-def test_what_has_no_sign(kind: str, raw: bytes) -> None:
+def test_values_without_a_sign_are_not_negated(kind: str, raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"sign|number"):
         properties.negated(ord(kind), raw)
 

@@ -25,7 +25,7 @@ async def test_certificates_instead_of_a_password() -> None:
         await say_goodbye(await opening, peer)
 
 
-async def test_who_we_say_we_are() -> None:
+async def test_the_client_properties() -> None:
     async with scripted() as script:
         opening = asyncio.create_task(Connection.open(script.address, name="delayer@host", heartbeat=7))
         peer = await script.peer()

@@ -138,7 +138,7 @@ def test_untouched_is_equal(raw: bytes) -> None:
 
 
 @given(properties())
-def test_what_was_appended_can_be_removed(raw: bytes) -> None:
+def test_appended_headers_can_be_removed(raw: bytes) -> None:
     added = entry(b"a name longer than any of them", int64(5)) + entry(b"a name longer, too", b"V")
     grown = splice(raw, append=added)
     assert len(grown) == len(raw) + len(added) + (0 if "headers" in Properties.parse(raw).spans else 4)

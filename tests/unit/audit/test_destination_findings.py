@@ -13,7 +13,7 @@ def target(exchange: bytes, key: bytes, messages: int = 1, first_due_ms: int = 1
     return Target(exchange, key, messages, first_due_ms)
 
 
-def test_what_would_be_delivered_or_is_not_known_is_no_finding() -> None:
+def test_deliverable_and_unknown_destinations_give_no_finding() -> None:
     for verdict in (Verdict.ROUTED, Verdict.DEPENDS, Verdict.UNKNOWN, Verdict.NOT_ASKED):
         assert findings([(target(b"x", b"k"), Route(verdict))]) == []
 
@@ -43,7 +43,7 @@ def test_violations_come_first_and_an_alternate_is_a_warning() -> None:
     assert (warning.severity, warning.details["why"]) == ("warning", "spare")
 
 
-def test_what_is_held_already_is_a_warning_until_more_would_be() -> None:
+def test_a_destination_with_only_held_messages_is_a_warning() -> None:
     held = Target(b"lost.out", b"k", 3, 1_000, held=3)
     (found,) = findings([(held, MISSING)])
     assert (found.severity, found.subject, found.count) == ("warning", 'exchange "lost.out"', 3)

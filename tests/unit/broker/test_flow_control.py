@@ -58,7 +58,7 @@ async def test_all_of_them_together_are_bounded() -> None:
     assert socket.reading
 
 
-async def test_who_is_ending_hears_the_broker() -> None:
+async def test_a_closing_subscription_reads_the_broker_s_answers() -> None:
     flow, socket, (one, other) = several(2)
     one.gets(30)
     other.gets(90)
@@ -75,7 +75,7 @@ async def test_who_is_ending_hears_the_broker() -> None:
     assert not socket.reading
 
 
-async def test_who_begins_hears_the_broker_but_not_without_end() -> None:
+async def test_a_beginning_subscription_reads_a_bounded_amount() -> None:
     flow, socket, (one,) = several(1)
     one.gets(ROOM + 1)
     assert not socket.reading
@@ -99,7 +99,7 @@ async def test_a_new_connection_is_not_read_either() -> None:
     assert again.socket.reading
 
 
-async def test_what_is_full_for_too_long_is_let_go_of_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_subscriptions_let_go_of_a_buffer_full_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delayer.broker.consumer.UNREAD", 0.01)
     _, socket, them = several(3)
     for one in them:
@@ -113,7 +113,7 @@ async def test_what_is_full_for_too_long_is_let_go_of_by_all(monkeypatch: pytest
     assert socket.reading
 
 
-async def test_of_several_nobody_can_tell_for_whom_more_waits() -> None:
+async def test_several_subscriptions_do_not_know_whose_data_waits() -> None:
     flow, _, (one, other) = several(2)
     one.gets(101)
     assert flow.behind(one)

@@ -11,7 +11,7 @@ from delayer.broker.consumer import ENOUGH, Fitting
 WANTED, ROOM = 5_000, 32 << 20
 
 
-def test_as_many_as_are_wanted_while_they_fit() -> None:
+def test_the_full_prefetch_while_messages_fit() -> None:
     fitting = Fitting(ROOM)
     assert fitting.prefetch(WANTED) == WANTED
     assert not fitting.took(1_000_000, 1_000_000, WANTED)
@@ -19,7 +19,7 @@ def test_as_many_as_are_wanted_while_they_fit() -> None:
 
 
 @pytest.mark.parametrize(("found", "next_time"), [(64, 64), (1, 1), (0, 1), (9_000, WANTED)])
-def test_what_filled_the_room_is_what_fits(found: int, next_time: int) -> None:
+def test_the_prefetch_shrinks_to_the_number_that_filled_the_room(found: int, next_time: int) -> None:
     fitting = Fitting(ROOM)
     fitting.full(found)
     assert fitting.prefetch(WANTED) == next_time
@@ -45,7 +45,7 @@ def test_smaller_ones_are_told_by_many(size: int, more: bool, next_time: int) ->
     assert fitting.prefetch(WANTED) == next_time
 
 
-def test_whatever_comes_somebody_is_asked_for_and_never_too_many() -> None:
+def test_the_prefetch_stays_between_one_and_the_limit() -> None:
     chance = random.Random(1)
     fitting = Fitting(ROOM)
     for _ in range(20_000):

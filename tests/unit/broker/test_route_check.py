@@ -99,7 +99,7 @@ def test_hashes_in_a_row_do_not_multiply() -> None:
         (b"l", [stop("x", "x-delayed-message", queue("q", "k"), **{"x-delayed-type": "direct"})], NOWHERE),
     ],
 )  # fmt: skip
-def test_where_a_message_would_go(key: bytes, stops: list[tuple[str, Stop]], expected: Route) -> None:
+def test_the_route_of_a_message(key: bytes, stops: list[tuple[str, Stop]], expected: Route) -> None:
     assert route("x", key, dict(stops)) == expected
 
 

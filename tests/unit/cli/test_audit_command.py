@@ -47,7 +47,7 @@ def test_findings_that_cannot_be_kept_cost_no_report(
 
 
 @pytest.mark.parametrize("option", ["--sample", "--release-rate"])
-def test_what_is_not_a_number_is_refused(option: str) -> None:
+def test_an_option_without_a_number_is_refused(option: str) -> None:
     result = CliRunner().invoke(cli, ["audit", option, "nan"], prog_name="delayer")
     assert result.exit_code == 2
     assert option in result.output

@@ -32,7 +32,7 @@ def test_advice(said: str, next_step: str) -> None:
     assert bool(found) is bool(next_step)
 
 
-def test_who_asked_is_told() -> None:
+def test_certificate_errors_name_the_peer() -> None:
     said = SAID.format("self-signed certificate")
     assert "Next: say in broker.ca_file who signed" in failure(BrokerUnreachable(f"h:1 vhost '/': {said}")).message
     assert "Next: check broker.url, and that" in failure(BrokerUnreachable("h:1 vhost '/': refused")).message

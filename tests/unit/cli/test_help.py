@@ -82,7 +82,7 @@ def told(instruction: str, **words: str) -> str:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_what_a_shell_is_told(shell: str) -> None:
+def test_shell_completion(shell: str) -> None:
     assert f"_DELAYER_COMPLETE={shell}_complete" in told(f"{shell}_source")
 
     def asked(words: str) -> str:

@@ -68,7 +68,7 @@ async def test_a_host_that_can_be_none() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}", b"hello\r\n\r\n"])
-async def test_somebody_else_at_that_address(answer: bytes) -> None:
+async def test_another_service_at_the_address(answer: bytes) -> None:
     async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.write(answer)

@@ -73,7 +73,7 @@ cli.main()
 
 
 @pytest.mark.parametrize(("redirected", "code"), [("", DONE), (">/dev/full", OUT_OF_REACH)])
-def test_what_is_written_last_is_written_or_told(redirected: str, code: int) -> None:
+def test_a_failed_last_write_is_reported(redirected: str, code: int) -> None:
     line = f'PYTHONUNBUFFERED= "$0" -c "$1" {redirected}'
     done = subprocess.run(
         ["sh", "-c", line, sys.executable, UNFLUSHED], capture_output=True, text=True, timeout=60, check=False

@@ -28,7 +28,7 @@ def unit(path: Path = UNIT) -> configparser.ConfigParser:
     return parser
 
 
-def test_what_the_design_asks_for() -> None:
+def test_the_units_have_the_settings_of_the_design() -> None:
     service = unit()["Service"]
     assert service["Type"] == "notify"
     assert service["ExecStart"].endswith("delayer --config /etc/delayer/delayer.toml run")

@@ -188,7 +188,7 @@ def test_routes_replace_each_other_as_a_whole(tmp_path: Path) -> None:
     assert (route.from_, route.to, route.default_delay_ms) == ("c", "d", 300_000)
 
 
-def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = tmp_path / "system.toml"
     monkeypatch.setattr(loading, "SYSTEM_FILE", system)
     environ = {"DELAYER_CONFIG": "/of/the/environment"}
@@ -201,7 +201,7 @@ def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config_file(Path("/given"), environ) == Path("/given")
 
 
-def test_what_kubernetes_and_tests_put_into_the_environment_is_not_ours() -> None:
+def test_foreign_environment_variables_are_ignored() -> None:
     environ = {
         "DELAYER_SERVICE_HOST": "10.0.0.1",
         "DELAYER_SERVICE_PORT_HTTP": "9419",
@@ -272,7 +272,7 @@ def test_broker_url_carries_tls_and_heartbeat() -> None:
     )
 
 
-def test_what_stands_in_the_url_wins() -> None:
+def test_parameters_of_the_url_win() -> None:
     assert load(None, {}, {"broker.url": "amqp://h?heartbeat=3"}).broker_url == "amqp://h?heartbeat=3"
 
 

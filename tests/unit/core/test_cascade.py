@@ -141,7 +141,7 @@ def test_the_prefix_is_ours_only() -> None:
     assert Cascade("celery", prefix="team.").entry(1) == "celery_delayed_0"
 
 
-def test_what_kombu_puts_before_the_names_of_celerys() -> None:
+def test_the_prefix_of_kombu() -> None:
     delayed = pytest.importorskip("kombu.transport.native_delayed_delivery")
     cascade = Cascade("celery", owner="shop")
     assert [cascade.level(level) for level in range(LEVELS)] == [delayed.level_name(n, "shop") for n in range(LEVELS)]

@@ -33,7 +33,7 @@ def test_a_batch_of_latenesses_is_what_its_messages_are_one_by_one() -> None:
         assert together.total == pytest.approx(alone.total)
 
 
-def test_what_is_not_due_yet_is_in_time() -> None:
+def test_messages_before_their_instant_count_as_on_time() -> None:
     tally = Tally(LATENESS)
     tally.add_lateness([1_000, 1_001], 990)
     assert (tally.below[0], tally.count, tally.total) == (2, 2, 0.0)

@@ -245,7 +245,7 @@ def test_whole_seconds_are_never_early_and_never_a_second_late(due_ms: int, now_
 
 
 @given(st.one_of(st.none(), st.booleans(), st.text(), st.binary(), st.lists(st.text()), st.floats(), st.integers()))
-def test_what_is_shown_is_short_and_printable(value: object) -> None:
+def test_values_in_errors_are_short_and_printable(value: object) -> None:
     text = shown(value)
     assert len(text) <= 60
     assert text.isascii()

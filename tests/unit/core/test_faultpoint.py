@@ -25,12 +25,12 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
         ("park.copied::stop", ("park.copied", 1, STOP)),
     ],
 )
-def test_what_arms(text: str, armed: object) -> None:
+def test_values_that_arm_a_fault(text: str, armed: object) -> None:
     assert faultpoint._parse(text) == armed
 
 
 @pytest.mark.parametrize("text", ["park", "park.copied:x", "park.copied:1:explode", ":1", "park.copied:1:stop:2"])
-def test_what_does_not(text: str) -> None:
+def test_values_that_arm_no_fault(text: str) -> None:
     with pytest.raises(ValueError, match=r"DELAYER_FAULT|invalid literal"):
         faultpoint._parse(text)
 

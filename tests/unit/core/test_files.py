@@ -41,7 +41,7 @@ def test_a_new_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_what_was_there_stays_until_all_is_written(tmp_path: Path) -> None:
+def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")
     with pytest.raises(Interrupted), replacing(path) as out:
@@ -117,7 +117,7 @@ def test_our_own_open_file_is_written_into_and_not_replaced(tmp_path: Path) -> N
     assert (tmp_path / "out").read_bytes() == b"before new"
 
 
-def test_what_is_neither_is_refused(tmp_path: Path) -> None:
+def test_paths_that_are_no_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -39,7 +39,7 @@ def test_a_message_is_in_the_bar_of_its_instant(series: horizon.Series) -> None:
         assert found[wait // series.step] == sum(found) == 1.0
 
 
-def test_what_is_overdue_or_behind_the_last_bar_is_in_none() -> None:
+def test_overdue_and_very_late_messages_are_in_no_bar() -> None:
     for series in SERIES:
         assert sum(bars({0: 5.0, len(OFFSETS): 7.0}, series)) == 0
     assert sum(bars({bucket_of(NOW + 3 * DAY, NOW): 1.0}, SERIES[0])) == 0
@@ -62,7 +62,7 @@ def test_samples_are_corrected_to_the_exact_sum() -> None:
     assert sum(corrected({(b"a", 3): 10.0}, {(b"a", 1): 8.0}, 5).values()) == 8.0, "never below nothing"
 
 
-def test_what_is_near_is_taken_as_it_was_counted() -> None:
+def test_the_counted_hour_replaces_the_estimate() -> None:
     last = bucket_of(NOW + HOUR - 1, NOW)
     found = with_near({(b"a", 0): 1.0, (b"a", last): 2.0, (b"a", last + 1): 3.0}, {(b"a", 1): 9.0})
     assert found == {(b"a", 1): 9.0, (b"a", last + 1): 3.0}

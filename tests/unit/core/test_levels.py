@@ -184,9 +184,7 @@ def test_never_early_and_never_later_than_it_must(
     old_s=st.integers(0, 400_000_000),
     expires=st.booleans(),
 )
-def test_what_was_sent_long_before_is_not_let_out_before_its_time(
-    delay: int, waited: float, old_s: int, expires: bool
-) -> None:
+def test_an_old_time_sent_is_not_believed(delay: int, waited: float, old_s: int, expires: bool) -> None:
     """A message that says when it was first sent, and waits anew: its first sending makes it early by no more than that
     sending lies back, where it can be taken for this one at all."""
     level = delay.bit_length() - 1

@@ -40,7 +40,7 @@ def test_rewriting(expression: str, name: str, expected: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "s", "s/a/b", "s/a", "y/a/b/", "s/a/b/x", "s/(/b/", r"s/a/\1/", "saabba", "s/a/b/c/d", "@.*"]
 )
-def test_what_is_no_rewrite(text: str) -> None:
+def test_invalid_rewrites(text: str) -> None:
     with pytest.raises(NotARewrite, match="an expression such as"):
         read_rewrite(text)
 
@@ -91,7 +91,7 @@ def test_the_end_says_how_many() -> None:
     assert lines.read(lines.write_end(7)) == End(7)
 
 
-def test_what_has_a_default_may_be_left_out() -> None:
+def test_fields_with_a_default_are_optional() -> None:
     found = lines.read(b'{"v":1,"due_ms":5,"routing_key":"q","body":"x"}')
     assert found == Line(Parcel(5, b"", b"", b"q", Target(b"", b"q"), lines.PERSISTENT, b"x"))
 
@@ -136,7 +136,7 @@ def test_what_has_a_default_may_be_left_out() -> None:
         (b'{"v":1,"due_ms":1,"body_b64":"eA==","body":"x"}', "expected body or body_b64, found both"),
     ],
 )
-def test_what_is_no_line(text: bytes, why: str) -> None:
+def test_invalid_lines(text: bytes, why: str) -> None:
     with pytest.raises(NotALine, match=why):
         lines.read(text)
 

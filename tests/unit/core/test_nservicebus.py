@@ -53,7 +53,7 @@ def test_an_instant_is_rounded_up_to_the_millisecond() -> None:
         "٢٠٢٦-04-29 22:11:26:330982 Z", "2026-04-29 22:11:26:33098 Z",
     ],
 )  # fmt: skip
-def test_what_is_no_instant_is_refused_and_says_what_was_expected(value: object) -> None:
+def test_an_invalid_instant_is_refused_with_the_expected_form(value: object) -> None:
     with pytest.raises(UnreadableDelay, match=r"expected an instant like .*, found"):
         read_wire_instant_ms(value)
 
@@ -155,7 +155,7 @@ def test_how_long_a_message_is_delayed() -> None:
         ({EXPIRE: SENT, REPLY_TO: b"\xff"}, Timeout(SENT_MS, b"\xff")),
     ],
 )
-def test_what_a_timeout_manager_is_asked_for(headers: dict[bytes, object], asked: Timeout | None) -> None:
+def test_requests_to_a_timeout_manager(headers: dict[bytes, object], asked: Timeout | None) -> None:
     assert timeout(headers) == asked
 
 
@@ -176,7 +176,7 @@ def test_a_timeout_without_an_instant_or_an_address_is_unreadable(headers: dict[
         ({CLEAR_TIMEOUTS: True, SAGA_ID: SAGA}, SAGA.encode()),
     ],
 )
-def test_whose_timeouts_are_to_go(headers: dict[bytes, object], saga: bytes | None) -> None:
+def test_the_saga_of_cleared_timeouts(headers: dict[bytes, object], saga: bytes | None) -> None:
     assert cleared_saga(headers) == saga
 
 

@@ -13,7 +13,7 @@ from delayer.core.lines import escaped
 
 
 @pytest.mark.parametrize("character", ["\x7f", "\x9b", "\u202e", "\u2028", "\ud800", "\U000e0001", "\x1b"])
-def test_what_does_not_print_is_escaped(character: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invisible_characters_are_escaped(character: str, capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"key": f"ä{character}☃"})
     shown = capsys.readouterr().out
     assert character not in shown

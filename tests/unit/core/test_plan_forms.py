@@ -122,7 +122,7 @@ def test_the_digits_of_a_cascade_go() -> None:
         (ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True"}), "nservicebus-timeout: NServiceBus.ClearTimeouts"),
     ],
 )
-def test_what_cannot_be_read_is_refused(asked: DelayRequest, reason: str) -> None:
+def test_unreadable_delays_are_refused(asked: DelayRequest, reason: str) -> None:
     plan = decide(asked, STORE, NOW)
     assert isinstance(plan, Refuse)
     assert reason in plan.reason
@@ -152,7 +152,7 @@ ORDERS = Target(b"", b"Sales.Orders")
         ({CLEAR_TIMEOUTS: "False"}, b"x", STORE, AtOnce(NOW, Target(b"", b"k"))),
     ],
 )
-def test_as_a_timeout_manager(headers: dict[bytes, object], message_id: bytes, policy: Policy, plan: object) -> None:
+def test_a_route_of_timeouts(headers: dict[bytes, object], message_id: bytes, policy: Policy, plan: object) -> None:
     assert decide(ask(b"Sales.Timeouts", headers, message_id=message_id), policy, NOW) == plan
     if isinstance(plan, Cancel):
         assert isinstance(plan.key, KeyGroup)
@@ -227,7 +227,7 @@ def test_a_dead_letter_goes_back(asked: DelayRequest, policy: Policy, plan: obje
         (dead(queue="amq.rabbitmq.reply-to.g2EF.k"), "leads to a direct reply"),
     ],
 )
-def test_what_is_no_dead_letter_is_refused(asked: DelayRequest, reason: str) -> None:
+def test_a_retry_route_refuses_messages_without_x_death(asked: DelayRequest, reason: str) -> None:
     plan = decide(asked, STORE, NOW)
     assert isinstance(plan, Refuse)
     assert reason in plan.reason
@@ -288,7 +288,7 @@ def test_retries_never_come_sooner_than_the_one_before_nor_later_than_the_longes
         (ask(b"x", body=b'{"a": 5}'), ("json:/a", "x-delay"), False),
     ],
 )
-def test_what_asks_for_no_delay_is_never_late(asked: DelayRequest, forms: tuple[str, ...], at_once: bool) -> None:
+def test_messages_without_a_delay_are_never_late(asked: DelayRequest, forms: tuple[str, ...], at_once: bool) -> None:
     assert wants_no_delay(asked, forms, 0) is at_once
 
 

@@ -31,7 +31,7 @@ async def polite(farewells: list[str]) -> None:
         farewells.append("bye")
 
 
-def test_what_main_returns_and_raises() -> None:
+def test_the_result_and_the_error_of_main() -> None:
     async def seven() -> int:
         return 7
 

@@ -134,7 +134,7 @@ def events(logs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {one["event"]: one for one in logs}
 
 
-async def test_what_changes_live() -> None:
+async def test_live_keys() -> None:
     old = settings(store=STORE)
     new = settings(
         mode="native",
@@ -155,7 +155,7 @@ async def test_what_changes_live() -> None:
         assert it.line.said == ["reloading", "ready mode native"]
 
 
-async def test_what_waits_for_a_restart() -> None:
+async def test_keys_that_need_a_restart() -> None:
     old = settings(store=STORE)
     new = settings(
         store={"url": "postgresql://localhost/two", "lanes": 5, "park_beyond": "10s"},

@@ -112,7 +112,7 @@ async def test_a_part_that_fails_while_stopping() -> None:
         await group.run()
 
 
-async def test_of_several_failures_the_first_is_raised_and_the_others_are_logged() -> None:
+async def test_the_first_failure_is_raised_and_the_others_are_logged() -> None:
     group = ServiceGroup()
 
     async def too(stopping: asyncio.Event) -> None:

@@ -24,7 +24,7 @@ def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[st
         yield name, server
 
 
-def test_what_systemd_hears(systemd: tuple[str, socket.socket]) -> None:
+def test_messages_to_systemd(systemd: tuple[str, socket.socket]) -> None:
     name, server = systemd
     notifier = Notifier({"NOTIFY_SOCKET": name})
     assert notifier.active

@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-async def test_nobody_watches() -> None:
+async def test_no_watchdog() -> None:
     line = Line(None)
     await Watchdog(line).feed(asyncio.Event())
     assert line.fed == 0

@@ -32,7 +32,7 @@ def test_the_default_policy() -> None:
     assert not {b"delayer.in", b"delayer.out"} & policy.own_exchanges
 
 
-def test_nobody_is_sent_into_what_is_taken_over() -> None:
+def test_no_message_enters_a_cascade_that_is_taken_over() -> None:
     tables = {"takeover": [{"cascade": "celery"}, {"cascade": "nservicebus-v2"}]}
     policy = policy_of(settings(**tables), has_store=True)
     assert policy.own_queues == {name.encode() for name in queues_at_work(settings(**tables))}

@@ -115,7 +115,7 @@ def test_two_daemons_of_a_host_have_a_cookie_each(host: str, name: str) -> None:
     assert cookie_name(host) == name
 
 
-async def test_who_does_not_say_it_stays_outside(place: Place) -> None:
+async def test_clients_without_the_token_stay_outside(place: Place) -> None:
     for said in ("", "wrong", TOKEN[:-1], TOKEN + "x", "\udc80"):
         assert await place.sessions.open(said, "eve") is None
     assert await place.sessions.who(request("invented")) is None

@@ -60,7 +60,7 @@ def test_instants(text: str, at_ms: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "", "2", "2027-13-01", "<script>", "99999d"])
-def test_what_is_no_instant_is_said(text: str) -> None:
+def test_an_invalid_instant_is_reported(text: str) -> None:
     with pytest.raises(Wrong, match="Due: expected an instant"):
         instant(text, NOW, "Due")
 
@@ -71,7 +71,7 @@ def test_by_how_much(text: str, by_ms: int) -> None:
 
 
 @pytest.mark.parametrize(("form", "said"), [({"header": "x"}, "NAME=VALUE"), ({"header": "=x"}, "NAME=VALUE")])
-def test_what_is_no_filter_is_said(form: dict[str, str], said: str) -> None:
+def test_an_invalid_filter_is_reported(form: dict[str, str], said: str) -> None:
     with pytest.raises(Wrong, match=said):
         searched(form, NOW)
 
@@ -87,7 +87,7 @@ def test_what_is_no_filter_is_said(form: dict[str, str], said: str) -> None:
     ],
     ids=range(5),
 )
-def test_what_is_to_be_done_to_all_that_a_filter_means(form: dict[str, list[str]], wanted: Filter) -> None:
+def test_the_change_of_all_matching_messages(form: dict[str, list[str]], wanted: Filter) -> None:
     assert meant(form, NOW).wanted == wanted
 
 
@@ -105,7 +105,7 @@ def test_what_is_to_be_done_to_all_that_a_filter_means(form: dict[str, list[str]
     ],
     ids=range(8),
 )
-def test_what_was_not_said_does_not_mean_everything(form: dict[str, list[str]], said: str) -> None:
+def test_an_empty_filter_does_not_select_everything(form: dict[str, list[str]], said: str) -> None:
     with pytest.raises(Wrong, match=said):
         meant(form, NOW)
 
@@ -118,7 +118,7 @@ def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
         searched({name: "x"}, NOW)
 
 
-def test_what_was_counted_is_what_is_meant_later() -> None:
+def test_a_counted_filter_selects_the_same_messages_later() -> None:
     first = searched({"due_after": "-1h", "due_before": "2h", "key": "k"}, NOW)
     again = meant({name: [text] for name, text in fixed(first).items()}, NOW + 7 * HOUR)
     assert again.wanted == first.wanted

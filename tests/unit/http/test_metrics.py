@@ -122,7 +122,7 @@ def test_a_counter_of_the_store_never_goes_down() -> None:
     assert kinds == {f"kind={kind}" for kind in ("parked", "released", "cancelled", "restored")}
 
 
-def test_what_is_out_of_reach_is_said_and_missing() -> None:
+def test_metrics_of_an_unreachable_server_are_missing() -> None:
     gone = Snapshot(None, "connect: refused", None)
     found = samples(sight(store=gone, census=gone, depths=gone, ready=False))
     assert found["delayer_store_up",] == found["delayer_broker_up",] == found["delayer_ready",] == 0

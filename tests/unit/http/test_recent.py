@@ -32,7 +32,7 @@ def test_a_gap_is_nothing() -> None:
     assert [one.counts["parked"] for one in found] == [1, 0, 0, 8]
 
 
-def test_nobody_noted_anything_yet() -> None:
+def test_no_notes_yet() -> None:
     assert steps(notes(7)) == []
     nothing = summary([], 60)
     assert (nothing.rates["parked"], nothing.p50, nothing.worst) == (0, None, None)

@@ -76,7 +76,7 @@ def test_colours_can_be_told_apart(front: str, back: str, least: float, dark: bo
     assert contrast(found[front], found[back]) >= least
 
 
-def test_what_is_vendored_has_its_licence_beside_it() -> None:
+def test_vendored_files_have_their_licence() -> None:
     for library in ("htmx", "uPlot"):
         assert "ermission" in (STATIC / f"{library}.LICENSE.txt").read_text()
 

@@ -135,7 +135,7 @@ async def test_every_path(path: str, status: int, says: str, monkeypatch: pytest
     ],
     ids=range(8),
 )
-async def test_who_may_change_something(headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_need_the_token(headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = Inside()
     async with served(inside, monkeypatch) as web:
         answer = await web.post("/deeds/refused", {"verb": "retry", "id": "id-1"}, **headers)
@@ -239,7 +239,7 @@ async def test_an_alarm_of_the_broker_is_seen(monkeypatch: pytest.MonkeyPatch) -
         assert (answer.status, "takes no publishes" in answer.text) == (503, True)
 
 
-async def test_who_was_turned_away_has_nothing_looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_clients_trigger_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = Inside()
     async with served(inside, monkeypatch) as web:
         form = {"verb": "drop", "id": "id-1"}
@@ -283,7 +283,7 @@ HEAD = b"POST /deeds/refused HTTP/1.1\r\nHost: localhost\r\n"
      b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"],
     ids=["nothing", "a line", "a head", "a body", "the second time"],
 )  # fmt: skip
-async def test_who_says_nothing_keeps_no_connection(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_client_loses_its_connection(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
     monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
     async with served(Inside(), monkeypatch) as web:
@@ -292,7 +292,7 @@ async def test_who_says_nothing_keeps_no_connection(said: bytes, monkeypatch: py
         writer.close()
 
 
-async def test_who_does_not_hear_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
     monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
     async with served(Inside(), monkeypatch) as web:

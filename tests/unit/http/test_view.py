@@ -54,7 +54,7 @@ async def test_the_next_look(world: World, takes: float, fails: bool, pause: flo
     assert (await cached.get()).fresh == 2
 
 
-async def test_who_does_not_answer_is_not_fresh(world: World) -> None:
+async def test_an_unanswered_look_is_not_fresh(world: World) -> None:
     cached = Cached(world.look, 2.0, "store", late=5.0)
     assert (await cached.get()).fresh == 1
     world.now += 3
@@ -67,7 +67,7 @@ async def test_who_does_not_answer_is_not_fresh(world: World) -> None:
     assert (await cached.get()).fresh == 2
 
 
-async def test_what_was_seen_before_a_deed_does_not_count_after_it(world: World) -> None:
+async def test_a_look_from_before_a_change_is_repeated(world: World) -> None:
     cached = Cached(world.look, 20.0, "queues")
     world.hold = asyncio.Event()
     await cached.get(patience=0.01)

@@ -20,7 +20,7 @@ URLS = {
 
 
 @pytest.mark.parametrize(("url", "told"), URLS.items(), ids=map(str, range(len(URLS))))
-def test_which_database_it_is_and_no_password(url: str, told: tuple[str, ...]) -> None:
+def test_the_shown_database_without_its_password(url: str, told: tuple[str, ...]) -> None:
     shown = Database(database_url(url)).shown
     assert all(one in shown for one in told), shown
     assert "s3cr" not in shown
@@ -50,7 +50,7 @@ async def test_urls_as_other_tools_have_them() -> None:
 
 
 @pytest.mark.parametrize("url", URLS, ids=map(str, range(len(URLS))))
-async def test_what_a_driver_quotes(url: str) -> None:
+async def test_quotes_of_drivers_are_masked(url: str) -> None:
     database = Database(database_url(url))
     quoting = OperationalError("SELECT 1", None, ValueError(f"no login with PWD={{{SECRET}}} and {SECRET}\nmore"))
     assert "s3cr" not in database._described(quoting)

@@ -44,7 +44,7 @@ def test_more_keys_are_copies_that_act_again() -> None:
     assert blind.parcel.routing_key == b"a"  # type: ignore[union-attr]
 
 
-def test_what_rabbitmqctl_says_besides() -> None:
+def test_other_output_of_rabbitmqctl() -> None:
     assert (read_dumped(b"", PLAN), read_dumped(b"ok", PLAN), read_dumped(b"12", PLAN)) == (None, None, 12)
 
 
@@ -64,7 +64,7 @@ def test_other_virtual_hosts_are_left() -> None:
         (line(b"/", b"x", b"a", HEADERS, b"body")[:-20], "6 fields"),
     ],
 )
-def test_what_is_no_message(text: bytes, why: str) -> None:
+def test_lines_without_a_message(text: bytes, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
         read_dumped(text, PLAN)
 

@@ -41,7 +41,7 @@ def test_there_and_back(wait_ms: int) -> None:
     assert into_store(met, OURS, level, NOW + 5_000, due_queue=DUE, max_properties=100_000) == due.parcel
 
 
-def test_what_the_broker_was_to_finish_goes_where_the_cascade_ends() -> None:
+def test_foreign_messages_go_to_the_end_of_the_cascade() -> None:
     key = b"0." * (LEVELS - 6) + b"1.0.0.0.0.0.inbox"
     properties = encode_headers(entry(edits.DUE, int64(NOW + 30_000)) + entry(edits.ID, long_string(b"id")))
     met = Delivery(1, False, OURS.level(5).encode(), key, properties, b"body")
@@ -59,7 +59,7 @@ def test_a_publishers_envelope_is_not_opened() -> None:
     assert parcel.properties == forged.properties
 
 
-def test_what_cannot_be_read_is_parked_for_as_long_as_it_may_have_to_wait() -> None:
+def test_unreadable_messages_wait_the_longest_time() -> None:
     met = Delivery(1, False, b"x", b"0." * LEVELS + b"inbox", b"\xff\xff\xff", b"body")
     assert into_store(met, OURS, 6, NOW, due_queue=DUE, max_properties=100_000).due_ms == NOW + 64_000
 
@@ -86,7 +86,7 @@ NOTHING = Standing(0, 0, 0, 0, 0, 0)
         (NOTHING._replace(held=3), 0, False, [(3, "held", "did not take", "held list")]),
     ],
 )  # fmt: skip
-def test_what_stays_in_the_store(
+def test_messages_that_a_drain_leaves_in_the_store(
     now: Standing, unsound: int, keys_too: bool, left: list[tuple[int, str, str, str]]
 ) -> None:
     check_left(left_in_store(now, unsound, keys_too=keys_too), left)
@@ -100,7 +100,7 @@ def test_what_stays_in_the_store(
         ({}, 5, 6, [(5, "due queue", "", "none"), (6, "strays", "did not take", "strays list")]),
     ],
 )
-def test_what_stays_in_the_cascade(
+def test_messages_that_a_drain_leaves_in_the_cascade(
     levels: dict[int, int], due: int, strays: int, left: list[tuple[int, str, str, str]]
 ) -> None:
     check_left(left_in_cascade(levels, due, strays, 5), left)

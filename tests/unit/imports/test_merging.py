@@ -67,7 +67,7 @@ async def test_a_bounded_number_of_batches_is_read_ahead() -> None:
     await source.close()
 
 
-async def test_what_goes_wrong_while_reading_ahead_is_told_when_it_is_asked_for() -> None:
+async def test_an_error_of_reading_ahead_is_raised_at_its_batch() -> None:
     source = Source([Batch([Item(parcel(1))], "1"), SourceLost("gone")])
     assert await source.next_batch() is not None
     await asyncio.sleep(0)

@@ -69,7 +69,7 @@ GONE = Target(b"", b"gone")
         (0, {}, {}, Run(1, "x", {}, Phase.RUNNING, "me", 0, held=1), 0, False),
     ],
 )
-def test_what_a_preview_finds(
+def test_a_preview_counts_and_checks(
     unfit: int, problems: dict[Target, str], left: dict[str, int], unfinished: Run | None, to_hold: int, clean: bool
 ) -> None:
     survey = Survey(left=left)
@@ -99,7 +99,7 @@ def test_a_survey_of_very_many_destinations_is_bounded(monkeypatch: pytest.Monke
     ("meant", "due_ms", "included"),
     [(Meant(), 0, True), (Meant(5), 4, False), (Meant(5), 5, True), (Meant(None, 3), -1, True)],
 )
-def test_what_is_meant(meant: Meant, due_ms: int, included: bool) -> None:
+def test_the_chosen_messages(meant: Meant, due_ms: int, included: bool) -> None:
     assert meant.includes(due_ms) is included
 
 

@@ -79,15 +79,15 @@ STAMPED = Props(timestamp=SECOND - 20)
         (Hold("delay_x__60000_delay", b"", b"work", 60_000, stamped=True), STAMPED, True),
     ],
 )
-def test_who_is_believed(hold: Hold, props: Props, told: bool) -> None:
+def test_believed_timestamps(hold: Hold, props: Props, told: bool) -> None:
     assert item(hold, props) == ((SECOND - 19) * 1000 + 60_000 if told else NOW + 60_000, "")
 
 
-def test_nobody_says_for_how_long() -> None:
+def test_a_queue_without_a_known_time() -> None:
     assert "for how long" in item(Hold("hold", b"", b"work", None), Props())[1]
 
 
-def test_what_stands_behind_came_later() -> None:
+def test_messages_behind_others_are_younger() -> None:
     hold = Hold("hold", b"", b"work", 60_000, stamped=True)
     first, _ = item(hold, Props(timestamp=SECOND - 5))
     assert item(hold, Props(timestamp=SECOND - 30))[0] == first
@@ -127,7 +127,7 @@ def test_known_again_whatever_the_broker_counts() -> None:
     assert known(Props(headers=((b"id", text("celery")),))) != ""
 
 
-def test_what_falls_is_known_again_a_level_below() -> None:
+def test_a_message_is_recognized_one_level_below() -> None:
     notes = (
         *died(SECOND, "expired"),
         (b"x-first-death-queue", text("above")),

@@ -54,7 +54,7 @@ def test_instants(time: str) -> None:
     assert read(line(Time=time)).parcel.due_ms == DUE_MS  # type: ignore[union-attr]
 
 
-def test_where_the_id_may_stand() -> None:
+def test_places_of_the_id() -> None:
     for more in ({"Id": "x"}, {"@metadata": {"@id": "x"}}, {"Key": "x"}):
         text = json.dumps({**{k: v for k, v in DOCUMENT.items() if k != "@metadata"}, "Headers": {}, **more}).encode()
         assert Properties.parse(read(text).parcel.properties).message_id == b"x"  # type: ignore[union-attr]
@@ -69,7 +69,7 @@ def test_where_the_id_may_stand() -> None:
         ({}, "Mail", "of other endpoints"),
     ],
 )
-def test_what_is_left(more: dict[str, object], endpoint: str | None, why: str) -> None:
+def test_documents_that_are_left(more: dict[str, object], endpoint: str | None, why: str) -> None:
     assert read(line(**more), endpoint) == Skipped(why)
 
 
@@ -95,6 +95,6 @@ def test_a_timeout_without_an_owner_is_anybodys() -> None:
         (json.dumps({k: v for k, v in DOCUMENT.items() if k != "@metadata"}).encode(), "an id"),
     ],
 )
-def test_what_is_no_document(text: bytes, why: str) -> None:
+def test_lines_without_a_document(text: bytes, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
         read(text)

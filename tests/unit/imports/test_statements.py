@@ -89,7 +89,7 @@ def test_the_others_lock_by_the_statement(dialect: str) -> None:
 
 
 @pytest.mark.parametrize(("dialect", "length"), [("mssql", "datalength"), ("mysql", "octet_length")])
-def test_what_the_largest_row_weighs(dialect: str, length: str) -> None:
+def test_the_size_of_the_largest_row(dialect: str, length: str) -> None:
     one = table()
     text = bare(said(one.largest(DIALECTS[dialect], one.staged, "state", "headers"), dialect))
     assert f"max(coalesce({length}(staged.State), " in text
@@ -116,7 +116,7 @@ def test_sql_server_finds_the_place_of_a_row_again(type_: TypeEngine[datetime]) 
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_what_was_copied_is_forgotten_and_comes_back(dialect: str) -> None:
+def test_staged_rows_are_deleted_and_put_back(dialect: str) -> None:
     expected = "DELETE FROM t.sales WHERE Id IN (SELECT Id FROM t.staged)"
     if dialect == "mysql":
         expected = "DELETE t.sales FROM t.staged STRAIGHT_JOIN t.sales ON t.sales.Id = t.staged.Id"

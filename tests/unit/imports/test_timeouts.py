@@ -121,7 +121,7 @@ def test_destinations_that_are_none(address: str) -> None:
     ("expire_ms", "due_ms"),
     [(DUE_MS + 499, DUE_MS + 499), (DUE_MS + 1_000, DUE_MS + 1_000), (DUE_MS - 1, DUE_MS), (DUE_MS + 1_001, DUE_MS)],
 )
-def test_what_the_database_rounded_down_is_exact_in_the_header(expire_ms: int, due_ms: int) -> None:
+def test_a_rounded_instant_is_exact_in_the_header(expire_ms: int, due_ms: int) -> None:
     headers = json.dumps({"NServiceBus.Timeout.Expire": wire_instant(expire_ms)})
     item = item_of(Timeout("1", "q", DUE_MS, headers, b""), b"", b"q")
     assert item.parcel.due_ms == due_ms

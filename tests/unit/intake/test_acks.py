@@ -23,7 +23,7 @@ def test_a_batch_is_one_acknowledgement() -> None:
     assert settler.outstanding == 0
 
 
-def test_what_is_accepted_behind_something_else_waits() -> None:
+def test_an_acknowledgement_waits_for_earlier_deliveries() -> None:
     settler, acks = settler_with(1, 2, 3, 4)
     settler.accept([2, 3])
     assert acks.acked == []

@@ -203,7 +203,7 @@ async def test_a_forced_stop_ends_what_is_in_flight() -> None:
     assert subscription.events == ["ack 2", "closed"]  # what is safe is not repeated, even then
 
 
-async def test_whatever_is_missing_is_tried_again() -> None:
+async def test_consuming_begins_again_after_a_missing_part() -> None:
     failures: list[Exception] = [BrokerLost("no connection"), StoreLost("no lane")]
     subscription = ScriptedSubscription([batch(1)])
 
@@ -235,7 +235,7 @@ async def test_pauses_grow_until_something_is_carried(quick: list[int]) -> None:
     assert quick == [0, 1, 2, 3, 0]
 
 
-async def test_what_takes_too_long_goes_back_to_the_queue() -> None:
+async def test_slow_deliveries_return_to_the_queue() -> None:
     """In order: what is being carried is settled, what was read ahead is not begun, and it begins again."""
     first, second = ScriptedSubscription([batch(n) for n in range(1, 90)]), ScriptedSubscription([batch(1)])
     it = Scene(first, second)

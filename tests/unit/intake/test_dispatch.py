@@ -68,7 +68,7 @@ async def test_nothing_to_do() -> None:
     assert it.publisher.batches == 0
 
 
-async def test_what_is_confirmed_is_accepted_and_counted() -> None:
+async def test_confirmed_publishes_are_accepted_and_counted() -> None:
     it = Scene()
     await it.run(publication(1), publication(2, parcel=None), publication(3, refusal="why"))
     assert it.acks.acked == [(3, True)]
@@ -76,7 +76,7 @@ async def test_what_is_confirmed_is_accepted_and_counted() -> None:
     assert [message.token for message in it.publisher.published] == [b"1", b"2", b"3"]
 
 
-async def test_what_its_destination_does_not_take_is_held_and_accepted() -> None:
+async def test_returned_messages_are_held_and_accepted() -> None:
     it = Scene({b"gone": NO_ROUTE, b"full": NACKED})
     await it.run(publication(1, b"gone"), publication(2), publication(3, b"full"))
     assert it.holder.held == [
@@ -88,7 +88,7 @@ async def test_what_its_destination_does_not_take_is_held_and_accepted() -> None
 
 
 @pytest.mark.parametrize("answer", [NO_ROUTE, NACKED, ClosedChannel(404, "no exchange")])
-async def test_what_must_be_taken_and_is_not_is_given_back(answer: Outcome) -> None:
+async def test_messages_that_the_cascade_does_not_take_return_to_the_queue(answer: Outcome) -> None:
     """The cascade, the refused queue: everything else of the batch is settled first."""
     it = Scene({b"level": answer, b"gone": NO_ROUTE})
     with pytest.raises(NotTaken, match=r"1 of 4 messages were not taken; the first by exchange 'orders\.out'"):
@@ -106,7 +106,7 @@ async def test_a_publish_in_doubt_accepts_nothing() -> None:
     assert it.counted() == {}
 
 
-async def test_what_is_known_of_a_batch_in_doubt_is_settled() -> None:
+async def test_known_outcomes_of_an_unconfirmed_batch_are_settled() -> None:
     """One that is not answered does not repeat the others."""
     known = [CONFIRMED, None, NO_ROUTE, Unanswered(8, b"orders.out", b"k"), None, CONFIRMED]
     it = Scene({b"late": Unconfirmed("2 are missing", known)})
@@ -120,7 +120,7 @@ async def test_what_is_known_of_a_batch_in_doubt_is_settled() -> None:
     assert it.counted() == {"released": 2, "held": 2}
 
 
-async def test_as_many_at_a_time_as_the_publisher_wants() -> None:
+async def test_publishes_in_batches_of_the_publisher_s_size() -> None:
     """Each portion is settled before the next one is published: what is in doubt later does not repeat it."""
     it = Scene({b"gone": NO_ROUTE, b"level": NACKED, b"lost": BrokerLost("in doubt")})
     it.publisher.batch_limit = 2
@@ -131,7 +131,7 @@ async def test_as_many_at_a_time_as_the_publisher_wants() -> None:
     assert len(it.holder.held) == 1
 
 
-async def test_what_must_be_taken_is_complained_of_when_every_portion_is_through() -> None:
+async def test_not_taken_is_raised_after_every_portion() -> None:
     it = Scene({b"level": NACKED})
     it.publisher.batch_limit = 1
     with pytest.raises(NotTaken, match="2 of 4 messages were not taken"):
@@ -139,7 +139,7 @@ async def test_what_must_be_taken_is_complained_of_when_every_portion_is_through
     assert it.accepted == [1, 3]
 
 
-async def test_what_cannot_be_held_is_given_back() -> None:
+async def test_messages_that_cannot_be_held_return_to_the_queue() -> None:
     it = Scene({b"gone": NO_ROUTE}, StoreLost("out of reach"))
     with pytest.raises(StoreLost):
         await it.run(publication(1), publication(2, b"gone"), publication(3))
@@ -162,7 +162,7 @@ async def test_without_a_store_it_goes_back_into_the_cascade_in_its_envelope() -
     assert (it.acks.acked, it.counted()) == ([(7, True)], {"held": 1})
 
 
-async def test_as_many_are_held_at_a_time_as_the_publisher_wants() -> None:
+async def test_holds_in_batches_of_the_publisher_s_size() -> None:
     it = Scene()
     it.live.holds_in_store = False
     it.publisher.batch_limit = 2
@@ -174,7 +174,7 @@ async def test_as_many_are_held_at_a_time_as_the_publisher_wants() -> None:
 
 
 @pytest.mark.parametrize("kind", [HoldKind.LATE, HoldKind.UNFIT])
-async def test_what_waits_for_a_person_goes_to_the_strays_at_once(kind: HoldKind) -> None:
+async def test_messages_for_a_person_go_to_the_strays_at_once(kind: HoldKind) -> None:
     it = Scene()
     it.live.holds_in_store = False
     await it.dispatch.hold([Objection(delivery(1), PARCEL, Hold(kind, "why"))], it.tracker)

@@ -147,7 +147,7 @@ async def test_junk_is_refused_and_stops_nobody(scene: Make, raw: bytes) -> None
 
 
 @pytest.mark.parametrize("answer", [Returned(312, "NO_ROUTE"), NACKED])
-async def test_what_its_destination_does_not_take_is_held(scene: Make, answer: Returned) -> None:
+async def test_a_message_that_its_destination_does_not_take_is_held(scene: Make, answer: Returned) -> None:
     it = scene(ScriptedPublisher({b"gone": answer}))
     await it.carry(carried(1, NOW, b"gone"), carried(2, NOW))
     [(parcel, _)] = it.holder.held
@@ -198,7 +198,7 @@ async def test_a_message_is_not_tried_before_its_next_attempt(scene: Make) -> No
     assert found.value == NOW - 60_000
 
 
-async def test_what_was_known_of_a_message_stays_known(scene: Make) -> None:
+async def test_the_notes_of_earlier_attempts_stay(scene: Make) -> None:
     """A message that closed a connection goes by the isolation connection; a destination may have it already."""
     it = scene(ScriptedPublisher({b"gone": NACKED}))
     it.live.holds_in_store = False

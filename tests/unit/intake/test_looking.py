@@ -26,7 +26,7 @@ def test_tokens(given: str, expected: Token) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "x", "5@", "@5", "-5", "5@x", "9223372036854775808", "5@1@2"])
-def test_what_is_no_token(given: str) -> None:
+def test_invalid_tokens(given: str) -> None:
     with pytest.raises(ValueError, match="an id as"):
         read_token(given)
 
@@ -114,5 +114,5 @@ def test_short_strings_stand_in_their_place() -> None:
         ("other 5", None),
     ],
 )
-def test_what_lanes_are_told(payload: str, expected: Notification | None) -> None:
+def test_notifications_of_lanes(payload: str, expected: Notification | None) -> None:
     assert parsed(payload) == expected

@@ -75,7 +75,7 @@ def says(exchange: str, key: str = "orders.eu", reason: str = "too long") -> tup
         (standing(*says("delayer.in"), (b"x-delayer-expiration", text("9" * 300))), "too long"),
     ],
 )
-def test_what_came_in_by_a_door_goes_back_through_it(stands: Delivery, reason: str) -> None:
+def test_a_retry_goes_back_through_its_exchange(stands: Delivery, reason: str) -> None:
     back = again(stands, ENTRIES)
     assert isinstance(back, Outgoing)
     assert (back.exchange, back.routing_key) == (b"delayer.in", b"orders.eu")
@@ -105,11 +105,11 @@ def test_straight_to_the_intake_queue_it_goes_back_straight() -> None:
         (standing(*says("delayer.in"), (b"x-death", array(died("delays", "other.in")))), "does not say where"),
     ],
 )
-def test_what_a_publisher_may_have_written_sends_it_nowhere(stands: Delivery, why: str) -> None:
+def test_forged_headers_lead_nowhere(stands: Delivery, why: str) -> None:
     assert why in str(again(stands, ENTRIES))
 
 
-def test_what_cannot_go_back_says_why() -> None:
+def test_a_refused_message_that_stays_has_a_reason() -> None:
     assert again(Delivery(1, False, b"", b"", Props().encode(), b""), ENTRIES) == "it does not say where it came in"
     broken = Delivery(1, False, b"in", b"k", b"\x20\x00\x00\x00\x00\x02\x05x", b"")
     properties, _ = edits.refused(broken, "malformed", b"abc", LIMIT)

@@ -50,7 +50,7 @@ def test_a_reply_is_known_by_what_the_cancel_said() -> None:
         assert outcome.content == b"too late"
 
 
-def test_who_names_no_queue_hears_nothing() -> None:
+def test_a_cancel_without_reply_to_gets_no_reply() -> None:
     delivery = cancel(1, b"a", reply_to=b"")
     assert replies.asked(Properties.parse(delivery.properties), b"a") is None
 
@@ -90,7 +90,7 @@ async def test_every_cancel_that_asks_hears_its_own_outcome() -> None:
 
 
 @pytest.mark.parametrize("ours", [b"delays", b"delays.due", NAMES.refused_exchange])
-async def test_nobody_puts_anything_into_our_own_queues_by_it(ours: bytes) -> None:
+async def test_replies_never_go_into_delayer_s_queues(ours: bytes) -> None:
     publisher = ScriptedPublisher()
     await carried(publisher, Parking(b"a"), cancel(1, b"a", reply_to=ours))
     assert publisher.published == []

@@ -117,7 +117,7 @@ def again(tag: int, times: int) -> Delivery:
     return met(tag, delivered(times))._replace(redelivered=True)
 
 
-async def test_what_comes_again_and_again_ends_it_and_goes_back() -> None:
+async def test_a_message_delivered_too_often_ends_the_takeover() -> None:
     batch = [met(1), again(2, MOST_DELIVERIES)]
     subscription = ScriptedSubscription([[again(8, MOST_DELIVERIES - 1)], batch])
     it = Scene(subscription)
@@ -129,7 +129,7 @@ async def test_what_comes_again_and_again_ends_it_and_goes_back() -> None:
     assert it.heartbeat.forgotten == ["nsb.v2.delay-level-11"]
 
 
-async def test_where_the_broker_does_not_count_what_a_message_says_of_it_ends_nothing() -> None:
+async def test_a_forged_count_ends_no_takeover() -> None:
     """A classic queue counts no deliveries, and gives nothing up: the header is its publisher's own."""
     subscription = ScriptedSubscription([[again(1, MOST_DELIVERIES), met(2)]])
     it = Scene(subscription, cascade="nservicebus-v1")
@@ -140,7 +140,7 @@ async def test_where_the_broker_does_not_count_what_a_message_says_of_it_ends_no
     assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
 
 
-async def test_what_came_again_and_again_elsewhere_ends_nothing() -> None:
+async def test_deliveries_of_other_queues_end_no_takeover() -> None:
     """A consumer that had it many times passed it on with its headers."""
     subscription = ScriptedSubscription([[met(1, delivered(MOST_DELIVERIES))], [met(2)]])
     it = Scene(subscription)

@@ -61,7 +61,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("asked", "limit_ms", "plan"), [row[1:] for row in PLANS], ids=[row[0] for row in PLANS])
-def test_what_comes_in_late(asked: DelayRequest, limit_ms: int | None, plan: type) -> None:
+def test_messages_that_come_in_late(asked: DelayRequest, limit_ms: int | None, plan: type) -> None:
     assert isinstance(decide(asked, policy(limit_ms), NOW), plan)
 
 

@@ -57,7 +57,7 @@ async def test_with_more_to_do_there_is_no_sleep() -> None:
     assert await it.release.tick() == 0.0
 
 
-async def test_what_its_destination_does_not_take_is_held_with_the_reason() -> None:
+async def test_objections_hold_the_message_with_the_reason() -> None:
     publisher = ScriptedPublisher({b"gone": Returned(312, "NO_ROUTE"), b"full": NACKED})
     rows = [due(1), due(2, key=b"gone"), due(3, key=b"full", attempts=4)]
     it = Scene(ScriptedLane(claims=[rows]), publisher)
@@ -72,7 +72,7 @@ async def test_what_its_destination_does_not_take_is_held_with_the_reason() -> N
     assert it.count("held") == 1  # the third was held before
 
 
-async def test_what_cannot_leave_is_held_and_stops_nobody() -> None:
+async def test_an_unfit_message_is_held_and_others_go_on() -> None:
     long_ = encode_headers(entry(b"x", long_string(b"x" * ScriptedPublisher.max_properties)))
     broken = encode_headers(b"\x05broken")
     rows = [
@@ -127,7 +127,7 @@ def test_a_row_leaves_under_its_number_and_its_due_instant() -> None:
 
 
 @pytest.mark.parametrize("failure", [BrokerLost("in doubt"), ZeroDivisionError(), asyncio.CancelledError()])
-async def test_what_is_in_doubt_comes_back(failure: Exception) -> None:
+async def test_unconfirmed_rows_are_rolled_back(failure: Exception) -> None:
     it = Scene(ScriptedLane(claims=[[due(1)]]), ScriptedPublisher({b"k": failure}))
     with pytest.raises(type(failure)):
         await it.release.tick()

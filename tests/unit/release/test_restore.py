@@ -84,7 +84,7 @@ def far(segment: int, messages: int = 10) -> Restored:
     return Restored(segment, messages, NOW + HOUR_MS)
 
 
-async def test_what_is_due_within_the_setting_is_asked_for() -> None:
+async def test_segments_due_within_restore_ahead_are_restored() -> None:
     async with scene() as it:
         assert await it.restoring.look() == module.LOOK_SECONDS
         it.ahead_ms = 2 * DAY_MS  # as by SIGHUP
@@ -103,7 +103,7 @@ async def test_a_rest_in_proportion_after_each_and_none_when_it_is_urgent(monkey
         assert looks == [module.REST * 1.0, 0.0, 0.0, 0.0]
 
 
-async def test_what_others_are_restoring_is_looked_after() -> None:
+async def test_segments_locked_by_others_are_tried_again_soon() -> None:
     """They may die at it, and a minute later would be late."""
     async with scene(Locked(NOW + HOUR_MS)) as it:
         with capture_logs() as logged:

@@ -47,7 +47,7 @@ def test_the_truth_is_within_the_bounds(rate: float, rounds: list[tuple[float, f
 
 @settings(deadline=None)
 @given(rates, seconds, seconds, st.integers(0, 5000))
-def test_who_sleeps_as_long_as_told_wakes_when_it_is_due(rate: float, out: float, back: float, ahead: int) -> None:
+def test_a_sleep_by_the_clock_ends_at_the_due_instant(rate: float, out: float, back: float, ahead: int) -> None:
     local = Local()
     clock = StoreClock(local)
     clock.observe(1000.0, truth(1000.0 + out, rate), 1000.0 + out + back)

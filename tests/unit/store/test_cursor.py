@@ -62,7 +62,7 @@ def test_held_rows_get_a_share_of_claims_once_one_is_due() -> None:
     assert cursor.turn(50) == (50, Turn.SHARE)
 
 
-def test_of_a_single_row_waiting_and_held_ones_take_turns() -> None:
+def test_claims_of_one_row_alternate_between_waiting_and_held() -> None:
     cursor, _ = made(NOW)
     assert [cursor.turn(1)[1] for _ in range(4)] == [Turn.SHARE, Turn.SPARE, Turn.SHARE, Turn.SPARE]
 

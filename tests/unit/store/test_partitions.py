@@ -41,7 +41,7 @@ def test_rarer_never_overflows() -> None:
         (Making.DONE, [5, 6], [5, 6]),
     ],
 )
-async def test_what_is_asked_for_after_a_try(
+async def test_missing_days_after_a_failed_attempt(
     monkeypatch: pytest.MonkeyPatch, made: Making, at_once: list[int], after_a_minute: list[int]
 ) -> None:
     """What stands in one day's way does not stop the others; what stands in every day's way does."""

@@ -183,7 +183,7 @@ def test_broken_bytes_under_a_right_checksum_are_found() -> None:
         ({"packed": b""}, "found 0 bytes"),
     ],
 )
-def test_what_does_not_fit_is_said(change: dict[str, Any], reason: str) -> None:
+def test_a_mismatch_with_the_header_is_named(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(SegmentBroken, match=reason) as caught:
         read_back(small()._replace(**change))
     assert caught.value.reason == str(caught.value)
@@ -214,7 +214,7 @@ def test_another_file_than_ours() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_what_cannot_be_packed(rows: int) -> None:
+def test_rows_that_cannot_be_packed(rows: int) -> None:
     whole = table([row(n) for n in range(rows)])
     with pytest.raises(ValueError, match=f"found {rows} of"):
         pack(whole if not rows else whole.drop_columns(["format"]))

@@ -50,7 +50,7 @@ async def test_each_mistake_has_its_name(query: str, expected: str, found: str) 
         "?target_session_attrs=read-write&application_name=me", "?host=/run/postgresql&sslmode=prefer",
     ],
 )  # fmt: skip
-async def test_what_the_driver_takes_is_no_mistake(query: str) -> None:
+async def test_parameters_of_the_driver_are_valid(query: str) -> None:
     assert mistakes(URL + query, {}) == []
     with pytest.raises(OSError, match=r"refused|No such file") as refused:  # nobody listens there
         await asyncpg.connect(URL + query, timeout=5)

@@ -183,7 +183,7 @@ def test_nothing_else_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_what_a_broker_adds_to_what_it_delivers_again_is_allowed_there_only(name: bytes) -> None:
+def test_redelivery_headers_are_allowed_on_redelivered_messages_only(name: bytes) -> None:
     delivery, props = of(AWAITED)
     sent = Props.decode(doomed(AWAITED).properties).headers or ()
     gained = (props.headers or ())[len(sent) :]
@@ -196,7 +196,7 @@ def test_what_a_broker_adds_to_what_it_delivers_again_is_allowed_there_only(name
     assert not judged(delivery._replace(properties=unsorted.encode()), again=True).kept
 
 
-def test_what_is_missing_nobodys_or_there_too_often() -> None:
+def test_missing_foreign_and_repeated_refusals() -> None:
     deliveries = [of(one)[0] for one in range(SENT)]
     twice = of(0, id=SENT)[0]
     stranger = deliveries[1]._replace(body=b"something else")

@@ -38,7 +38,7 @@ def test_the_last_of_every_key_comes_and_no_other() -> None:
         keys.judged_waiting(sent, last | {KEYS}).assert_kept()
 
 
-def test_where_the_last_one_was_refused_it_may_come_and_the_one_before_has_to() -> None:
+def test_a_refused_replacement_leaves_the_earlier_message() -> None:
     sent, refused = range(2 * KEYS), {KEYS}
     last = set(range(KEYS + 1, 2 * KEYS))
     keys.judged_waiting(sent, last | {0}, refused).assert_kept()
@@ -75,7 +75,7 @@ CANCELLED, GONE, UNKNOWN = (Told(what, SENT_MS + 1_800) for what in ("cancelled"
         (False, [UNKNOWN], None, ""),
     ],
 )
-def test_what_was_said_of_a_cancel_is_so(came: bool, told: list[Told], window: Window | None, broken: str) -> None:
+def test_reports_of_cancels_are_true(came: bool, told: list[Told], window: Window | None, broken: str) -> None:
     found = cancels.judged(account(1, *([0] if came else []), window=window), set(), {0: told})
     named = ("lost", "denied", "delivered", "silent", "out", "read")
     assert [name for name in named if getattr(found, name)] == ([broken] if broken else [])
@@ -110,7 +110,7 @@ PARKED = {number: retries.ATTEMPTS + 1 for number in range(6) if retries.fails(n
         ({}, {0: 1}, "astray"),
     ],
 )
-def test_what_failed_comes_as_often_as_it_should(
+def test_failed_messages_come_as_often_as_configured(
     changed: dict[tuple[int, int], list[float] | None], parked: dict[int, int | None], broken: str
 ) -> None:
     came = {one: at_ms for one, at_ms in (FAILED | changed).items() if at_ms is not None}
@@ -161,7 +161,7 @@ LONG_AFTER_MS = SENT_MS + 1_000 + overdue.LIMIT_MS + 60_000
     ],
     ids=["in time", "held", "lost", "untold", "late by a fault", "both", "both by a fault"],
 )
-def test_what_is_too_late_is_held(came_ms: float | None, held: set[int], window: Window | None, broken: str) -> None:
+def test_late_messages_are_held(came_ms: float | None, held: set[int], window: Window | None, broken: str) -> None:
     one = account(1, window=window)
     if came_ms is not None:
         one.take(0, Arrival(came_ms, b"1", int(SENT_MS) + 1_000, False))
@@ -173,7 +173,7 @@ def test_what_is_too_late_is_held(came_ms: float | None, held: set[int], window:
 
 
 @pytest.mark.parametrize("window", [None, FAULT], ids=["no fault", "a fault"])
-def test_what_was_too_late_when_it_was_published_does_not_come_whatever_broke(window: Window | None) -> None:
+def test_messages_late_at_their_publish_never_come(window: Window | None) -> None:
     one = Account()
     one.windows = [window] if window else []
     one.owe(Form.EPOCH, int(SENT_MS) - overdue.OVERDUE_MS, -overdue.OVERDUE_MS)

@@ -35,7 +35,7 @@ def test_no_other_end_passes(broker: Broker) -> None:
                 verify(name, case, [Found(case.end, "")] * times, 1, sorts=broker.sorts_headers, redelivered=False)
 
 
-def test_where_the_end_depends_on_the_broker() -> None:
+def test_ends_that_depend_on_the_broker() -> None:
     depends = {name for name, case in LISTED.items() if len({case.at(broker).end for broker in BROKERS}) > 1}
     assert depends == {"publisher: a delivery mode that is none"}
     assert [LISTED["publisher: a delivery mode that is none"].at(broker).end for broker in BROKERS] == [

@@ -62,7 +62,7 @@ def test_a_connection_is_heard_in_whatever_pieces_it_comes() -> None:
     assert (readings.read(5), readings.read(6)) == (1, 1)
 
 
-def test_what_is_not_the_ledgers_does_not_count() -> None:
+def test_foreign_messages_do_not_count() -> None:
     deliveries = [delivery(3, key=DOOMED), delivery(1 << 60), delivery(3, key=DOOMED, again=True), delivery(3, key="x")]
     readings = heard(*deliveries)
     assert (readings.read(3), readings.again(3), readings.due(3)) == (0, False, 0)

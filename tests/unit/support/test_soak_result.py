@@ -51,12 +51,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_what_is_broken_is_said(how: str) -> None:
+def test_broken_promises_are_reported(how: str) -> None:
     assert not BROKEN[how].kept
     assert summary(BROKEN[how])["kept"] is False
 
 
-def test_what_may_be() -> None:
+def test_allowed_repeats() -> None:
     """Copies of what came stand among the strays until their next try; of what was refused, by a fault, too."""
     assert GOOD.kept
     assert replace(GOOD, aside=3, doomed=Doomed(5, [], 2, []), largest_mb=LARGEST_MB).kept

@@ -71,7 +71,7 @@ async def test_not_after_ctrl_c() -> None:
     assert daemon.starts == 0
 
 
-def test_what_it_says_is_shown_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_is_shown_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     base = {"timestamp": "2026-11-21T11:08:56.7Z", "logger": "delayer.x"}
     up.show(base | {"level": "info", "event": "partition made", "day": 3})
     up.show(base | {"level": "info", "event": "mode switched", "before": "store", "now": "native"})
