@@ -1,6 +1,7 @@
 """The first schema.
 
-Frozen from the first release on: it says what was done to stores that exist. It never imports delayer/store/upgrades.py.
+Frozen from the first release on: it says what was done to stores that exist. It never imports
+delayer/store/upgrades.py.
 """
 
 from __future__ import annotations
