@@ -18,11 +18,13 @@ from delayer.amqp.errors import (
     ConfirmTimeout,
     ConnectionLost,
     HeaderTooLarge,
+    MalformedProperties,
+    MalformedTable,
     ProtocolError,
     again,
 )
 from delayer.amqp.framing import WRITE_BYTES, ReturnedMessage
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
+from delayer.amqp.properties import Properties
 from delayer.core import faultpoint
 from delayer.core.message import CONFIRMED, NACKED, Delivery, Outcome, Outgoing, Returned
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
+from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import (
-    MalformedProperties,
-    MalformedTable,
     Properties,
     array,
     boolean,

@@ -264,22 +264,6 @@ def entry(name: bytes, type_and_value: bytes) -> bytes:
     return bytes((len(name),)) + name + type_and_value
 
 
-__all__ = [
-    "Field",
-    "MalformedProperties",
-    "MalformedTable",
-    "Properties",
-    "byte_array",
-    "encode_headers",
-    "entry",
-    "int64",
-    "long_string",
-    "negated",
-    "negated_if_positive",
-    "splice",
-    "value_at",
-]
-
 _SHORT, _TABLE = 0, -1  # Values of these kinds begin with their length; the other kinds are widths in bytes.
 _OCTET, _LONGLONG = 1, 8
 _LAYOUT = (

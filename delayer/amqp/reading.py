@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-from delayer.amqp.properties import NAMES, MalformedProperties, MalformedTable, Properties
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import NAMES, Properties
 from delayer.core.filters import Filter
 from delayer.core.message import Timestamp
 

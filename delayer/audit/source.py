@@ -36,7 +36,8 @@ import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import Properties
 from delayer.audit import connection
 from delayer.audit.connection import Reading, Unreadable
 from delayer.audit.findings import HELD, PACKED, WAITING

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import Properties
 from delayer.core.message import Outcome, Outgoing, Unanswered
 
 MANY: Final = 3

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple, Protocol
 
 from delayer.amqp import edits
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, value_at
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import Properties, value_at
 from delayer.core import cascade
 from delayer.core.cascade import MAX_SECONDS, Cascade
 from delayer.core.delay_headers import seconds_until

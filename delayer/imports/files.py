@@ -27,7 +27,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
 
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, entry, long_string, splice
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import Properties, entry, long_string, splice
 from delayer.core import lines
 from delayer.core.hold import unfit
 from delayer.core.importing import UNREADABLE, Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting

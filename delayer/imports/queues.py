@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Protocol
 
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import Properties
 from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription

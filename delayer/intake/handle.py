@@ -19,7 +19,8 @@ import structlog
 
 from delayer.amqp import edits
 from delayer.amqp.edits import Endpoints, Envelope, Held, NoEnvelope, into_cascade, opened
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import Properties
 from delayer.broker.ports import Live, Parking, Publisher
 from delayer.broker.retry import raise_first
 from delayer.core.cascade import MAX_SECONDS

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from delayer.amqp.edits import EXPIRATION, ID, USER_ID
-from delayer.amqp.properties import FLAGS, NAMES, MalformedProperties, MalformedTable, Properties, long_string, splice
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import FLAGS, NAMES, Properties, long_string, splice
 from delayer.amqp.properties import entry as header
 from delayer.core.message import Delivery, Outgoing
 

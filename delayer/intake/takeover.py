@@ -14,7 +14,8 @@ from typing import Final
 
 import structlog
 
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, value_at
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import Properties, value_at
 from delayer.broker.ports import Consumer, Heartbeat, Parking
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters

@@ -12,7 +12,8 @@ from typing import Final
 import structlog
 
 from delayer.amqp import edits
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import Properties
 from delayer.broker.ports import Heartbeat, Lane, Live, Publisher
 from delayer.broker.retry import Retry
 from delayer.core.counters import Counters

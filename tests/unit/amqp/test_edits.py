@@ -13,15 +13,8 @@ from pamqp import commands, header
 
 from delayer.amqp import edits
 from delayer.amqp.edits import DUE, ID, ID_BYTES, ROOM
-from delayer.amqp.properties import (
-    MalformedTable,
-    Properties,
-    byte_array,
-    encode_headers,
-    entry,
-    int64,
-    long_string,
-)
+from delayer.amqp.errors import MalformedTable
+from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 from delayer.core import retry_policy
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
