@@ -36,7 +36,7 @@ class Alarm:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.raised = False
         self.reason = ""
-        self.heard: Callable[[str], object] = lambda _reason: None
+        self.on_change: Callable[[str], object] = lambda _reason: None
         """Called with the broker's reason when an alarm is raised, and with "" when it is cleared."""
         self._loop = loop
         self._loss: ConnectionLost | None = None
@@ -56,11 +56,11 @@ class Alarm:
 
     def sound(self, reason: str) -> None:
         self.raised, self.reason = True, reason
-        self.heard(reason)
+        self.on_change(reason)
 
     def clear(self) -> None:
         self.raised, self.reason = False, ""
-        self.heard("")
+        self.on_change("")
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
 
@@ -274,11 +274,11 @@ class Connection(asyncio.Protocol):
         """A future that is done as soon as the broker accepts publishes. Raises ConnectionLost."""
         return self._alarm.over
 
-    def on_alarm(self, heard: Callable[[str], object]) -> None:
+    def on_alarm(self, on_change: Callable[[str], object]) -> None:
         """Call ``heard`` with the broker's reason of each alarm (also of the present one), and with "" at its end."""
-        self._alarm.heard = heard
+        self._alarm.on_change = on_change
         if self._alarm.raised:
-            heard(self._alarm.reason)
+            on_change(self._alarm.reason)
 
     async def channel(self) -> Channel:
         """Open a channel. Raises NoFreeChannel, ConnectionLost."""
@@ -393,7 +393,7 @@ class Connection(asyncio.Protocol):
             self._alarm.sound(str(method.reason))
         elif isinstance(method, commands.Connection.Unblocked):
             self._alarm.clear()
-        elif not self._dialogue.heard(method):
+        elif not self._dialogue.received(method):
             raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel 0")
 
     def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:

@@ -134,9 +134,9 @@ def failed(properties: Properties, failure: Failure, max_properties: int) -> byt
     only the queue that dead-lettered the message gets it again, the others have their copies. The history is left out
     if it does not fit. Raises MalformedTable.
     """
-    told = properties.get(_HISTORY)
+    history = properties.get(_HISTORY)
     # A header of this name with another type is not delayer's, so its content is dropped.
-    past = elements(told.content) if told is not None and told.type == ord("A") else []
+    past = elements(history.content) if history is not None and history.type == ord("A") else []
     if failure.retries == 1:
         past = []  # The history is that of another queue.
     now = table(
@@ -227,33 +227,33 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
     one header carries the original properties. If they do not fit in a header, they go without the note. Malformed
     properties that do not fit are dropped, and only the note goes.
     """
-    gained = (
+    notes = (
         entry(ID, long_string(id))
         + entry(_REFUSED, long_string(shown(reason)))
         + entry(EXCHANGE, long_string(delivery.exchange))
         + entry(ROUTING_KEY, long_string(delivery.routing_key))
     )
     try:
-        kept = _with_gains(Properties.parse(delivery.properties), gained)
+        kept = _with_notes(Properties.parse(delivery.properties), notes)
         if len(kept) <= max_properties:
             return kept, id
-        bare = splice(delivery.properties, remove=_OF_THE_REFUSED | {ID, X_DEATH}, drop=("user_id", "expiration"))
+        fallback = splice(delivery.properties, remove=_OF_THE_REFUSED | {ID, X_DEATH}, drop=("user_id", "expiration"))
     except (MalformedProperties, MalformedTable):
-        bare = encode_headers(gained)
-    wrapped = encode_headers(gained + entry(PROPERTIES, byte_array(delivery.properties)))
-    # The bare properties need no token: the refused exchange always has its queue, so there are no returns.
-    return (wrapped, id) if len(wrapped) <= max_properties else (bare, b"")
+        fallback = encode_headers(notes)
+    wrapped = encode_headers(notes + entry(PROPERTIES, byte_array(delivery.properties)))
+    # The fallback needs no token: the refused exchange always has its queue, so there are no returns.
+    return (wrapped, id) if len(wrapped) <= max_properties else (fallback, b"")
 
 
-def _with_gains(properties: Properties, gained: bytes) -> bytes:
+def _with_notes(properties: Properties, notes: bytes) -> bytes:
     if properties.expiration is not None:
-        gained += entry(EXPIRATION, long_string(properties.expiration))
+        notes += entry(EXPIRATION, long_string(properties.expiration))
     if properties.user_id is not None:
-        gained += entry(USER_ID, long_string(properties.user_id))
+        notes += entry(USER_ID, long_string(properties.user_id))
     return splice(
         properties,
         remove=_OF_THE_REFUSED | {ID},
-        append=gained,
+        append=notes,
         drop=("user_id", "expiration"),
     )
 

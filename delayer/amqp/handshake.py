@@ -52,8 +52,8 @@ def start_ok(start: commands.Connection.Start, address: Address, name: str) -> c
 
 def cluster_of(start: commands.Connection.Start) -> str:
     """The name of the broker's cluster; "" if the broker does not send it."""
-    said = start.server_properties.get("cluster_name") if isinstance(start.server_properties, dict) else None
-    return said if isinstance(said, str) else ""
+    name = start.server_properties.get("cluster_name") if isinstance(start.server_properties, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> Limits:
@@ -100,7 +100,7 @@ class Dialogue:
         assert isinstance(answer, reply)  # This is certain: heard() compared the types.
         return answer
 
-    def heard(self, method: Frame) -> bool:
+    def received(self, method: Frame) -> bool:
         """Take a method of channel 0. Returns whether it is the expected answer."""
         if self._reply is None or not isinstance(method, self._reply[0]):
             return False

@@ -42,21 +42,21 @@ def read(raw: bytes) -> Read:
         found = Properties.parse(raw)
     except MalformedProperties as error:
         return Read({}, (), str(error))
-    said: dict[str, str | int] = {}
+    values: dict[str, str | int] = {}
     for name in NAMES:
         if name == "headers" or name not in found.spans:
             continue
         if name in ("delivery_mode", "priority", "timestamp"):
             start, stop = found.spans[name]
-            said[name] = int.from_bytes(raw[start:stop], "big")
+            values[name] = int.from_bytes(raw[start:stop], "big")
         else:
-            said[name] = text(found.short(name) or b"")
+            values[name] = text(found.short(name) or b"")
     try:
         fields = found.headers_items()
         headers = [Header(text(one.name), TYPES.get(chr(one.type), "?"), plain(one.value)) for one in fields]
     except MalformedTable as error:
-        return Read(said, (), str(error))
-    return Read(said, headers)
+        return Read(values, (), str(error))
+    return Read(values, headers)
 
 
 def text(raw: bytes) -> str:

@@ -142,9 +142,9 @@ class Brief:
             frame = binding_frame(binding)
             answer = QueueMethods.BindOk if isinstance(frame, QueueBind) else ExchangeMethods.BindOk
             methods.append((frame, answer))
-        said = await self._all([channel.call(*method) for method in methods])
+        answers = await self._all([channel.call(*method) for method in methods])
         await channel.close()
-        return not any(isinstance(one, ChannelClosed) for one in said)
+        return not any(isinstance(one, ChannelClosed) for one in answers)
 
     async def exists(self, queue: str) -> bool:
         """Whether the queue exists and no other connection owns it. RabbitMQ 4.3 shows a queue only to users with the
@@ -174,25 +174,25 @@ class Brief:
         around = [*wanted, *([cascade.strays] if cascade.strays else [])]
         every = [*(level.name for level in cascade.levels()), *around]
         inner = [level.name for level in cascade.levels() if level.name not in (first, last)]
-        said = await self._said([name for name in every if name not in inner])
-        if all(_forbidden(one) for one in said.values()):
-            _raise_if_forbidden(said.values())
-        there = isinstance(said[first], int) or isinstance(said[last], int)
-        said |= await self._said(inner) if there else dict.fromkeys(inner, said[first])
-        hidden = [name for name in every if _forbidden(said[name])]
-        depths = dict(zip(said, _depths(said.values()), strict=True))
+        answers = await self._answers([name for name in every if name not in inner])
+        if all(_forbidden(one) for one in answers.values()):
+            _raise_if_forbidden(answers.values())
+        there = isinstance(answers[first], int) or isinstance(answers[last], int)
+        answers |= await self._answers(inner) if there else dict.fromkeys(inner, answers[first])
+        hidden = [name for name in every if _forbidden(answers[name])]
+        depths = dict(zip(answers, _depths(answers.values()), strict=True))
         levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())
         return Picture(
             cascade.kind, cascade.delivery, tuple(levels), {name: depths[name] for name in around}, tuple(hidden)
         )
 
-    async def _said(self, queues: Sequence[str]) -> dict[str, int | ChannelClosed]:
+    async def _answers(self, queues: Sequence[str]) -> dict[str, int | ChannelClosed]:
         return dict(zip(queues, await self._ask(queues), strict=True))
 
     async def _look(self, queues: Collection[str]) -> list[int | None]:
-        said = await self._ask(queues)
-        _raise_if_forbidden(said)
-        return _depths(said)
+        answers = await self._ask(queues)
+        _raise_if_forbidden(answers)
+        return _depths(answers)
 
     async def _ask(self, queues: Collection[str]) -> list[int | ChannelClosed]:
         room = asyncio.Semaphore(min(CHANNELS, self._connection.channel_max))

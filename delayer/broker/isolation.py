@@ -47,7 +47,7 @@ BRIEF: Final = 1.0
 """The same for doubtful destinations beside open breakers, because the whole batch waits."""
 CONNECTING: Final = 2.0
 """Seconds for the second connection, and for an answer of the broker itself."""
-WARY: Final = 10.0
+ISOLATING: Final = 10.0
 """After a message ended a connection, every batch is published here for so many seconds."""
 SPARE: Final = 0.1
 """Probes end so many seconds before a batch's deadline."""
@@ -112,10 +112,10 @@ class Isolation:
         self._sharing = 0
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
-        self.wary_until = -math.inf
+        self.isolating_until = -math.inf
         """Until this time of the loop every batch is isolated: a message ended a connection less than WARY seconds ago.
         Such messages often come together."""
-        self.heard = -math.inf
+        self.last_confirm = -math.inf
         """The begin of the last confirmed publish, in seconds of the loop: the broker has answered since then."""
         self._refused = -math.inf
 
@@ -196,7 +196,7 @@ class Isolation:
         """Do ``work`` beside other callers. If the broker ends the connection for a message, repeat it: then the
         callers take turns, and each step has the connection for itself."""
         try:
-            if self.wary_until <= _now():
+            if self.isolating_until <= _now():
                 try:
                     return await work()
                 except ConnectionLost as lost:
@@ -262,41 +262,41 @@ class Isolation:
         async with self._using(case.deadline, 1, own=case.own) as connection:
             channel = await connection.confirming_channel()
             case.written.update(some)
-            said: Sequence[Outcome | None] = ()
+            answers: Sequence[Outcome | None] = ()
             try:
                 messages = [case.batch[index] for index in some]
-                said = await channel.publish(messages, timeout=min(PATIENCE, left(case.deadline)))
+                answers = await channel.publish(messages, timeout=min(PATIENCE, left(case.deadline)))
             except (ChannelClosed, ConnectionLost) as lost:
-                said = lost.outcomes
+                answers = lost.outcomes
                 raise
             finally:
                 channel.abandon()
-                known = zip(some, said, strict=bool(said))
+                known = zip(some, answers, strict=bool(answers))
                 case.outcomes.update((index, outcome) for index, outcome in known if outcome is not None)
-                if CONFIRMED in said:
-                    self.heard = max(self.heard, began)
+                if CONFIRMED in answers:
+                    self.last_confirm = max(self.last_confirm, began)
 
     def _objected(self, case: _Case, index: int, lost: ChannelClosed | ConnectionLost, indexes: Sequence[int]) -> None:
         """Enter the outcome of the one message for which the broker closed something. A missing exchange concerns all
         messages for it, a missing permission those with the same key."""
         if isinstance(lost, ConnectionLost):
-            self.wary_until = _now() + WARY
+            self.isolating_until = _now() + ISOLATING
             case.outcomes[index] = ClosedConnection(lost.code, lost.text)
             return
-        said = case.outcomes[index] = ClosedChannel(lost.code, lost.text)
+        outcome = case.outcomes[index] = ClosedChannel(lost.code, lost.text)
         one = destination(case.batch[index])
         if lost.code == NOT_FOUND:
             self.exchanges.discard(one.exchange)
             one = Destination(one.exchange, None)
         elif lost.code != ACCESS_REFUSED:
             return self.breaker.answered(one)
-        self.breaker.opened(one, said)
+        self.breaker.opened(one, outcome)
         for other in case.unknown(indexes):
             message = case.batch[other]
             if message.exchange == one.exchange and (one.routing_key is None or destination(message) == one):
-                case.outcomes[other] = said
+                case.outcomes[other] = outcome
 
-    async def _probe(self, case: _Case, indexes: Sequence[int], besides: Sequence[int] = ()) -> None:
+    async def _probe(self, case: _Case, indexes: Sequence[int], concerned: Sequence[int] = ()) -> None:
         """Publish the first message of each destination on a channel of its own. Hold all messages of silent ones."""
         waiting = deque(self.breaker.groups(case.batch, indexes).items())
         silent: list[_Silent] = []
@@ -305,7 +305,7 @@ class Isolation:
             try:
                 async with asyncio.TaskGroup() as workers:
                     for _ in range(at_once):
-                        workers.create_task(self._worker(case, connection, waiting, silent, besides or indexes))
+                        workers.create_task(self._worker(case, connection, waiting, silent, concerned or indexes))
             except* (BrokerLost, TimeoutError) as several:
                 raise _first(several) from None
         case.in_doubt.update(index for _, group in waiting for index in case.unknown(group))
@@ -331,7 +331,7 @@ class Isolation:
                 patience = min(left(until), BRIEF if self.breaker.doubts(one) else PATIENCE)
                 case.written.add(group[0])
                 try:
-                    said = (await channel.publish([case.batch[group[0]]], timeout=patience))[0]
+                    outcome = (await channel.publish([case.batch[group[0]]], timeout=patience))[0]
                 except ConfirmTimeout:
                     channel = None
                     silent.append(_Silent(one, group, began))
@@ -341,10 +341,10 @@ class Isolation:
                         self.breaker.answered(one)  # The exchange exists by now.
                     self._objected(case, group[0], lost, indexes)
                 else:
-                    case.outcomes[group[0]] = said
+                    case.outcomes[group[0]] = outcome
                     self._answered(one)
-                    if said is CONFIRMED:
-                        self.heard = max(self.heard, began)
+                    if outcome is CONFIRMED:
+                        self.last_confirm = max(self.last_confirm, began)
                 began = _now()
         finally:
             if channel is not None:
@@ -363,7 +363,7 @@ class Isolation:
             case.in_doubt.update(index for one in silent for index in one.group)
             return
         unproven = [one for one in silent if not self._proven(case, one)]
-        again = [one for one in unproven if self.breaker.knows(one.where) or self.heard >= case.began]
+        again = [one for one in unproven if self.breaker.knows(one.where) or self.last_confirm >= case.began]
         answers = bool(again) and await self._answers()
         for one in unproven:
             if answers and one in again:
@@ -384,14 +384,14 @@ class Isolation:
 
     def _proven(self, case: _Case, one: _Silent) -> bool:
         """Hold the destination's messages if the broker confirmed a later publish. Returns whether it did."""
-        if self.heard >= one.began:
+        if self.last_confirm >= one.began:
             self._hold(case, one)
-        return self.heard >= one.began
+        return self.last_confirm >= one.began
 
     def _hold(self, case: _Case, one: _Silent) -> None:
-        said = Unanswered(self._timeout, one.where.exchange, one.where.routing_key or b"")
-        self.breaker.opened(one.where, said)
-        case.outcomes.update((index, said) for index in one.group)
+        outcome = Unanswered(self._timeout, one.where.exchange, one.where.routing_key or b"")
+        self.breaker.opened(one.where, outcome)
+        case.outcomes.update((index, outcome) for index in one.group)
 
     async def _answers(self) -> bool:
         """Whether the broker answers at all: publish a message without a queue on the second connection."""

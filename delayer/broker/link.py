@@ -51,8 +51,8 @@ class Link:
     def cluster(self) -> str:
         """The name of the broker's cluster; "" if the broker does not send it."""
         transport = self._connection.transport
-        said = transport.connection.server_properties.get("cluster_name") if transport is not None else None
-        return said if isinstance(said, str) else ""
+        name = transport.connection.server_properties.get("cluster_name") if transport is not None else None
+        return name if isinstance(name, str) else ""
 
     async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
         """Run one method of the driver's channel.

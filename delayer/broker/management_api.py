@@ -19,7 +19,7 @@ from delayer.core.topology import Binding, Queue
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeTold:
+class ExchangeInfo:
     """An exchange in the management API. ``alternate`` may come from its arguments or a policy."""
 
     name: str
@@ -82,7 +82,7 @@ class Management:
         """Every binding out of ``exchange``, which must exist, with its arguments."""
         return _bindings(await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source"))
 
-    async def exchange(self, name: str) -> ExchangeTold:
+    async def exchange(self, name: str) -> ExchangeInfo:
         """An exchange, which must exist. An alternate exchange by argument has priority over one by policy."""
         columns = "type,internal,arguments,policy"
         row = await self._get(f"exchanges/{self._vhost}/{quote(name, safe='')}?columns={columns}")
@@ -90,7 +90,7 @@ class Management:
         if alternate is None and row.get("policy"):
             in_force = [one for one in await self.policies() if one.name == row["policy"] and not one.by_operator]
             alternate = next((one.definition.get("alternate-exchange") for one in in_force), None)
-        return ExchangeTold(name, row["type"], row["internal"], alternate, row["arguments"])
+        return ExchangeInfo(name, row["type"], row["internal"], alternate, row["arguments"])
 
     async def queues(self) -> dict[str, dict[str, Any]]:
         """Every queue of the vhost with the settings that act on its messages: its arguments, and policies under the

@@ -111,12 +111,12 @@ class AmqpPublisher:
     async def _publish(self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], deadline: float) -> None:
         """Publish, and enter outcomes as they become known. Silent destinations may leave theirs missing."""
         await self._usable()
-        ordinary, besides = self._sorted(batch, outcomes)
-        tasks = [asyncio.create_task(work(batch, indexes, outcomes, deadline)) for work, indexes in besides if indexes]
+        ordinary, separate = self._sorted(batch, outcomes)
+        tasks = [asyncio.create_task(work(batch, indexes, outcomes, deadline)) for work, indexes in separate if indexes]
         if tasks:
             await asyncio.sleep(0)  # Then a later confirm proves that the broker answered after these began.
         try:
-            if self._isolation.wary_until > asyncio.get_running_loop().time():
+            if self._isolation.isolating_until > asyncio.get_running_loop().time():
                 await self._isolation.closed(batch, list(ordinary), outcomes, deadline)
             else:
                 await self._together(batch, ordinary, outcomes, deadline)
@@ -134,20 +134,20 @@ class AmqpPublisher:
         """The messages for the shared channel, and the work for the others. Enters the outcomes of open breakers."""
         isolation = self._isolation
         ordinary: Sequence[int] = range(len(batch))
-        besides: list[tuple[_Work, list[int]]] = []
+        separate: list[tuple[_Work, list[int]]] = []
         if special := [index for index, one in enumerate(batch) if one.isolated or _is_reply(one)]:
-            besides.append((isolation.special, special))
+            separate.append((isolation.special, special))
             ordinary = sorted({*ordinary}.difference(special))
         if isolation.breaker.table:
             held, doubtful = isolation.breaker.sort(batch, ordinary)
             outcomes |= held
-            besides.append((isolation.unanswered, doubtful))
+            separate.append((isolation.unanswered, doubtful))
             ordinary = sorted({*ordinary}.difference(held, doubtful))
         for exchange in {batch[index].exchange for index in ordinary} - isolation.exchanges:
             unknown = [index for index in ordinary if batch[index].exchange == exchange]
-            besides.append((self._first, unknown))
+            separate.append((self._first, unknown))
             ordinary = sorted({*ordinary}.difference(unknown))
-        return ordinary, besides
+        return ordinary, separate
 
     async def _first(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
@@ -191,13 +191,13 @@ class AmqpPublisher:
         try:
             channel = await self._shared(connection)
             messages = [batch[index] for index in indexes]
-            said: Sequence[Outcome | None] = await channel.publish(messages, timeout=self._timeout * SHARED)
+            answers: Sequence[Outcome | None] = await channel.publish(messages, timeout=self._timeout * SHARED)
         except (ChannelClosed, ConnectionLost) as error:
-            lost, said = error, error.outcomes
-        answered = zip(indexes, said, strict=bool(said))
+            lost, answers = error, error.outcomes
+        answered = zip(indexes, answers, strict=bool(answers))
         outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
-        if CONFIRMED in said:
-            self._isolation.heard = max(self._isolation.heard, began)
+        if CONFIRMED in answers:
+            self._isolation.last_confirm = max(self._isolation.last_confirm, began)
         if lost is None:
             return
         unknown = [index for index in indexes if index not in outcomes]

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import ExchangeTold, Management
+from delayer.broker.management_api import ExchangeInfo, Management
 from delayer.core.topology import Binding
 
 
@@ -71,10 +71,10 @@ _DELAYED: Final = "x-delayed-message"
 Bindings = Iterable[tuple[Binding, Mapping[str, Any]]]
 
 
-def matcher(told: ExchangeTold, bindings: Bindings) -> Callable[[bytes], Matched] | None:
-    """A function that routes a key like the exchange ``told``, without visiting every binding. None for an unknown
+def matcher(exchange: ExchangeInfo, bindings: Bindings) -> Callable[[bytes], Matched] | None:
+    """A function that routes a key like ``exchange``, without visiting every binding. None for an unknown
     type."""
-    kind = str(told.arguments.get("x-delayed-type", "")) if told.type == _DELAYED else told.type
+    kind = str(exchange.arguments.get("x-delayed-type", "")) if exchange.type == _DELAYED else exchange.type
     match kind:
         case "direct":
             return _Direct(bindings).matched
@@ -184,17 +184,17 @@ class Stop:
     """An exchange on the way of a message. ``matched`` is None for an unknown type. ``leads``: the exchanges that it
     may route messages to."""
 
-    told: ExchangeTold
+    exchange: ExchangeInfo
     matched: Callable[[bytes], Matched] | None
     leads: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, told: ExchangeTold, bindings: Sequence[tuple[Binding, Mapping[str, Any]]]) -> Self:
+    def of(cls, exchange: ExchangeInfo, bindings: Sequence[tuple[Binding, Mapping[str, Any]]]) -> Self:
         """The stop for an exchange and its bindings in the management API."""
         leads = {one.destination for one, _ in bindings if one.destination_kind == "exchange"}
-        if told.alternate is not None:
-            leads.add(told.alternate)
-        return cls(told, matcher(told, bindings), frozenset(leads))
+        if exchange.alternate is not None:
+            leads.add(exchange.alternate)
+        return cls(exchange, matcher(exchange, bindings), frozenset(leads))
 
 
 @dataclass(slots=True)
@@ -213,7 +213,7 @@ def route(start: str, key: bytes, stops: Mapping[str, Stop]) -> Route:
     with alternates; a missing one does not exist. Never raises."""
     if start not in stops:
         return Route(Verdict.MISSING)
-    if stops[start].told.internal:
+    if stops[start].exchange.internal:
         return Route(Verdict.CLOSED, "the exchange is internal")
     return _judged(_walked(start, key, stops))
 
@@ -230,16 +230,16 @@ def _walked(start: str, key: bytes, stops: Mapping[str, Stop]) -> _Walk:
         if stop is None:
             continue
         if stop.matched is None:
-            walk.unknown.append(f"exchange {name!r} is of type {stop.told.type!r}")
+            walk.unknown.append(f"exchange {name!r} is of type {stop.exchange.type!r}")
             continue
         found = stop.matched(key)
         walk.depends |= found.depends
         if found.queues:
             walk.queue, walk.queue_by_alternate = walk.queue or not alternate, walk.queue_by_alternate or alternate
         leads = [(one, alternate) for one in sorted(found.exchanges)]
-        if found.empty and stop.told.alternate is not None:
-            walk.alternates.append(stop.told.alternate)
-            leads = [(stop.told.alternate, True)]
+        if found.empty and stop.exchange.alternate is not None:
+            walk.alternates.append(stop.exchange.alternate)
+            leads = [(stop.exchange.alternate, True)]
         for lead in leads:
             if lead[0] not in seen:
                 seen.add(lead[0])

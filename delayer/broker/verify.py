@@ -80,10 +80,10 @@ class Verifier:
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""
         is_queue = isinstance(wanted, Queue)
-        said = await self._link.ask(queue_look(wanted.name) if is_queue else exchange_look(wanted.name))
-        if not isinstance(said, ChannelClosed):
-            said = await self._link.ask(queue_frame(wanted) if isinstance(wanted, Queue) else exchange_frame(wanted))
-        return said if isinstance(said, ChannelClosed) else None
+        answer = await self._link.ask(queue_look(wanted.name) if is_queue else exchange_look(wanted.name))
+        if not isinstance(answer, ChannelClosed):
+            answer = await self._link.ask(queue_frame(wanted) if isinstance(wanted, Queue) else exchange_frame(wanted))
+        return answer if isinstance(answer, ChannelClosed) else None
 
     async def _told(self, management: Management, missing: set[str]) -> list[Finding]:
         """Findings about bindings, from the management API."""

@@ -68,15 +68,15 @@ class Filter:
 
     def as_dict(self) -> dict[str, Any]:
         """The given fields, for the audit log and for JSON."""
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: value.decode("utf-8", "backslashreplace")
             for name in ("route", "exchange", "routing_key", "key")
             if (value := getattr(self, name)) is not None
         }
         if self.due_from_ms is not None:
-            said["due_from_ms"] = self.due_from_ms
+            fields["due_from_ms"] = self.due_from_ms
         if self.due_before_ms is not None:
-            said["due_before_ms"] = self.due_before_ms
+            fields["due_before_ms"] = self.due_before_ms
         if self.headers:
-            said["headers"] = {name.decode("utf-8", "backslashreplace"): value for name, value in self.headers}
-        return said
+            fields["headers"] = {name.decode("utf-8", "backslashreplace"): value for name, value in self.headers}
+        return fields

@@ -77,20 +77,20 @@ def due_at_level(cascade: Cascade, level: int, routing_key: bytes, headers: Mapp
     """
     latest_ms = now_ms + longest_wait_seconds(level, routing_key) * 1000
     soonest_ms = latest_ms - (1000 << level)
-    said = _said_ms(cascade, headers)
-    told = [
+    asked_ms = _asked_ms(cascade, headers)
+    due_times = [
         one
-        for one in (*said, _died_ms(cascade, level, routing_key, headers))
+        for one in (*asked_ms, _died_ms(cascade, level, routing_key, headers))
         if one is not None and one >= soonest_ms - CLOCKS_MS
     ]
-    if not told:
+    if not due_times:
         return latest_ms
-    if cascade.kind == "celery" and said[0] in told:
+    if cascade.kind == "celery" and asked_ms[0] in due_times:
         latest_ms += 1000  # Celery cuts the fraction of a second off; its workers then wait for the eta themselves.
-    return min(max(soonest_ms, *told), latest_ms)
+    return min(max(soonest_ms, *due_times), latest_ms)
 
 
-def _said_ms(cascade: Cascade, headers: Mapping[bytes, object]) -> tuple[int | None, ...]:
+def _asked_ms(cascade: Cascade, headers: Mapping[bytes, object]) -> tuple[int | None, ...]:
     """The due times that the publisher's headers give."""
     match cascade.kind:
         case "nservicebus-v1" | "nservicebus-v2":
@@ -103,9 +103,9 @@ def _said_ms(cascade: Cascade, headers: Mapping[bytes, object]) -> tuple[int | N
             return (due_ms if type(due_ms) is int else None,)
 
 
-def _or_none(read: Callable[[T], int | None], said: T) -> int | None:
+def _or_none(read: Callable[[T], int | None], value: T) -> int | None:
     try:
-        return read(said)
+        return read(value)
     except UnreadableDelay:
         return None
 

@@ -61,123 +61,123 @@ class End(NamedTuple):
 def write(line: Line) -> bytes:
     """One line, with its line end."""
     parcel = line.parcel
-    said: dict[str, Any] = {"v": VERSION, "due_ms": parcel.due_ms}
+    record: dict[str, Any] = {"v": VERSION, "due_ms": parcel.due_ms}
     values = (
         parcel.route, parcel.exchange, parcel.routing_key, parcel.target.exchange, parcel.target.routing_key,
         parcel.key, parcel.body,
     )  # fmt: skip
     for name, value in zip(_NAMES, values, strict=True):
         if value is not None:
-            _put(said, name, value)
-    said["properties_b64"] = base64.b64encode(parcel.properties).decode()
+            _put(record, name, value)
+    record["properties_b64"] = base64.b64encode(parcel.properties).decode()
     if line.crc is not None:
-        said["crc"] = line.crc
+        record["crc"] = line.crc
     if line.held is not None:
-        said["held"] = asdict(line.held)
+        record["held"] = asdict(line.held)
         if parcel.token:
-            _put(said, "token", parcel.token)
-    return _dumped(said)
+            _put(record, "token", parcel.token)
+    return _dumped(record)
 
 
 def write_end(messages: int) -> bytes:
     return _dumped({"v": VERSION, "messages": messages})
 
 
-def _dumped(said: dict[str, Any]) -> bytes:
-    return escaped(json.dumps(said, ensure_ascii=False, separators=(",", ":"))).encode() + b"\n"
+def _dumped(record: dict[str, Any]) -> bytes:
+    return escaped(json.dumps(record, ensure_ascii=False, separators=(",", ":"))).encode() + b"\n"
 
 
-def _put(said: dict[str, Any], name: str, value: bytes) -> None:
+def _put(record: dict[str, Any], name: str, value: bytes) -> None:
     try:
-        said[name] = value.decode()
+        record[name] = value.decode()
     except UnicodeDecodeError:
-        said[f"{name}_b64"] = base64.b64encode(value).decode()
+        record[f"{name}_b64"] = base64.b64encode(value).decode()
 
 
 def read(text: bytes) -> Line | End:
     """The message of a line, or the end. Raises NotALine."""
     try:
-        said = json.loads(text)
+        record = json.loads(text)
     except ValueError as error:
         raise NotALine(f"expected a JSON object, found something else: {error}") from None
     except RecursionError:
         raise NotALine("expected a JSON object, found one that is nested too deeply") from None
-    if not isinstance(said, dict):
-        raise NotALine(f"expected a JSON object, found {_kind(said)}")
-    if said.get("v") != VERSION:
-        raise NotALine(f"expected version {VERSION} of the format, found {said.get('v')!r}")
-    if "messages" in said and "due_ms" not in said:
-        _known(said, _END_FIELDS)
-        return End(_integer(said, "messages"))
-    _known(said, _FIELDS)
-    exchange, routing_key = _get(said, "exchange", b""), _get(said, "routing_key", b"")
+    if not isinstance(record, dict):
+        raise NotALine(f"expected a JSON object, found {_kind(record)}")
+    if record.get("v") != VERSION:
+        raise NotALine(f"expected version {VERSION} of the format, found {record.get('v')!r}")
+    if "messages" in record and "due_ms" not in record:
+        _known(record, _END_FIELDS)
+        return End(_integer(record, "messages"))
+    _known(record, _FIELDS)
+    exchange, routing_key = _get(record, "exchange", b""), _get(record, "routing_key", b"")
     parcel = Parcel(
-        _integer(said, "due_ms"),
-        _get(said, "route", b""),
+        _integer(record, "due_ms"),
+        _get(record, "route", b""),
         exchange,
         routing_key,
-        Target(_get(said, "to_exchange", exchange), _get(said, "to_key", routing_key)),
-        _properties(said),
-        _get(said, "body", b"", SHORT_STRING << 32),
-        _get(said, "key", b"") if "key" in said or "key_b64" in said else None,
-        _get(said, "token", b""),
+        Target(_get(record, "to_exchange", exchange), _get(record, "to_key", routing_key)),
+        _properties(record),
+        _get(record, "body", b"", SHORT_STRING << 32),
+        _get(record, "key", b"") if "key" in record or "key_b64" in record else None,
+        _get(record, "token", b""),
     )
-    crc = _integer(said, "crc") if "crc" in said else None
-    held = _hold(said["held"]) if "held" in said else None
+    crc = _integer(record, "crc") if "crc" in record else None
+    held = _hold(record["held"]) if "held" in record else None
     if parcel.token and held is None:
         raise NotALine("token: expected beside held, found without it")
     return Line(parcel, crc, held)
 
 
-def _hold(said: object) -> Hold:
-    if not isinstance(said, dict):
-        raise NotALine(f"held: expected an object, found {_kind(said)}")
-    _known(said, _HELD_FIELDS)
-    kind, text = said.get("kind"), said.get("text", "")
+def _hold(record: object) -> Hold:
+    if not isinstance(record, dict):
+        raise NotALine(f"held: expected an object, found {_kind(record)}")
+    _known(record, _HELD_FIELDS)
+    kind, text = record.get("kind"), record.get("text", "")
     if kind not in tuple(HoldKind):
         raise NotALine(f"held.kind: expected one of {', '.join(HoldKind)}, found {kind!r}")
     if not isinstance(text, str):
         raise NotALine(f"held.text: expected a string, found {_kind(text)}")
-    flags = [said.get(name, False) for name in ("may_be_delivered", "isolated")]
+    flags = [record.get(name, False) for name in ("may_be_delivered", "isolated")]
     if not all(type(flag) is bool for flag in flags):
         raise NotALine("held: expected true or false for may_be_delivered and isolated, found something else")
     return Hold(HoldKind(kind), text, *flags)
 
 
-def _known(said: dict[str, Any], fields: frozenset[str]) -> None:
+def _known(record: dict[str, Any], fields: frozenset[str]) -> None:
     """Check the field names. Raises NotALine for an unknown field, and for a field in both spellings."""
-    for name in said:
+    for name in record:
         if name not in fields:
             near = difflib.get_close_matches(name, sorted(fields), 1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(fields))}"
             raise NotALine(f"expected a known field, found {name!r} ({hint})")
-        if name.endswith("_b64") and (plain := name.removesuffix("_b64")) in said:
+        if name.endswith("_b64") and (plain := name.removesuffix("_b64")) in record:
             raise NotALine(f"expected {plain} or {name}, found both")
 
 
-def _properties(said: dict[str, Any]) -> bytes:
-    return _base64(said, "properties_b64") if "properties_b64" in said else PERSISTENT
+def _properties(record: dict[str, Any]) -> bytes:
+    return _base64(record, "properties_b64") if "properties_b64" in record else PERSISTENT
 
 
-def _get(said: dict[str, Any], name: str, default: bytes, longest: int = SHORT_STRING) -> bytes:
-    if f"{name}_b64" in said:
-        value = _base64(said, f"{name}_b64")
-    elif name not in said:
+def _get(record: dict[str, Any], name: str, default: bytes, longest: int = SHORT_STRING) -> bytes:
+    if f"{name}_b64" in record:
+        value = _base64(record, f"{name}_b64")
+    elif name not in record:
         return default
-    elif isinstance(said[name], str):
+    elif isinstance(record[name], str):
         try:
-            value = said[name].encode()
+            value = record[name].encode()
         except UnicodeEncodeError:
             raise NotALine(f"{name}: expected characters, found half of one; put other bytes into {name}_b64") from None
     else:
-        raise NotALine(f"{name}: expected a string, found {_kind(said[name])}")
+        raise NotALine(f"{name}: expected a string, found {_kind(record[name])}")
     if len(value) > longest:
         raise NotALine(f"{name}: expected at most {longest} bytes, found {len(value)}")
     return value
 
 
-def _base64(said: dict[str, Any], name: str) -> bytes:
-    value = said[name]
+def _base64(record: dict[str, Any], name: str) -> bytes:
+    value = record[name]
     if not isinstance(value, str):
         raise NotALine(f"{name}: expected a string, found {_kind(value)}")
     try:
@@ -186,8 +186,8 @@ def _base64(said: dict[str, Any], name: str) -> bytes:
         raise NotALine(f"{name}: expected base64, found something else") from None
 
 
-def _integer(said: dict[str, Any], name: str) -> int:
-    value = said.get(name)
+def _integer(record: dict[str, Any], name: str) -> int:
+    value = record.get(name)
     if type(value) is not int:
         raise NotALine(f"{name}: expected an integer, found {_kind(value)}")
     return value

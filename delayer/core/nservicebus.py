@@ -127,8 +127,8 @@ def cleared_saga(headers: Headers) -> bytes | None:
 
     Raises UnreadableDelay if the message clears timeouts but names no saga.
     """
-    said = headers.get(CLEAR_TIMEOUTS)
-    if not (said is True or (isinstance(said, str) and said.lower() == "true")):
+    value = headers.get(CLEAR_TIMEOUTS)
+    if not (value is True or (isinstance(value, str) and value.lower() == "true")):
         return None
     saga = saga_of(headers)
     if saga is None:

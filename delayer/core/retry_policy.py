@@ -100,10 +100,10 @@ def _so_far(headers: Mapping[bytes, object], queue: bytes) -> int:
     queue do not count here."""
     if _bytes(headers.get(FAILED_IN)) != queue or RETRIES not in headers:
         return 0
-    said = headers[RETRIES]
-    if type(said) is not int or not 0 <= said < (1 << 31):
-        raise NoFailure(f"{RETRIES.decode()}: expected a whole number, found {shown(said)}")
-    return said
+    value = headers[RETRIES]
+    if type(value) is not int or not 0 <= value < (1 << 31):
+        raise NoFailure(f"{RETRIES.decode()}: expected a whole number, found {shown(value)}")
+    return value
 
 
 def _bytes(value: object) -> bytes | None:

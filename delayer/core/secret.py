@@ -46,8 +46,8 @@ def concealed(given: str) -> str:
     ('amqp://***', '***', 'host=h password=***')
     """
     if ":/" not in given and not _LOGIN.search(given):
-        said = _AS_PARAMETER.search(given)
-        return given if said is None else given[: said.end(1)] + HIDDEN
+        parameter = _AS_PARAMETER.search(given)
+        return given if parameter is None else given[: parameter.end(1)] + HIDDEN
     scheme = _SCHEME.match(given)
     if scheme is None:
         return HIDDEN

@@ -385,7 +385,7 @@ class IntakeHandler:
         policy, names = self._live.policy(), self._live.names()
         ours = policy.own_queues | {policy.intake_queue, names.refused_exchange}
         counted = [(ask, replies.outcome(ask, taken_out)) for ask in asked]
-        answers = [replies.reply(ask, said, self._new_id()) for ask, said in counted if ask.reply_to not in ours]
+        answers = [replies.reply(ask, outcome, self._new_id()) for ask, outcome in counted if ask.reply_to not in ours]
         await replies.send(self._dispatch.publisher, answers)
 
 

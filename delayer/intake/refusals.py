@@ -57,12 +57,12 @@ class Refusal(NamedTuple):
     """Its own properties cannot be read: the daemon would refuse it again."""
 
 
-def told(delivery: Delivery, entries: EntryPoints) -> Refusal:
+def refusal_of(delivery: Delivery, entries: EntryPoints) -> Refusal:
     """The reason and origin of a message of the refused queue, as its headers tell them."""
     try:
         properties = Properties.parse(delivery.properties)
         fields = {one.name: one for one in reversed(properties.headers_items())}
-        reason, exchange, routing_key = _said(fields, entries.queue)
+        reason, exchange, routing_key = _reason_and_origin(fields, entries.queue)
         mangled = _REASON in fields and _WRAPPED in fields
         return Refusal(
             _text(_content(fields, ID)), reason, exchange, routing_key, _text(properties.message_id), mangled
@@ -71,7 +71,7 @@ def told(delivery: Delivery, entries: EntryPoints) -> Refusal:
         return Refusal("", f"not readable: {error}", None, None, "", mangled=True)
 
 
-def _said(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None]:
+def _reason_and_origin(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None]:
     """Why it is refused, and where it came in."""
     death = _death(fields, intake)
     if _REASON not in fields:
@@ -86,7 +86,7 @@ def _said(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None
 
 def again(delivery: Delivery, entries: EntryPoints) -> Outgoing | str:
     """How the message goes back to where it came in; or why it cannot."""
-    refusal = told(delivery, entries)
+    refusal = refusal_of(delivery, entries)
     if refusal.mangled:
         return "its own headers cannot be read: it would be refused again"
     if refusal.exchange is None or refusal.routing_key is None:
@@ -110,8 +110,8 @@ def again(delivery: Delivery, entries: EntryPoints) -> Outgoing | str:
 def _expiration(properties: Properties) -> bytes | None:
     """The expiration that the refusal removed: the last header of that name. The broker closes the channel for an
     invalid expiration, so an invalid value was never one."""
-    said = [one.content for one in properties.headers_items() if one.name == EXPIRATION]
-    return said[-1] if said and re.fullmatch(rb"[0-9]{1,10}", said[-1]) and int(said[-1]) < 1 << 32 else None
+    values = [one.content for one in properties.headers_items() if one.name == EXPIRATION]
+    return values[-1] if values and re.fullmatch(rb"[0-9]{1,10}", values[-1]) and int(values[-1]) < 1 << 32 else None
 
 
 def with_short(raw: bytes, name: str, value: bytes) -> bytes:

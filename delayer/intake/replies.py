@@ -51,14 +51,14 @@ def outcome(ask: Asked, taken_out: frozenset[bytes]) -> str:
     return CANCELLED if ask.key in taken_out else TOO_LATE
 
 
-def reply(ask: Asked, said: str, token: bytes) -> Outgoing:
+def reply(ask: Asked, outcome: str, token: bytes) -> Outgoing:
     """The reply, published straight to its queue."""
-    headers = entry(ID, long_string(token)) + entry(OUTCOME, long_string(said.encode()))
+    headers = entry(ID, long_string(token)) + entry(OUTCOME, long_string(outcome.encode()))
     raw = encode_headers(headers + entry(KEY, long_string(ask.key)))
     raw = with_short(raw, "content_type", b"application/json")
     if ask.correlation_id is not None:
         raw = with_short(raw, "correlation_id", ask.correlation_id)
-    body = json.dumps({"outcome": said, "key": ask.key.decode("utf-8", "backslashreplace")}).encode()
+    body = json.dumps({"outcome": outcome, "key": ask.key.decode("utf-8", "backslashreplace")}).encode()
     return Outgoing(b"", ask.reply_to, raw, body, token)
 
 

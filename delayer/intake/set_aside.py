@@ -23,7 +23,7 @@ from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import Confirmed, Delivery, Outgoing, Target
-from delayer.intake.refusals import EntryPoints, Refusal, again, told
+from delayer.intake.refusals import EntryPoints, Refusal, again, refusal_of
 
 AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
@@ -160,12 +160,12 @@ class SetAside(Generic[T]):
         async with self._consuming(KEPT) as (subscription, publisher, result):
             async for some in _portions(subscription, min(limit or KEPT, KEPT, result.depth), result):
                 read = [(one, self._read(one, publisher.max_properties)) for one in some]
-                meant = [(delivery, one) for delivery, one in read if wanted.matches(one)]
-                whys = [""] * len(meant)
+                matching = [(delivery, one) for delivery, one in read if wanted.matches(one)]
+                whys = [""] * len(matching)
                 if verb == "retry":
-                    whys = await self._publish(publisher, [delivery for delivery, _ in meant])
+                    whys = await self._publish(publisher, [delivery for delivery, _ in matching])
                 await add(whys.count(""))
-                for (delivery, one), why in zip(meant, whys, strict=True):
+                for (delivery, one), why in zip(matching, whys, strict=True):
                     if why:
                         result.left.append((one, why))
                     else:
@@ -223,7 +223,7 @@ def refused_queue(url: str, queue: str, entries: EntryPoints) -> SetAside[Refuse
     """The refused queue. A retried message goes back to the exchange that it came in by, one of ``entries``."""
 
     def read(delivery: Delivery, _most: int) -> RefusedMessage:
-        return RefusedMessage(told(delivery, entries), delivery.properties, _head(delivery), len(delivery.body))
+        return RefusedMessage(refusal_of(delivery, entries), delivery.properties, _head(delivery), len(delivery.body))
 
     return SetAside(url, queue, read, lambda delivery, _most: again(delivery, entries))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from delayer.broker.management_api import ExchangeTold
+from delayer.broker.management_api import ExchangeInfo
 from delayer.broker.route_check import Matched, Route, Stop, Topics, Verdict, matcher, route
 from delayer.core.topology import Binding
 from tests.unit.core.test_cascade_law import matches
@@ -31,7 +31,7 @@ def stop(
     internal: bool = False,
     **arguments: Any,
 ) -> tuple[str, Stop]:
-    told = ExchangeTold(name, kind, internal, alternate, arguments)
+    told = ExchangeInfo(name, kind, internal, alternate, arguments)
     rows = [(Binding(name, to, what, key), table) for to, what, key, table in bindings]  # type: ignore[arg-type]
     return name, Stop.of(told, rows)
 
@@ -104,5 +104,5 @@ def test_the_route_of_a_message(key: bytes, stops: list[tuple[str, Stop]], expec
 
 
 def test_a_type_that_is_not_known_has_no_matcher() -> None:
-    assert matcher(ExchangeTold("x", "x-consistent-hash"), []) is None
-    assert matcher(ExchangeTold("x", "x-delayed-message"), []) is None
+    assert matcher(ExchangeInfo("x", "x-consistent-hash"), []) is None
+    assert matcher(ExchangeInfo("x", "x-delayed-message"), []) is None

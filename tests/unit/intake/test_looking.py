@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from delayer.amqp import reading
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.message import Delivery
-from delayer.intake.refusals import EntryPoints, told, with_short
+from delayer.intake.refusals import EntryPoints, refusal_of, with_short
 from delayer.store.lanes.notify import HELD, WAITING, Notification, parsed
 from tests.support.raw import Props, Value, array, number, octets, table, text
 
@@ -81,7 +81,7 @@ def test_any_bytes_are_read_somehow(raw: bytes) -> None:
     test = reading.header_test(Filter(headers=((b"", ""),)))
     assert test is not None
     test(raw)
-    told(Delivery(1, False, b"", b"", raw, b""), ENTRIES)
+    refusal_of(Delivery(1, False, b"", b"", raw, b""), ENTRIES)
 
 
 @given(st.binary(max_size=60), st.integers(0, 60))

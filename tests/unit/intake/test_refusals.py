@@ -8,7 +8,7 @@ import pytest
 
 from delayer.amqp import edits
 from delayer.core.message import Delivery, Outgoing
-from delayer.intake.refusals import EntryPoints, again, told
+from delayer.intake.refusals import EntryPoints, again, refusal_of
 from tests.support.raw import Header, Props, Value, array, content, number, table, text
 
 LIMIT = 100_000
@@ -28,7 +28,7 @@ def test_a_refused_message_goes_back_as_it_came(props: Props) -> None:
     came = Delivery(1, False, b"delayer.in", b"orders.eu", props.encode(), b"body")
     properties, token = edits.refused(came, "too long", b"abc", LIMIT)
     stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
-    said = told(stands, ENTRIES)
+    said = refusal_of(stands, ENTRIES)
     assert (said.id, said.reason, said.exchange, said.routing_key) == ("abc", "too long", b"delayer.in", b"orders.eu")
     back = again(stands, ENTRIES)
     assert isinstance(back, Outgoing)
@@ -79,7 +79,7 @@ def test_a_retry_goes_back_through_its_exchange(stands: Delivery, reason: str) -
     back = again(stands, ENTRIES)
     assert isinstance(back, Outgoing)
     assert (back.exchange, back.routing_key) == (b"delayer.in", b"orders.eu")
-    assert told(stands, ENTRIES).reason == reason
+    assert refusal_of(stands, ENTRIES).reason == reason
     props = Props.decode(back.properties)
     assert (props.user_id, props.expiration) == (None, None)
     assert content(props.one(b"x-delayer-id")) == back.token
