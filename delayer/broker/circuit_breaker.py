@@ -60,11 +60,11 @@ class CircuitBreaker:
         self._of_exchange: Counter[bytes] = Counter()
         self._open_of_exchange: Counter[bytes] = Counter()
         # Destinations that answered lately, although their exchange has open breakers.
-        self._fine: dict[Destination, float] = {}
+        self._answering: dict[Destination, float] = {}
         # No batch waits for probes before the first time. The second is the time of the last batch that did.
         self._turn = self._granted = 0.0
 
-    def sort(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[dict[int, Outcome], list[int]]:
+    def partition(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[dict[int, Outcome], list[int]]:
         """The messages that an open breaker holds, with their outcome, and the doubtful ones, whose destination needs a
         probe first. All others take the shared channel."""
         now = self._clock()
@@ -74,7 +74,7 @@ class CircuitBreaker:
         for one, group in self.groups(batch, (i for i in indexes if batch[i].exchange in self._of_exchange)).items():
             breaker = self.table.get(one)
             if breaker is None:
-                if self.doubts(one) and one not in self._fine:
+                if self.suspects(one) and one not in self._answering:
                     doubtful += group
             elif (outcome := self._held(breaker, now)) is not None:
                 held.update((index, outcome) for index in group)
@@ -93,7 +93,7 @@ class CircuitBreaker:
             found.setdefault(one, []).append(index)
         return found
 
-    def opened(self, one: Destination, outcome: Outcome) -> None:
+    def open(self, one: Destination, outcome: Outcome) -> None:
         """Open the breaker after a failed probe, for longer each time."""
         earlier = self.table.pop(one, None)
         failures = 1 + (earlier.failures if earlier is not None else 0)
@@ -107,22 +107,22 @@ class CircuitBreaker:
         if one not in self.table:
             self._enter(one, None, _Breaker(None, 0, self._clock()))
 
-    def knows(self, one: Destination) -> bool:
+    def has(self, one: Destination) -> bool:
         """Whether the destination has a breaker: an earlier probe of it failed or got no answer."""
         return one in self.table
 
-    def doubts(self, one: Destination) -> bool:
+    def suspects(self, one: Destination) -> bool:
         """Whether a short wait for its answer is enough: it was silent before, or its exchange has silent queues."""
         breaker = self.table.get(one)
         return breaker.outcome is not None if breaker is not None else self._open_of_exchange[one.exchange] >= MANY
 
-    def answered(self, one: Destination) -> None:
+    def close(self, one: Destination) -> None:
         """Close the breaker: the destination answered, with any outcome."""
-        self._close(one)
+        self._remove(one)
         if self._open_of_exchange[one.exchange] >= MANY:
-            if len(self._fine) >= self._most:
-                del self._fine[next(iter(self._fine))]
-            self._fine[one] = self._clock() + 60.0
+            if len(self._answering) >= self._most:
+                del self._answering[next(iter(self._answering))]
+            self._answering[one] = self._clock() + 60.0
 
     def _held(self, breaker: _Breaker, now: float) -> Outcome | None:
         """The outcome of an open breaker; None for a half-open one. A batch waits a second for probes of silent queues,
@@ -142,12 +142,12 @@ class CircuitBreaker:
             self._of_exchange[one.exchange] += 1
         if breaker.outcome is not None and (earlier is None or earlier.outcome is None):
             self._open_of_exchange[one.exchange] += 1
-        self._fine.pop(one, None)
+        self._answering.pop(one, None)
         self.table[one] = breaker
         if len(self.table) > self._most:
-            self._close(next(iter(self.table)))
+            self._remove(next(iter(self.table)))
 
-    def _close(self, one: Destination) -> None:
+    def _remove(self, one: Destination) -> None:
         breaker = self.table.pop(one, None)
         if breaker is None:
             return
@@ -159,6 +159,6 @@ class CircuitBreaker:
     def _forget(self, now: float) -> None:
         """Close breakers that had no publish for ten minutes."""
         while self.table and self.table[first := next(iter(self.table))].until + 600.0 < now:
-            self._close(first)
-        while self._fine and self._fine[fine := next(iter(self._fine))] <= now:
-            del self._fine[fine]
+            self._remove(first)
+        while self._answering and self._answering[fine := next(iter(self._answering))] <= now:
+            del self._answering[fine]

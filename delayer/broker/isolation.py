@@ -135,7 +135,7 @@ class Isolation:
 
     # The publishers' requests. A message without an outcome afterwards is in doubt.
 
-    async def special(
+    async def publish_isolated(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
         """Publish messages that may end a connection: known ones, and direct replies. All of them get an outcome within
@@ -156,14 +156,14 @@ class Isolation:
             silent = Unanswered(self._timeout, one.exchange, one.routing_key)
             outcomes.setdefault(index, silent if index in case.written else NOT_TRIED)
 
-    async def unanswered(
+    async def probe(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
         """Publish one message to each destination, and then the other messages of destinations that answer."""
         case = _Case(batch, outcomes, deadline)
         await self._isolate(case, indexes, partial(self._settle, case, indexes, probing=True))
 
-    async def meet(
+    async def try_exchange(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
         """Publish some of these messages for one exchange, alone, until the exchange is known to accept publishes."""
@@ -175,15 +175,17 @@ class Isolation:
                     raise BrokerLost("the broker blocks publishers (a resource alarm)")
                 try:
                     async with self._turn(case):
-                        await self._probe(case, next(iter(self.breaker.groups(batch, todo).values())), indexes)
+                        await self._probe_destinations(
+                            case, next(iter(self.breaker.groups(batch, todo).values())), indexes
+                        )
                 except ConnectionLost as lost:
                     if not (lost.objects and case.alone):
                         raise
-                    self._objected(case, todo[0], lost, indexes)
+                    self._enter_objection(case, todo[0], lost, indexes)
 
         await self._isolate(case, indexes, work)
 
-    async def closed(
+    async def bisect(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
         """Publish these messages, and find each one for which the broker closes the channel or the connection."""
@@ -207,7 +209,7 @@ class Isolation:
         except (BrokerLost, TimeoutError) as lost:
             log.warning("isolation interrupted", messages=len(indexes), reason=str(lost) or "no answer in time")
         for one in case.silent:
-            self._proven(case, one)  # Later confirms may prove the silence now.
+            self._hold_if_proven(case, one)  # Later confirms may prove the silence now.
 
     async def _settle(self, case: _Case, indexes: Sequence[int], *, size: int = FEW, probing: bool = False) -> None:
         """Publish these messages in portions. A portion grows after a success, and shrinks to one message after the
@@ -222,7 +224,7 @@ class Isolation:
             try:
                 if probing:
                     async with self._turn(case):
-                        await self._probe(case, some)
+                        await self._probe_destinations(case, some)
                     # A slow broker does not get all messages at once.
                     probing, size, most = False, 8 * FEW, len(indexes)
                 else:
@@ -235,7 +237,7 @@ class Isolation:
                 if isinstance(lost, ConnectionLost) and not (lost.objects and case.alone):
                     raise
                 if len(some) == 1:
-                    self._objected(case, some[0], lost, indexes)
+                    self._enter_objection(case, some[0], lost, indexes)
                 probing, size, most = False, 1, FEW
 
     @asynccontextmanager
@@ -276,7 +278,9 @@ class Isolation:
                 if CONFIRMED in answers:
                     self.last_confirm = max(self.last_confirm, began)
 
-    def _objected(self, case: _Case, index: int, lost: ChannelClosed | ConnectionLost, indexes: Sequence[int]) -> None:
+    def _enter_objection(
+        self, case: _Case, index: int, lost: ChannelClosed | ConnectionLost, indexes: Sequence[int]
+    ) -> None:
         """Enter the outcome of the one message for which the broker closed something. A missing exchange concerns all
         messages for it, a missing permission those with the same key."""
         if isinstance(lost, ConnectionLost):
@@ -289,14 +293,14 @@ class Isolation:
             self.exchanges.discard(one.exchange)
             one = Destination(one.exchange, None)
         elif lost.code != ACCESS_REFUSED:
-            return self.breaker.answered(one)
-        self.breaker.opened(one, outcome)
+            return self.breaker.close(one)
+        self.breaker.open(one, outcome)
         for other in case.unknown(indexes):
             message = case.batch[other]
             if message.exchange == one.exchange and (one.routing_key is None or destination(message) == one):
                 case.outcomes[other] = outcome
 
-    async def _probe(self, case: _Case, indexes: Sequence[int], concerned: Sequence[int] = ()) -> None:
+    async def _probe_destinations(self, case: _Case, indexes: Sequence[int], concerned: Sequence[int] = ()) -> None:
         """Publish the first message of each destination on a channel of its own. Hold all messages of silent ones."""
         waiting = deque(self.breaker.groups(case.batch, indexes).items())
         silent: list[_Silent] = []
@@ -328,7 +332,7 @@ class Isolation:
                 if not (group := case.unknown(group)):
                     continue
                 channel = channel or await connection.confirming_channel()
-                patience = min(left(until), BRIEF if self.breaker.doubts(one) else PATIENCE)
+                patience = min(left(until), BRIEF if self.breaker.suspects(one) else PATIENCE)
                 case.written.add(group[0])
                 try:
                     outcome = (await channel.publish([case.batch[group[0]]], timeout=patience))[0]
@@ -338,8 +342,8 @@ class Isolation:
                 except ChannelClosed as lost:
                     channel = None
                     if one.routing_key is None and lost.code != NOT_FOUND:
-                        self.breaker.answered(one)  # The exchange exists by now.
-                    self._objected(case, group[0], lost, indexes)
+                        self.breaker.close(one)  # The exchange exists by now.
+                    self._enter_objection(case, group[0], lost, indexes)
                 else:
                     case.outcomes[group[0]] = outcome
                     self._answered(one)
@@ -351,7 +355,7 @@ class Isolation:
                 channel.abandon()
 
     def _answered(self, one: Destination) -> None:
-        self.breaker.answered(one)
+        self.breaker.close(one)
         if len(self.exchanges) >= 10_000:
             self.exchanges.clear()
         self.exchanges.add(one.exchange)
@@ -362,8 +366,8 @@ class Isolation:
         if self._reconnecting.blocked:  # A blocked broker proves nothing about a destination.
             case.in_doubt.update(index for one in silent for index in one.group)
             return
-        unproven = [one for one in silent if not self._proven(case, one)]
-        again = [one for one in unproven if self.breaker.knows(one.where) or self.last_confirm >= case.began]
+        unproven = [one for one in silent if not self._hold_if_proven(case, one)]
+        again = [one for one in unproven if self.breaker.has(one.where) or self.last_confirm >= case.began]
         answers = bool(again) and await self._answers()
         for one in unproven:
             if answers and one in again:
@@ -382,7 +386,7 @@ class Isolation:
                 routing_key=key or b"",
             )
 
-    def _proven(self, case: _Case, one: _Silent) -> bool:
+    def _hold_if_proven(self, case: _Case, one: _Silent) -> bool:
         """Hold the destination's messages if the broker confirmed a later publish. Returns whether it did."""
         if self.last_confirm >= one.began:
             self._hold(case, one)
@@ -390,7 +394,7 @@ class Isolation:
 
     def _hold(self, case: _Case, one: _Silent) -> None:
         outcome = Unanswered(self._timeout, one.where.exchange, one.where.routing_key or b"")
-        self.breaker.opened(one.where, outcome)
+        self.breaker.open(one.where, outcome)
         case.outcomes.update((index, outcome) for index in one.group)
 
     async def _answers(self) -> bool:

@@ -117,7 +117,7 @@ class AmqpPublisher:
             await asyncio.sleep(0)  # Then a later confirm proves that the broker answered after these began.
         try:
             if self._isolation.isolating_until > asyncio.get_running_loop().time():
-                await self._isolation.closed(batch, list(ordinary), outcomes, deadline)
+                await self._isolation.bisect(batch, list(ordinary), outcomes, deadline)
             else:
                 await self._together(batch, ordinary, outcomes, deadline)
             for task in tasks:
@@ -136,12 +136,12 @@ class AmqpPublisher:
         ordinary: Sequence[int] = range(len(batch))
         separate: list[tuple[_Work, list[int]]] = []
         if special := [index for index, one in enumerate(batch) if one.isolated or _is_reply(one)]:
-            separate.append((isolation.special, special))
+            separate.append((isolation.publish_isolated, special))
             ordinary = sorted({*ordinary}.difference(special))
         if isolation.breaker.table:
-            held, doubtful = isolation.breaker.sort(batch, ordinary)
+            held, doubtful = isolation.breaker.partition(batch, ordinary)
             outcomes |= held
-            separate.append((isolation.unanswered, doubtful))
+            separate.append((isolation.probe, doubtful))
             ordinary = sorted({*ordinary}.difference(held, doubtful))
         for exchange in {batch[index].exchange for index in ordinary} - isolation.exchanges:
             unknown = [index for index in ordinary if batch[index].exchange == exchange]
@@ -153,7 +153,7 @@ class AmqpPublisher:
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
         """Publish the first messages for an exchange: one alone, then the others."""
-        await self._isolation.meet(batch, indexes, outcomes, deadline)
+        await self._isolation.try_exchange(batch, indexes, outcomes, deadline)
         if batch[indexes[0]].exchange in self._isolation.exchanges:
             await self._together(batch, [index for index in indexes if index not in outcomes], outcomes, deadline)
 
@@ -180,7 +180,7 @@ class AmqpPublisher:
         finally:
             self._tokens.difference_update(batch[index].token for index in together)
         if copies:
-            await self._isolation.closed(batch, copies, outcomes, deadline)
+            await self._isolation.bisect(batch, copies, outcomes, deadline)
 
     async def _settle(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
@@ -203,10 +203,10 @@ class AmqpPublisher:
         unknown = [index for index in indexes if index not in outcomes]
         if isinstance(lost, ConfirmTimeout):
             if not self._reconnecting.blocked:
-                await self._isolation.unanswered(batch, unknown, outcomes, deadline)
+                await self._isolation.probe(batch, unknown, outcomes, deadline)
         elif lost.objects:
             log.warning("publish channel closed", reason=str(lost), in_doubt=len(unknown))
-            await self._isolation.closed(batch, unknown, outcomes, deadline)
+            await self._isolation.bisect(batch, unknown, outcomes, deadline)
         else:
             raise lost
 

@@ -16,11 +16,11 @@ class Scene:
 
     def opened(self, key: bytes, exchange: bytes = X) -> Outcome:
         said = Unanswered(8, exchange, key)
-        self.breaker.opened(Destination(exchange, key), said)
+        self.breaker.open(Destination(exchange, key), said)
         return said
 
     def sort(self, *messages: Outgoing) -> tuple[dict[int, Outcome], list[int]]:
-        return self.breaker.sort(messages, range(len(messages)))
+        return self.breaker.partition(messages, range(len(messages)))
 
 
 def to(key: bytes, exchange: bytes = X, properties: bytes = b"\0\0") -> Outgoing:
@@ -46,7 +46,7 @@ def test_a_half_open_one_gives_one_batch_a_probe_and_pauses_longer_each_time() -
         pauses.append(it.now - began)
         it.opened(b"bad")
     assert pauses == [5, 10, 20, 30, 30]
-    it.breaker.answered(Destination(X, b"bad"))
+    it.breaker.close(Destination(X, b"bad"))
     assert not it.breaker.table
     assert it.sort(to(b"bad")) == ({}, [])
 
@@ -70,7 +70,7 @@ def test_keys_beside_many_silent_ones_are_doubtful_until_they_answer() -> None:
         assert it.sort(to(b"new")) == ({}, [])
         it.opened(b"%d" % number)
     assert it.sort(to(b"new"), to(b"new", b"y")) == ({}, [0])
-    it.breaker.answered(Destination(X, b"new"))
+    it.breaker.close(Destination(X, b"new"))
     assert it.sort(to(b"new"), to(b"newer")) == ({}, [1])
     it.now = 1000
     assert it.sort(to(b"newer")) == ({}, [])
@@ -80,7 +80,7 @@ def test_keys_beside_many_silent_ones_are_doubtful_until_they_answer() -> None:
 def test_a_missing_exchange_holds_all_its_keys_for_a_second() -> None:
     it = Scene()
     said = ClosedChannel(404, "NOT_FOUND")
-    it.breaker.opened(Destination(X, None), said)
+    it.breaker.open(Destination(X, None), said)
     assert it.sort(to(b"a"), to(b"b"), to(b"a", b"y")) == ({0: said, 1: said}, [])
     it.now = 1.5
     assert it.sort(to(b"a"), to(b"b")) == ({}, [0, 1])
@@ -96,6 +96,6 @@ def test_the_table_is_bounded() -> None:
     it = Scene(most=10)
     for number in range(1000):
         it.opened(b"%d" % number)
-        it.breaker.answered(Destination(X, b"other %d" % number))
+        it.breaker.close(Destination(X, b"other %d" % number))
     assert len(it.breaker.table) == 10
-    assert len(it.breaker._fine) <= 10
+    assert len(it.breaker._answering) <= 10
