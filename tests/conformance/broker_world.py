@@ -1,72 +1,130 @@
-"""What the suites of publishers and consumers stand on. Nothing here knows of frames.
-
-``Hand`` is the hand of an operator at the broker, by another road than the one tested.
-"""
+"""What the tests of publishers and consumers stand on: a broker, an operator's hand at it, and a proxy before it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from urllib.parse import quote
 
+import aio_pika
+
+from delayer.amqp.address import Address
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import encode_headers, entry, long_string
-from delayer.broker.ports import Consumer, Publisher, Subscription
+from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
+from delayer.broker.ports import Publisher, Subscription
+from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.message import ClosedChannel, ClosedConnection, Delivery, Outcome, Outgoing, Returned
+from tests.support.proxy import Proxy
+from tests.support.servers import RabbitMQ
 
+USER = "reconnecting-test"
 GATHER = 0.02
 Objection = Returned | ClosedChannel | ClosedConnection
 """What an outcome with a code of the broker's is."""
 BOUND = 1.0
-"""Seconds that the publishers of this suite wait for confirms."""
+"""Seconds that the publishers of these tests wait for confirms."""
 
 
-class Hand(Protocol):
-    """At the broker."""
+class AdminHand:
+    """An operator, with aio-pika and the management API: another road than the one tested."""
 
-    async def queue(self, name: str, arguments: Mapping[str, int | str] | None = None) -> None: ...
+    def __init__(self, broker: RabbitMQ, vhost: str, channel: aio_pika.abc.AbstractChannel) -> None:
+        self._broker = broker
+        self._vhost = vhost
+        self._channel = channel
 
-    async def exchange(self, name: str, *, kind: str = "direct", internal: bool = False) -> None: ...
+    async def queue(self, name: str, arguments: Mapping[str, int | str] | None = None) -> None:
+        await self._channel.declare_queue(name, durable=True, arguments=dict(arguments or {}))
 
-    async def bind(self, queue: str, exchange: str, key: str) -> None: ...
+    async def exchange(self, name: str, *, kind: str = "direct", internal: bool = False, to_q: str = "") -> None:
+        """An exchange; the queue ``q`` is bound to it by the key ``to_q``, if there is one."""
+        await self._channel.declare_exchange(name, kind, durable=True, internal=internal)
+        if to_q:
+            await self.bind("q", name, to_q)
 
-    async def delete_exchange(self, name: str) -> None: ...
+    async def bind(self, queue: str, exchange: str, key: str) -> None:
+        bound = await self._channel.get_queue(queue, ensure=False)
+        await bound.bind(exchange, key)
 
-    async def delete_queue(self, name: str) -> None: ...
+    async def delete_exchange(self, name: str) -> None:
+        await self._channel.exchange_delete(name)
+
+    async def delete_queue(self, name: str) -> None:
+        await self._channel.queue_delete(name)
 
     async def drain(self, queue: str) -> list[bytes]:
         """Take every message that is ready; their bodies."""
+        found = await self._channel.get_queue(queue, ensure=False)
+        taken = []
+        while (one := await found.get(no_ack=True, fail=False)) is not None:
+            taken.append(one.body)
+        return taken
 
     async def forbid(self, *, write: str = ".*", topic: tuple[str, str] | None = None) -> None:
         """From now on, the publishers may write only to exchanges that match, and to such keys of a topic exchange."""
+        at = f"{quote(self._vhost, safe='')}/{USER}"
+        permissions = {"configure": ".*", "write": write, "read": ".*"}
+        await asyncio.to_thread(self._broker.api, "PUT", f"/api/permissions/{at}", permissions)
+        if topic is not None:
+            rule = {"exchange": topic[0], "write": topic[1], "read": ".*"}
+            await asyncio.to_thread(self._broker.api, "PUT", f"/api/topic-permissions/{at}", rule)
 
     async def alarm(self, on: bool) -> None:
         """A resource alarm, which blocks whoever publishes."""
+        await asyncio.to_thread(self._broker.ctl, "set_vm_memory_high_watermark", "0.0000001" if on else "0.4")
 
 
-class Network(Protocol):
-    """Between the broker and who is tested."""
-
-    def cut(self) -> None: ...
-
-    async def refuse(self) -> None: ...
-
-    async def accept(self) -> None: ...
-
-    def stall(self, *, to_server: bool = True, to_client: bool = True) -> None: ...
-
-    def resume(self) -> None: ...
+@asynccontextmanager
+async def relay_to(address: Address) -> AsyncIterator[ReconnectingConnection]:
+    reconnecting = ReconnectingConnection(address, "reconnecting test", heartbeat=20, timeout=BOUND)
+    reconnecting.start()
+    try:
+        yield reconnecting
+    finally:
+        await reconnecting.close()
 
 
 @dataclass(frozen=True)
 class World:
     """Everything that a test has; ``publisher`` gives up after :data:`BOUND` seconds."""
 
-    publisher: Publisher
-    consumer: Consumer
-    hand: Hand
-    network: Network
+    publisher: AmqpPublisher
+    consumer: AmqpConsumer
+    hand: AdminHand
+    network: Proxy
+
+
+class Place:
+    """A vhost, and a user there whose permissions a test may take away."""
+
+    def __init__(self, broker: RabbitMQ, url: str) -> None:
+        self.broker = broker
+        self.url = url
+        self.address = Address.parse(url)
+        broker.add_user(USER, "secret", vhost=self.address.vhost, configure=".*", write=".*", read=".*")
+
+    def behind(self, proxy: Proxy) -> Address:
+        return Address.parse(self.broker.url(self.address.vhost, port=proxy.port, user=f"{USER}:secret"))
+
+    @asynccontextmanager
+    async def world(self, *queues: str) -> AsyncIterator[World]:
+        async with (
+            Proxy(self.broker.port) as proxy,
+            await aio_pika.connect(self.url) as connection,
+            await connection.channel() as channel,
+            relay_to(self.behind(proxy)) as publishing,
+            relay_to(self.behind(proxy)) as consuming,
+        ):
+            await asyncio.gather(publishing.connection(30), consuming.connection(30))
+            hand = AdminHand(self.broker, self.address.vhost, channel)
+            for name in queues:
+                await hand.queue(name)
+            yield World(AmqpPublisher(publishing, confirm_timeout=BOUND), AmqpConsumer(consuming), hand, proxy)
 
 
 def message(token: object, key: str, exchange: str = "", body: bytes | None = None) -> Outgoing:
@@ -78,6 +136,11 @@ def message(token: object, key: str, exchange: str = "", body: bytes | None = No
 
 def no_route(outcome: Outcome) -> bool:
     return isinstance(outcome, Returned) and outcome.code == 312
+
+
+def codes(outcomes: Sequence[Outcome]) -> list[int | Outcome]:
+    """What the broker objected with, by number, and the outcomes without one."""
+    return [one.code if isinstance(one, Objection) else one for one in outcomes]
 
 
 async def until_published(publisher: Publisher, batch: Sequence[Outgoing]) -> list[Outcome]:
@@ -97,11 +160,14 @@ async def publish_all(publisher: Publisher, batch: Sequence[Outgoing]) -> list[O
     return outcomes
 
 
-async def take(subscription: Subscription, count: int) -> list[Delivery]:
-    """Exactly that many deliveries."""
+async def take(subscription: Subscription, count: int, *, ack: bool = False) -> list[Delivery]:
+    """Exactly that many deliveries; each acknowledged where few would ever be here otherwise."""
     found: list[Delivery] = []
     while len(found) < count:
-        found += await subscription.next_batch(count - len(found), GATHER)
+        batch = await subscription.next_batch(count - len(found), GATHER)
+        if batch and ack:
+            subscription.ack(batch[-1].tag, multiple=True)
+        found += batch
     return found
 
 
@@ -113,7 +179,7 @@ def numbered(numbers: Sequence[int]) -> list[bytes]:
     return [b"%d" % number for number in numbers]
 
 
-async def until_subscribed(consumer: Consumer, queue: str) -> Subscription:
+async def until_subscribed(consumer: AmqpConsumer, queue: str) -> AmqpSubscription:
     while True:
         try:
             return await consumer.subscribe(queue, 100)

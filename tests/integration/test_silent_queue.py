@@ -18,8 +18,8 @@ from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, ClosedChannel, Outcome, Outgoing, Unanswered
-from tests.conformance.broker_world import message
-from tests.conformance.test_amqp_adapters import AdminHand, refusing, relay_to
+from tests.conformance.broker_world import AdminHand, message, relay_to
+from tests.conformance.test_publisher_connections import refusing
 from tests.faults.place import eventually
 from tests.support.servers import RabbitMQ
 from tests.support.silent import silent

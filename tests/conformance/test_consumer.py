@@ -1,0 +1,307 @@
+"""What every consumer must do, at a real broker behind a proxy: what was not settled returns, and memory is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from delayer.broker.consumer import ENOUGH, AmqpConsumer, AmqpSubscription, Fitting, Inflow
+from delayer.core.errors import BrokerLost
+from delayer.core.message import CONFIRMED, Delivery
+from tests.conformance.broker_world import (
+    GATHER,
+    Place,
+    World,
+    bodies,
+    message,
+    numbered,
+    relay_to,
+    take,
+    until_published,
+    until_subscribed,
+)
+from tests.faults.place import eventually
+
+A_READ = 256_000
+"""Bytes that uvloop takes from a socket at once, at most."""
+
+
+async def filled(world: World, count: int) -> None:
+    await world.hand.queue("q")
+    assert await world.publisher.publish([message(n, "q") for n in range(count)]) == [CONFIRMED] * count
+
+
+@asynccontextmanager
+async def reading(place: Place, count: int, prefetch: int = 100) -> AsyncIterator[tuple[World, AmqpSubscription]]:
+    """A world with so many messages in the queue ``q``, and a subscription to it."""
+    async with place.world() as world:
+        await filled(world, count)
+        subscription = await world.consumer.subscribe("q", prefetch)
+        yield world, subscription
+        await subscription.close()
+
+
+async def test_deliveries_come_in_order_and_as_published(place: Place) -> None:
+    async with reading(place, 500, 1000) as (_, subscription):
+        found = await take(subscription, 500)
+        assert bodies(found) == numbered(range(500))
+        tags = [one.tag for one in found]
+        assert tags == sorted(set(tags))
+        assert found[7] == Delivery(tags[7], False, b"", b"q", message(7, "q").properties, b"7")
+
+
+async def test_a_batch_has_its_limit_and_an_idle_queue_gives_an_empty_one(place: Place) -> None:
+    async with reading(place, 30) as (_, subscription):
+        assert bodies(await subscription.next_batch(1, GATHER)) == [b"0"]
+        assert bodies(await take(subscription, 29)) == numbered(range(1, 30))
+        assert await subscription.next_batch(10, GATHER) == []
+
+
+async def test_a_full_batch_waits_for_no_company(place: Place) -> None:
+    async with reading(place, 30) as (_, subscription), asyncio.timeout(20):
+        assert bodies(await subscription.next_batch(30, 60.0)) == numbered(range(30))
+
+
+async def test_a_batch_of_all_that_may_be_unsettled_waits_for_no_company(place: Place) -> None:
+    """No more would come, however long it waited."""
+    async with reading(place, 5, prefetch=2) as (_, subscription), asyncio.timeout(20):
+        for expected in ([b"0", b"1"], [b"2", b"3"]):
+            found = await subscription.next_batch(30, 60.0)
+            assert bodies(found) == expected
+            subscription.ack(found[-1].tag, multiple=True)
+        assert bodies(await subscription.next_batch(30, GATHER)) == [b"4"]
+
+
+async def test_the_prefetch_bounds_what_is_unsettled(place: Place) -> None:
+    async with reading(place, 10, prefetch=4) as (_, subscription):
+        found = await take(subscription, 4)
+        assert await subscription.next_batch(10, GATHER) == []
+        subscription.ack(found[1].tag, multiple=True)
+        assert bodies(await take(subscription, 2)) == [b"4", b"5"]
+
+
+async def test_unsettled_deliveries_return_to_the_queue(place: Place) -> None:
+    """By close; what was acknowledged, one by one or all up to one, is gone."""
+    async with reading(place, 10) as (world, subscription):
+        found = await take(subscription, 10)
+        subscription.ack(found[2].tag, multiple=True)
+        subscription.ack(found[5].tag, multiple=False)
+        subscription.ack(found[9].tag, multiple=False)
+        await subscription.close()
+        again = await world.consumer.subscribe("q", 100)
+        found = await take(again, 5)
+        assert sorted(bodies(found)) == [b"3", b"4", b"6", b"7", b"8"]
+        assert all(one.redelivered for one in found)
+        again.ack(found[-1].tag, multiple=True)
+        await again.close()
+        assert await world.hand.drain("q") == []
+
+
+async def test_settling_after_deliveries_were_stopped(place: Place) -> None:
+    async with reading(place, 5) as (world, subscription):
+        found = await take(subscription, 5)
+        await subscription.stop_deliveries()
+        await filled(world, 1)
+        subscription.ack(found[3].tag, multiple=True)
+        await subscription.close()
+        assert sorted(await world.hand.drain("q")) == [b"0", b"4"]
+
+
+async def test_acknowledged_deliveries_are_not_repeated_after_the_end(place: Place) -> None:
+    """Also by a replicated queue that has its hands full: there, acknowledgements wait for each other."""
+    async with place.world() as world:
+        for attempt in range(4):
+            queue = f"busy {attempt}"
+            await world.hand.queue(queue, {"x-queue-type": "quorum"})
+            await world.publisher.publish([message(n, queue) for n in range(400)])
+            more = asyncio.create_task(
+                until_published(world.publisher, [message(f"more {n}", queue) for n in range(600)])
+            )
+            subscription = await world.consumer.subscribe(queue, 5000)
+            found = await take(subscription, 400)
+            await subscription.stop_deliveries()
+            for one in found[::2]:
+                subscription.ack(one.tag, multiple=False)
+            subscription.ack(found[-1].tag, multiple=True)
+            await subscription.close()
+            await more
+            again = await world.consumer.subscribe(queue, 5000)
+            rest = await take(again, 600 + 400 - len(found))
+            assert await again.next_batch(5000, GATHER) == []
+            await again.close()
+            assert not set(bodies(rest)) & set(bodies(found))
+
+
+async def test_a_missing_queue(place: Place) -> None:
+    async with place.world() as world:
+        with pytest.raises(BrokerLost, match="404"):
+            await world.consumer.subscribe("missing", 10)
+        await filled(world, 1)
+        subscription = await world.consumer.subscribe("q", 10)
+        assert bodies(await take(subscription, 1)) == [b"0"]
+        await subscription.close()
+
+
+async def until_lost(subscription: AmqpSubscription) -> None:
+    with pytest.raises(BrokerLost):
+        while True:
+            assert await subscription.next_batch(10, GATHER) == []
+
+
+async def test_a_queue_deleted_under_its_consumer(place: Place) -> None:
+    async with reading(place, 3) as (world, subscription):
+        found = await take(subscription, 3)
+        await world.hand.delete_queue("q")
+        await until_lost(subscription)
+        subscription.ack(found[-1].tag, multiple=True)
+        await subscription.stop_deliveries()
+
+
+async def test_a_cut_connection(place: Place) -> None:
+    """The subscription is over; a new one gets everything that was not settled."""
+    async with reading(place, 6) as (world, subscription):
+        found = await take(subscription, 6)
+        subscription.ack(found[1].tag, multiple=True)
+        await world.network.refuse()
+        await until_lost(subscription)
+        subscription.ack(found[-1].tag, multiple=True)  # does nothing
+        await subscription.stop_deliveries()
+        await subscription.close()
+        with pytest.raises(BrokerLost):
+            await world.consumer.subscribe("q", 10)
+        await world.network.accept()
+        again = await until_subscribed(world.consumer, "q")
+        missing = set(numbered(range(2, 6)))  # the acknowledgement itself may be lost with the connection
+        while missing:
+            missing -= set(bodies(await again.next_batch(10, GATHER)))
+        await again.close()
+
+
+async def test_a_waiting_batch_hears_of_the_cut(place: Place) -> None:
+    async with reading(place, 0) as (world, subscription):
+        waiting = asyncio.create_task(subscription.next_batch(10, GATHER))
+        await asyncio.wait({waiting}, timeout=0.05)
+        world.network.cut()
+        with pytest.raises(BrokerLost):
+            await waiting
+
+
+async def test_a_buffer_is_bounded_by_bytes(place: Place) -> None:
+    """The socket is left alone while the buffer is full; in the end everything has come."""
+    size, count, bound = 1 << 18, 64, 1 << 20
+    async with place.world("q") as world:
+        for n in range(count):
+            assert await world.publisher.publish([message(n, "q", body=bytes((n,)) * size)]) == [CONFIRMED]
+        async with relay_to(place.address) as reconnecting:
+            connection = await reconnecting.connection(30)
+            consumer = AmqpConsumer(reconnecting, batch_bytes=bound // 2, buffer_bytes=bound)
+            subscription = await consumer.subscribe("q", count)
+            found = []
+            most = 0
+            while len(found) < count:
+                batch = await subscription.next_batch(count, GATHER)
+                assert sum(len(one.body) for one in batch) <= bound // 2 + size
+                most = max(most, subscription._bytes)
+                found += batch
+            assert bodies(found) == [bytes((n,)) * size for n in range(count)]
+            assert most <= bound + 2 * size  # one read of the socket beyond the bound
+            assert connection._pulse.reading
+            subscription.ack(found[-1].tag, multiple=True)
+            await subscription.close()
+        assert await world.hand.drain("q") == []
+
+
+async def test_stopping_with_a_full_buffer(place: Place) -> None:
+    """Nothing more is kept, the broker's answer is heard, and all of it is given back."""
+    async with place.world("q") as world:
+        for n in range(32):
+            await world.publisher.publish([message(n, "q", body=b"%d" % n + bytes(1 << 17))])
+        async with relay_to(place.address) as reconnecting:
+            connection = await reconnecting.connection(30)
+            subscription = await AmqpConsumer(reconnecting, buffer_bytes=1 << 18).subscribe("q", 32)
+            first = await subscription.next_batch(1, GATHER)
+            while connection._pulse.reading:
+                await asyncio.wait_for(subscription._arrived.wait(), 10)
+                subscription._arrived.clear()
+            await subscription.stop_deliveries()
+            assert connection._pulse.reading
+            assert subscription._bytes == 0
+            subscription.ack(first[0].tag, multiple=False)
+            await subscription.close()
+        left = await world.hand.drain("q")
+        assert sorted(int(body.rstrip(b"\0")) for body in left) == list(range(1, 32))
+
+
+async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection stands, nothing of it is lost or repeated; and when the messages are small again, more is."""
+    size, bound = 1 << 16, 1 << 18
+    async with place.world("q") as world, relay_to(place.address) as reconnecting:
+        await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
+        reader = AmqpConsumer(reconnecting, buffer_bytes=bound, fitting=Fitting(bound))
+        with monkeypatch.context() as patch:
+            patch.setattr("delayer.broker.consumer.UNREAD", 0.3)
+            first = await reader.subscribe("q", 32)
+            assert first.prefetch == 32
+            carried = await take(first, 1)
+            connection = await reconnecting.connection(30)
+            while not first.overrun:
+                await asyncio.wait_for(first._arrived.wait(), 10)
+                first._arrived.clear()
+        # From here on nobody is too slow, however busy this machine: a second one that was would end itself too.
+        assert await first.next_batch(32, GATHER) == []
+        assert connection._pulse.reading
+        first.ack(carried[0].tag, multiple=True)
+        await first.close()
+        second = await reader.subscribe("q", 32)
+        # What fits, and what one read of the socket brought with it; but perhaps for the one that was taken.
+        assert bound // size - 1 <= second.prefetch <= (bound + A_READ) // size
+        assert connection is await reconnecting.connection(30)
+        found = carried + await take(second, 31, ack=True)
+        assert sorted(int(one.body.split()[0]) for one in found) == list(range(32))
+        small = 2 * ENOUGH * second.prefetch
+        await world.publisher.publish([message(n, "q") for n in range(small)])
+        await take(second, small, ack=True)
+        assert second.overrun
+        await second.close()
+        third = await reader.subscribe("q", 32)
+        assert third.prefetch == 32
+        await third.close()
+        assert await world.hand.drain("q") == []
+
+
+async def test_queues_that_share_a_relay_share_its_bound(place: Place) -> None:
+    """However many they are; and one that is stopped while the others are full is heard."""
+    size, count, bound, queues = 1 << 16, 5, 1 << 18, ("a", "b", "c", "d")
+    async with place.world(*queues) as world, relay_to(place.address) as reconnecting:
+        connection = await reconnecting.connection(30)
+        reader = AmqpConsumer(reconnecting, inflow=Inflow(bound))
+        subscriptions = [await reader.subscribe(name, count) for name in queues]
+        for name in queues:
+            await world.publisher.publish([message(n, name, body=bytes((n,)) * size) for n in range(count)])
+
+        async def waiting() -> int:
+            return 0 if connection._pulse.reading else sum(one._bytes for one in subscriptions)
+
+        assert bound < await eventually(waiting, lambda found: found > 0) <= bound + A_READ + size
+        await asyncio.wait_for(subscriptions[0].close(), 10)
+        assert subscriptions[0].in_order
+        found = await asyncio.gather(*(take(one, count, ack=True) for one in subscriptions[1:]))
+        assert [bodies(some) for some in found] == [[bytes((n,)) * size for n in range(count)]] * 3
+        for one in subscriptions[1:]:
+            await one.close()
+        assert len(await world.hand.drain("a")) == count
+
+
+async def test_two_queues_on_two_relays_do_not_hold_each_other_up(place: Place) -> None:
+    async with place.world("large", "small") as world, relay_to(place.address) as other:
+        for n in range(8):
+            await world.publisher.publish([message(n, "large", body=bytes(1 << 18))])
+        await world.publisher.publish([message(n, "small") for n in range(100)])
+        await other.connection(30)
+        large = await AmqpConsumer(other, buffer_bytes=1 << 18).subscribe("large", 100)
+        small = await world.consumer.subscribe("small", 100)
+        assert len(await take(small, 100)) == 100
+        await asyncio.gather(large.close(), small.close())

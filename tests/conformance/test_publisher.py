@@ -1,0 +1,241 @@
+"""What every publisher must do, at a real broker behind a proxy: exact outcomes, and bounds to every wait."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from delayer.amqp.edits import ID
+from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.core.errors import BrokerLost
+from delayer.core.message import CONFIRMED, NACKED
+from tests.conformance.broker_world import (
+    BOUND,
+    Place,
+    codes,
+    message,
+    no_route,
+    numbered,
+    publish_all,
+    until_published,
+)
+
+
+async def test_messages_arrive_in_order(place: Place) -> None:
+    async with place.world("q") as world:
+        assert await world.publisher.publish([]) == []
+        assert await world.publisher.publish([message(n, "q") for n in range(2000)]) == [CONFIRMED] * 2000
+        assert await world.hand.drain("q") == numbered(range(2000))
+
+
+async def test_each_message_has_its_own_outcome(place: Place) -> None:
+    async with place.world("q") as world:
+        await world.hand.queue("full", {"x-max-length": 1, "x-overflow": "reject-publish"})
+        assert await world.publisher.publish([message("first", "full")]) == [CONFIRMED]
+        keys = ["q", "nowhere", "full"] * 100
+        outcomes = await world.publisher.publish([message(n, key) for n, key in enumerate(keys)])
+        assert outcomes[0::3] == [CONFIRMED] * 100
+        assert all(no_route(outcome) for outcome in outcomes[1::3])
+        assert outcomes[2::3] == [NACKED] * 100
+        assert await world.hand.drain("q") == numbered(range(0, 300, 3))
+        assert await world.hand.drain("full") == [b"first"]
+
+
+async def test_copies_of_a_message_are_told_apart(place: Place) -> None:
+    async with place.world("q") as world:
+        keys = ["q", "nowhere", "q", "nowhere", "q"]
+        batch = [message("same", key, body=b"%d" % n) for n, key in enumerate(keys)]
+        outcomes = await world.publisher.publish([*batch, message("other", "nowhere")])
+        assert [no_route(outcome) for outcome in outcomes] == [False, True, False, True, False, True]
+        assert sorted(await world.hand.drain("q")) == [b"0", b"2", b"4"]
+
+
+async def test_copies_in_different_batches_are_told_apart(place: Place) -> None:
+    async with place.world("q") as world:
+        batches = [[message("same", "q" if n % 2 else "nowhere"), message(n, "q")] for n in range(20)]
+        outcomes = await asyncio.gather(*(world.publisher.publish(batch) for batch in batches))
+        assert [no_route(first) for first, _ in outcomes] == [True, False] * 10
+        assert {second for _, second in outcomes} == {CONFIRMED}
+        assert sorted(await world.hand.drain("q")) == sorted([*numbered(range(20)), *[b"same"] * 10])
+
+
+async def test_messages_without_a_token(place: Place) -> None:
+    async with place.world("q") as world:
+        batch = [message(n, "q")._replace(token=b"", properties=b"\0\0") for n in range(3)]
+        assert await world.publisher.publish(batch) == [CONFIRMED] * 3
+        assert len(await world.hand.drain("q")) == 3
+
+
+@pytest.mark.parametrize("first", [0, 1, 9])
+async def test_a_missing_exchange(place: Place, first: int) -> None:
+    """Its messages are returned; the others are confirmed, and there once."""
+    async with place.world("q") as world:
+        where = ["missing" if n >= first and n % 3 == first % 3 else "" for n in range(12)]
+        for _ in range(2):
+            outcomes = await world.publisher.publish([message(n, "q", name) for n, name in enumerate(where)])
+            assert codes(outcomes) == [404 if name else CONFIRMED for name in where]
+            assert await world.hand.drain("q") == numbered([n for n, name in enumerate(where) if not name])
+
+
+async def test_exchanges_that_are_internal_or_closed_to_us(place: Place) -> None:
+    async with place.world("q") as world:
+        await world.hand.exchange("inner", internal=True, to_q="q")
+        await world.hand.exchange("secret", to_q="q")
+        await world.hand.forbid(write=r"^(|amq\.default|inner)$")
+        batch = [message(n, "q", ["", "inner", "secret"][n % 3]) for n in range(12)]
+        assert codes(await world.publisher.publish(batch)) == [CONFIRMED, 403, 403] * 4
+        assert await world.hand.drain("q") == numbered(range(0, 12, 3))
+
+
+async def test_a_topic_that_is_closed_to_us(place: Place) -> None:
+    """A permission that depends on the key says nothing of the exchange's other messages."""
+    async with place.world("q") as world:
+        await world.hand.exchange("news", kind="topic", to_q="#")
+        await world.hand.forbid(topic=("news", "^open"))
+        batch = [message(n, "closed" if n % 3 == 0 else "open", "news") for n in range(9)]
+        outcomes = await until_published(world.publisher, batch)
+        assert codes(outcomes) == [403, CONFIRMED, CONFIRMED] * 3
+        assert set(await world.hand.drain("q")) == set(numbered([n for n in range(9) if n % 3]))
+
+
+async def test_many_topics_that_are_closed_to_us(place: Place) -> None:
+    """Once it is known that the key matters, nothing is in doubt any more, for nobody."""
+    async with place.world("q") as world:
+        await world.hand.exchange("news", kind="topic", to_q="#")
+        await world.hand.forbid(topic=("news", "^open"))
+        batch = [message(n, "open" if n % 2 else "closed", "news") for n in range(30)]
+        with suppress(BrokerLost):
+            await publish_all(world.publisher, batch)
+        await world.hand.drain("q")
+        for _ in range(3):
+            others = [message(f"other {n}", "q") for n in range(30)]
+            mixed = [one for pair in zip(batch, others, strict=True) for one in pair]
+            outcomes = await publish_all(world.publisher, mixed)
+            assert outcomes[1::2] == [CONFIRMED] * 30
+            assert codes(outcomes[::2]) == [403, CONFIRMED] * 15
+            there = await world.hand.drain("q")
+            assert sorted(there) == sorted([*numbered(range(1, 30, 2)), *(one.body for one in others)])
+
+
+async def test_a_publisher_that_is_closed(place: Place) -> None:
+    """It gives its channel back, and opens another one for a later publish."""
+    async with place.world() as world:
+        await world.publisher.close()
+        await world.hand.queue("q")
+        for n in range(2):
+            assert await world.publisher.publish([message(n, "q")]) == [CONFIRMED]
+            await world.publisher.close()
+            await world.publisher.close()
+        assert await world.hand.drain("q") == [b"0", b"1"]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+async def test_closing_a_publisher_whose_broker_is_gone(place: Place, silent: bool) -> None:
+    async with place.world("q") as world:
+        assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
+        if silent:
+            world.network.stall()
+        else:
+            await world.network.refuse()
+        async with asyncio.timeout(BOUND * 3):
+            await world.publisher.close()
+        world.network.resume()
+
+
+async def test_an_exchange_that_is_deleted_later(place: Place) -> None:
+    """Some of one batch may come twice; every outcome is exact, and stops nobody."""
+    async with place.world("q") as world:
+        await world.hand.exchange("brief", to_q="q")
+        batch = [message(n, "q", "brief" if n == 5 else "") for n in range(10)]
+        assert await world.publisher.publish(batch) == [CONFIRMED] * 10
+        await world.hand.delete_exchange("brief")
+        await world.hand.drain("q")
+        for round_ in range(4):
+            outcomes = await world.publisher.publish(batch)
+            assert codes(outcomes) == [404 if n == 5 else CONFIRMED for n in range(10)]
+            there = await world.hand.drain("q")
+            assert set(there) == set(numbered([n for n in range(10) if n != 5]))
+            assert round_ == 0 or len(there) == 9
+
+
+async def test_without_a_connection(place: Place) -> None:
+    """A bound to the waiting, and then it comes back by itself."""
+    async with place.world("q") as world:
+        assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
+        assert world.publisher.ready
+        await world.network.refuse()
+        async with asyncio.timeout(BOUND * 3):
+            with pytest.raises(BrokerLost):
+                while True:  # until the cut is noticed here too
+                    await world.publisher.publish([message(1, "q")])
+            with pytest.raises(BrokerLost):
+                await world.publisher.publish([message(2, "q")])
+        assert not world.publisher.ready
+        await world.network.accept()
+        assert await until_published(world.publisher, [message(3, "q")]) == [CONFIRMED]
+        assert [body for body in await world.hand.drain("q") if body != b"1"] == [b"0", b"3"]
+
+
+async def test_a_cut_with_batches_in_flight(place: Place) -> None:
+    """Each is in doubt, and says so; what was confirmed is there."""
+    async with place.world("q") as world:
+        assert await world.publisher.publish([message("first", "q")]) == [CONFIRMED]
+        world.network.stall(to_server=False)
+        batches = [[message(f"{number}.{n}", "q") for n in range(10)] for number in range(3)]
+        publishing = [asyncio.create_task(world.publisher.publish(batch)) for batch in batches]
+        await asyncio.wait(publishing, timeout=0.05)
+        world.network.cut()
+        world.network.resume()
+        found = await asyncio.gather(*publishing, return_exceptions=True)
+        assert all(isinstance(one, BrokerLost) for one in found), found
+        for batch in batches:
+            assert await until_published(world.publisher, batch) == [CONFIRMED] * 10
+        there = await world.hand.drain("q")
+        assert set(there) == {b"first", *(one.body for batch in batches for one in batch)}
+
+
+async def test_a_broker_that_does_not_answer(place: Place) -> None:
+    async with place.world("q") as world:
+        assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
+        world.network.stall(to_server=False)
+        async with asyncio.timeout(BOUND * 4):
+            with pytest.raises(BrokerLost):
+                await world.publisher.publish([message(1, "q")])
+            with pytest.raises(BrokerLost):
+                await world.publisher.publish([message(2, "q", "amq.direct")])
+        world.network.resume()
+        assert await until_published(world.publisher, [message(3, "q")]) == [CONFIRMED]
+
+
+async def test_a_blocked_connection_publishes_nothing(place: Place) -> None:
+    async with place.world("q") as world:
+        assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
+        await world.hand.alarm(True)
+        try:
+            with pytest.raises(BrokerLost):
+                await world.publisher.publish([message(1, "q")])  # the broker tells only those who publish
+            assert not world.publisher.ready
+            for n in range(2, 4):
+                with pytest.raises(BrokerLost, match="blocks publishers"):
+                    await world.publisher.publish([message(n, "q")])
+        finally:
+            await world.hand.alarm(False)
+        assert await until_published(world.publisher, [message(4, "q")]) == [CONFIRMED]
+        assert world.publisher.ready
+        there = await world.hand.drain("q")
+        assert there[0] == b"0"
+        assert b"4" in there
+        assert not {b"2", b"3"} & set(there)
+
+
+async def test_the_longest_properties(place: Place) -> None:
+    async with place.world("q") as world:
+        await world.publisher.publish([message(0, "q")])
+        own = entry(ID, long_string(b"1"))
+        room = world.publisher.max_properties - len(encode_headers(own + entry(b"x", long_string(b""))))
+        longest = encode_headers(own + entry(b"x", long_string(b"x" * room)))
+        assert len(longest) == world.publisher.max_properties
+        assert await world.publisher.publish([message(1, "q")._replace(properties=longest)]) == [CONFIRMED]
+        assert await world.hand.drain("q") == [b"0", b"1"]

@@ -1,0 +1,291 @@
+"""The connections of publishers at a real broker: far away, ended by a message, given up, thrown out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aio_pika
+import pytest
+
+from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
+from delayer.amqp.edits import ID
+from delayer.amqp.errors import AccessRefused
+from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.publisher import BATCH, AmqpPublisher
+from delayer.core.counters import Counters
+from delayer.core.errors import BrokerLost, LaneLost
+from delayer.core.message import CONFIRMED, ClosedChannel, ClosedConnection, Outcome, Outgoing
+from delayer.release.loop import Release
+from tests.conformance.broker_world import Place, World, codes, message, publish_all, relay_to
+from tests.faults.place import eventually
+from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due
+from tests.support.proxy import Proxy
+
+NO_REPLIES = ("garbage", "g2EF.k", "g1h2AA==.x", "!!.x")
+
+
+async def _connects(reconnecting: ReconnectingConnection) -> int:
+    return reconnecting.connects
+
+
+def poisonous(token: object) -> Outgoing:
+    """With a number that Erlang does not have. No publisher gets it through a broker, but an import may bring it."""
+    one = message(token, "q")
+    headers = entry(ID, long_string(one.token)) + entry(b"rate", b"d" + struct.pack(">d", math.nan))
+    return one._replace(properties=encode_headers(headers))
+
+
+@asynccontextmanager
+async def far_away(place: Place, round_trip: float) -> AsyncIterator[tuple[World, ReconnectingConnection]]:
+    """A broker so many seconds away, with a topic exchange that takes the key ``open`` alone."""
+    async with place.world("q") as world, Proxy(place.broker.port) as proxy:
+        await world.hand.exchange("news", kind="topic", to_q="#")
+        await world.hand.forbid(topic=("news", "^open$"))
+        proxy.slow(delay=round_trip / 2)
+        async with relay_to(place.behind(proxy)) as reconnecting:
+            await reconnecting.connection(30)
+            yield world, reconnecting
+
+
+@asynccontextmanager
+async def asking(place: Place) -> AsyncIterator[tuple[str, asyncio.Queue[bytes]]]:
+    """Somebody who waits for direct replies: where to, and what comes. Asks by the queue q."""
+    async with await aio_pika.connect(place.url) as asker, await asker.channel() as channel:
+        answers: asyncio.Queue[bytes] = asyncio.Queue()
+        wire = await channel.get_underlay_channel()
+        await wire.basic_consume("amq.rabbitmq.reply-to", lambda one: answers.put(one.body), no_ack=True)
+        question = aio_pika.Message(b"?", reply_to="amq.rabbitmq.reply-to")
+        await channel.default_exchange.publish(question, "q")
+        asked = await (await channel.get_queue("q", ensure=False)).get(no_ack=True)
+        assert asked.reply_to is not None
+        yield asked.reply_to, answers
+
+
+async def refusing(_timeout: float) -> Connection:
+    """In the place of ReconnectingConnection.another: a broker that lets in no second connection."""
+    raise AccessRefused(530, "connection limit is reached")
+
+
+async def all_released(connection: Connection) -> None:
+    """Until the broker agreed to the end of every channel that we closed."""
+    while connection.numbers.released:
+        await asyncio.wait(connection.numbers.released.values())
+
+
+async def test_forbidden_topics_far_away(place: Place) -> None:
+    """Every outcome is exact; after the first batch every good message comes once."""
+    batch = [message(n, "closed" if n % 2 else "open", "news") for n in range(400)]
+    async with far_away(place, 0.005) as (world, reconnecting):
+        publisher = AmqpPublisher(reconnecting)
+        good = [b"%d" % n for n in range(0, 400, 2)]
+        for round_ in range(2):
+            outcomes = await publish_all(publisher, batch)
+            assert codes(outcomes) == [CONFIRMED, 403] * 200
+            there = await world.hand.drain("q")
+            assert set(there) == set(good)
+            assert round_ == 0 or there == good
+
+
+async def test_forbidden_topics_too_far_away_for_a_batch(place: Place) -> None:
+    """Where even a small batch is not through in time the next one is smaller: it ends."""
+    left = [message(n, "closed" if n % 2 else "open", "news") for n in range(60)]
+    outcomes, in_doubt = [], 0
+    async with far_away(place, 0.01) as (world, reconnecting):
+        publisher = AmqpPublisher(reconnecting, confirm_timeout=0.3)
+        async with asyncio.timeout(30):
+            while left:
+                portion = left[: publisher.batch_limit]
+                try:
+                    outcomes += await publisher.publish(portion)
+                except BrokerLost:
+                    in_doubt += 1
+                else:
+                    del left[: len(portion)]
+        assert codes(outcomes) == [CONFIRMED, 403] * 30
+        assert set(await world.hand.drain("q")) == {b"%d" % n for n in range(0, 60, 2)}
+    assert in_doubt < 15
+
+
+@pytest.mark.parametrize("ahead", [0, 60])
+async def test_a_message_that_ends_the_connection_is_identified(place: Place, ahead: int) -> None:
+    """Every outcome is exact. The publishers' connection is ended once, though more such messages follow."""
+    good = [message(n, "q") for n in range(100)]
+    batch = [*good[:ahead], poisonous(100), *good[ahead:], poisonous(101)]
+    async with place.world("q") as world, relay_to(place.address) as reconnecting:
+        publisher, beside = AmqpPublisher(reconnecting), AmqpPublisher(reconnecting)
+        for one in (publisher, beside):
+            assert await one.publish([message("first", "q")]) == [CONFIRMED]
+        for _ in range(2):
+            outcomes = await publisher.publish(batch)
+            ended = {index for index, one in enumerate(outcomes) if isinstance(one, ClosedConnection)}
+            assert ended == {ahead, len(batch) - 1}
+            assert sum(one is CONFIRMED for one in outcomes) == len(good)
+        assert await beside.publish(good) == [CONFIRMED] * len(good)
+        found = Counter(await world.hand.drain("q"))
+        assert found.keys() == {b"first", *(one.body for one in good)}
+        copies = Counter(found[one.body] - 3 for one in good)  # two batches, and one beside them
+        assert min(copies) >= 0
+        assert max(copies) <= 10
+        assert copies[0] + copies[1] + copies[2] >= 80
+        await eventually(lambda: _connects(reconnecting), lambda connects: connects == 2)
+
+
+async def test_direct_replies_end_nobody_s_connection(place: Place) -> None:
+    replies = [message(f"r{n}", f"amq.rabbitmq.reply-to.{key}") for n, key in enumerate(NO_REPLIES)]
+    good = [message(n, "q") for n in range(10)]
+    async with place.world("q") as world, relay_to(place.address) as reconnecting:
+        publisher = AmqpPublisher(reconnecting)
+        for _ in range(2):
+            outcomes = await publisher.publish([*replies, *good])
+            assert outcomes[len(replies) :] == [CONFIRMED] * len(good)
+            assert CONFIRMED not in outcomes[: len(replies)]
+        assert reconnecting.connects == 1
+        assert len(await world.hand.drain("q")) == 2 * len(good)
+
+
+async def test_isolated_messages_end_no_other_connection(place: Place) -> None:
+    """However often it is tried, and by whomever, though that one never met it."""
+    async with place.world("q") as world, relay_to(place.address) as reconnecting:
+        for round_ in range(3):
+            publisher = AmqpPublisher(reconnecting)
+            good = [message(f"{round_}-{n}", "q") for n in range(50)]
+            ender = poisonous(f"{round_}-bad")._replace(isolated=True)
+            outcomes = await publisher.publish([*good[:20], ender, *good[20:]])
+            assert codes(outcomes) == [*[CONFIRMED] * 20, 541, *[CONFIRMED] * 30]
+            assert publisher.batch_limit == BATCH
+        assert reconnecting.connects == 1
+        assert len(await world.hand.drain("q")) == 150
+
+
+async def test_without_a_second_connection(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publishers' own does: every outcome is exact. A known ender is held without being tried."""
+    batch = [message(0, "q"), poisonous(1), message(2, "q")]
+    async with place.world("q") as world, relay_to(place.address) as reconnecting:
+        monkeypatch.setattr(reconnecting, "another", refusing)
+        publisher = AmqpPublisher(reconnecting, confirm_timeout=4.0)
+        assert codes(await publisher.publish(batch)) == [CONFIRMED, 541, CONFIRMED]
+        assert set(await world.hand.drain("q")) == {b"0", b"2"}
+        connects = reconnecting.connects
+        assert isinstance((await publisher.publish([poisonous(3)._replace(isolated=True)]))[0], ClosedConnection)
+        assert reconnecting.connects == connects
+
+
+async def test_direct_replies_share_a_connection(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as none ends it; and the others of a batch are published though one does."""
+    opened: list[str] = []
+    opening = Connection.open
+
+    async def counted(address: Address | str, *, name: str, **more: Any) -> Connection:
+        opened.append(name)
+        return await opening(address, name=name, **more)
+
+    monkeypatch.setattr("delayer.broker.connection.Connection.open", counted)
+    async with place.world("q"), relay_to(place.address) as reconnecting:
+        publisher = AmqpPublisher(reconnecting)
+        async with asking(place) as (reply_to, answers):
+            for batch in range(5):
+                await publisher.publish([message(f"{batch}-{n}", reply_to) for n in range(20)])
+            wanted = {b"%d-%d" % (batch, n) for batch in range(5) for n in range(20)}
+            async with asyncio.timeout(10):
+                assert {await answers.get() for _ in range(100)} == wanted
+            assert sum(name.endswith("isolation") for name in opened) == 1
+            mixed = [message(n, reply_to) for n in range(20)]
+            mixed.insert(10, message("bad", f"amq.rabbitmq.reply-to.{NO_REPLIES[1]}"))
+            await publisher.publish(mixed)
+            found = set()
+            async with asyncio.timeout(10):
+                while len(found) < 20:
+                    found.add(await answers.get())
+            assert found == {b"%d" % n for n in range(20)}
+        assert reconnecting.connects == 1
+
+
+async def test_a_permission_is_repaired(place: Place) -> None:
+    """The breaker is half-open after a second: the next message is tried."""
+    async with far_away(place, 0) as (world, reconnecting):
+        publisher = AmqpPublisher(reconnecting)
+        for _ in range(2):
+            assert isinstance((await publisher.publish([message(1, "closed", "news")]))[0], ClosedChannel)
+        assert await publisher.publish([message(1, "open", "news")]) == [CONFIRMED]
+        await world.hand.forbid(topic=("news", ".*"))
+
+        async def tried() -> list[Outcome]:
+            return await publisher.publish([message(2, "closed", "news")])
+
+        await eventually(tried, lambda outcomes: outcomes == [CONFIRMED])
+
+
+async def test_lost_lanes_leave_no_channels_behind(place: Place) -> None:
+    async with place.world("k") as world, relay_to(place.address) as reconnecting:
+        await world.hand.exchange("orders.out")
+        await world.hand.bind("k", "orders.out", "k")
+        connection = await reconnecting.connection(30)
+        before = dict(connection.numbers.receivers)
+        for number in range(5):
+            lane = ScriptedLane(number, claims=[[due(1), due(2)], LaneLost("somebody else's")])
+            parts = {"heartbeat": Heartbeat(), "counters": Counters()}
+            await Release(lane, AmqpPublisher(reconnecting), ScriptedLive(), **parts).run(asyncio.Event())
+            assert lane.events[-1] == "release"
+            await all_released(connection)
+            assert connection.numbers.receivers == before
+        assert len(await world.hand.drain("k")) == 10
+
+
+async def test_a_publish_that_is_interrupted_leaves_no_channels_behind(place: Place) -> None:
+    """Whatever it was doing: opening a channel of its own, or waiting for a confirm."""
+    async with far_away(place, 0.004) as (_, reconnecting):
+        connection = await reconnecting.connection(30)
+        before = dict(connection.numbers.receivers)
+        for milliseconds in range(1, 20, 2):
+            publisher = AmqpPublisher(reconnecting)
+            publishing = asyncio.create_task(publisher.publish([message(n, "q") for n in range(2)]))
+            await asyncio.wait([publishing], timeout=milliseconds / 1000)
+            publishing.cancel()
+            await asyncio.wait([publishing])
+            await publisher.close()
+        await all_released(connection)
+        assert connection.numbers.receivers == before
+
+
+async def test_a_relay_that_was_never_started_is_closed() -> None:
+    reconnecting = ReconnectingConnection(Address.parse("amqp://localhost/"), "reconnecting test", heartbeat=20)
+    with pytest.raises(BrokerLost, match="no connection to amqp://guest@localhost"):
+        await reconnecting.connection(0.01)
+    await reconnecting.close()
+    await reconnecting.close()
+
+
+async def test_the_end_of_the_keeper_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only losses are waited out. Anything else would leave us without a connection for ever, and nobody told."""
+    monkeypatch.setattr("delayer.broker.connection.Connection.open", _broken)
+    async with relay_to(Address.parse("amqp://localhost/")) as reconnecting:
+        with pytest.raises(BrokerLost):
+            await reconnecting.connection(0.05)
+        with pytest.raises(ZeroDivisionError):
+            await reconnecting.connection(0.05)
+
+
+async def _broken(*_: object, **__: object) -> None:
+    raise ZeroDivisionError
+
+
+async def test_a_broker_that_throws_us_out_is_not_asked_without_a_pause(place: Place) -> None:
+    """Connections that end as soon as they stand are paused after, longer each time."""
+    async with Proxy(place.broker.port) as proxy, relay_to(place.behind(proxy)) as reconnecting:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for _ in range(4):
+            connection = await reconnecting.connection(10)
+            proxy.cut()
+            await asyncio.wait({connection.closed})
+            await asyncio.sleep(0)
+        await reconnecting.connection(10)
+        assert loop.time() - began >= 0.1 + 0.2 + 0.4 + 0.8
