@@ -73,7 +73,7 @@ def conversation() -> bytes:
             b"\x03\0\1\0\0\0\0\xce",  # an empty piece: odd, and allowed
             frame.marshal(body.ContentBody(b"cd"), 1),
             method(commands.Basic.Ack(7, True)),
-            method(commands.Basic.Ack(8, False), 2),
+            method(commands.Basic.Ack((1 << 63) - 1, False), 2),
             method(commands.Basic.Nack(9, True, False)),
             returned(b"token", b"came back"),
             returned(b"empty", b""),

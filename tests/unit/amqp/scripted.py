@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pamqp import body, commands, frame, header, heartbeat
 from pamqp.base import Frame
@@ -13,6 +13,8 @@ from pamqp.base import Frame
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
+from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.core.message import Outgoing
 
 HOST = "127.0.0.1"
 One = TypeVar("One", bound=Frame | body.ContentBody | header.ContentHeader | heartbeat.Heartbeat)
@@ -88,12 +90,22 @@ class Script:
     async def peer(self) -> Peer:
         return await self._peers.get()
 
+    async def opening(self, **options: Any) -> tuple[asyncio.Task[Connection], Peer]:
+        """A connection that is being opened, and the broker's end of it."""
+        opening = asyncio.create_task(Connection.open(self.address, **{"name": "test"} | options))
+        return opening, await self.peer()
+
+    async def greeted(self) -> tuple[asyncio.Task[Connection], Peer]:
+        """The same, after the client's first bytes."""
+        opening, peer = await self.opening()
+        await peer.reader.readexactly(8)
+        return opening, peer
+
     async def connect(
         self, *, heartbeat: float = 0.0, tune: commands.Connection.Tune | None = None
     ) -> tuple[Connection, Peer]:
         """Both ends of a connection that is logged in."""
-        opening = asyncio.create_task(Connection.open(self.address, name="test", heartbeat=heartbeat))
-        peer = await self.peer()
+        opening, peer = await self.opening(heartbeat=heartbeat)
         await peer.log_in(tune)
         return await opening, peer
 
@@ -122,3 +134,66 @@ async def scripted() -> AsyncIterator[Script]:
         server.close()
         for writer in writers:
             writer.transport.abort()
+
+
+@asynccontextmanager
+async def scripted_channel(*, confirms: bool = False) -> AsyncIterator[tuple[Connection, Channel, Peer]]:
+    """A connection with one channel, and the broker's end of it."""
+    async with scripted() as script:
+        yield await script.channel(confirms=confirms)
+
+
+def message(token: str, payload: bytes = b"body") -> Outgoing:
+    properties = encode_headers(entry(b"x-delayer-id", long_string(token.encode())))
+    return Outgoing(b"", b"q", properties, payload, token.encode())
+
+
+async def publishes(peer: Peer, count: int) -> None:
+    """Wait until that many whole publishes (of one body frame each) arrived."""
+    for _ in range(count):
+        await peer.expect(commands.Basic.Publish)
+        await peer.expect(header.ContentHeader)
+        await peer.expect(body.ContentBody)
+
+
+async def in_flight(channel: Channel, peer: Peer, *tokens: str, timeout: float = 30) -> asyncio.Task[Any]:
+    """A publish that arrived and is not confirmed."""
+    publishing = asyncio.create_task(channel.publish([message(token) for token in tokens], timeout=timeout))
+    await publishes(peer, len(tokens))
+    return publishing
+
+
+async def asked(channel: Channel, peer: Peer) -> asyncio.Task[None]:
+    """A call that arrived and is not answered."""
+    asking = asyncio.create_task(channel.qos(1))
+    await peer.expect(commands.Basic.Qos)
+    return asking
+
+
+async def round_trip(channel: Channel, peer: Peer) -> None:
+    """When this returns, everything that the peer sent before was read."""
+    asking = await asked(channel, peer)
+    peer.send(commands.Basic.QosOk(), channel.number)
+    await asking
+
+
+async def another(connection: Connection, peer: Peer, number: int) -> Channel:
+    """One more channel, which gets this number."""
+    channel, _ = await asyncio.gather(connection.channel(), peer.open_channel(number))
+    assert channel.number == number
+    return channel
+
+
+async def consume(channel: Channel, peer: Peer, on_delivery: Any, on_cancelled: Any = lambda: None) -> None:
+    consuming = asyncio.create_task(channel.consume("q", on_delivery, on_cancelled))
+    wish = await peer.expect(commands.Basic.Consume)
+    peer.send(commands.Basic.ConsumeOk(wish.consumer_tag), 1)
+    assert await consuming == wish.consumer_tag
+
+
+async def say_goodbye(connection: Connection, peer: Peer) -> None:
+    closing = asyncio.create_task(connection.close())
+    while not isinstance((await peer.next_frame())[1], commands.Connection.Close):
+        pass
+    peer.send(commands.Connection.CloseOk())
+    await closing

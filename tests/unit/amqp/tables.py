@@ -7,12 +7,22 @@ from decimal import Decimal
 
 from hypothesis import strategies as st
 
-from delayer.amqp.properties import FLAGS, Value, entry
+from delayer.amqp.properties import FLAGS, Value, entry, long_string
 from delayer.core.message import Timestamp
 
 
 def sized(content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + content
+
+
+def text(name: str, value: str = "v") -> bytes:
+    """A header with a string."""
+    return entry(name.encode(), long_string(value.encode()))
+
+
+def with_headers(*entries: bytes) -> bytes:
+    """Properties that are a header table and nothing else."""
+    return b"\x20\x00" + sized(b"".join(entries))
 
 
 # Type, raw value, and what it means. The narrow, the wide and the odd of every type that RabbitMQ knows.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
 
 import pytest
 from pamqp import commands
@@ -10,20 +13,27 @@ from pamqp import commands
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, HeaderTooLarge, NoFreeChannel, ProtocolError
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, Delivery, Returned
-from tests.unit.amqp.conversing import consume, message, publishes, round_trip
+from delayer.core.message import CONFIRMED, Delivery, Outgoing, Returned
 from tests.unit.amqp.recorded import content, returned
-from tests.unit.amqp.scripted import scripted
+from tests.unit.amqp.scripted import (
+    another,
+    asked,
+    consume,
+    in_flight,
+    message,
+    publishes,
+    round_trip,
+    scripted,
+    scripted_channel,
+)
 
 # Publishing.
 
 
 async def test_several_publishes_in_flight() -> None:
-    async with scripted() as script:
-        _, channel, peer = await script.channel(confirms=True)
+    async with scripted_channel(confirms=True) as (_, channel, peer):
         first = asyncio.create_task(channel.publish([message("1"), message("2")], timeout=30))
-        second = asyncio.create_task(channel.publish([message("3"), message("4")], timeout=30))
-        await publishes(peer, 4)
+        second = await in_flight(channel, peer, "3", "4")
         peer.send_raw(returned(b"3", b"body"))
         peer.send(commands.Basic.Ack(3, False), 1)
         peer.send(commands.Basic.Ack(4, False), 1)
@@ -35,10 +45,8 @@ async def test_several_publishes_in_flight() -> None:
 
 
 async def test_a_return_of_a_stranger_is_a_protocol_error() -> None:
-    async with scripted() as script:
-        _, channel, peer = await script.channel(confirms=True)
-        publishing = asyncio.create_task(channel.publish([message("1")], timeout=30))
-        await publishes(peer, 1)
+    async with scripted_channel(confirms=True) as (_, channel, peer):
+        publishing = await in_flight(channel, peer, "1")
         peer.send_raw(returned(b"2", b"body"))
         with pytest.raises(ProtocolError, match="0 publishes in flight"):
             await publishing
@@ -46,8 +54,7 @@ async def test_a_return_of_a_stranger_is_a_protocol_error() -> None:
 
 
 async def test_confirms_that_do_not_come() -> None:
-    async with scripted() as script:
-        connection, channel, peer = await script.channel(confirms=True)
+    async with scripted_channel(confirms=True) as (connection, channel, peer):
         other = asyncio.create_task(channel.publish([message("1")], timeout=30))
         late = asyncio.create_task(channel.publish([message("2"), message("3"), message("4")], timeout=0.5))
         await publishes(peer, 4)
@@ -63,30 +70,19 @@ async def test_confirms_that_do_not_come() -> None:
         # Until the broker agrees, what it says about that channel is ignored, and the number is not used again.
         peer.send(commands.Basic.Ack(3, True), 1)
         peer.send_raw(returned(b"nobody's", b"x"))
-        opening = asyncio.create_task(connection.channel())
-        await peer.open_channel(2)
-        second = await opening
-        assert second.number == 2
+        second = await another(connection, peer, 2)
         peer.send(commands.Channel.CloseOk(), 1)
-        asking = asyncio.create_task(second.qos(1))
-        await peer.expect(commands.Basic.Qos)
-        peer.send(commands.Basic.QosOk(), 2)
-        await asking
-        opening = asyncio.create_task(connection.channel())
-        await peer.open_channel(1)
-        assert (await opening).number == 1
+        await round_trip(second, peer)
+        await another(connection, peer, 1)
 
 
 async def test_a_cancelled_publish_leaves_the_channel_in_order() -> None:
-    async with scripted() as script:
-        _, channel, peer = await script.channel(confirms=True)
-        given_up = asyncio.create_task(channel.publish([message("1"), message("2")], timeout=30))
-        await publishes(peer, 2)
+    async with scripted_channel(confirms=True) as (_, channel, peer):
+        given_up = await in_flight(channel, peer, "1", "2")
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
             await given_up
-        publishing = asyncio.create_task(channel.publish([message("3")], timeout=30))
-        await publishes(peer, 1)
+        publishing = await in_flight(channel, peer, "3")
         peer.send_raw(returned(b"2", b"body"))
         peer.send(commands.Basic.Nack(2, True, False), 1)
         peer.send(commands.Basic.Ack(3, False), 1)
@@ -94,8 +90,7 @@ async def test_a_cancelled_publish_leaves_the_channel_in_order() -> None:
 
 
 async def test_an_impossible_publish_writes_nothing() -> None:
-    async with scripted() as script:
-        _, channel, peer = await script.channel()
+    async with scripted_channel() as (_, channel, peer):
         with pytest.raises(RuntimeError, match="confirm_select"):
             await channel.publish([message("1")], timeout=1)
         await asyncio.gather(channel.confirm_select(), peer.select())
@@ -109,22 +104,44 @@ async def test_an_impossible_publish_writes_nothing() -> None:
             await channel.publish([message("1")._replace(routing_key=bytes(256))], timeout=1)
         with pytest.raises(ValueError, match="unique"):
             await channel.publish([message("1"), message("1")], timeout=1)
-        publishing = asyncio.create_task(channel.publish([message("1")], timeout=30))
-        await publishes(peer, 1)
+        publishing = await in_flight(channel, peer, "1")
         peer.send(commands.Basic.Ack(1, False), 1)
         assert await publishing == [CONFIRMED]
+
+
+class Letters(list[Outgoing]):
+    """A list that can be referred to weakly."""
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_nothing_of_a_publish_stays_that_the_broker_objected_to(no_collector: None) -> None:
+    """An objection is an outcome, and no failure after which the daemon would collect what stands in rings."""
+    async with scripted_channel(confirms=True) as (_, channel, peer):
+        letters = Letters([message("1")])
+        seen = weakref.ref(letters)
+        publishing = asyncio.create_task(channel.publish(letters, timeout=30))
+        del letters
+        await publishes(peer, 1)
+        peer.send(commands.Channel.Close(404, "NOT_FOUND - no exchange", 60, 40), 1)
+        await asyncio.wait([publishing])
+        assert isinstance(publishing.exception(), ChannelClosed)
+        del publishing
+        assert seen() is None
 
 
 # Channels.
 
 
 async def test_a_channel_closed_by_the_broker() -> None:
-    async with scripted() as script:
-        connection, channel, peer = await script.channel(confirms=True)
-        publishing = asyncio.create_task(channel.publish([message("1")], timeout=30))
-        await publishes(peer, 1)
-        asking = asyncio.create_task(channel.qos(1))
-        await peer.expect(commands.Basic.Qos)
+    async with scripted_channel(confirms=True) as (connection, channel, peer):
+        publishing = await in_flight(channel, peer, "1")
+        asking = await asked(channel, peer)
         peer.send(commands.Channel.Close(404, "NOT_FOUND - no exchange", 60, 40), 1)
         for waiting in (publishing, asking):
             with pytest.raises(ChannelClosed) as found:
@@ -136,14 +153,11 @@ async def test_a_channel_closed_by_the_broker() -> None:
             channel.nack(1)
         await channel.close()
         assert not connection.closed.done()
-        opening = asyncio.create_task(connection.channel())
-        await peer.open_channel(1)  # the number is free
-        assert (await opening).number == 1
+        await another(connection, peer, 1)  # the number is free
 
 
 async def test_both_sides_close_a_channel() -> None:
-    async with scripted() as script:
-        connection, channel, peer = await script.channel()
+    async with scripted_channel() as (connection, channel, peer):
         closing = asyncio.create_task(channel.close())
         await peer.expect(commands.Channel.Close)
         peer.send(commands.Channel.Close(406, "PRECONDITION_FAILED", 60, 80), 1)
@@ -171,9 +185,7 @@ async def test_channel_numbers_run_out() -> None:
         assert connection.frame_max == 8192
         for number in (1, 2):
             assert connection.free_channels == 3 - number
-            opening = asyncio.create_task(connection.channel())
-            await peer.open_channel(number)
-            channel = await opening
+            channel = await another(connection, peer, number)
         with pytest.raises(NoFreeChannel, match="all 2"):
             await connection.channel()
         channel.abandon()
@@ -184,12 +196,10 @@ async def test_channel_numbers_run_out() -> None:
 
 
 async def test_the_first_delivery_stands_right_behind_the_answer() -> None:
-    async with scripted() as script:
-        _, channel, peer = await script.channel()
+    async with scripted_channel() as (_, channel, peer):
         seen: asyncio.Queue[Delivery] = asyncio.Queue()
         consuming = asyncio.create_task(channel.consume("q", seen.put_nowait, lambda: None))
-        asked = await peer.expect(commands.Basic.Consume)
-        tag = asked.consumer_tag
+        tag = (await peer.expect(commands.Basic.Consume)).consumer_tag
         peer.send(commands.Basic.ConsumeOk(tag), 1)
         peer.send(commands.Basic.Deliver(tag, 1, True, "e", "k"), 1)
         peer.send_raw(content(b"\0\0", b"first"))
@@ -211,8 +221,7 @@ async def test_the_first_delivery_stands_right_behind_the_answer() -> None:
 
 @pytest.mark.parametrize("nowait", [True, False])
 async def test_cancelled_by_the_broker(nowait: bool) -> None:
-    async with scripted() as script:
-        _, channel, peer = await script.channel()
+    async with scripted_channel() as (_, channel, peer):
         cancelled = asyncio.Event()
         await consume(channel, peer, lambda _: None, cancelled.set)
         peer.send(commands.Basic.Cancel("delayer.1", nowait), 1)
@@ -224,10 +233,8 @@ async def test_cancelled_by_the_broker(nowait: bool) -> None:
 
 
 async def test_an_answer_to_somebody_who_went_away() -> None:
-    async with scripted() as script:
-        _, channel, peer = await script.channel()
-        asking = asyncio.create_task(channel.qos(5))
-        await peer.expect(commands.Basic.Qos)
+    async with scripted_channel() as (_, channel, peer):
+        asking = await asked(channel, peer)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking

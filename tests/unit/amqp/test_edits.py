@@ -20,20 +20,11 @@ from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.retry_policy import Failure
-from tests.unit.amqp.tables import EVERY_TYPE, properties, sized
+from tests.unit.amqp.tables import EVERY_TYPE, properties, sized, text, with_headers
 
 DUE_MS = 1_800_000_000_000
 ADDED = entry(ID, long_string(b"id")) + entry(DUE, int64(DUE_MS))
 MAX = 131_052
-
-
-def text(name: str, value: str = "v") -> bytes:
-    return entry(name.encode(), long_string(value.encode()))
-
-
-def with_headers(*entries: bytes) -> bytes:
-    """Properties that are a header table and nothing else."""
-    return b"\x20\x00" + sized(b"".join(entries))
 
 
 def released(raw: bytes) -> bytes:
@@ -85,23 +76,15 @@ def test_headers_of_the_broker_and_the_delay_are_removed() -> None:
     ("said", "stays"),
     [
         (b"b\x05", b"b\xfb"),
-        (b"B\xff", b"s\xff\x01"),
         (b"I" + struct.pack(">i", 1500), b"I" + struct.pack(">i", -1500)),
-        (b"l" + struct.pack(">q", 1500), b"l" + struct.pack(">q", -1500)),
-        (b"d" + struct.pack(">d", 0.5), b"d" + struct.pack(">d", -0.5)),
         (long_string(b"1500.50"), long_string(b"-1500.50")),
-        (long_string(b"+5"), long_string(b"-5")),
         # Over already, or nothing.
-        (b"b\x00", b"b\x00"),
         (b"b\xfb", b"b\xfb"),
-        (long_string(b"-5"), long_string(b"-5")),
         (b"d" + struct.pack(">d", -0.5), b"d" + struct.pack(">d", -0.5)),
         # Not a delay: the route asks for another form.
         (long_string(b"soon"), long_string(b"soon")),
-        (b"t\x01", b"t\x01"),
         (b"d" + struct.pack(">d", float("nan")), b"d" + struct.pack(">d", float("nan"))),
         (b"T" + struct.pack(">Q", 5), b"T" + struct.pack(">Q", 5)),
-        (byte_array(b"5"), byte_array(b"5")),
     ],
     ids=repr,
 )
@@ -156,21 +139,25 @@ def test_released_again_is_released_once(raw: bytes) -> None:
     assert released(without_user) == without_user
 
 
-def test_the_request_of_a_message() -> None:
-    raw = with_headers(
-        entry(b"x-delay", b"I" + struct.pack(">i", 5)),
-        text("other"),
-        entry(b"x-delay", b"I" + struct.pack(">i", 9)),
-        text("x-delay-key", "key"),
-    )
-    asked = edits.asked(delivered(raw), Properties.parse(raw))
-    assert asked == DelayRequest(b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"})
+TWO_DELAYS = with_headers(
+    entry(b"x-delay", b"I" + struct.pack(">i", 5)),
+    text("other"),
+    entry(b"x-delay", b"I" + struct.pack(">i", 9)),
+    text("x-delay-key", "key"),
+)
 
 
-def test_requests_that_read_the_body_or_the_message_id() -> None:
-    raw = b"\x40\x80" + b"\x04gzip" + b"\x04id-1"
-    asked = edits.asked(delivered(raw, b"body"), Properties.parse(raw))
-    assert asked == DelayRequest(b"orders.in", b"k", {}, body=b"body", content_encoding=b"gzip", message_id=b"id-1")
+@pytest.mark.parametrize(
+    ("raw", "asked"),
+    [
+        (TWO_DELAYS, {"headers": {b"x-delay": 5, b"x-delay-key": "key"}}),
+        (b"\x40\x80" + b"\x04gzip" + b"\x04id-1", {"content_encoding": b"gzip", "message_id": b"id-1"}),
+        (b"\x00\x40" + struct.pack(">Q", 77), {"timestamp": 77}),
+    ],
+)
+def test_the_request_of_a_message(raw: bytes, asked: dict[str, Any]) -> None:
+    found = edits.asked(delivered(raw, b"body"), Properties.parse(raw))
+    assert found == DelayRequest(b"orders.in", b"k", **{"headers": {}, "body": b"body"} | asked)
 
 
 def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
@@ -205,11 +192,6 @@ def test_messages_that_are_alike_do_not_come_back_together() -> None:
 def test_the_keys_of_cc(value: bytes, copies: set[bytes]) -> None:
     raw = with_headers(entry(b"CC", value))
     assert edits.asked(delivered(raw), Properties.parse(raw)).copies == copies
-
-
-def test_the_timestamp_property_is_asked() -> None:
-    raw = b"\x00\x40" + struct.pack(">Q", 77)
-    assert edits.asked(delivered(raw), Properties.parse(raw)).timestamp == 77
 
 
 FAILED = Failure(1, b"orders", "rejected", 1_800_000_000, b"shop", b"order.new", exhausted=False)

@@ -14,19 +14,10 @@ from delayer.amqp.properties import Properties, byte_array, encode_headers, entr
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
-from tests.unit.amqp.tables import properties, sized
+from tests.unit.amqp.tables import properties, sized, text, with_headers
 
 DUE_MS = 1_800_000_000_000
 MAX = 131_052
-
-
-def text(name: str, value: str = "v") -> bytes:
-    return entry(name.encode(), long_string(value.encode()))
-
-
-def with_headers(*entries: bytes) -> bytes:
-    """Properties that are a header table and nothing else."""
-    return b"\x20\x00" + sized(b"".join(entries))
 
 
 # Written by format 1, and never to change: such messages may be in a cascade for years.

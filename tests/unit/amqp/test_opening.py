@@ -11,8 +11,7 @@ from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ConnectionLost, ProtocolError
 from delayer.core.errors import BrokerLost
-from tests.unit.amqp.conversing import say_goodbye
-from tests.unit.amqp.scripted import scripted
+from tests.unit.amqp.scripted import say_goodbye, scripted
 
 
 async def test_certificates_instead_of_a_password() -> None:
@@ -27,8 +26,7 @@ async def test_certificates_instead_of_a_password() -> None:
 
 async def test_the_client_properties() -> None:
     async with scripted() as script:
-        opening = asyncio.create_task(Connection.open(script.address, name="delayer@host", heartbeat=7))
-        peer = await script.peer()
+        opening, peer = await script.opening(name="delayer@host", heartbeat=7)
         hello = await peer.log_in()
         connection = await opening
         assert hello.client_properties is not None
@@ -56,9 +54,7 @@ async def test_the_client_properties() -> None:
 )
 async def test_turned_away(after: str, close: commands.Connection.Close, expected: type[ConnectionLost]) -> None:
     async with scripted() as script:
-        opening = asyncio.create_task(Connection.open(script.address, name="test"))
-        peer = await script.peer()
-        await peer.reader.readexactly(8)
+        opening, peer = await script.greeted()
         peer.send(commands.Connection.Start(0, 9, {}, "PLAIN", "en_US"))
         await peer.expect(commands.Connection.StartOk)
         if after == "tune":
@@ -75,9 +71,7 @@ async def test_turned_away(after: str, close: commands.Connection.Close, expecte
 
 async def test_no_way_to_log_in() -> None:
     async with scripted() as script:
-        opening = asyncio.create_task(Connection.open(script.address, name="test"))
-        peer = await script.peer()
-        await peer.reader.readexactly(8)
+        opening, peer = await script.greeted()
         peer.send(commands.Connection.Start(0, 9, {}, "EXTERNAL AMQPLAIN", "en_US"))
         with pytest.raises(AccessRefused, match="offers EXTERNAL AMQPLAIN, expected PLAIN"):
             await opening
@@ -87,8 +81,7 @@ async def test_no_way_to_log_in() -> None:
 @pytest.mark.parametrize("greeting", [b"AMQP\0\1\0\0", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x15\x03\x01\0\x02\x02\x0a\0"])
 async def test_no_amqp_server(greeting: bytes) -> None:
     async with scripted() as script:
-        opening = asyncio.create_task(Connection.open(script.address, name="test"))
-        peer = await script.peer()
+        opening, peer = await script.opening()
         peer.send_raw(greeting)
         with pytest.raises(ProtocolError):
             await opening
@@ -105,9 +98,7 @@ async def test_a_server_that_says_nothing() -> None:
 
 async def test_a_server_that_hangs_up() -> None:
     async with scripted() as script:
-        opening = asyncio.create_task(Connection.open(script.address, name="test"))
-        peer = await script.peer()
-        await peer.reader.readexactly(8)
+        opening, peer = await script.greeted()
         peer.writer.close()
         with pytest.raises(ConnectionLost, match="hung up"):
             await opening
@@ -124,10 +115,24 @@ async def test_nobody_listens() -> None:
 
 async def test_a_cancelled_open_leaves_no_socket() -> None:
     async with scripted() as script:
-        opening = asyncio.create_task(Connection.open(script.address, name="test"))
-        peer = await script.peer()
-        await peer.reader.readexactly(8)
+        opening, peer = await script.greeted()
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
         await peer.hung_up()
+
+
+@pytest.mark.parametrize(
+    ("loss", "objects"),
+    [
+        (ConnectionLost(0, "the broker hung up"), False),
+        (ConnectionLost(320, "CONNECTION_FORCED - shutdown"), False),
+        (ConnectionLost(501, "FRAME_ERROR"), True),
+        (ConnectionLost(541, "INTERNAL_ERROR"), True),
+        (ConnectionLost(530, "NOT_ALLOWED - number of channels opened has reached the maximum"), False),
+        (AccessRefused(530, "NOT_ALLOWED - vhost missing not found"), False),
+        (ProtocolError(505, "ours"), False),
+    ],
+)
+def test_which_losses_are_about_a_message_that_was_sent(loss: ConnectionLost, objects: bool) -> None:
+    assert loss.objects is objects
