@@ -179,7 +179,7 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/core/backoff.py",
         "FIRST_MS << min(attempts - 1, 16)",
         "FIRST_MS",
-        ["tests/unit/core/test_backoff.py"],
+        ["tests/unit/core/test_hold.py"],
     ),
     Mutant(
         "clock-without-drift",
@@ -256,7 +256,7 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/intake/consume.py",
         "self._order[0] in self._accepted",
         "self._accepted",
-        ["tests/unit/intake/test_acks.py"],
+        ["tests/unit/intake/test_consume.py"],
     ),
     Mutant(
         "returned-counts-as-confirmed",

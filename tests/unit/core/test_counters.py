@@ -39,13 +39,6 @@ def test_messages_before_their_instant_count_as_on_time() -> None:
     assert (tally.below[0], tally.count, tally.total) == (2, 2, 0.0)
 
 
-def test_routes_are_counted_apart() -> None:
-    counters = Counters()
-    counters.add_routes("parked", [b"a", b"b", b"a"])
-    counters.add_routes("parked", [b"a"])
-    assert counters.routes["parked"] == {b"a": 3, b"b": 1}
-
-
 def test_names_that_somebody_invents_fill_no_memory() -> None:
     counters = Counters()
     counters.add_routes("refused", [b"%d" % number for number in range(MOST_ROUTES + 50)])

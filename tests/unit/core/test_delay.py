@@ -1,7 +1,9 @@
-"""Delays and instants: every awkward input in a table, and the laws beside them."""
+"""Delays and instants, ours and as Celery and MailerQ write them: awkward input in tables, and the laws beside them."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
@@ -11,22 +13,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core.delay_headers import UnreadableDelay, in_words, read_delay_ms, read_instant_ms, seconds_until, shown
+from delayer.core.delay_headers import (
+    LONGEST_BODY,
+    UnreadableDelay,
+    in_words,
+    instant_in_json_ms,
+    read_delay_ms,
+    read_instant_ms,
+    seconds_until,
+    shown,
+    steps,
+)
+from delayer.core.levels import eta_ms
 from delayer.core.message import Timestamp
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MS = timedelta(milliseconds=1)
+AT = "/nextattempt/time"
 
 
 @pytest.mark.parametrize(
     ("said", "delay_ms"),
     [
         (0, 0),
-        (1, 1),
-        (-1, -1),
         (-(1 << 63), -(1 << 63)),
         ((1 << 64) - 1, (1 << 64) - 1),
-        (0.0, 0),
         (-0.0, 0),
         (0.25, 1),
         (-0.25, 0),
@@ -36,7 +47,6 @@ MS = timedelta(milliseconds=1)
         (1e30, 10**30 + 19884624838656),  # the float's exact value: rounding up never means rounding off
         ("0", 0),
         ("-0", 0),
-        ("-0.0", 0),
         ("+5", 5),
         ("-5", -5),
         ("007", 7),
@@ -56,38 +66,25 @@ def test_a_relative_delay_is_read(said: object, delay_ms: int) -> None:
 NOT_A_NUMBER: list[object] = [
     None,
     True,
-    False,
     b"1500",
-    b"",
     "",
     " 5",
-    "5 ",
     "5\n",
     "5_000",
-    "5,000",
     "1e3",
     "0x10",
     ".5",
     "5.",
-    "+",
-    "--5",
     "٣",  # a digit, to str.isdigit() and to int()
-    "５",
-    "5s",
     "NaN",
-    "inf",
     "9" * 31,
     "1." + "9" * 31,
     math.nan,
     math.inf,
-    -math.inf,
     Decimal("NaN"),
     Decimal("sNaN"),
-    Decimal("Infinity"),
     Timestamp(5),
     [5],
-    {"x": 5},
-    2020j,
 ]
 
 
@@ -111,23 +108,15 @@ def test_a_relative_delay_is_unreadable(said: object) -> None:
         ("1970-01-01T00:00:00Z", 0),
         ("1970-01-01t00:00:00z", 0),
         ("1970-01-01 00:00:01Z", 1000),
-        ("1970-01-01T00:00:00+00:00", 0),
-        ("1970-01-01T00:00:00-00:00", 0),
         ("1970-01-01T01:00:00+01:00", 0),
         ("1969-12-31T23:59:00-00:01", 0),
         ("1970-01-02T23:59:00+23:59", 86_400_000),
         ("1969-12-31T23:59:59.999Z", -1),
         ("1969-12-31T23:59:59.9991Z", 0),
         ("1970-01-01T00:00:00.1Z", 100),
-        ("1970-01-01T00:00:00.12Z", 120),
         ("1970-01-01T00:00:00.123Z", 123),
-        ("1970-01-01T00:00:00.1230Z", 123),
         ("1970-01-01T00:00:00.1231Z", 124),
-        ("1970-01-01T00:00:00.12300Z", 123),
-        ("1970-01-01T00:00:00.123001Z", 124),
         ("1970-01-01T00:00:00.1230001Z", 124),
-        ("1970-01-01T00:00:00.12300001Z", 124),
-        ("1970-01-01T00:00:00.123000001Z", 124),
         ("1970-01-01T00:00:00.000000001Z", 1),
         ("1970-01-01T00:00:00.9999Z", 1000),
         ("2016-12-31T23:59:60Z", 1_483_228_800_000),  # a leap second is the first instant of the next minute
@@ -136,10 +125,7 @@ def test_a_relative_delay_is_unreadable(said: object) -> None:
         ("2026-03-29T03:00:00+02:00", 1_774_746_000_000),  # which is the next one
         ("2026-10-25T02:30:00+02:00", 1_792_888_200_000),  # this half hour is there twice
         ("2026-10-25T02:30:00+01:00", 1_792_891_800_000),  # and the offset says which is meant
-        ("2024-02-29T12:00:00Z", 1_709_208_000_000),
-        ("2000-02-29T00:00:00Z", 951_782_400_000),
         ("0000-01-01T00:00:00Z", -62_167_219_200_000),
-        ("0000-02-29T00:00:00Z", -62_162_121_600_000),
         ("9999-12-31T23:59:59.999Z", 253_402_300_799_999),
         ("9999-12-31T23:59:59-23:59", 253_402_387_139_000),
     ],
@@ -154,23 +140,15 @@ def test_an_instant_is_read(said: object, due_ms: int) -> None:
     [
         *(one for one in NOT_A_NUMBER if not isinstance(one, Timestamp)),
         "1700000000000",  # seconds or milliseconds?
-        "0",
         1700000000.5,
-        Decimal(5),
         "2024-01-01",
         "2024-01-01T00:00:00",
         "2024-01-01T00:00Z",
-        "20240101T000000Z",
-        "2024-1-1T00:00:00Z",
         "2024-01-01T00:00:00.Z",
-        "2024-01-01T00:00:00,5Z",
         "2024-01-01T00:00:00 Z",
         "2024-01-01T00:00:00+0100",
-        "2024-01-01T00:00:00+01",
         "2024-01-01T00:00:00+24:00",
-        "2024-01-01T00:00:00+00:60",
         "2024-01-01T00:00:00Z\n",
-        " 2024-01-01T00:00:00Z",
         "2024-01-01_00:00:00Z",
         "2024-01-01T24:00:00Z",
         "2024-01-01T00:60:00Z",
@@ -178,13 +156,7 @@ def test_an_instant_is_read(said: object, due_ms: int) -> None:
         "2024-00-01T00:00:00Z",
         "2024-13-01T00:00:00Z",
         "2024-01-00T00:00:00Z",
-        "2024-04-31T00:00:00Z",
-        "2023-02-29T00:00:00Z",
-        "1900-02-29T00:00:00Z",
-        "2024-02-30T00:00:00Z",
         "-2024-01-01T00:00:00Z",
-        "+2024-01-01T00:00:00Z",
-        "99999-01-01T00:00:00Z",
         "٢٠٢٤-01-01T00:00:00Z",
         "2024-01-01T00:00:00.٣Z",
         "2024-01-01T00:00:00." + "1" * 31 + "Z",
@@ -264,3 +236,77 @@ def test_values_in_errors_are_short_and_printable(value: object) -> None:
 )
 def test_a_delay_in_words(milliseconds: int, words: str) -> None:
     assert in_words(milliseconds) == words
+
+
+# As Celery and MailerQ write them.
+
+
+@pytest.mark.parametrize(
+    ("value", "due_ms"),
+    [
+        ("2026-11-21T22:30:00.123456+00:00", 1_795_300_200_124),
+        ("2026-11-21T22:30:00.123456", 1_795_300_200_124),
+        ("2026-11-21T23:30:00+01:00", 1_795_300_200_000),
+        ("2026-11-21T22:30:00Z", 1_795_300_200_000),
+        ("2026-11-21 22:30:00", 1_795_300_200_000),
+        (None, None),
+    ],
+)
+def test_an_eta(value: object, due_ms: int | None) -> None:
+    assert eta_ms(value) == due_ms
+
+
+@pytest.mark.parametrize("value", ["", "soon", "2026-11-21", 1_795_300_200, b"\xff", True, "2026-13-21T22:30:00"])
+def test_an_unreadable_eta(value: object) -> None:
+    with pytest.raises(UnreadableDelay, match="expected an instant in ISO 8601, found"):
+        eta_ms(value)
+
+
+@pytest.mark.parametrize(
+    ("body", "at", "due_ms"),
+    [
+        ('{"nextattempt": {"time": "2026-11-21 22:30:00"}}', AT, 1_795_300_200_000),
+        ('{"nextattempt": {"time": "2026-11-21T22:30:00.5+00:00"}}', AT, 1_795_300_200_500),
+        ('{"nextattempt": {"time": 1795300200000}}', AT, 1_795_300_200_000),
+        ('{"nextattempt": {"time": null}}', AT, None),
+        ('{"nextattempt": 5}', AT, None),
+        ('{"nextattempt": {"time": "2026-11-21 22:30:00"}}', "/nextattempt/time/more", None),
+        ("{}", AT, None),
+        ('["2026-11-21 22:30:00"]', "/0", 1_795_300_200_000),
+        ('["2026-11-21 22:30:00"]', "/1", None),
+        ('"2026-11-21 22:30:00"', "", 1_795_300_200_000),
+        ('{"": 7}', "/", 7),
+        ('{"a/b": {"~": 7}}', "/a~1b/~0", 7),
+        ('{"time": 1, "time": 2}', "/time", 2),
+    ],
+)
+def test_an_instant_in_a_body(body: str, at: str, due_ms: int | None) -> None:
+    assert instant_in_json_ms(body.encode(), at) == due_ms
+    assert instant_in_json_ms(gzip.compress(body.encode()), at, b"GZIP") == due_ms
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "found"),
+    [
+        (b"", None, "expected a JSON body"),
+        (b"From: me\r\n\r\nmail", None, "expected a JSON body"),
+        (b"[" * 100_000, None, "expected a JSON body"),
+        (b"1" * 5_000, None, "expected a JSON body"),
+        (b'{"nextattempt": {"time": "tomorrow"}}', None, "found 'tomorrow'"),
+        (b'{"nextattempt": {"time": "1795300200000"}}', None, "found '1795300200000'"),
+        (b'{"nextattempt": {"time": true}}', None, "found True"),
+        (b'{"nextattempt": {"time": {}}}', None, "found {}"),
+        (b"{}", b"gzip", "expected a body in gzip"),
+        (gzip.compress(b"{}", mtime=0)[:-3], b"gzip", "expected a whole body in gzip"),
+        (gzip.compress(b" " * (LONGEST_BODY + 1), mtime=0), b"gzip", "at most"),
+    ],
+)
+def test_a_body_that_may_have_meant_an_instant(body: bytes, encoding: bytes | None, found: str) -> None:
+    with pytest.raises(UnreadableDelay, match=found):
+        instant_in_json_ms(body, AT, encoding)
+
+
+def test_a_pointer_begins_with_a_slash() -> None:
+    assert steps(json.loads('"/a/0/"')) == ("a", "0", "")
+    with pytest.raises(ValueError, match="JSON pointer"):
+        steps("nextattempt.time")

@@ -1,4 +1,4 @@
-"""core/hold.py: why a message is held, as data."""
+"""Why a message is held, as data, and the pauses until it is tried again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.core.backoff import FIRST_MS, LONGEST_MS, pause_ms
 from delayer.core.hold import FOR_A_PERSON, Hold, HoldKind, hold_for
 from delayer.core.message import (
     CONFIRMED,
@@ -67,3 +68,21 @@ def test_every_unhappy_outcome_has_its_kind_and_flags(
 def test_a_confirmed_message_is_not_held() -> None:
     with pytest.raises(ValueError, match="confirmed"):
         hold_for(CONFIRMED)
+
+
+ids = st.integers(0, 2**63 - 1)
+
+
+@given(st.integers(1, 2**31), ids)
+def test_within_a_fifth_of_the_doubling(attempts: int, message_id: int) -> None:
+    whole = min(FIRST_MS * 2 ** min(attempts - 1, 30), LONGEST_MS)
+    assert whole * 4 // 5 <= pause_ms(attempts, message_id) <= whole
+
+
+@given(st.integers(1, 20), ids)
+def test_never_shorter_for_more_attempts(attempts: int, message_id: int) -> None:
+    assert pause_ms(attempts, message_id) <= pause_ms(attempts + 1, message_id)
+
+
+def test_neighbours_are_spread() -> None:
+    assert len({pause_ms(9, message_id) // 10_000 for message_id in range(1000)}) > 40

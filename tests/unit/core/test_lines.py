@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from delayer.cli.output import print_json
 from delayer.core import lines
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import Item, NotARewrite, read_rewrite, redirected, renamed
-from delayer.core.lines import End, Line, NotALine
+from delayer.core.lines import End, Line, NotALine, escaped
 from delayer.core.message import Parcel, Target
 from tests.unit.imports.import_fakes import parcel
 
@@ -154,3 +158,22 @@ def test_bytes_of_the_first_version() -> None:
     line = Line(of, 3735928559, Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE", may_be_delivered=True))
     assert lines.read(kept) == line
     assert lines.write(line) == kept
+
+
+# JSON that any terminal may be shown.
+
+
+@pytest.mark.parametrize("character", ["\x7f", "\x9b", "\u202e", "\u2028", "\ud800", "\U000e0001", "\x1b"])
+def test_invisible_characters_are_escaped(character: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"key": f"ä{character}☃"})
+    shown = capsys.readouterr().out
+    assert character not in shown
+    assert "ä" in shown and "☃" in shown
+    assert json.loads(shown) == {"key": f"ä{character}☃"}
+
+
+@given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_it_means_the_same(value: object) -> None:
+    plain = escaped(json.dumps(value, indent=2, ensure_ascii=False))
+    assert json.loads(plain) == value
+    assert all(one.isprintable() for one in plain.replace("\n", ""))

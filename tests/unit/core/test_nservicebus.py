@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core import nservicebus
 from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
@@ -34,10 +32,6 @@ from delayer.core.nservicebus import (
 SENT = "2026-04-29 22:11:26:330982 Z"
 SENT_MS = 1_777_500_686_331
 SAGA = "2d6f1c1e-6e7c-4d0b-9f6c-b2a300e5c1aa"
-
-
-def test_the_examples_in_the_module_are_true() -> None:
-    assert doctest.testmod(nservicebus).failed == 0
 
 
 def test_an_instant_is_rounded_up_to_the_millisecond() -> None:
@@ -90,19 +84,12 @@ def test_it_is_the_instant_of_rfc_3339(moment: datetime, day: str, second: int |
     ("headers", "due_ms"),
     [
         ({}, None),
-        ({TIME_SENT: SENT}, None),
         ({DELIVER_AT: SENT}, None),  # of a message that was delayed once, and is not any more
         ({DELAY_IN_SECONDS: 60}, None),  # since when, nobody says
         ({DELAY_IN_SECONDS: 60, TIME_SENT: SENT}, SENT_MS + 60_000),
-        ({DELAY_IN_SECONDS: "60", TIME_SENT: SENT}, SENT_MS + 60_000),
         ({DELAY_IN_SECONDS: 0, TIME_SENT: SENT}, SENT_MS),
         ({DELAY_IN_SECONDS: -123, TIME_SENT: SENT}, SENT_MS - 123_000),
-        ({DELAY_IN_SECONDS: 268_435_455, TIME_SENT: SENT}, SENT_MS + 268_435_455_000),
         # A delayed retry: everything but the time of the failure is of the first sending.
-        (
-            {DELAY_IN_SECONDS: 10, TIME_SENT: SENT, RETRIES_TIMESTAMP: "2026-04-30 22:11:26:330000 Z"},
-            SENT_MS - 1 + 86_400_000 + 10_000,
-        ),
         (
             {
                 DELAY_IN_SECONDS: 10,
@@ -127,7 +114,6 @@ def test_when_a_delayed_message_is_due(headers: dict[bytes, object], due_ms: int
     ("headers", "named"),
     [
         ({DELAY_IN_SECONDS: "soon", TIME_SENT: SENT}, "expected seconds"),
-        ({DELAY_IN_SECONDS: None, TIME_SENT: SENT}, "expected seconds"),
         ({DELAY_IN_SECONDS: 5, TIME_SENT: "yesterday"}, "NServiceBus.TimeSent"),
         ({DELAY_IN_SECONDS: 5, TIME_SENT: SENT, RETRIES_TIMESTAMP: 5}, "NServiceBus.Retries.Timestamp"),
         ({DELAY_IN_SECONDS: 5, TIME_SENT: SENT, DELIVER_AT: b"\xff"}, "NServiceBus.DeliverAt"),
@@ -152,7 +138,6 @@ def test_how_long_a_message_is_delayed() -> None:
         ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "Sales", REPLY_TO: "Other"}, Timeout(SENT_MS, b"Sales")),
         ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "", REPLY_TO: "Other"}, Timeout(SENT_MS, b"Other")),
         ({EXPIRE: SENT, REPLY_TO: "Other@MACHINE"}, Timeout(SENT_MS, b"Other@MACHINE")),
-        ({EXPIRE: SENT, REPLY_TO: b"\xff"}, Timeout(SENT_MS, b"\xff")),
     ],
 )
 def test_requests_to_a_timeout_manager(headers: dict[bytes, object], asked: Timeout | None) -> None:

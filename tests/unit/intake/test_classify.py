@@ -1,6 +1,9 @@
-"""A batch, sorted into what goes to the store and what is published, each publication with its delivery."""
+"""A batch, sorted into what goes to the store and what is published; the order of its keys; the answers to cancels."""
 
 from __future__ import annotations
+
+import asyncio
+import json
 
 import pytest
 from hypothesis import given
@@ -10,18 +13,26 @@ from delayer.amqp import edits
 from delayer.amqp.edits import Endpoints
 from delayer.amqp.properties import Properties, array, encode_headers, entry, int64, long_string, table
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.message import Delivery, KeyGroup, Parcel, Target
+from delayer.core.counters import Counters
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.message import Delivery, KeyGroup, Parcel, Returned, Target
 from delayer.core.nservicebus import wire_instant
-from delayer.core.plan import Mode, Policy, Refuse, Route
+from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.core.retry_policy import Retry
-from delayer.intake.handle import BatchPlan, batch_plan, classify
-from tests.support.fakes import NOW, delivery, ids
+from delayer.intake import replies
+from delayer.intake.consume import AckTracker
+from delayer.intake.handle import BatchPlan, Classified, Dispatch, IntakeHandler, Turns, batch_plan, classify, wait
+from delayer.intake.holding import Holding
+from delayer.intake.refusals import with_short
+from delayer.intake.replies import Asked
+from tests.support.fakes import NOW, Acks, ScriptedLive, ScriptedPublisher, delivery, ids
 from tests.unit.amqp.tables import properties
 
 ORDERS = Route(b"orders.in", b"orders.out")
 MAIL = Route(b"mail.in", b"")
 NATIVE = Policy(Mode.NATIVE, {route.source: route for route in (ORDERS, MAIL)}, b"delays", 10**12)
 STORE = Policy(Mode.STORE, NATIVE.routes, b"delays", 10**12)
+TARGET = Target(b"out", b"k")
 NAMES = Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000)
 
 
@@ -45,16 +56,6 @@ def test_parked_as_it_was_received() -> None:
         Parcel(NOW + 5000, b"orders.in", b"orders.in", b"k", Target(b"orders.out", b"k"), one.properties, b"body", None)
     ]
     assert found.publications == []
-
-
-def test_a_cancel_after_a_park_of_its_key_takes_a_step_of_its_own() -> None:
-    key = says(b"x-delay-key", b"a")
-    cancel = says(b"x-delay-cancel", b"a")
-    steps = work(delivery(1, LATER, key), delivery(2, cancel), delivery(3, LATER, key), delivery(4, LATER)).steps
-    assert [[one.tag for one in step.deliveries] for step in steps] == [[1], [2, 3, 4]]
-    assert [step.cancels for step in steps] == [[], [b"a"]]
-    [step] = work(delivery(1, cancel), delivery(2, LATER, key)).steps
-    assert (step.cancels, len(step.parcels)) == ([b"a"], 1)
 
 
 def test_the_end_of_a_saga_after_a_park_of_its_timeout_takes_a_step_of_its_own() -> None:
@@ -167,7 +168,153 @@ def test_every_delivery_is_in_exactly_one_place(batch: list[Delivery], policy: P
         assert len(outgoing.properties) <= NAMES.max_properties
 
 
-def test_an_unusable_delivery_has_no_properties() -> None:
-    one = classify(delivery(1)._replace(properties=b""), STORE, NOW, NAMES.max_properties)
-    assert one.properties is None
-    assert isinstance(one.plan, Refuse)
+# Keys keep the order of arrival: within a batch by steps, between batches by turns.
+
+
+def sorted_plan(tag: int, plan: Plan) -> Classified:
+    return Classified(Delivery(tag, False, b"in", b"k", b"\0\0", b""), None, plan)
+
+
+@pytest.mark.parametrize(
+    ("plans", "steps"),
+    [
+        ([], []),
+        ([Park(1, TARGET)], [([1], [])]),
+        ([Cancel(b"a"), Park(1, TARGET, b"a")], [([2], [b"a"])]),
+        ([Park(1, TARGET, b"a"), Cancel(b"b")], [([1], [b"b"])]),
+        ([Park(1, TARGET, b"a"), Cancel(b"a")], [([1], []), ([], [b"a"])]),
+        ([Park(1, TARGET, b"a"), Cancel(b"a"), Park(2, TARGET, b"a")], [([1], []), ([3], [b"a"])]),
+    ],
+)
+def test_a_cancel_acts_after_what_it_follows(plans: list[Plan], steps: list[tuple[list[int], list[bytes]]]) -> None:
+    work = batch_plan([sorted_plan(tag, plan) for tag, plan in enumerate(plans, 1)], NAMES, lambda: b"id")
+    parked = [[tag for tag, plan in enumerate(plans, 1) if isinstance(plan, Park)] for _ in work.steps]
+    found = []
+    for step in work.steps:
+        tags = [delivery.tag for delivery in step.deliveries]
+        found.append(([tag for tag in tags if parked and tag in parked[0]], step.cancels))
+    assert found == steps
+    assert [delivery.tag for step in work.steps for delivery in step.deliveries] == list(range(1, len(plans) + 1))
+
+
+async def test_turns_are_taken_in_the_order_of_asking() -> None:
+    turns, order, go = Turns(), [], asyncio.Event()
+
+    async def keyed(name: str, first: bool) -> None:
+        async with turns.turn() as before:
+            if first:
+                await go.wait()
+            await wait(before)
+            order.append(name)
+
+    tasks = [asyncio.create_task(keyed(name, name == "a")) for name in "abc"]
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b", "c"]
+
+
+async def test_a_failed_turn_fails_those_that_wait_for_it_and_no_later_one() -> None:
+    turns, go = Turns(), asyncio.Event()
+
+    async def failing() -> None:
+        async with turns.turn():
+            await go.wait()
+            raise StoreLost("gone")
+
+    async def waiting() -> None:
+        async with turns.turn() as before:
+            await wait(before)
+
+    tasks = [asyncio.create_task(failing()), asyncio.create_task(waiting()), asyncio.create_task(waiting())]
+    await asyncio.sleep(0)
+    go.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [StoreLost] * 3
+    await waiting()
+
+
+# What a cancel hears, and that nobody's delivery depends on it.
+
+
+def cancel(tag: int, key: bytes, reply_to: bytes = b"answers", *, correlation: bytes = b"") -> Delivery:
+    raw = encode_headers(entry(b"x-delay-cancel", long_string(key)))
+    for name, value in (("reply_to", reply_to), ("correlation_id", correlation), ("message_id", b"m-%d" % tag)):
+        raw = with_short(raw, name, value) if value else raw
+    return Delivery(tag, False, b"in", b"k", raw, b"")
+
+
+@pytest.mark.parametrize(("found", "said"), [(True, "cancelled"), (False, "too late")])
+def test_outcomes(found: bool, said: str) -> None:
+    ask = Asked(b"a", b"answers", None)
+    assert replies.outcome(ask, frozenset({b"a", b"b"} if found else {b"b"})) == said
+
+
+def test_a_reply_is_known_by_what_the_cancel_said() -> None:
+    for correlation, known in ((b"c-1", b"c-1"), (b"", b"m-7")):
+        delivery = cancel(7, b"caf\xc3\xa9", correlation=correlation)
+        ask = replies.asked(Properties.parse(delivery.properties), b"caf\xc3\xa9")
+        assert ask is not None
+        answer = replies.reply(ask, "too late", b"t")
+        said = Properties.parse(answer.properties)
+        assert (answer.exchange, answer.routing_key, answer.token) == (b"", b"answers", b"t")
+        assert said.short("correlation_id") == known
+        assert said.short("content_type") == b"application/json"
+        assert json.loads(answer.body) == {"outcome": "too late", "key": "café"}
+        outcome = said.get(replies.OUTCOME)
+        assert outcome is not None
+        assert outcome.content == b"too late"
+
+
+def test_a_cancel_without_reply_to_gets_no_reply() -> None:
+    delivery = cancel(1, b"a", reply_to=b"")
+    assert replies.asked(Properties.parse(delivery.properties), b"a") is None
+
+
+class Parking:
+    """Has messages under these keys."""
+
+    def __init__(self, *keys: bytes) -> None:
+        self.keys = set(keys)
+
+    async def park(self, parcels: object, cancels: list[bytes]) -> frozenset[bytes]:
+        taken = frozenset(self.keys & set(cancels))
+        self.keys -= taken
+        return taken
+
+
+async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delivery) -> Acks:
+    policy = Policy(Mode.STORE, {b"in": Route(b"in", b"out")}, b"delays", 10_000, own_queues=frozenset({b"delays.due"}))
+    acks = Acks()
+    live = ScriptedLive(policy, NAMES)
+    counters = Counters()
+    holding = Holding(publisher, None, live, counters, new_id=ids())  # type: ignore[arg-type]
+    handler = IntakeHandler(live, Dispatch(publisher, holding, live, counters), parking, counters)
+    tracker = AckTracker(acks)
+    tracker.read(batch)
+    await handler(batch, tracker)
+    return acks
+
+
+async def test_every_cancel_that_asks_hears_its_own_outcome() -> None:
+    publisher = ScriptedPublisher()
+    await carried(publisher, Parking(b"a"), cancel(1, b"a"), cancel(2, b"b"), cancel(3, b"c", reply_to=b""))
+    assert [json.loads(one.body) for one in publisher.published] == [
+        {"outcome": "cancelled", "key": "a"},
+        {"outcome": "too late", "key": "b"},
+    ]
+
+
+@pytest.mark.parametrize("ours", [b"delays", b"delays.due", NAMES.refused_exchange])
+async def test_replies_never_go_into_delayer_s_queues(ours: bytes) -> None:
+    publisher = ScriptedPublisher()
+    await carried(publisher, Parking(b"a"), cancel(1, b"a", reply_to=ours))
+    assert publisher.published == []
+
+
+@pytest.mark.parametrize("failure", [Returned(312, "NO_ROUTE"), BrokerLost("gone"), None])
+async def test_an_answer_that_does_not_get_through_keeps_nobody(failure: Returned | BrokerLost | None) -> None:
+    publisher = ScriptedPublisher({b"answers": failure} if failure else {})
+    publisher.ready = failure is not None
+    acks = await carried(publisher, Parking(b"a"), cancel(1, b"a"))
+    assert acks.acked == [(1, True)]

@@ -1,16 +1,23 @@
-"""Consuming one queue: batches carried side by side, losses, bugs, and the end."""
+"""Consuming one queue: batches carried side by side, losses, bugs, and the end; nothing is acknowledged before it is
+accepted, and everything accepted is, once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import gc
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from delayer.broker.retry import LOSSES, Retry, raise_first
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
 from delayer.intake.consume import AckTracker, Intake, QueueConsumer
-from tests.support.fakes import Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
+from tests.support.fakes import Acks, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
 
@@ -66,6 +73,14 @@ class Scene:
     def start(self) -> asyncio.Task[None]:
         return asyncio.create_task(self.session.run(self.stopping))
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        """From the start to the end of an orderly stop."""
+        task = self.start()
+        yield task
+        self.stopping.set()
+        await task
+
 
 async def ready() -> None:
     """Everything that has to be there is there."""
@@ -87,11 +102,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_read_carried_acknowledged_stopped() -> None:
     subscription = ScriptedSubscription([batch(1, 2), [], batch(3)])
     it = Scene(subscription)
-    task = it.start()
-    await it.session.consuming.wait()
-    await subscription.read.wait()
-    it.stopping.set()
-    await task
+    async with it.running():
+        await it.session.consuming.wait()
+        await subscription.read.wait()
     assert subscription.events == ["ack 2", "ack 3", "stopped", "closed"]
     assert not it.session.consuming.is_set()
     assert it.heartbeat.forgotten == ["delays"]
@@ -101,16 +114,14 @@ async def test_batches_overlap_up_to_the_limit() -> None:
     subscription = ScriptedSubscription([batch(n) for n in range(1, 7)])
     it = Scene(subscription, in_flight=3)
     it.carrier.hold_back(1, 2, 3)
-    task = it.start()
-    await until(lambda: len(it.carrier.begun) == 3)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert it.carrier.begun == [1, 2, 3]
-    for tag in (3, 2, 1):
-        it.carrier.gates[tag].set()
-    await subscription.read.wait()
-    it.stopping.set()
-    await task
+    async with it.running():
+        await until(lambda: len(it.carrier.begun) == 3)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert it.carrier.begun == [1, 2, 3]
+        for tag in (3, 2, 1):
+            it.carrier.gates[tag].set()
+        await subscription.read.wait()
     assert it.carrier.most == 3
     assert subscription.acked[-1] == (6, True)
 
@@ -142,15 +153,13 @@ async def test_a_failed_carry_begins_again_and_repeats_nothing_that_is_safe(loss
     it = Scene(first, second)
     it.carrier.hold_back(1)
     it.carrier.failures[1] = loss
-    task = it.start()
-    await until(lambda: it.carrier.begun == [1, 2])
-    it.carrier.gates[1].set()
-    await until(lambda: "closed" in first.events)
-    assert first.acked == [(2, False), (3, False)]
-    del it.carrier.failures[1]
-    await second.read.wait()
-    it.stopping.set()
-    await task
+    async with it.running():
+        await until(lambda: it.carrier.begun == [1, 2])
+        it.carrier.gates[1].set()
+        await until(lambda: "closed" in first.events)
+        assert first.acked == [(2, False), (3, False)]
+        del it.carrier.failures[1]
+        await second.read.wait()
     assert second.acked == [(1, True)]
 
 
@@ -159,16 +168,14 @@ async def test_a_lost_subscription_waits_for_what_is_in_flight() -> None:
     it = Scene(first, second)
     it.carrier.hold_back(1)
     it.carrier.failures[1] = StoreLost("at the same time")  # nobody is left to hear of it, and nobody needs to
-    task = it.start()
-    await until(lambda: it.carrier.begun == [1])
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert first.events == []
-    it.carrier.gates[1].set()
-    await second.read.wait()
-    assert first.events == ["closed"]
-    it.stopping.set()
-    await task
+    async with it.running():
+        await until(lambda: it.carrier.begun == [1])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert first.events == []
+        it.carrier.gates[1].set()
+        await second.read.wait()
+        assert first.events == ["closed"]
 
 
 @pytest.mark.parametrize("end", ["at once", "with the subscription", "beside a loss"])
@@ -212,10 +219,8 @@ async def test_consuming_begins_again_after_a_missing_part() -> None:
             raise failures.pop()
 
     it = Scene(BrokerLost("404"), subscription, prepare=prepare)
-    task = it.start()
-    await subscription.read.wait()
-    it.stopping.set()
-    await task
+    async with it.running():
+        await subscription.read.wait()
     assert subscription.acked == [(1, True)]
 
 
@@ -226,12 +231,10 @@ async def test_pauses_grow_until_something_is_carried(quick: list[int]) -> None:
     last = ScriptedSubscription([])
     it = Scene(*fails, good, last, in_flight=1)
     it.carrier.failures[1] = StoreLost("out of reach")
-    task = it.start()
-    await until(lambda: "closed" in fails[3].events)
-    it.carrier.failures.clear()
-    await last.read.wait()
-    it.stopping.set()
-    await task
+    async with it.running():
+        await until(lambda: "closed" in fails[3].events)
+        it.carrier.failures.clear()
+        await last.read.wait()
     assert quick == [0, 1, 2, 3, 0]
 
 
@@ -241,12 +244,10 @@ async def test_slow_deliveries_return_to_the_queue() -> None:
     it = Scene(first, second)
     first.behind = True
     it.session._intake = Intake("delays", 100, give_back_after=0.0)
-    running = it.start()
-    await until(lambda: second.acked == [(1, True)])
-    assert first.events[-2:] == ["stopped", "closed"]
-    assert len(first.acked) == len(it.carrier.begun) - 1 < 89
-    it.stopping.set()
-    await running
+    async with it.running():
+        await until(lambda: second.acked == [(1, True)])
+        assert first.events[-2:] == ["stopped", "closed"]
+        assert len(first.acked) == len(it.carrier.begun) - 1 < 89
 
 
 async def test_some_that_wait_for_room_are_no_reason_to_pause_longer(quick: list[int]) -> None:
@@ -261,10 +262,8 @@ async def test_some_that_wait_for_room_are_no_reason_to_pause_longer(quick: list
         raise NotTaken("the refused queue is full")
 
     it.session._handle = carry
-    running = it.start()
-    await until(lambda: len(quick) >= 4)
-    it.stopping.set()
-    await running
+    async with it.running():
+        await until(lambda: len(quick) >= 4)
     assert quick[:4] == [0, 1, 0, 0]
 
 
@@ -273,14 +272,147 @@ async def test_a_subscription_that_overran_is_ended_in_order_and_begun_again() -
     first, second = ScriptedSubscription([batch(1), batch(2)]), ScriptedSubscription([batch(1)])
     it = Scene(first, second)
     it.carrier.hold_back(1)
-    running = it.start()
-    await first.read.wait()
-    first.overrun = True
-    await until(lambda: "stopped" in first.events)
-    assert not first.acked
-    it.carrier.gates[1].set()
-    await until(lambda: second.acked == [(1, True)])
-    assert first.acked == [(2, True)]
-    assert first.events[-1] == "closed"
-    it.stopping.set()
-    await running
+    async with it.running():
+        await first.read.wait()
+        first.overrun = True
+        await until(lambda: "stopped" in first.events)
+        assert not first.acked
+        it.carrier.gates[1].set()
+        await until(lambda: second.acked == [(1, True)])
+        assert first.acked == [(2, True)]
+        assert first.events[-1] == "closed"
+
+
+# Failures: the one that is raised, and that nothing of theirs stays in memory, collector or not.
+
+
+@pytest.mark.parametrize(
+    ("results", "raised"),
+    [
+        ([None, StoreLost("one"), BrokerLost("two")], StoreLost),
+        ([StoreLost("one"), None, KeyError("a bug")], KeyError),
+        ([KeyError("a bug"), BrokerLost("one")], KeyError),
+    ],
+)
+def test_a_bug_before_a_loss_else_the_first(
+    results: Sequence[BaseException | None], raised: type[BaseException]
+) -> None:
+    with pytest.raises(raised):
+        raise_first(results)
+
+
+def test_nothing_to_raise() -> None:
+    raise_first([])
+    raise_first([None, None])
+    raise_first([StoreLost("one"), BrokerLost("two")], unless=LOSSES)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Traced:
+    """What a frame holds on to."""
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_failed_batch_is_let_go() -> None:
+    """Before the next one is read: a full disk fails one batch after the other, for hours."""
+    it = Scene(*(ScriptedSubscription([batch(1)]) for _ in range(2)))
+    traced: list[weakref.ref[Traced]] = []
+    alive: list[int] = []
+
+    async def carry(_batch: Batch, _settler: AckTracker) -> None:
+        alive.append(sum(reference() is not None for reference in traced))
+        held = Traced()
+        traced.append(weakref.ref(held))
+        if len(traced) == 2:
+            it.stopping.set()
+        raise StoreLost("the disk is full")
+
+    it.session._handle = carry
+    await it.start()
+    assert alive == [0, 0]
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_pause_frees_what_stands_in_rings() -> None:
+    ring = Traced()
+    ring.__dict__["itself"] = ring
+    reference = weakref.ref(ring)
+    del ring
+    assert reference() is not None
+    stopping = asyncio.Event()
+    stopping.set()
+    await Retry(stopping, lambda: None).pause()
+    assert reference() is None
+
+
+# The settler.
+
+
+def settler_with(*tags: int) -> tuple[AckTracker, Acks]:
+    acks = Acks()
+    settler = AckTracker(acks)
+    settler.read([delivery(tag) for tag in tags])
+    return settler, acks
+
+
+def test_a_batch_is_one_acknowledgement() -> None:
+    settler, acks = settler_with(*range(1, 2001))
+    settler.accept(range(1, 2001))
+    assert acks.acked == [(2000, True)]
+    assert settler.outstanding == 0
+
+
+def test_an_acknowledgement_waits_for_earlier_deliveries() -> None:
+    settler, acks = settler_with(1, 2, 3, 4)
+    settler.accept([2, 3])
+    assert acks.acked == []
+    settler.accept([1])
+    assert acks.acked == [(3, True)]
+    assert settler.outstanding == 1
+
+
+def test_flush_acknowledges_one_by_one_and_leaves_the_rest() -> None:
+    settler, acks = settler_with(1, 2, 3, 4)
+    settler.accept([4, 2])
+    settler.flush()
+    assert acks.acked == [(2, False), (4, False)]
+    assert settler.outstanding == 2
+    settler.flush()
+    assert len(acks.acked) == 2
+
+
+def gone(acks: Acks, read: list[int]) -> list[int]:
+    """What the broker has let go of: `multiple` settles everything unsettled up to the tag."""
+    left, found = list(read), []
+    for tag, multiple in acks.acked:
+        taken = [one for one in left if one <= tag] if multiple else [tag]
+        assert set(taken) <= set(left), "acknowledged twice"
+        found += taken
+        left = [one for one in left if one not in taken]
+    return found
+
+
+@given(st.data())
+def test_any_order_of_acceptance(data: st.DataObject) -> None:
+    tags = sorted(data.draw(st.sets(st.integers(1, 60), min_size=1)))
+    accepted = data.draw(st.permutations(tags))[: data.draw(st.integers(0, len(tags)))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(accepted)), max_size=5)))
+    acks = Acks()
+    settler = AckTracker(acks)
+    settler.read([delivery(tag) for tag in tags])
+    done: set[int] = set()
+    for start, stop in zip([0, *cuts], [*cuts, len(accepted)], strict=True):
+        settler.accept(accepted[start:stop])
+        done |= set(accepted[start:stop])
+        assert set(gone(acks, tags)) <= done
+        assert settler.outstanding == len(tags) - len(gone(acks, tags))
+    settler.flush()
+    assert sorted(gone(acks, tags)) == sorted(done)
+    assert settler.outstanding == len(tags) - len(done)

@@ -65,6 +65,13 @@ class Scene:
     def start(self) -> asyncio.Task[None]:
         return asyncio.create_task(self.takeover.run(self.stopping))
 
+    async def run_until_read(self, subscription: ScriptedSubscription) -> None:
+        """From the start to the stop, which comes when everything was read."""
+        task = self.start()
+        await subscription.read.wait()
+        self.stopping.set()
+        await task
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +81,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_parked_for_the_delivery_exchange_with_its_digits() -> None:
     subscription = ScriptedSubscription([[met(1), met(2, sent(100_000)), met(3, key=b"no digits")]])
     it = Scene(subscription)
-    task = it.start()
-    await subscription.read.wait()
-    it.stopping.set()
-    await task
+    await it.run_until_read(subscription)
     assert [parcel.due_ms - NOW for parcel in it.parking.parked] == [HOUR_MS, HOUR_MS - 100_000, 2_048_000]
     first = it.parking.parked[0]
     assert first.target == Target(b"nsb.v2.delay-delivery", KEY)
@@ -92,10 +96,7 @@ async def test_broken_bytes_are_parked_as_they_are() -> None:
     broken = [met(1)._replace(properties=b"\x20\x00\xff"), met(2)._replace(properties=b"\x20\x00\0\0\0\x02\x01x")]
     subscription = ScriptedSubscription([broken])
     it = Scene(subscription)
-    task = it.start()
-    await subscription.read.wait()
-    it.stopping.set()
-    await task
+    await it.run_until_read(subscription)
     assert [parcel.properties for parcel in it.parking.parked] == [one.properties for one in broken]
 
 
@@ -103,10 +104,7 @@ async def test_without_a_store_everything_goes_back_and_it_waits_for_the_store()
     first, second = ScriptedSubscription([[met(1)]]), ScriptedSubscription([[met(1, delivered(1))]])
     it = Scene(first, second)
     it.parking.failures = 1
-    task = it.start()
-    await second.read.wait()
-    it.stopping.set()
-    await task
+    await it.run_until_read(second)
     assert first.acked == []
     assert "closed" in first.events
     assert second.acked == [(1, True)]
@@ -133,10 +131,7 @@ async def test_a_forged_count_ends_no_takeover() -> None:
     """A classic queue counts no deliveries, and gives nothing up: the header is its publisher's own."""
     subscription = ScriptedSubscription([[again(1, MOST_DELIVERIES), met(2)]])
     it = Scene(subscription, cascade="nservicebus-v1")
-    task = it.start()
-    await subscription.read.wait()
-    it.stopping.set()
-    await task
+    await it.run_until_read(subscription)
     assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
 
 
@@ -144,10 +139,7 @@ async def test_deliveries_of_other_queues_end_no_takeover() -> None:
     """A consumer that had it many times passed it on with its headers."""
     subscription = ScriptedSubscription([[met(1, delivered(MOST_DELIVERIES))], [met(2)]])
     it = Scene(subscription)
-    task = it.start()
-    await subscription.read.wait()
-    it.stopping.set()
-    await task
+    await it.run_until_read(subscription)
     assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
 
 

@@ -1,0 +1,400 @@
+"""What the broker answered becomes acknowledgements, held messages, or a delivery given back. What comes out of the
+cascade is on time, early by a moment, early by much, late, or junk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from delayer.amqp import edits
+from delayer.amqp.edits import Held
+from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
+from delayer.core.counters import Counters
+from delayer.core.errors import BrokerLost, NotTaken, StoreLost, Unconfirmed
+from delayer.core.hold import Hold, HoldKind, hold_for, too_late
+from delayer.core.message import (
+    CONFIRMED,
+    NACKED,
+    ClosedChannel,
+    Delivery,
+    Outcome,
+    Parcel,
+    Returned,
+    Target,
+    Unanswered,
+)
+from delayer.core.plan import LATEST_MS
+from delayer.intake.consume import AckTracker
+from delayer.intake.handle import MOMENT_MS, Dispatch, DueHandler, Publication
+from delayer.intake.holding import MOST_ATTEMPTS, Holding, Objection
+from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
+
+INNER = encode_headers(entry(b"mine", long_string(b"kept")))
+PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
+NO_ROUTE = Returned(312, "NO_ROUTE")
+Answers = dict[bytes, Outcome | BaseException]
+
+
+class Scene:
+    def __init__(self, answers: Answers | None = None, failure: Exception | None = None) -> None:
+        self.publisher = ScriptedPublisher(answers)
+        self.holder = ScriptedHolder(failure)
+        self.counters = Counters()
+        self.live = ScriptedLive()
+        holding = Holding(
+            self.publisher, self.holder, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
+        )
+        self.dispatch = Dispatch(self.publisher, holding, self.live, self.counters)
+        self.acks = Acks()
+        self.tracker = AckTracker(self.acks)
+        self.slept: list[float] = []
+        self.short_by = 0
+
+    async def run(self, *publications: Publication) -> None:
+        self.tracker.read([publication.delivery for publication in publications])
+        await self.dispatch(publications, self.tracker)
+
+    async def carry(self, *batch: Delivery) -> None:
+        """The same for a batch of the due queue."""
+        self.tracker.read(batch)
+        await DueHandler(self.live, self.dispatch)(batch, self.tracker)
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep by the script's clock; the first time less than asked: a little, as event loops do, or by much, where
+        the clock is set back."""
+        if seconds:
+            self.slept.append(seconds)
+            self.live.now += round(seconds * 1000) - self.short_by
+            self.short_by = 0
+
+    @property
+    def accepted(self) -> list[int]:
+        """Tags, with what waits behind something that is not accepted."""
+        self.tracker.flush()
+        return [tag for tag, _ in self.acks.acked]
+
+    def counted(self) -> dict[str, int]:
+        return {kind: count for kind, count in self.counters.as_dict().items() if count}
+
+
+Make = Callable[..., Scene]
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """For what sleeps."""
+
+    def make(answers: Answers | None = None) -> Scene:
+        it = Scene(answers)
+        monkeypatch.setattr("delayer.intake.handle.asyncio.sleep", it.sleep)
+        return it
+
+    return make
+
+
+def publication(tag: int, key: bytes = b"k", *, parcel: Parcel | None = PARCEL, refusal: str = "") -> Publication:
+    message = outgoing(b"%d" % tag)._replace(routing_key=key)
+    return Publication(delivery(tag), message, None if refusal else parcel, refusal)
+
+
+# What the broker answered.
+
+
+async def test_nothing_to_do() -> None:
+    it = Scene()
+    await it.run()
+    assert it.publisher.batches == 0
+
+
+async def test_confirmed_publishes_are_accepted_and_counted() -> None:
+    it = Scene()
+    await it.run(publication(1), publication(2, parcel=None), publication(3, refusal="why"))
+    assert it.acks.acked == [(3, True)]
+    assert it.counted() == {"released": 1, "cascaded": 1, "refused": 1}
+    assert [message.token for message in it.publisher.published] == [b"1", b"2", b"3"]
+
+
+async def test_returned_messages_are_held_and_accepted() -> None:
+    it = Scene({b"gone": NO_ROUTE, b"full": NACKED})
+    await it.run(publication(1, b"gone"), publication(2), publication(3, b"full"))
+    assert it.holder.held == [
+        (PARCEL._replace(token=b"1"), hold_for(NO_ROUTE)),
+        (PARCEL._replace(token=b"3"), hold_for(NACKED)),
+    ]
+    assert it.acks.acked == [(3, True)]
+    assert it.tracker.outstanding == 0
+
+
+@pytest.mark.parametrize("answer", [NO_ROUTE, NACKED, ClosedChannel(404, "no exchange")])
+async def test_messages_that_the_cascade_does_not_take_return_to_the_queue(answer: Outcome) -> None:
+    """The cascade, the refused queue: everything else of the batch is settled first."""
+    it = Scene({b"level": answer, b"gone": NO_ROUTE})
+    with pytest.raises(NotTaken, match=r"1 of 4 messages were not taken; the first by exchange 'orders\.out'"):
+        await it.run(publication(1, b"level", parcel=None), publication(2), publication(3, b"gone"), publication(4))
+    assert it.accepted == [2, 3, 4]
+    assert it.tracker.outstanding == 1
+    assert len(it.holder.held) == 1
+
+
+async def test_a_publish_in_doubt_accepts_nothing() -> None:
+    it = Scene({b"lost": BrokerLost("in doubt")})
+    with pytest.raises(BrokerLost):
+        await it.run(publication(1), publication(2, b"lost"))
+    assert it.accepted == []
+    assert it.counted() == {}
+
+
+async def test_known_outcomes_of_an_unconfirmed_batch_are_settled() -> None:
+    """One that is not answered does not repeat the others."""
+    known = [CONFIRMED, None, NO_ROUTE, Unanswered(8, b"orders.out", b"k"), None, CONFIRMED]
+    it = Scene({b"late": Unconfirmed("2 are missing", known)})
+    with pytest.raises(BrokerLost, match="2 are missing"):
+        await it.run(*(publication(tag, b"late") for tag in range(1, 7)))
+    assert it.accepted == [1, 3, 4, 6]
+    assert it.tracker.outstanding == 2
+    assert [reason for _, reason in it.holder.held] == [
+        hold_for(one) for one in (NO_ROUTE, Unanswered(8, b"orders.out", b"k"))
+    ]
+    assert it.counted() == {"released": 2, "held": 2}
+
+
+async def test_publishes_in_batches_of_the_publisher_s_size() -> None:
+    """Each portion is settled before the next one is published: what is in doubt later does not repeat it."""
+    it = Scene({b"gone": NO_ROUTE, b"level": NACKED, b"lost": BrokerLost("in doubt")})
+    it.publisher.batch_limit = 2
+    with pytest.raises(BrokerLost, match="in doubt"):
+        await it.run(publication(1), publication(2, b"gone"), publication(3), publication(4), publication(5, b"lost"))
+    assert it.acks.acked == [(1, True), (2, True), (4, True)]
+    assert it.publisher.batches == 3
+    assert len(it.holder.held) == 1
+
+
+async def test_not_taken_is_raised_after_every_portion() -> None:
+    it = Scene({b"level": NACKED})
+    it.publisher.batch_limit = 1
+    with pytest.raises(NotTaken, match="2 of 4 messages were not taken"):
+        await it.run(*(publication(tag, key, parcel=None) for tag, key in enumerate([b"level", b"k"] * 2)))
+    assert it.accepted == [1, 3]
+
+
+async def test_messages_that_cannot_be_held_return_to_the_queue() -> None:
+    it = Scene({b"gone": NO_ROUTE}, StoreLost("out of reach"))
+    with pytest.raises(StoreLost):
+        await it.run(publication(1), publication(2, b"gone"), publication(3))
+    assert it.accepted == [1, 3]
+    assert it.tracker.outstanding == 1
+
+
+async def test_without_a_store_it_goes_back_into_the_cascade_in_its_envelope() -> None:
+    """Under the id that it has: it may be in its queue already, and a copy must be marked as one."""
+    it = Scene({b"gone": Unanswered(8.0, b"x", b"gone")})
+    it.live.holds_in_store = False
+    await it.run(publication(7, b"gone"))
+    _, again = it.publisher.published
+    assert (again.exchange, again.routing_key) == (
+        it.live.places.levels.entry(10).encode(), routing_key(10, b"delays.due"),
+    )  # fmt: skip
+    envelope = edits.opened(Properties.parse(again.properties), again.body, 10_000)
+    assert (envelope.id, envelope.parcel) == (b"7", PARCEL)
+    assert envelope.held == edits.Held(hold_for(Unanswered(8.0, b"x", b"gone")), 1, NOW + 10_000)
+    assert (it.acks.acked, it.counted()) == ([(7, True)], {"held": 1})
+
+
+async def test_holds_in_batches_of_the_publisher_s_size() -> None:
+    it = Scene()
+    it.live.holds_in_store = False
+    it.publisher.batch_limit = 2
+    it.tracker.read([delivery(tag) for tag in range(1, 6)])
+    await it.dispatch.hold([Objection(delivery(tag), PARCEL, WHY) for tag in range(1, 6)], it.tracker)
+    assert it.publisher.batches == 3
+    assert len(it.publisher.published) == it.counted()["held"] == 5
+    assert it.acks.acked == [(5, True)]
+
+
+@pytest.mark.parametrize("kind", [HoldKind.LATE, HoldKind.UNFIT])
+async def test_messages_for_a_person_go_to_the_strays_at_once(kind: HoldKind) -> None:
+    it = Scene()
+    it.live.holds_in_store = False
+    await it.dispatch.hold([Objection(delivery(1), PARCEL, Hold(kind, "why"))], it.tracker)
+    [stray] = it.publisher.published
+    assert stray.exchange == b"delayer.delay-strays"
+    held = edits.opened(Properties.parse(stray.properties), stray.body, 10_000).held
+    assert held == edits.Held(Hold(kind, "why"), 1, None)
+
+
+async def test_a_cascade_that_does_not_take_it_gives_the_delivery_back() -> None:
+    it = Scene({b"gone": NO_ROUTE, routing_key(10, b"delays.due"): NACKED})
+    it.live.holds_in_store = False
+    with pytest.raises(NotTaken, match=r"exchange delayer\.delay-level-03 did not take a message to hold"):
+        await it.run(publication(1, b"gone"))
+    assert (it.accepted, it.counted()) == ([], {})
+
+
+async def test_each_publish_of_a_batch_is_progress() -> None:
+    """A batch of many publishes moves, though nothing may be acknowledged yet."""
+    it = Scene()
+    beats: list[int] = []
+    it.tracker = AckTracker(it.acks, lambda: beats.append(1))
+    it.publisher.batch_limit = 1
+    await it.run(publication(1), publication(2), publication(3))
+    assert len(beats) == 2
+
+
+# What comes out of the cascade.
+
+
+def carried(tag: int, due_ms: int, key: bytes = b"k", held: Held | None = None) -> Delivery:
+    parcel = Parcel(due_ms, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), INNER, b"")
+    return delivery(tag, body=b"body")._replace(
+        properties=edits.enveloped(parcel, b"id", held), exchange=b"delayer.delivery"
+    )
+
+
+@pytest.mark.parametrize("late_ms", [0, 1, 10**10])
+async def test_due_goes_to_its_destination(scene: Make, late_ms: int) -> None:
+    it = scene()
+    await it.carry(carried(1, NOW - late_ms))
+    [message] = it.publisher.published
+    assert message[:2] == (b"orders.out", b"k")
+    assert message.properties == edits.released(Properties.parse(INNER), b"id", NOW - late_ms)
+    assert (message.body, message.token) == (b"body", b"id")
+    assert it.acks.acked == [(1, True)]
+    assert it.slept == []
+    assert it.counters.as_dict()["released"] == 1
+
+
+@pytest.mark.parametrize("early_ms", [1, 500, MOMENT_MS])
+async def test_early_by_a_moment_waits_here(scene: Make, early_ms: int) -> None:
+    it = scene()
+    await it.carry(carried(1, NOW + early_ms), carried(2, NOW))
+    assert it.slept == [early_ms / 1000]
+    assert [message.exchange for message in it.publisher.published] == [b"orders.out"] * 2
+
+
+async def test_a_sleep_that_ends_too_soon_is_slept_again(scene: Make) -> None:
+    it = scene()
+    it.short_by = 1
+    await it.carry(carried(1, NOW + 10))
+    assert it.slept == [0.01, 0.001]
+    assert it.live.now >= NOW + 10
+
+
+async def test_a_clock_that_is_set_back_meanwhile_keeps_nobody_waiting(scene: Make) -> None:
+    """Hours would pass in which nothing else comes out of the cascade."""
+    it = scene()
+    it.short_by = 3600_000
+    await it.carry(carried(1, NOW + 10), carried(2, NOW - 7200_000))
+    assert it.slept == [0.01]
+    again, released = it.publisher.published
+    assert again.exchange == Cascade().entry(3600).encode()
+    assert released.exchange == b"orders.out"
+    assert it.acks.acked == [(2, True)]
+
+
+@pytest.mark.parametrize(
+    ("early_ms", "seconds"),
+    [(MOMENT_MS + 1, 2), (3600_000, 3600), (MAX_SECONDS * 1000 + 1, MAX_SECONDS), (LATEST_MS - NOW, MAX_SECONDS)],
+)
+async def test_early_by_more_goes_back_in(scene: Make, early_ms: int, seconds: int) -> None:
+    it = scene()
+    await it.carry(carried(1, NOW + early_ms), carried(2, NOW))
+    again, released = it.publisher.published
+    assert again.exchange == Cascade().entry(seconds).encode()
+    assert again.routing_key == routing_key(seconds, b"delays.due")
+    assert again.properties == carried(1, NOW + early_ms).properties
+    assert released.exchange == b"orders.out"
+    assert it.slept == []
+
+
+JUNK = [
+    b"",
+    b"\0\0",
+    b"\xff\xff",
+    encode_headers(b"\x03bad"),
+    encode_headers(entry(b"x-delayer-envelope", int64(2))),
+    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), b"\xff", b""), b"id"),
+    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), encode_headers(b"\x03bad"), b""), b"id"),
+    edits.enveloped(Parcel(1 << 62, b"", b"", b"", Target(b"", b""), b"\0\0", b""), b"id"),
+    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"x" * 256, b""), b"\0\0", b""), b"id"),
+    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), bytes(9_000), b""), b"id"),
+]
+
+
+@pytest.mark.parametrize("raw", JUNK)
+async def test_junk_is_refused_and_stops_nobody(scene: Make, raw: bytes) -> None:
+    it = scene()
+    await it.carry(carried(1, NOW), delivery(2)._replace(properties=raw), carried(3, NOW))
+    assert [message.exchange for message in it.publisher.published] == [b"orders.out", b"delays.refused", b"orders.out"]
+    assert it.acks.acked == [(3, True)]
+    assert it.counters.as_dict()["refused"] == 1
+
+
+def opened(raw: bytes) -> edits.Envelope:
+    return edits.opened(Properties.parse(raw), b"body", 10_000)
+
+
+@pytest.mark.parametrize("attempts", range(MOST_ATTEMPTS))
+async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_counted(
+    scene: Make, attempts: int
+) -> None:
+    it = scene({b"gone": NACKED})
+    it.live.holds_in_store = False
+    earlier = Held(WHY, attempts, NOW - 1) if attempts else None
+    await it.carry(carried(1, NOW - 60_000, b"gone", earlier))
+    _, again = it.publisher.published
+    envelope = opened(again.properties)
+    assert (envelope.id, envelope.parcel.due_ms, envelope.held and envelope.held.attempts) == (
+        b"id", NOW - 60_000, attempts + 1,
+    )  # fmt: skip
+    if attempts + 1 < MOST_ATTEMPTS:
+        seconds = 10 * (attempts + 1)
+        assert (again.exchange, again.routing_key) == (
+            Cascade().entry(seconds).encode(), routing_key(seconds, b"delays.due"),
+        )  # fmt: skip
+        assert envelope.next_ms == NOW + seconds * 1000
+    else:
+        assert again.exchange == Cascade().strays.encode()
+        assert envelope.held is not None
+        assert envelope.held.retry_ms is None
+    assert it.acks.acked == [(1, True)]
+    assert it.counters.as_dict()["held"] == (0 if attempts else 1)
+
+
+async def test_a_message_is_not_tried_before_its_next_attempt(scene: Make) -> None:
+    it = scene()
+    early = carried(1, NOW - 60_000, held=Held(WHY, 3, NOW + 5_000))
+    await it.carry(early, carried(2, NOW - 60_000, held=Held(WHY, 3, NOW + 700)))
+    again, released = it.publisher.published
+    assert (again.exchange, again.properties) == (Cascade().entry(5).encode(), early.properties)
+    assert (released.exchange, it.slept) == (b"orders.out", [0.7])
+    found = Properties.parse(released.properties).get(edits.DUE)
+    assert found is not None
+    assert found.value == NOW - 60_000
+
+
+async def test_the_notes_of_earlier_attempts_stay(scene: Make) -> None:
+    """A message that closed a connection goes by the isolation connection; a destination may have it already."""
+    it = scene({b"gone": NACKED})
+    it.live.holds_in_store = False
+    before = replace(WHY, may_be_delivered=True, isolated=True)
+    await it.carry(carried(1, NOW, b"gone", Held(before, 2, NOW)))
+    sent, again = it.publisher.published
+    held = opened(again.properties).held
+    assert sent.isolated
+    assert held is not None
+    assert (held.hold.kind, held.hold.may_be_delivered, held.hold.isolated) == ("nacked", True, True)
+
+
+async def test_too_late_waits_for_a_person_at_once_and_is_delivered_when_one_says_so(scene: Make) -> None:
+    it = scene()
+    it.live.holds_in_store = False
+    it.live.limits = {b"orders.in": 60_000}
+    late = too_late(NOW - 70_000, NOW, 60_000)
+    assert late is not None
+    await it.carry(carried(1, NOW - 70_000), carried(2, NOW - 70_000, held=Held(late, 0, NOW)))
+    stray, delivered = it.publisher.published
+    assert (stray.exchange, opened(stray.properties).held) == (Cascade().strays.encode(), Held(late, 1, None))
+    assert delivered.exchange == b"orders.out"
