@@ -66,3 +66,11 @@ async def scene(store: ScriptedStore | None = None, connect: Connect | None = No
     finally:
         if not made.running.done():
             await made.stop()
+
+
+@asynccontextmanager
+async def at_work(store: ScriptedStore | None = None, connect: Connect | None = None) -> AsyncIterator[Scene]:
+    """The same, with lanes taken."""
+    async with scene(store, connect) as it:
+        await it.lanes.ready.wait()
+        yield it

@@ -1,4 +1,4 @@
-"""The lanes of a process: its share of them, parks that meet a lost one, and the end of them."""
+"""The lanes of a process: its share of them, parks that meet a lost one, the end of them, and waiting for one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from structlog.testing import capture_logs
 
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.message import Parcel
 from delayer.release import lane_manager as module
 from delayer.release.lane_manager import LaneManager, share
 from tests.support.fakes import NOW, WHY, Heartbeat, Look, ScriptedStore, due, until
-from tests.unit.release.lanes_scene import quick, scene
+from tests.unit.release.lanes_scene import at_work, quick, scene
 
 __all__ = ["quick"]
 
 
 async def test_owned_released_from_and_let_go() -> None:
-    async with scene() as it:
-        await it.lanes.ready.wait()
+    async with at_work() as it:
         first, second = it.store.made
         await asyncio.gather(first.sleeping.wait(), second.sleeping.wait())
         assert it.lanes.numbers == [1, 2]
@@ -33,39 +33,26 @@ async def test_owned_released_from_and_let_go() -> None:
         assert set(it.heartbeat.forgotten) == {"lane 1", "lane 2", "lanes"}
 
 
-async def test_large_parks_take_the_lanes_in_turn() -> None:
-    async with scene() as it:
-        await it.lanes.ready.wait()
-        for _ in range(4):
-            await it.lanes.park([due(n).parcel for n in range(module.BULK_MESSAGES)], [])
-        assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
-        await it.lanes.hold([(due(5).parcel, WHY)])
-        assert it.store.held == [(1, WHY)]
+FEW = [due(n).parcel for n in range(module.BULK_MESSAGES - 1)]
+MANY = [due(n).parcel for n in range(module.BULK_MESSAGES)]
+LONG = [due(1).parcel._replace(body=bytes(module.BULK_BYTES))]
 
 
-async def test_small_parks_stay_together() -> None:
-    async with scene() as it:
-        await it.lanes.ready.wait()
-        small = [due(n).parcel for n in range(module.BULK_MESSAGES - 1)]
-        for parcels in (small, small, [due(n).parcel for n in range(module.BULK_MESSAGES)], small):
+@pytest.mark.parametrize(
+    ("parks", "lanes"),
+    [([MANY] * 4, [1, 2, 1, 2]), ([FEW, FEW, MANY, FEW], [1, 1, 2, 1]), ([LONG] * 4, [1, 2, 1, 2])],
+    ids=["large ones take turns", "small ones stay together", "few messages with large bodies are no small park"],
+)
+async def test_the_lane_of_a_park(parks: list[list[Parcel]], lanes: list[int]) -> None:
+    async with at_work() as it:
+        for parcels in parks:
             await it.lanes.park(parcels, [])
-        assert [number for number, _, _ in it.store.parked[:2]] == [1, 1]
-        assert it.store.parked[3][0] == 1
-
-
-async def test_few_messages_with_large_bodies_are_no_small_park() -> None:
-    async with scene() as it:
-        await it.lanes.ready.wait()
-        large = due(1).parcel._replace(body=bytes(module.BULK_BYTES))
-        for _ in range(4):
-            await it.lanes.park([large], [])
-        assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
+        assert [number for number, _, _ in it.store.parked] == lanes
 
 
 async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
     """What gathers for one instant, a few at a time, is released by all lanes when it comes."""
-    async with scene() as it:
-        await it.lanes.ready.wait()
+    async with at_work() as it:
         for _ in range(4):
             await it.lanes.park([due(1).parcel], [])
             it.lanes._began -= module.STAY_SECONDS
@@ -74,8 +61,7 @@ async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
 
 async def test_small_parks_leave_a_lane_that_does_not_keep_up() -> None:
     """More comes than one lane gets through, or its claim waits for somebody's lock: there are others."""
-    async with scene() as it:
-        await it.lanes.ready.wait()
+    async with at_work() as it:
         first, second = (release for _, release in it.lanes._releases.values())
         await asyncio.gather(*(lane.sleeping.wait() for lane in it.store.made))
         for behind in ((first,), (first, second), (second,), ()):
@@ -97,8 +83,7 @@ async def test_a_lane_lost_under_a_write_costs_one_try(write: str) -> None:
             raise LaneLost("somebody else's")
 
     store.on_write = lost
-    async with scene(store) as it:
-        await it.lanes.ready.wait()
+    async with at_work(store) as it:
         if write == "park":
             await it.lanes.park([due(1).parcel], [])
             assert [number for number, _, _ in store.parked] == [2]
@@ -114,8 +99,7 @@ async def test_all_lanes_lost_is_a_lost_store() -> None:
         raise LaneLost("somebody else's")
 
     store.on_write = lost
-    async with scene(store) as it:
-        await it.lanes.ready.wait()
+    async with at_work(store) as it:
         with pytest.raises(StoreLost, match="no lane of ours"):
             await it.lanes.park([due(1).parcel], [])
         assert not it.lanes.ready.is_set()
@@ -141,8 +125,7 @@ async def test_before_the_store_is_reached_nothing_is_parked() -> None:
 
 
 async def test_a_lane_whose_loop_ends_is_replaced() -> None:
-    async with scene() as it:
-        await it.lanes.ready.wait()
+    async with at_work() as it:
         await until(lambda: it.lanes.numbers == [1, 2])
         first = it.store.made[0]
         first._claims.append(LaneLost("its connection is gone"))
@@ -195,14 +178,12 @@ async def test_a_store_out_of_reach_is_tried_again() -> None:
             raise StoreLost("out of reach")
         return store
 
-    async with scene(store, third) as it:
-        await it.lanes.ready.wait()
+    async with at_work(store, third):
         assert len(tries) == 3
 
 
 async def test_a_store_lost_later_is_waited_for() -> None:
-    async with scene(ScriptedStore(1)) as it:
-        await it.lanes.ready.wait()
+    async with at_work(ScriptedStore(1)) as it:
         it.store.failure = StoreLost("gone")
         lane = it.store.made[0]
         await lane.sleeping.wait()
@@ -230,8 +211,7 @@ async def test_an_outdated_schema_ends_the_daemon() -> None:
 @pytest.mark.parametrize("where", ["loop", "look around"])
 async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
     """Nobody has told the other loops to stop: they are let go all the same."""
-    async with scene() as it:
-        await it.lanes.ready.wait()
+    async with at_work() as it:
         first, second = it.store.made
         await asyncio.gather(first.sleeping.wait(), second.sleeping.wait())
         if where == "loop":
@@ -251,8 +231,7 @@ async def broken() -> Look:
 
 
 async def test_a_forced_stop_lets_go_of_everything() -> None:
-    async with scene(ScriptedStore(1)) as it:
-        await it.lanes.ready.wait()
+    async with at_work(ScriptedStore(1)) as it:
         lane = it.store.made[0]
         await lane.sleeping.wait()
         it.running.cancel()
@@ -264,8 +243,7 @@ async def test_a_forced_stop_lets_go_of_everything() -> None:
 
 async def test_a_forced_stop_while_a_loop_does_not_end() -> None:
     stuck = asyncio.get_running_loop().create_future()
-    async with scene(ScriptedStore(1)) as it:
-        await it.lanes.ready.wait()
+    async with at_work(ScriptedStore(1)) as it:
         lane = it.store.made[0]
         await lane.sleeping.wait()
         lane.wait = lambda _: stuck  # type: ignore[assignment, method-assign, return-value]
@@ -320,8 +298,7 @@ async def test_a_process_without_a_share_says_so_and_waits_for_one() -> None:
 
 
 async def test_a_limited_route_gets_a_lane_that_no_other_message_is_parked_into() -> None:
-    async with scene() as it:
-        await it.lanes.ready.wait()
+    async with at_work() as it:
         it.limited = {b"slow"}
         await until(lambda: it.lanes.numbers == [1, 2, 3])
         assert it.store.made[-1].route == b"slow"
@@ -351,8 +328,7 @@ async def test_owners_that_publish_to_another_broker_are_told_once() -> None:
 
 async def test_without_its_broker_a_process_drops_everything_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AWAY_SECONDS", 0.05)
-    async with scene() as it:
-        await it.lanes.ready.wait()
+    async with at_work() as it:
         it.reaching = False
         looks = it.store.looks
         await until(lambda: it.store.looks > looks + 3)
@@ -372,3 +348,57 @@ async def test_without_a_store() -> None:
     for attempt in (lanes.park([], []), lanes.hold([]), lanes.wait_usable(1.0)):
         with pytest.raises(StoreLost, match="no store is configured"):
             await attempt
+
+
+# How long a daemon that could do without a store waits for it, before it says that there is none.
+
+FOR_EVER = 3600.0
+
+
+async def test_a_lane_is_waited_for() -> None:
+    async with scene() as it:
+        await asyncio.wait_for(it.lanes.wait_known(FOR_EVER), 5)
+        assert it.lanes.usable
+
+
+async def test_no_store_that_is_out_of_reach_is_waited_for_and_one_that_is_back_is() -> None:
+    away = True
+
+    async def connect() -> ScriptedStore:
+        if away:
+            raise StoreLost("refused")
+        return ScriptedStore()
+
+    async with scene(connect=connect) as it:
+        await asyncio.wait_for(it.lanes.wait_known(FOR_EVER), 5)
+        assert not it.lanes.usable
+        away = False
+        await asyncio.wait_for(it.lanes.ready.wait(), 5)
+        assert not it.lanes.out_of_reach.is_set()
+
+
+async def test_one_that_says_nothing_is_waited_for_so_long() -> None:
+    silence = asyncio.Event()
+
+    async def connect() -> ScriptedStore:
+        await silence.wait()
+        return ScriptedStore()
+
+    async with scene(connect=connect) as it:
+        await asyncio.wait_for(it.lanes.wait_known(0.01), 5)
+        assert not it.lanes.usable
+        silence.set()
+
+
+async def test_lanes_that_were_let_go_of_without_a_broker_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken again with the first look that sees the broker, and keys may come before it."""
+    monkeypatch.setattr(module, "AWAY_SECONDS", 0.01)
+    async with at_work() as it:
+        it.reaching = False
+        await until(lambda: not it.lanes.usable)
+        waiting = asyncio.create_task(it.lanes.wait_known(FOR_EVER))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        it.reaching = True
+        await asyncio.wait_for(waiting, 5)
+        assert it.lanes.usable

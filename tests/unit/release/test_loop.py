@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
 from delayer.core.counters import Counters
+from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
-from delayer.core.hold import Hold, HoldKind, hold_for
-from delayer.core.message import NACKED, Outcome, Outgoing, Returned
+from delayer.core.hold import Hold, HoldKind, hold_for, too_late, unfit
+from delayer.core.message import NACKED, Due, Outcome, Outgoing, Returned, Target
+from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.release import loop as module
-from delayer.release.loop import COALESCE_SECONDS, Portion, Release, prepared
+from delayer.release.loop import COALESCE_SECONDS, Portion, Release, prepared, sorted_out
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 
 
@@ -143,23 +147,25 @@ async def test_a_commit_in_doubt_counts_nothing() -> None:
     assert it.count("released") == 0
 
 
-async def running(it: Scene, stopping: asyncio.Event) -> asyncio.Task[None]:
+@asynccontextmanager
+async def running(it: Scene) -> AsyncIterator[None]:
+    """The loop, until it is told to stop."""
+    stopping = asyncio.Event()
     task = asyncio.create_task(it.release.run(stopping))
-    await it.lane.sleeping.wait()
-    return task
+    yield
+    stopping.set()
+    it.lane.note_parked(NOW)
+    await task
 
 
 async def test_the_loop_sleeps_until_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLICE", 3600.0)
-    stopping = asyncio.Event()
     it = Scene(ScriptedLane(hint=3600.0))
-    task = await running(it, stopping)
-    it.lane._claims.append([due(1)])
-    it.lane.note_parked(NOW)
-    await until(lambda: bool(it.publisher.published))
-    stopping.set()
-    it.lane.note_parked(NOW)
-    await task
+    async with running(it):
+        await it.lane.sleeping.wait()
+        it.lane._claims.append([due(1)])
+        it.lane.note_parked(NOW)
+        await until(lambda: bool(it.publisher.published))
     assert it.lane.events[-1] == "release"
     assert it.heartbeat.forgotten == ["lane 1"]
 
@@ -168,7 +174,7 @@ async def test_the_loop_beats_while_it_sleeps_and_stops_within_a_slice(monkeypat
     monkeypatch.setattr(module, "SLICE", 0.002)
     stopping = asyncio.Event()
     it = Scene(ScriptedLane(hint=3600.0))
-    task = await running(it, stopping)
+    task = asyncio.create_task(it.release.run(stopping))
     await until(lambda: len(it.heartbeat.beats) >= 5)
     assert it.lane.events.count("claim") == 1  # slices of one sleep: nobody asks the store again
     stopping.set()
@@ -180,6 +186,7 @@ async def test_a_lost_lane_ends_the_loop_and_is_let_go(loss: Exception) -> None:
     it = Scene(ScriptedLane(claims=[loss]))
     await it.release.run(asyncio.Event())
     assert it.lane.events == ["claim", "release"]
+    assert it.publisher.closed == 1
 
 
 async def test_a_publisher_that_wants_few_gets_few() -> None:
@@ -188,12 +195,6 @@ async def test_a_publisher_that_wants_few_gets_few() -> None:
     it.publisher.batch_limit = 3
     await it.release.tick()
     assert it.lane.limits == [10, 3]
-
-
-async def test_the_channel_is_given_back_with_the_lane() -> None:
-    it = Scene(ScriptedLane(claims=[LaneLost("somebody else's")]))
-    await it.release.run(asyncio.Event())
-    assert it.publisher.closed == 1
 
 
 async def test_a_bug_is_not_swallowed() -> None:
@@ -208,15 +209,11 @@ async def test_a_lost_broker_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
     publisher = ScriptedPublisher({b"k": BrokerLost("gone")})
     it = Scene(ScriptedLane(claims=[[due(1)]] * 100), publisher)
-    stopping = asyncio.Event()
-    task = asyncio.create_task(it.release.run(stopping))
-    await until(lambda: publisher.batches >= 2)
-    publisher.answers.clear()
-    await until(lambda: bool(publisher.published))
-    assert it.lane.events[:4] == ["claim", "give up", "claim", "give up"]
-    stopping.set()
-    it.lane.note_parked(NOW)
-    await task
+    async with running(it):
+        await until(lambda: publisher.batches >= 2)
+        publisher.answers.clear()
+        await until(lambda: bool(publisher.published))
+        assert it.lane.events[:4] == ["claim", "give up", "claim", "give up"]
 
 
 class Gated(ScriptedPublisher):
@@ -235,28 +232,25 @@ class Gated(ScriptedPublisher):
 
 async def test_a_lane_is_behind_until_it_took_all_that_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BEHIND", 0.0)
-    publisher, stopping = Gated(), asyncio.Event()
+    publisher = Gated()
     it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]), publisher)
     assert not it.release.behind
-    task = asyncio.create_task(it.release.run(stopping))
-    await publisher.asked.wait()
-    assert it.release.behind
-    monkeypatch.setattr(module, "BEHIND", 60.0)
-    assert not it.release.behind
-    it.release._busy_since -= 3600.0
-    publisher.asked.clear()
-    publisher.gate.set()
-    await until(lambda: publisher.batches == 1)
-    publisher.gate.clear()
-    await publisher.asked.wait()
-    assert it.release.behind, "since its first turn: the second one came without a rest"
-    publisher.gate.set()
-    await it.lane.sleeping.wait()
-    monkeypatch.setattr(module, "BEHIND", -1.0)
-    assert not it.release.behind
-    stopping.set()
-    it.lane.note_parked(NOW)
-    await task
+    async with running(it):
+        await publisher.asked.wait()
+        assert it.release.behind
+        monkeypatch.setattr(module, "BEHIND", 60.0)
+        assert not it.release.behind
+        it.release._busy_since -= 3600.0
+        publisher.asked.clear()
+        publisher.gate.set()
+        await until(lambda: publisher.batches == 1)
+        publisher.gate.clear()
+        await publisher.asked.wait()
+        assert it.release.behind, "since its first turn: the second one came without a rest"
+        publisher.gate.set()
+        await it.lane.sleeping.wait()
+        monkeypatch.setattr(module, "BEHIND", -1.0)
+        assert not it.release.behind
 
 
 async def test_told_to_leave_in_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,16 +269,12 @@ async def test_nothing_is_claimed_while_nothing_can_be_published(monkeypatch: py
     monkeypatch.setattr(module, "SLICE", 0.001)
     it = Scene(ScriptedLane(claims=[[due(1)]]))
     it.publisher.ready = False
-    stopping = asyncio.Event()
-    task = asyncio.create_task(it.release.run(stopping))
-    await until(lambda: len(it.heartbeat.beats) >= 5)
-    assert it.lane.events == []
-    it.publisher.ready = True
-    await it.lane.sleeping.wait()
-    assert len(it.publisher.published) == 1
-    stopping.set()
-    it.lane.note_parked(NOW)
-    await task
+    async with running(it):
+        await until(lambda: len(it.heartbeat.beats) >= 5)
+        assert it.lane.events == []
+        it.publisher.ready = True
+        await it.lane.sleeping.wait()
+        assert len(it.publisher.published) == 1
 
 
 async def test_stopped_before_it_started() -> None:
@@ -293,3 +283,83 @@ async def test_stopped_before_it_started() -> None:
     stopping.set()
     await it.release.run(stopping)
     assert it.lane.events == ["release"]
+
+
+# How late is too late, and for whom.
+
+HOUR = 3_600_000
+TARGET = Target(b"out", b"k")
+
+
+@pytest.mark.parametrize(
+    ("late_ms", "limit_ms", "held"),
+    [
+        (0, 0, False),
+        (1, 0, True),
+        (HOUR, HOUR, False),
+        (HOUR + 1, HOUR, True),
+        (-1, 0, False),
+        (10 * HOUR, None, False),
+    ],
+)
+def test_the_rule(late_ms: int, limit_ms: int | None, held: bool) -> None:
+    hold = too_late(NOW - late_ms, NOW, limit_ms)
+    assert (hold is not None) == held
+    assert hold is None or hold.for_a_person
+
+
+def policy(limit_ms: int | None, mode: Mode = Mode.STORE, **more: Any) -> Policy:
+    route = Route(b"in", b"out", late_limit_ms=limit_ms, delay_from=("x-delay", "x-deliver-at", "timestamp"))
+    return Policy(mode, {b"in": route}, b"delays", 100 * 24 * HOUR, **more)
+
+
+def ask(timestamp: int | None = None, **headers: object) -> DelayRequest:
+    names = {"x-" + name.replace("_", "-"): value for name, value in headers.items()}
+    names = {"timestamp_in_ms" if name == "x-stamp" else name: value for name, value in names.items()}
+    return DelayRequest(b"in", b"k", {name.encode(): value for name, value in names.items()}, timestamp)
+
+
+OLD = NOW - 2 * HOUR
+PLANS = [
+    ("an instant that passed", ask(deliver_at=OLD), HOUR, TooLate),
+    ("an instant that passed just now", ask(deliver_at=NOW - HOUR), HOUR, AtOnce),
+    ("no limit", ask(deliver_at=OLD), None, AtOnce),
+    ("a delay that the queue waited out", ask(delay=HOUR // 2, stamp=OLD), HOUR, TooLate),
+    ("a delay that the queue waited out in time", ask(delay=HOUR, stamp=OLD), HOUR, AtOnce),
+    ("at once", ask(delay=0), 0, AtOnce),
+    ("the plugin's mark for what was delayed before", ask(delay=-2 * HOUR), HOUR, AtOnce),
+    ("no delay at all", ask(), 0, AtOnce),
+    ("the timestamp property", ask(timestamp=OLD // 1000), HOUR, TooLate),
+    ("the future", ask(deliver_at=NOW + HOUR), 0, Park),
+]
+
+
+@pytest.mark.parametrize(("asked", "limit_ms", "plan"), [row[1:] for row in PLANS], ids=[row[0] for row in PLANS])
+def test_messages_that_come_in_late(asked: DelayRequest, limit_ms: int | None, plan: type) -> None:
+    assert isinstance(decide(asked, policy(limit_ms), NOW), plan)
+
+
+def test_a_keyed_message_is_parked_however_late_and_judged_at_its_release() -> None:
+    keyed = DelayRequest(b"in", b"k", {b"x-deliver-at": OLD, b"x-delay-key": "a"})
+    assert isinstance(decide(keyed, policy(HOUR), NOW), Park)
+
+
+def row(id: int, route: bytes, late_ms: int, *, attempts: int = 0, hold: Hold | None = None) -> Due:
+    whole = due(id, attempts=attempts)
+    parcel = whole.parcel._replace(route=route, due_ms=NOW - late_ms)
+    return whole._replace(due_ms=NOW - late_ms, parcel=parcel, hold=hold)
+
+
+def test_a_release_holds_what_its_route_wants_held() -> None:
+    rows = [
+        row(1, b"strict", 2 * HOUR),
+        row(2, b"strict", 1),
+        row(3, b"patient", 9 * HOUR),
+        row(4, b"strict", 2 * HOUR, attempts=3, hold=Hold(HoldKind.RETURNED, "late: not")),
+        row(5, b"strict", 2 * HOUR, attempts=1, hold=Hold(HoldKind.LATE, "x")),
+    ]
+    rows.append(row(6, b"strict", 2 * HOUR, attempts=1, hold=unfit("x")))
+    out, held = sorted_out(rows, {b"strict": HOUR}, NOW)
+    assert [one.id for one in out] == [2, 3, 5, 6], "what a person wants delivered goes, however late"
+    assert [one.id for one, _ in held] == [1, 4]
+    assert all(hold.kind is HoldKind.LATE for _, hold in held)

@@ -7,67 +7,45 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.broker.ports import Lane
-from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Locked, Restored
 from delayer.release import restore as module
-from delayer.release.lane_manager import LaneManager
-from delayer.release.loop import Release
 from delayer.release.restore import Restoring
-from tests.support.fakes import NOW, Heartbeat, ScriptedLive, ScriptedPublisher, ScriptedStore, until
+from tests.support.fakes import NOW, ScriptedStore, until
+from tests.unit.release import lanes_scene
+from tests.unit.release.lanes_scene import quick
+
+__all__ = ["quick"]
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.release.lane_manager.LOOK_SECONDS", 0.001)
-    monkeypatch.setattr("delayer.release.loop.SLICE", 0.005)
-    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
-
-
 class Scene:
     """Lanes over a scripted store, and what restores into them."""
 
-    def __init__(self, store: ScriptedStore) -> None:
-        self.store = store
-        self.counters = Counters()
+    def __init__(self, keeping: lanes_scene.Scene) -> None:
+        self.store = keeping.store
+        self.counters = keeping.counters
+        self.heartbeat = keeping.heartbeat
         self.ahead_ms = DAY_MS
-        self.heartbeat = Heartbeat()
         self.stopping = asyncio.Event()
-        self.settled = asyncio.Event()
-
-        async def connect() -> Any:
-            return store
-
-        self.lanes = LaneManager(self.release, heartbeat=self.heartbeat, counters=self.counters)
-        self.lanes.configure(connect)
-        self.restoring = Restoring(self.lanes, ahead_ms=lambda: self.ahead_ms, counters=self.counters)
-        self.keeping = asyncio.create_task(self.lanes.run(self.settled))
-
-    def release(self, lane: Lane) -> Release:
-        publisher = ScriptedPublisher()
-        return Release(lane, publisher, ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters)
+        self.restoring = Restoring(keeping.lanes, ahead_ms=lambda: self.ahead_ms, counters=self.counters)
 
 
 @asynccontextmanager
-async def scene(*segments: Restored | Broken | Exception) -> AsyncIterator[Scene]:
+async def scene(*segments: Restored | Broken | Exception, without: StoreLost | None = None) -> AsyncIterator[Scene]:
     store = ScriptedStore()
     store.segments.extend(segments)
-    made = Scene(store)
-    await made.lanes.ready.wait()
-    try:
-        yield made
-    finally:
-        made.settled.set()
-        await made.keeping
+    store.failure = without
+    async with lanes_scene.scene(store) as keeping:
+        if without is None:
+            await keeping.lanes.ready.wait()
+        yield Scene(keeping)
 
 
 @asynccontextmanager
@@ -120,13 +98,8 @@ async def test_said_and_counted() -> None:
         restored, broken = logged
         assert (restored["event"], restored["segment"], restored["messages"]) == ("segment restored", 7, 10_000)
         assert (restored["log_level"], broken["log_level"]) == ("info", "error")
-        assert broken == broken | {
-            "event": "segment broken",
-            "segment": 8,
-            "messages": 9_000,
-            "first_due_ms": NOW,
-            "reason": "the digest is another one",
-        }
+        told = {"segment": 8, "messages": 9_000, "first_due_ms": NOW, "reason": "the digest is another one"}
+        assert broken == broken | {"event": "segment broken"} | told
         assert it.counters.as_dict() == it.counters.as_dict() | {"restored": 10_000, "broken_segments": 1}
 
 
@@ -149,12 +122,7 @@ async def test_a_store_out_of_reach_is_tried_again_and_said_once(monkeypatch: py
                 await until(lambda: it.counters.as_dict()["restored"] == 10)
         said = [line for line in logged if line["event"] == "restoring interrupted"]
         assert said == [
-            {
-                "event": "restoring interrupted",
-                "reason": "out of reach",
-                "next_step": "wait",
-                "log_level": "warning",
-            }
+            {"event": "restoring interrupted", "reason": "out of reach", "next_step": "wait", "log_level": "warning"}
         ]
 
 
@@ -168,17 +136,11 @@ async def test_a_lack_of_memory_ends_nobody() -> None:
 
 
 async def test_without_a_lane_it_waits() -> None:
-    store = ScriptedStore()
-    store.segments.append(far(1))
-    store.failure = StoreLost("no lanes today")
-    it = Scene(store)
-    async with running(it):
-        await until(lambda: it.keeping.done() or it.heartbeat.beats.count("lanes") > 3)
-        assert not store.horizons
-        store.failure = None
+    async with scene(far(1), without=StoreLost("no lanes today")) as it, running(it):
+        await until(lambda: it.heartbeat.beats.count("lanes") > 3)
+        assert not it.store.horizons
+        it.store.failure = None
         await until(lambda: it.counters.as_dict()["restored"] == 10)
-    it.settled.set()
-    await it.keeping
 
 
 async def test_a_stop_does_not_wait_for_a_segment() -> None:
