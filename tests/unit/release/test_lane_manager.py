@@ -40,7 +40,7 @@ LONG = [due(1).parcel._replace(body=bytes(module.BULK_BYTES))]
 
 @pytest.mark.parametrize(
     ("parks", "lanes"),
-    [([MANY] * 4, [1, 2, 1, 2]), ([FEW, FEW, MANY, FEW], [1, 1, 2, 1]), ([LONG] * 4, [1, 2, 1, 2])],
+    [([MANY] * 4, [1, 2, 1, 2]), ([FEW, FEW, MANY, FEW], [1, 1, 1, 1]), ([LONG] * 4, [1, 2, 1, 2])],
     ids=["large ones take turns", "small ones stay together", "few messages with large bodies are no small park"],
 )
 async def test_the_lane_of_a_park(parks: list[list[Parcel]], lanes: list[int]) -> None:
