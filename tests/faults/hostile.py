@@ -5,7 +5,7 @@ refused     in the refused queue, with this reason
 held        in the store, or among the strays, with this reason
 turned away by the broker itself: the publisher's channel or connection is closed, and delayer never sees it
 
-What a broker has to be able to do to take it, where that is not every one, stands beside it (rabbitmq_versions.py).
+What a broker has to be able to do to take it, where that is not every one, stands beside it (OfAVersion).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tests.support.rabbitmq_versions import OfAVersion
+from tests.support.rabbitmq import OfAVersion
 from tests.support.raw import VOID, Header, Message, Props, Value, array, decimal, number, octets, table, text
 
 STORE, NATIVE = "store", "native"

@@ -21,7 +21,7 @@ from delayer.config.topology import cascade_of, topology_of
 from delayer.store import pool
 from delayer.store.admin.stats import overview
 from delayer.store.segments import compact
-from tests.support.daemon import DaemonProcess
+from tests.support.daemon import DaemonProcess, command
 from tests.support.ledger import Ledger, Verdict
 
 T = TypeVar("T")
@@ -114,6 +114,10 @@ class Place:
             self.daemons.append(daemon)
             yield daemon
 
+    async def delayer(self, *words: str, **more: str) -> str:
+        """A command of the command line, with the configuration of its daemons. Fails unless it ends with 0."""
+        return await command(None, *words, environ=self.environ | more)
+
     # ---- what stands where
 
     async def depth(self, queue: str) -> int:
@@ -191,6 +195,24 @@ class Place:
         assert not any(daemon.running for daemon in self.daemons), "a daemon still runs: the account would not hold"
         await ledger.drained()
         return ledger.verdict(await self.standing())
+
+    async def ended(
+        self, ledger: Ledger, *, repeats: bool = False, redelivered: bool | None = None, timeout: float = 45.0
+    ) -> Verdict:
+        """Wait for everything that is owed, and stop the daemons in order: every promise is kept, and the counters of
+        the store say the same."""
+        await ledger.all_back(timeout=timeout)
+        for daemon in self.daemons:
+            if daemon.running:
+                assert await daemon.stop() == 0, daemon.tail()
+        verdict = await self.settle_accounts(ledger)
+        counters = await self.conserved() if self.store else {}
+        print(verdict, counters)
+        verdict.assert_kept(repeats=repeats, redelivered=redelivered)
+        if counters:
+            assert counters["parked"] == counters["released"], "parked and neither released nor standing anywhere"
+            assert counters["held"] == 0
+        return verdict
 
 
 async def _rows(connection: asyncpg.Connection) -> int:

@@ -1,8 +1,9 @@
-"""The two crash tables of the design, section 7, as values."""
+"""The two crash tables of the design, section 7, as values; and that of restoring a segment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from tests.faults.scenes import (
     BROKER,
@@ -18,128 +19,74 @@ from tests.faults.scenes import (
 )
 
 
-def copies(
-    daemon: Copies, broker: Copies, postgres: Copies, broker_cut: Copies, store_cut: Copies
-) -> dict[str, Copies]:
-    return {DAEMON: daemon, BROKER: broker, POSTGRES: postgres, BROKER_CUT: broker_cut, STORE_CUT: store_cut}
+def native(fault: str, copies: tuple[Copies, ...], after: Mapping[str, int], **more: Any) -> Row:
+    """``copies``: where the daemon dies, the broker, or the connections to it."""
+    return Row("native", fault, dict(zip((DAEMON, BROKER, BROKER_CUT), copies, strict=True)), after, **more)
 
 
-def native(daemon: Copies, broker: Copies, broker_cut: Copies) -> dict[str, Copies]:
-    return {DAEMON: daemon, BROKER: broker, BROKER_CUT: broker_cut}
+def store(fault: str, copies: tuple[Copies, ...], after: Mapping[str, int], **more: Any) -> Row:
+    """``copies``: where the daemon dies, the broker, Postgres, the connections to the broker, or those to Postgres."""
+    deaths = (DAEMON, BROKER, POSTGRES, BROKER_CUT, STORE_CUT)
+    return Row("store", fault, dict(zip(deaths, copies, strict=True)), after, **more)
 
 
 # A daemon that goes on after its connections are gone may publish over new ones what it had read over the old ones;
 # then the broker delivers it again: so "once" needs the daemon dead, or an acknowledgement that arrived.
-NATIVE: Mapping[str, Row] = {
-    "reading it": Row(
-        "native", "intake.read", native(ONCE, PERHAPS_TWICE, PERHAPS_TWICE), {"delays": 1, "out": 0}, absolute=False
-    ),
-    "the publish": Row("native", "publish.written", native(PERHAPS_TWICE, PERHAPS_TWICE, PERHAPS_TWICE), {"delays": 1}),
-    "the confirm": Row(
-        "native", "intake.confirmed", native(TWICE, TWICE, TWICE), {"delays": 1, "out": 0}, delay_ms=5_000
-    ),
-    # The acknowledgement is handed to the transport at this point, not sent. With a prefetch of 1 the second message
-    # is there only because the first one's has arrived.
-    "the ack": Row(
-        "native",
-        "intake.acked:2",
-        native(PERHAPS_TWICE, PERHAPS_TWICE, PERHAPS_TWICE),
-        {"out": 0},
-        messages=2,
-        prefetch=1,
-        delay_ms=5_000,
-    ),
-    # The same four at the other end of the cascade, between the due queue and the destination.
-    "reading it when due": Row(
-        "native",
-        "intake.read:2",
-        native(ONCE, PERHAPS_TWICE, PERHAPS_TWICE),
-        {"delays": 0, "delays.due": 1, "out": 0},
-        same_id=True,
-    ),
-    "the publish when due": Row(
-        "native",
-        "publish.written:2",
-        native(PERHAPS_TWICE, PERHAPS_TWICE, PERHAPS_TWICE),
-        {"delays": 0, "delays.due": 1},
-        same_id=True,
-    ),
-    "the confirm when due": Row(
-        "native",
-        "intake.confirmed:2",
-        native(TWICE, TWICE, TWICE),
-        {"delays": 0, "delays.due": 1, "out": 1},
-        same_id=True,
-    ),
-    "the ack when due": Row(
-        "native",
-        "intake.acked:4",
-        native(PERHAPS_TWICE, PERHAPS_TWICE, PERHAPS_TWICE),
-        {"delays": 0, "out": 2},
-        same_id=True,
-        messages=2,
-        prefetch=1,
-    ),
-}
+READ = (ONCE, PERHAPS_TWICE, PERHAPS_TWICE)
+PUBLISHED = (PERHAPS_TWICE,) * 3
+CONFIRMED = (TWICE,) * 3
+# The acknowledgement is handed to the transport at this point, not sent. With a prefetch of 1 the second message is
+# there only because the first one's has arrived.
+ACKED = {"messages": 2, "prefetch": 1}
+AT_THE_END = {"same_id": True}
+"""Between the due queue and the destination: a copy has the id of the message."""
 
+NATIVE: Mapping[str, Row] = {
+    "reading it": native("intake.read", READ, {"delays": 1, "out": 0}, absolute=False),
+    "the publish": native("publish.written", PUBLISHED, {"delays": 1}),
+    "the confirm": native("intake.confirmed", CONFIRMED, {"delays": 1, "out": 0}, delay_ms=5_000),
+    "the ack": native("intake.acked:2", PUBLISHED, {"out": 0}, **ACKED, delay_ms=5_000),
+    "reading it when due": native("intake.read:2", READ, {"delays": 0, "delays.due": 1, "out": 0}, **AT_THE_END),
+    "the publish when due": native("publish.written:2", PUBLISHED, {"delays": 0, "delays.due": 1}, **AT_THE_END),
+    "the confirm when due": native(
+        "intake.confirmed:2", CONFIRMED, {"delays": 0, "delays.due": 1, "out": 1}, **AT_THE_END
+    ),
+    "the ack when due": native("intake.acked:4", PUBLISHED, {"delays": 0, "out": 2}, **AT_THE_END, **ACKED),
+}
 STORE: Mapping[str, Row] = {
-    "COPY": Row(
-        "store",
-        "park.copied",
-        copies(ONCE, PERHAPS_TWICE, ONCE, TWICE, ONCE),
-        {"delays": 1, "store": 0, "out": 0},
-        absolute=False,
+    "COPY before commit": store(
+        "park.copied", (ONCE, PERHAPS_TWICE, ONCE, TWICE, ONCE), {"delays": 1, "store": 0, "out": 0}, absolute=False
     ),
-    "commit": Row(
-        "store",
-        "park.committed",
-        copies(TWICE, TWICE, ONCE, TWICE, ONCE),
-        {"delays": 1, "store": 1, "out": 0},
-        delay_ms=5_000,
+    "commit before the ack": store(
+        "park.committed", (TWICE, TWICE, ONCE, TWICE, ONCE), {"delays": 1, "store": 1, "out": 0}, delay_ms=5_000
     ),
-    "claim": Row(
-        "store",
+    "claim before the publish": store(
         "release.claimed",
-        copies(ONCE, PERHAPS_TWICE, TWICE, ONCE, TWICE),
+        (ONCE, PERHAPS_TWICE, TWICE, ONCE, TWICE),
         {"delays": 0, "store": 1, "out": 0},
         same_id=True,
     ),
-    "publish": Row(
-        "store",
-        "publish.written",
-        copies(PERHAPS_TWICE, PERHAPS_TWICE, PERHAPS_TWICE, PERHAPS_TWICE, PERHAPS_TWICE),
-        {"delays": 0, "store": 1},
-        same_id=True,
+    "publish before its confirm": store(
+        "publish.written", (PERHAPS_TWICE,) * 5, {"delays": 0, "store": 1}, same_id=True
     ),
-    "publish, confirmed": Row(
-        "store",
+    "publish before commit": store(
         "release.published",
-        copies(TWICE, PERHAPS_TWICE, TWICE, ONCE, TWICE),
+        (TWICE, PERHAPS_TWICE, TWICE, ONCE, TWICE),
         {"delays": 0, "store": 1, "out": 1},
         same_id=True,
     ),
-    "commit of the release": Row(
-        "store",
-        "release.committed",
-        copies(ONCE, ONCE, ONCE, ONCE, ONCE),
-        {"delays": 0, "store": 0, "out": 1},
-    ),
+    "commit of the release": store("release.committed", (ONCE,) * 5, {"delays": 0, "store": 0, "out": 1}),
 }
-
-
-def restoring(copies: Copies) -> dict[str, Copies]:
-    return {DAEMON: copies, POSTGRES: copies, STORE_CUT: copies}
+PACKED = 20
 
 
 def restore(fault: str, rows: int, packed: int) -> Row:
     """``rows`` and ``packed``: how many of the messages wait, and are in the segment, when the daemon is dead."""
+    copies = dict.fromkeys((DAEMON, POSTGRES, STORE_CUT), ONCE)
     after = {"delays": 0, "store": rows, "segments": packed, "out": 0}
-    return Row(
-        "store", fault, restoring(ONCE), after, same_id=True, delay_ms=5_000, messages=PACKED, prepared="compacted"
-    )
+    return Row("store", fault, copies, after, same_id=True, delay_ms=5_000, messages=PACKED, prepared="compacted")
 
 
-PACKED = 20
 # Beside the design's tables: the process dies in the middle of restoring a segment. Nothing of it was ever published,
 # so nothing comes twice, whoever dies.
 RESTORE: Mapping[str, Row] = {
@@ -148,3 +95,8 @@ RESTORE: Mapping[str, Row] = {
     "deletion of the segment": restore("restore.deleted", 0, PACKED),
     "commit of the restore": restore("restore.committed", PACKED, 0),
 }
+
+
+def cases(rows: Mapping[str, Row]) -> list[tuple[str, str]]:
+    """Every row's name, with everybody who may die there."""
+    return [(name, death) for name, row in rows.items() for death in row.copies]

@@ -1,24 +1,30 @@
-"""An import out of queues that is killed at every step: run again, everything is in the store or in its queue, once."""
+"""An import out of queues that is killed at every step, or whose connection breaks or goes silent behind a commit: run
+again, everything is in the store or in its queue, once, and nothing is said to be done that is not."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
 
 from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
+from delayer.core.importing import BEHIND, Batch
 from delayer.core.topology import Queue, Topology, arguments
+from delayer.imports import queues
+from delayer.imports.queues import Queues
 from tests.faults.place import eventually
 from tests.faults.test_crash_import import BATCH, COUNT, delayer, gone
 from tests.integration.test_store_lane import sql
+from tests.support.proxy import Proxy
+from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw
 from tests.support.rows import conserved
-
-pytestmark = pytest.mark.long
 
 LEVEL, SECONDS = 15, 50_000
 CASCADE = Cascade("nservicebus-v2")
@@ -51,30 +57,42 @@ class Broker:
         self.url = url
         self.queue = queue
 
-    async def fill(self) -> None:
+    async def fill(self, seconds: int = SECONDS, expiration: bytes | None = None) -> None:
         work = Queue("work", arguments({"x-queue-type": "quorum"}))
         hold = Queue("hold", arguments({"x-queue-type": "quorum", **HOLD}))
         async with await Admin.connect(self.url) as admin:
             await admin.declare(Topology(queues=(work, hold)) if self.queue == "hold" else CASCADE.topology())
-        through = ("", b"hold") if self.queue == "hold" else (self.queue, routing_key(SECONDS, b"work"))
+        through = ("", b"hold") if self.queue == "hold" else (self.queue, routing_key(seconds, b"work"))
         async with await Raw.connect(self.url) as raw:
-            await raw.publish(*(Message(*through, Props(message_id=body, delivery_mode=2), body) for body in BODIES))
+            props = [Props(message_id=body, delivery_mode=2, expiration=expiration) for body in BODIES]
+            await raw.publish(*(Message(*through, of, body) for of, body in zip(props, BODIES, strict=True)))
 
-    async def depth(self) -> int | None:
+    async def depth(self) -> int:
         async with await Admin.connect(self.url) as admin:
-            return (await admin.depths([self.queue]))[self.queue]
+            return (await admin.depths([self.queue]))[self.queue] or 0
 
     async def bodies(self) -> list[bytes]:
         """What is left there, taken out."""
         async with await Raw.connect(self.url) as raw:
-            left = await self.depth() or 0
+            left = await self.depth()
             inbox = await raw.inbox(self.queue)
             assert await inbox.until(lambda: len(inbox.arrivals) >= left)
             return [arrival.delivery.body for arrival in inbox.arrivals]
 
 
+Import = tuple[Broker, tuple[str, ...]]
+Remove = Callable[[Queues, Batch], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "BATCH", BATCH)
+    monkeypatch.setattr(queues, "PREFETCH", 2 * BATCH)
+    monkeypatch.setattr(queues, "END_SECONDS", 1.0)
+
+
 @pytest.fixture(params=SOURCES)
-def source(request: pytest.FixtureRequest, vhost: str) -> tuple[Broker, tuple[str, ...]]:
+def source(request: pytest.FixtureRequest, vhost: str) -> Import:
     queue, words = SOURCES[request.param]
     return Broker(vhost, queue), words
 
@@ -102,8 +120,9 @@ def report_of(done: tuple[int, str, str], expect: int = 0) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", STEPS)
-async def test_run_again(store: str, source: tuple[Broker, tuple[str, ...]], fault: str) -> None:
+async def test_run_again(store: str, source: Import, fault: str) -> None:
     broker, words = source
     url = {"DELAYER_BROKER__URL": broker.url}
     await broker.fill()
@@ -112,7 +131,7 @@ async def test_run_again(store: str, source: tuple[Broker, tuple[str, ...]], fau
     assert committed in STEPS[fault]
     # What was not removed is back when the broker has noticed; of what was, the acknowledgement may have been lost.
     least = COUNT - committed
-    await eventually(broker.depth, lambda depth: depth is not None and depth >= least)
+    await eventually(broker.depth, lambda depth: depth >= least)
     refused, _, told = await delayer(store, *said(words, "run", "--limit", "7"), **url)
     assert (refused, "begun with other parameters" in told) == (1, True), told
     report = report_of(await delayer(store, *said(words, "run"), **url))
@@ -121,8 +140,9 @@ async def test_run_again(store: str, source: tuple[Broker, tuple[str, ...]], fau
     await eventually(broker.depth, lambda depth: depth == 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", STEPS)
-async def test_abort_instead(store: str, source: tuple[Broker, tuple[str, ...]], fault: str) -> None:
+async def test_abort_instead(store: str, source: Import, fault: str) -> None:
     """What is committed stays here and is gone there, the rest is there."""
     broker, words = source
     url = {"DELAYER_BROKER__URL": broker.url}
@@ -131,7 +151,7 @@ async def test_abort_instead(store: str, source: tuple[Broker, tuple[str, ...]],
     here = await parked(store)
     assert len(here) in STEPS[fault]
     least = COUNT - len(here)
-    await eventually(broker.depth, lambda depth: depth is not None and depth >= least)
+    await eventually(broker.depth, lambda depth: depth >= least)
     report = report_of(await delayer(store, *said(words, "abort"), **url))
     assert (report["phase"], report["parked"]) == ("aborted", len(here))
     assert await parked(store) == here
@@ -139,16 +159,126 @@ async def test_abort_instead(store: str, source: tuple[Broker, tuple[str, ...]],
     assert sorted([*here, *await broker.bodies()]) == sorted(BODIES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["import.committed:2", "import.removed:2"])
-async def test_a_limit_that_was_reached(store: str, source: tuple[Broker, tuple[str, ...]], fault: str) -> None:
+async def test_a_limit_that_was_reached(store: str, source: Import, fault: str) -> None:
     """No batch comes any more in which what is committed would be met: it is removed all the same."""
     broker, words = source
     url = {"DELAYER_BROKER__URL": broker.url}
     limit = ("--limit", str(2 * BATCH))
     await broker.fill()
     await killed(store, broker, words, fault, *limit, **url)
-    await eventually(broker.depth, lambda depth: depth is not None and depth >= COUNT - 2 * BATCH)
+    await eventually(broker.depth, lambda depth: depth >= COUNT - 2 * BATCH)
     report = report_of(await delayer(store, *said(words, "run", *limit), **url))
     assert report["parked"] == 2 * BATCH
     await eventually(broker.depth, lambda depth: depth == COUNT - 2 * BATCH)
     assert sorted([*await parked(store), *await broker.bodies()]) == sorted(BODIES)
+
+
+def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Cut the connection between the commit of that batch and its acknowledgements."""
+    real: Remove = Queues.remove
+    batches = []
+
+    async def remove(self: Queues, batch: Batch) -> None:
+        batches.append(batch)
+        if len(batches) == number:
+            assert self._visits.subscription is not None
+            self._visits.subscription._connection._transport.abort()  # type: ignore[union-attr]
+            await asyncio.wait([self._visits.subscription._channel.closed])
+        await real(self, batch)
+
+    monkeypatch.setattr(Queues, "remove", remove)
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(2, id="in the middle", marks=pytest.mark.long), pytest.param(3, id="the last batch")]
+)
+async def test_cut_behind_a_commit(store: str, source: Import, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    broker, words = source
+    url = {"DELAYER_BROKER__URL": broker.url}
+    await broker.fill()
+    with monkeypatch.context() as patch:
+        cut_at(patch, number)
+        code, _, told = await delayer(store, *said(words, "run"), **url)
+    assert (code, "committed messages may still be in it" in told) == (3, True), told
+    await eventually(broker.depth, lambda depth: depth >= COUNT - (number - 1) * BATCH)
+    assert report_of(await delayer(store, *said(words, "run"), **url))["parked"] == COUNT
+    assert await parked(store) == sorted(BODIES)
+    await eventually(broker.depth, lambda depth: depth == 0)
+
+
+async def test_acknowledgements_of_several_batches_that_went_nowhere(
+    store: str, vhost: str, rabbitmq: RabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the first commit nothing comes to the broker any more; what it had sent by then is committed as well."""
+    broker, words = Broker(vhost, "hold"), SOURCES["hold-queues"][1]
+    await broker.fill()
+    loop = asyncio.get_running_loop()
+    async with Proxy(rabbitmq.port) as proxy:
+        url = {"DELAYER_BROKER__URL": rabbitmq.url(vhost.rpartition("/")[2], port=proxy.port)}
+        real: Remove = Queues.remove
+        batches = []
+
+        async def in_the_test(what: Callable[[], None]) -> None:
+            async def do() -> None:
+                what()
+
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(do(), loop))
+
+        async def remove(self: Queues, batch: Batch) -> None:
+            batches.append(batch)
+            subscription = self._visits.subscription
+            assert subscription is not None
+
+            async def received() -> int:
+                return subscription.received
+
+            if len(batches) == 1:
+                await eventually(received, lambda count: count == 2 * BATCH)
+                await in_the_test(lambda: proxy.stall(to_client=False))
+            await real(self, batch)
+            if len(batches) == 2:
+                await in_the_test(proxy.cut)
+                await in_the_test(proxy.resume)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Queues, "remove", remove)
+            code, _, told = await delayer(store, *said(words, "run"), **url)
+        assert code == 3, told
+        assert len(await parked(store)) == 2 * BATCH
+        await eventually(broker.depth, lambda depth: depth == COUNT)
+        report = report_of(await delayer(store, *said(words, "run"), **url))
+    done = {"parked": COUNT - 2 * BATCH, "held": 0, "superseded": 0, "already_committed": 2 * BATCH}
+    assert report["this_time"] == done
+    assert await parked(store) == sorted(BODIES)
+    assert await broker.depth() == 0
+
+
+@pytest.mark.long
+async def test_messages_that_fell_a_level_before_the_run_continues(store: str, vhost: str) -> None:
+    broker, words = Broker(vhost, CASCADE.level(2)), SOURCES["cascade"][1]
+    url = {"DELAYER_BROKER__URL": vhost}
+    await broker.fill(seconds=6)
+    await killed(store, broker, words, "import.committed", **url)
+    committed = len(await parked(store))
+    await eventually(Broker(vhost, CASCADE.level(1)).depth, lambda depth: depth > 0)
+    report = report_of(await delayer(store, *said(words, "run"), **url))
+    assert 0 < report["this_time"]["already_committed"] <= committed
+    assert set(Counter(await parked(store)).values()) == {1}
+
+
+async def test_messages_behind_too_many_others_are_reported(
+    store: str, vhost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the cutoff does not mean are in the way, and what is behind them was not looked at."""
+    monkeypatch.setattr(queues, "KEPT", 30)
+    monkeypatch.setattr(queues, "PREFETCH", 10)
+    broker, words = Broker(vhost, "hold"), SOURCES["hold-queues"][1]
+    await broker.fill(expiration=b"40000000")
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(Message("", b"hold", Props(message_id=b"behind", delivery_mode=2), b"behind"))
+    more = ("--ttl", "3650d", "--cutoff", "2031-01-31T08:00:00Z")
+    report = report_of(await delayer(store, *said(words, "run", *more), DELAYER_BROKER__URL=vhost), expect=1)
+    assert report["left"] == {BEHIND: COUNT + 1 - 40, "due before the cutoff": 40}
+    assert await broker.depth() == COUNT + 1

@@ -1,23 +1,44 @@
-"""Compacting and restoring are killed at every step: each message is a row or in exactly one segment, nothing is lost
-or counted twice, and doing it again finishes the work."""
+"""Compacting and restoring die at every step, at random moments and with the database server: each message is a row or
+in exactly one segment, comes once, on time and as it was, and doing it again finishes the work."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
+from delayer.audit import compact as compact_job
+from delayer.audit import restore as restore_job
+from delayer.store import pool, upgrades
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
-from tests.integration.segments_store import START_MS, restore_all, store
+from delayer.store.segments import compact as compacting
+from tests.faults.place import Place, eventually, stopped
+from tests.faults.scenes import Scenes, check, work_off
+from tests.faults.tables import PACKED, RESTORE, cases
+from tests.integration.segments_store import START_MS
+from tests.integration.segments_store import store as store_of
 from tests.integration.test_store_lane import sql
+from tests.support.fakes import NOW
+from tests.support.postgres import Postgres
 from tests.support.rows import compact, conserved, everything, packed, put, rows, waiting, without_lanes
 
-COUNT = 300
-AT_MOST = 100
+SEED = 30_000
+MESSAGES = 6_000
+OF_A_SEGMENT = 50
+KILLS = 6
+LONGEST_LIFE = 0.5
+COUNT, AT_MOST = 300, 100
+"""Messages that are compacted, and those of a segment."""
+KEPT = 4_000
+LANE = 9
 
 COMPACT = f"""
 import asyncio, sys
@@ -28,24 +49,14 @@ async def main():
     await compact(connection, rows={AT_MOST})
 asyncio.run(main())
 """
-RESTORE = """
-import asyncio, sys
-from delayer.store import pool
-from delayer.store.segments import catalog
-async def main():
-    connection = await pool.connect(sys.argv[1], "victim")
-    while await catalog.restore_one(connection, catalog.FOREVER_MS):
-        pass
-asyncio.run(main())
-"""
 
 
-async def killed(url: str, code: str, fault: str) -> None:
-    """Run ``code`` until it kills itself, and wait until the server has noticed."""
-    victim = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, url, env={**os.environ, "DELAYER_FAULT": fault}
+async def victim(url: str, fault: str) -> None:
+    """Compact until it kills itself, and wait until the server has noticed."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", COMPACT, url, env={**os.environ, "DELAYER_FAULT": fault}
     )
-    assert await victim.wait() == -signal.SIGKILL
+    assert await process.wait() == -signal.SIGKILL
     async with sql(url) as admin:
         while await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'victim'"):
             pass
@@ -54,10 +65,10 @@ async def killed(url: str, code: str, fault: str) -> None:
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("step", ["locked", "written", "verified", "deleted", "committed"])
 async def test_compacting(database: str, step: str, nth: int) -> None:
-    async with store(database, 3) as admin:
+    async with store_of(database, 3) as admin:
         before = {one.id: one for one in rows(COUNT, START_MS, span_ms=3 * DAY_MS)}
         await put(admin, before.values())
-        await killed(database, COMPACT, f"compact.{step}:{nth}")
+        await victim(database, f"compact.{step}:{nth}")
         assert await everything(admin) == before
         done = nth if step == "committed" else nth - 1
         assert (await catalog.count(admin)).segments == done
@@ -67,18 +78,138 @@ async def test_compacting(database: str, step: str, nth: int) -> None:
         assert (await conserved(admin))["compacted"] == COUNT
 
 
-@pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize("step", ["locked", "copied", "deleted", "committed"])
-async def test_restoring(database: str, step: str, nth: int) -> None:
-    async with store(database, 3) as admin:
-        before = {one.id: one for one in rows(COUNT, START_MS, span_ms=3 * DAY_MS)}
-        await put(admin, before.values())
-        made = len(await compact(admin, rows=AT_MOST))
-        await killed(database, RESTORE, f"restore.{step}:{nth}")
-        assert without_lanes(await everything(admin)) == without_lanes(before)
-        done = nth if step == "committed" else nth - 1
-        assert (await catalog.count(admin)).segments == made - done
-        assert (await conserved(admin))["restored"] == len(await waiting(admin))
-        await restore_all(admin)
-        assert without_lanes(await waiting(admin)) == without_lanes(before)
-        assert (await conserved(admin))["restored"] == COUNT
+@pytest.mark.parametrize(("name", "death"), cases(RESTORE))
+def test_restoring(restore_scenes: Scenes, name: str, death: str) -> None:
+    row, outcome = restore_scenes.outcome(death, name)
+    check(row, outcome, row.copies[death])
+    assert outcome.counters["compacted"] == outcome.counters["restored"] == PACKED, "restored once, whoever died"
+
+
+@pytest.mark.deadline(150)
+async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str) -> None:
+    """Each life finds segments, rows that were restored before it, and new messages, and dies with some of each."""
+    place = await Place("store", vhost, store).declare()
+    chance = random.Random(SEED)
+    async with place.ledger(SEED) as ledger:
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            await ledger.publish(MESSAGES, delay_ms=15_000, absolute=True)
+            await eventually(place.rows, lambda rows: rows == MESSAGES)
+            assert await daemon.stop() == 0, daemon.tail()
+        made = await place.compact(OF_A_SEGMENT)
+        assert made >= MESSAGES // OF_A_SEGMENT
+        for life in range(KILLS):
+            await ledger.publish(200, longest_ms=1_000)
+            async with place.daemon() as daemon:
+                begun = "segment restored" if life % 2 and await place.segments() else "lane taken"
+                await daemon.event(begun)
+                moment = chance.uniform(0, LONGEST_LIFE)
+                print(f"seed {SEED}, life {life}: killed {moment:.3f} s after {begun}")
+                await asyncio.sleep(moment)  # not for something to happen: this is the random moment
+                daemon.signal(signal.SIGKILL)
+                await daemon.wait()
+            print(f"in segments: {await place.segments()}, rows: {await place.rows()}, out: {ledger.total()}")
+        async with place.daemon() as daemon:
+            await ledger.all_back()
+            await work_off(place, daemon)
+        await place.ended(ledger, repeats=True)
+    counters = await place.conserved()
+    assert counters["compacted"] == counters["restored"] == MESSAGES
+
+
+@pytest.mark.deadline(90)
+async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, store: str) -> None:
+    """The store ends its transaction after some seconds; the other looks again soon, and not in a minute."""
+    place = await Place("store", vhost, store).declare()
+    async with place.ledger(SEED + 1) as ledger:
+        async with place.daemon(STORE__LANES="1") as daemon:  # one lane, one segment
+            await daemon.ready()
+            await ledger.publish(PACKED, delay_ms=3_000, absolute=True)
+            await eventually(place.rows, lambda rows: rows == PACKED)
+            assert await daemon.stop() == 0, daemon.tail()
+        assert await place.compact() == 1
+        async with AsyncExitStack() as stack:
+            hung = await stack.enter_async_context(place.daemon("restore.copied:1:stop"))
+            await stopped(hung)
+            other = await stack.enter_async_context(place.daemon())
+            restored = await other.event("segment restored")
+            assert restored["messages"] == PACKED
+            await ledger.all_back(timeout=20.0)
+            hung.signal(signal.SIGCONT)
+            await hung.event("restoring interrupted")
+            await place.ended(ledger)
+    assert (await place.conserved())["restored"] == PACKED
+
+
+@pytest.fixture
+def server() -> Iterator[Postgres]:
+    """One of our own, to be killed; its log is written late, so that there is something to lose."""
+    with Postgres(settings={"wal_writer_delay": "5s"}) as started:
+        yield started
+
+
+async def killed(server: Postgres, url: str, work: Callable[[], Any], done: Callable[[int], bool]) -> list[Any]:
+    """Kill the server under ``work`` as soon as so many segments are ``done``, and start it again. What came of it."""
+    working = asyncio.create_task(asyncio.to_thread(work))
+    async with sql(url) as admin:
+
+        async def count() -> int:
+            return (await catalog.count(admin)).segments
+
+        await eventually(count, lambda n: done(n) or working.done())
+        assert not working.done()
+        await asyncio.to_thread(server.kill)
+    found: list[Any] = await working
+    await asyncio.to_thread(server.start)
+    return found
+
+
+async def looked(url: str, look: Callable[[Any], Awaitable[Any]]) -> Any:
+    async with sql(url) as admin:
+        return await look(admin)
+
+
+@pytest.mark.deadline(120)
+async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None:
+    url = server.url(server.add_database())
+    await upgrades.upgrade(url)
+    async with sql(url) as admin:
+        await put(admin, rows(KEPT, NOW + 10 * DAY_MS))
+        await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone') ON CONFLICT DO NOTHING")
+        before = await everything(admin)
+        windows = await compacting.windows(admin, 0, OF_A_SEGMENT)
+    packed = await killed(server, url, lambda: compact_job.work(url, OF_A_SEGMENT, windows), lambda n: n >= 5)
+    assert any(one.lost for one in packed)
+    assert await looked(url, everything) == before
+    await looked(url, conserved)
+    assert not any(one.lost for one in await asyncio.to_thread(compact_job.work, url, OF_A_SEGMENT, windows))
+    assert await looked(url, everything) == before
+    assert await looked(url, waiting) == {}
+
+    async with sql(url) as admin:
+        ids = [(one.id, one.first_due_ms) for one in await catalog.listed(admin)]
+    back = await killed(server, url, lambda: restore_job.work(url, ids), lambda n: n <= len(ids) - 5)
+    assert any(one.lost for one in back)
+    assert without_lanes(await looked(url, everything)) == without_lanes(before)
+    await looked(url, conserved)
+    assert not any(one.lost for one in await asyncio.to_thread(restore_job.work, url, ids))
+    assert without_lanes(await looked(url, waiting)) == without_lanes(before)
+    await looked(url, conserved)
+
+
+async def test_reported_segments_are_on_disk(server: Postgres) -> None:
+    url = server.url(server.add_database())
+    await upgrades.upgrade(url)
+    lazy = await pool.connect(url, "lazy", pool.LAZY)
+    try:
+        await lazy.execute("INSERT INTO lane (number, epoch, owner) VALUES (99, 0, 'somebody')")
+        written = await lazy.fetchval("SELECT pg_current_wal_insert_lsn()")
+        await pool.flush(lazy)
+    finally:
+        await pool.close(lazy)
+    async with sql(url) as admin:
+        assert await admin.fetchval("SELECT pg_current_wal_flush_lsn() >= $1", written)
+    server.kill()
+    server.start()
+    async with sql(url) as admin:
+        assert await admin.fetchval("SELECT count(*) FROM lane WHERE number = 99") == 1

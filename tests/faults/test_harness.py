@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import aio_pika
 import pytest
 
 from tests.faults.doomed import refused
-from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
-from tests.faults.kinds import KINDS, Kind, Planned, schedule
+from tests.faults.kinds import KINDS, schedule
 from tests.faults.place import eventually
-from tests.soak.result import Options
-from tests.soak.run import Soak
-from tests.support.account import Account
 from tests.support.ledger import Ledger
-from tests.support.odd import BUGS
 from tests.support.servers import Postgres, RabbitMQ
-from tests.support.verdict import Verdict, Window, covered
+from tests.support.verdict import Verdict
 
 SEED = 6_000
 MESSAGES = 1_000
@@ -119,11 +113,6 @@ async def test_throwing_away_what_has_to_be_refused_is_found(
     assert len(found.missing) == (20 if bug else 0)
 
 
-def test_seconds_under_a_fault_are_counted_once() -> None:
-    windows = [Window(5_000, 6_000), Window(0, 1_000), Window(500, 1_500), Window(600, 700), Window(9_000, 9_000)]
-    assert covered(windows) == 2.5
-
-
 async def test_a_new_name_for_a_copy_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
     """Killed between publish and commit: what comes twice has one x-delayer-id, or it has more of them than it was read
     times, and the store counts otherwise."""
@@ -206,11 +195,6 @@ async def test_a_name_of_two_messages_is_found(rabbitmq: RabbitMQ, postgres: Pos
             verdict.assert_apart()
 
 
-def test_every_bug_is_planted_somewhere() -> None:
-    found = {"early", "twice", "narrow", "acknowledge first", "new id", "same id", "forgetful", "lenient"}
-    assert set(BUGS) == found | {"sorts headers"}
-
-
 def test_a_schedule_repeats_by_its_seed_and_has_every_kind() -> None:
     plan = schedule(1, 600.0, 15.0)
     assert plan == schedule(1, 600.0, 15.0) != schedule(2, 600.0, 15.0)
@@ -218,46 +202,3 @@ def test_a_schedule_repeats_by_its_seed_and_has_every_kind() -> None:
     assert {planned.fault.kind for planned in plan} == set(KINDS)
     assert plan == sorted(plan, key=lambda planned: planned.at)
     assert 15.0 <= plan[0].at <= plan[-1].at <= 585.0
-    assert all(isinstance(kind, Kind) and kind.often >= 1 for kind in KINDS.values())
-
-
-class Nothing:
-    """As much of a fleet as a fault needs that breaks nothing."""
-
-    def __init__(self) -> None:
-        self.surprises: list[str] = []
-        self.ledger = SimpleNamespace(account=Account())
-        self.ledger.account.windows = []
-
-    @asynccontextmanager
-    async def holding(self, things: Iterable[str]) -> AsyncIterator[None]:
-        """Nobody else is here."""
-        yield
-
-
-@pytest.mark.parametrize(
-    ("raised", "counts"),
-    [
-        (None, (1, 0, 0)),
-        (Missed("no connection"), (0, 1, 0)),
-        (Untouched("no connection"), (0, 1, 0)),
-        (RuntimeError("it broke"), (0, 0, 1)),
-    ],
-)
-async def test_only_a_fault_that_broke_something_counts(
-    raised: Exception | None, counts: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(_fleet: object, _fault: Fault) -> float:
-        if raised is not None:
-            raise raised
-        return BEGUN_MS
-
-    monkeypatch.setattr("tests.soak.run.KINDS", {"broken": Kind(broken, ["store"], (0.0, 0.0), 1)})
-    monkeypatch.setattr("tests.faults.kinds.KINDS", {"broken": Kind(broken, ["store"], (0.0, 0.0), 1)})
-    soak, fleet = Soak(Options(60.0, 1, tmp_path)), Nothing()
-    await soak._inject(fleet, Planned(0.0, Fault("broken")))  # type: ignore[arg-type]
-    assert (soak.faults.total(), soak.missed.total(), len(fleet.surprises)) == counts
-    soak._log.close()
-    # Also of one that missed: something may have been killed for it.
-    assert len(fleet.ledger.account.windows) == (0 if isinstance(raised, Untouched) else 1)
-    assert all((window.begin_ms == BEGUN_MS) is (raised is None) for window in fleet.ledger.account.windows)

@@ -172,22 +172,6 @@ def played(villain: Villain) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_that_is_listed_is_left_out(mode: str) -> None:
-    """Neither alone nor among good ones. What a broker takes in one way is not the same as what it takes in another."""
-    lists = [one for one in vars(hostile).values() if isinstance(one, dict)]
-    listed = {
-        case: name
-        for cases in lists
-        for name, case in cases.items()
-        if isinstance(case, Hostile) and mode in case.modes
-    }
-    assert len(listed) > 90
-    for how in ("alone", "among"):
-        plays = {case for run in RUNS.values() for case in getattr(run, how)(mode).values()}
-        assert not [name for case, name in listed.items() if case not in plays], how
-
-
-@pytest.mark.parametrize("mode", MODES)
 async def test_bindings_in_a_circle_end_in_the_refused_queue(
     mode: str, rabbitmq: RabbitMQ, vhost_name: str, store: str
 ) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import unquote
 
 import aio_pika
@@ -15,10 +15,6 @@ import pytest
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
-from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.publisher import AmqpPublisher
-from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, Outgoing
 from delayer.store.admin.stats import overview
 from tests.faults.place import Place, eventually
 from tests.soak.result import LARGEST_MB
@@ -105,37 +101,7 @@ async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, 
         assert "memory" in (await daemon.event("broker blocked"))["reason"]
         await asyncio.to_thread(rabbitmq.ctl, "set_vm_memory_high_watermark", "0.4")
         await daemon.event("broker unblocked")
-        await ledger.all_back()
-        assert await daemon.stop() == 0
-        verdict = await place.settle_accounts(ledger)
-    verdict.assert_kept(repeats=True)
-
-
-async def test_a_slow_broker_gets_less_at_a_time(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """A batch that the line cannot take within a publish's deadline goes out in smaller ones, and not again and again
-    as it is."""
-    body, count, timeout = bytes(2_000), 200, 1.0
-    async with Proxy(rabbitmq.port) as proxy, await aio_pika.connect(vhost) as connection:
-        await (await connection.channel()).declare_queue("slow", durable=True)
-        reconnecting = ReconnectingConnection(
-            Address.parse(via(rabbitmq, vhost, proxy)), "reconnecting test", heartbeat=20
-        )
-        reconnecting.start()
-        publisher = AmqpPublisher(reconnecting, confirm_timeout=timeout)
-        try:
-            assert await publisher.publish([Outgoing(b"", b"slow", b"\0\0", body, b"first")]) == [CONFIRMED]
-            proxy.slow(bytes_per_second=100_000)
-            left = [Outgoing(b"", b"slow", b"\0\0", body, b"%d" % number) for number in range(count)]
-            tries = 0
-            while left:
-                tries += 1
-                batch = left[: publisher.batch_limit]
-                with suppress(BrokerLost):
-                    assert await publisher.publish(batch) == [CONFIRMED] * len(batch)
-                    left = left[len(batch) :]
-        finally:
-            await reconnecting.close()
-    print(f"{tries} tries; {count * len(body) / 100_000 / timeout:.0f} times what one deadline is enough for")
+        await place.ended(ledger, repeats=True)
 
 
 @pytest.mark.deadline(150)
@@ -162,11 +128,7 @@ async def test_a_slow_broker_stops_releasing_not_parking(
         assert await place.depth("delays") == 0
         assert megabytes(daemon) - before < GROWN_MB
         proxy.resume()
-        await ledger.all_back()
-        assert await daemon.stop() == 0
-        verdict = await place.settle_accounts(ledger)
-    print(verdict)
-    verdict.assert_kept(repeats=True)
+        await place.ended(ledger, repeats=True)
 
 
 async def passing(ledger: Ledger, count: int) -> float:
@@ -183,15 +145,23 @@ async def parked(place: Place) -> int:
     return (await overview(place.store)).counters["parked"]
 
 
-async def overloaded(
-    seconds: float, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str, stack: AsyncExitStack
-) -> tuple[Place, Ledger]:
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize("seconds", [6.0, pytest.param(60.0, marks=pytest.mark.long)])
+async def test_ten_times_more_than_the_store_can_take(
+    seconds: float, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
+) -> None:
     """The store takes a tenth of what is sent, for so long at least; then it is as fast as ever."""
-    proxy = await stack.enter_async_context(Proxy(postgres.port))
-    place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
-    ledger = await stack.enter_async_context(place.ledger(SEED + 1))
-    daemon = await stack.enter_async_context(place.daemon())
-    await daemon.ready()
+    async with AsyncExitStack() as stack:
+        proxy = await stack.enter_async_context(Proxy(postgres.port))
+        place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
+        ledger = await stack.enter_async_context(place.ledger(SEED + 1))
+        daemon = await stack.enter_async_context(place.daemon())
+        await daemon.ready()
+        await overloaded(seconds, place, proxy, ledger, daemon)
+        await place.ended(ledger, repeats=True)
+
+
+async def overloaded(seconds: float, place: Place, proxy: Proxy, ledger: Ledger, daemon: DaemonProcess) -> None:
     usual = min([await passing(ledger, 10_000) for _ in range(3)])
     before = megabytes(daemon)
     pace = TAKEN_AT_MOST
@@ -224,28 +194,13 @@ async def overloaded(
     # As soon as the machine is ours again as much as it was before.
     full = await eventually(lambda: passing(ledger, 10_000), lambda rate: rate >= FULL * usual, timeout=120)
     print(f"at full rate again: {full:.0f}/s, and {usual:.0f}/s before")
-    assert await daemon.stop() == 0
-    return place, ledger
 
 
-@pytest.mark.deadline(300)
-async def test_ten_times_more_than_the_store_can_take(
-    rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("store_is", ["dead", pytest.param("silent", marks=pytest.mark.long)])
+async def test_a_lost_store_gives_deliveries_back(
+    store_is: str, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
 ) -> None:
-    async with AsyncExitStack() as stack:
-        place, ledger = await overloaded(6.0, rabbitmq, postgres, vhost, store, stack)
-        (await place.settle_accounts(ledger)).assert_kept(repeats=True)
-
-
-@pytest.mark.long
-@pytest.mark.deadline(900)
-async def test_ten_times_more_for_a_minute(rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str) -> None:
-    async with AsyncExitStack() as stack:
-        place, ledger = await overloaded(60.0, rabbitmq, postgres, vhost, store, stack)
-        (await place.settle_accounts(ledger)).assert_kept(repeats=True)
-
-
-async def dead_store(kill: str, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str) -> None:
     """Everything that was read is back in the queue, and nothing is read again, until the store is there again."""
     async with Proxy(postgres.port) as proxy, AsyncExitStack() as stack:
         place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
@@ -257,7 +212,7 @@ async def dead_store(kill: str, rabbitmq: RabbitMQ, postgres: Postgres, vhost: s
         proxy.slow(bytes_per_second=20_000)  # so that there is something in hand when it dies
         await ledger.publish(8_000, delay_ms=1_000)
         await eventually(lambda: place.depth("delays"), lambda depth: depth < 6_000)
-        if kill == "refuses":
+        if store_is == "dead":
             await proxy.refuse()
         else:
             proxy.stall()
@@ -267,26 +222,24 @@ async def dead_store(kill: str, rabbitmq: RabbitMQ, postgres: Postgres, vhost: s
             return await place.rows() + await place.depth("delays")
 
         await eventually(in_its_place, lambda count: count >= 8_000, timeout=GIVEN_BACK_SECONDS)
-        print(f"the store {kill}: all given back after {time.monotonic() - began:.1f} s")
+        print(f"the store is {store_is}: all given back after {time.monotonic() - began:.1f} s")
         proxy.resume()
         await proxy.accept()
-        await ledger.all_back()
-        assert await daemon.stop() == 0
-        (await place.settle_accounts(ledger)).assert_kept(repeats=True)
+        await place.ended(ledger, repeats=True)
 
 
-async def test_a_dead_store_gives_deliveries_back(
-    rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
-) -> None:
-    await dead_store("refuses", rabbitmq, postgres, vhost, store)
-
-
-@pytest.mark.long
-@pytest.mark.deadline(120)
-async def test_a_silent_store_gives_deliveries_back(
-    rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
-) -> None:
-    await dead_store("hangs", rabbitmq, postgres, vhost, store)
+async def large_scene(
+    stack: AsyncExitStack, rabbitmq: RabbitMQ, postgres: Postgres, store: str, **more: str
+) -> tuple[Place, DaemonProcess, Proxy, Raw]:
+    """A daemon with a proxy before its store, in a vhost of its own with a destination."""
+    vhost = rabbitmq.add_vhost()
+    stack.callback(rabbitmq.drop_vhost, vhost)
+    proxy = await stack.enter_async_context(Proxy(postgres.port))
+    place = await Place("store", rabbitmq.url(vhost), store, via_store=via(postgres, store, proxy)).declare()
+    destination(rabbitmq, vhost)
+    daemon = await stack.enter_async_context(place.daemon(**more))
+    await daemon.ready()
+    return place, daemon, proxy, await stack.enter_async_context(await Raw.connect(place.broker))
 
 
 @pytest.mark.long
@@ -295,16 +248,8 @@ async def test_large_messages_into_a_slow_store_come_once(rabbitmq: RabbitMQ, po
     """More than the daemon keeps, for longer than the broker leaves a connection alone that takes nothing (30 s): it
     reads less ahead, keeps the connection, and nothing is repeated."""
     bodies = [b"%06d" % n + bytes(500_000) for n in range(300)]
-    vhost = rabbitmq.add_vhost()
     async with AsyncExitStack() as stack:
-        stack.callback(rabbitmq.drop_vhost, vhost)
-        proxy = await stack.enter_async_context(Proxy(postgres.port))
-        url = rabbitmq.url(vhost)
-        place = await Place("store", url, store, via_store=via(postgres, store, proxy)).declare()
-        destination(rabbitmq, vhost)
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
-        raw = await stack.enter_async_context(await Raw.connect(url))
+        place, daemon, proxy, raw = await large_scene(stack, rabbitmq, postgres, store)
         inbox = await raw.inbox("out")
         before = megabytes(daemon)
         proxy.slow(bytes_per_second=SLOW)
@@ -368,19 +313,12 @@ async def test_no_delivery_is_in_hand_for_the_consumer_timeout(store_is: str, po
     bodies = [b"%06d" % n + bytes(500_000) for n in range(300)]
     async with AsyncExitStack() as stack:
         rabbitmq = await stack.enter_async_context(impatient_broker())
-        proxy = await stack.enter_async_context(Proxy(postgres.port))
-        vhost = rabbitmq.add_vhost()
-        url = rabbitmq.url(vhost)
-        place = await Place("store", url, store, via_store=via(postgres, store, proxy)).declare()
-        destination(rabbitmq, vhost)
-        daemon = await stack.enter_async_context(place.daemon(INTAKE__GIVE_BACK_AFTER="10s"))
-        await daemon.ready()
-        ended = await stack.enter_async_context(sleeper(url))
+        place, daemon, proxy, raw = await large_scene(stack, rabbitmq, postgres, store, INTAKE__GIVE_BACK_AFTER="10s")
+        ended = await stack.enter_async_context(sleeper(place.broker))
 
         async def is_ended() -> bool:
             return ended.is_set()
 
-        raw = await stack.enter_async_context(await Raw.connect(url))
         inbox = await raw.inbox("out")
         if store_is == "slow":
             proxy.slow(bytes_per_second=SLOW)

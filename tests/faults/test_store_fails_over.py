@@ -1,5 +1,4 @@
-"""Postgres in trouble of its own: a standby that is not promoted yet, a disk that is full, and settings of somebody
-else."""
+"""Postgres in trouble of its own: a standby that is not promoted yet, and settings of somebody else."""
 
 from __future__ import annotations
 
@@ -9,17 +8,14 @@ from urllib.parse import urlsplit
 
 import asyncpg
 
-from tests.faults.injections.store import limit_files
+from delayer.store import pool
 from tests.faults.place import Place, eventually
 from tests.faults.scenes import add_template
-from tests.faults.test_lane_faults import end_connections
-from tests.support.postgres_kinds import SmallFiles, Standby
+from tests.support.postgres_kinds import Standby
 from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ
 
 SEED = 9_000
-LIMIT = (1 << 20) + 8192
-"""A little more than a file of its WAL has."""
 CONTRARY = {
     "default_transaction_read_only": "on",
     "statement_timeout": "1ms",
@@ -69,43 +65,8 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         await eventually(lambda: place.depth("delays"), lambda depth: depth == 500)
         assert ledger.total() == 0
         await asyncio.to_thread(standby.promote)
-        await ledger.all_back()
         place.store = standby.url("store")
-        assert await daemon.stop() == 0
-        verdict = await place.settle_accounts(ledger)
-        counters = await place.conserved()
-    print(verdict, counters)
-    verdict.assert_kept(repeats=True)
-    assert counters["parked"] == counters["released"]
-
-
-async def test_a_full_disk(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """No table can grow: parking fails and the deliveries are given back, releasing goes on, which needs no room; and
-    when there is room again, all of it."""
-    async with AsyncExitStack() as stack:
-        postgres = SmallFiles()
-        stack.callback(postgres.close)
-        await asyncio.to_thread(postgres.start)
-        await asyncio.to_thread(add_template, postgres, "store")
-        place = await Place("store", vhost, postgres.url("store")).declare()
-        ledger = await stack.enter_async_context(place.ledger(SEED + 1))
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
-        await ledger.publish(6_000, delay_ms=6_000)
-        await eventually(place.rows, lambda rows: rows == 6_000)
-        await asyncio.to_thread(limit_files, postgres, LIMIT)
-        await ledger.publish(2_000, delay_ms=6_000)
-        interrupted = await daemon.event("consuming interrupted")
-        assert "File too large" in interrupted["reason"]
-        await ledger.until(lambda: ledger.total() >= 6_000)
-        await asyncio.to_thread(limit_files, postgres, None)
-        await ledger.all_back()
-        assert await daemon.stop() == 0
-        verdict = await place.settle_accounts(ledger)
-        counters = await place.conserved()
-    print(verdict, counters)
-    verdict.assert_kept(repeats=True)
-    assert counters["parked"] == counters["released"]
+        await place.ended(ledger, repeats=True)
 
 
 async def test_settings_of_the_database_have_no_effect(
@@ -120,18 +81,27 @@ async def test_settings_of_the_database_have_no_effect(
         await ledger.publish(1_000, longest_ms=3_000)
         for name, value in CONTRARY.items():
             await asyncio.to_thread(postgres.execute, f"ALTER DATABASE \"{database}\" SET {name} = '{value}'")
-        ended = await end_connections(store, "delayer%")
+        ended = await end_connections(store)
         assert ended > place.lanes, "every lane has a session, and the parks have some"
         assert await refusals(store) == {asyncpg.ReadOnlySQLTransactionError, asyncpg.QueryCanceledError}
         await ledger.publish(3_000, longest_ms=2_000)
         await ledger.all_back()
         assert await daemon.stop() == 0, daemon.tail()
         await asyncio.to_thread(postgres.execute, f'ALTER DATABASE "{database}" RESET ALL')
-        verdict = await place.settle_accounts(ledger)
-        counters = await place.conserved()
-    print(verdict, counters)
-    verdict.assert_kept(repeats=True)
-    assert counters["parked"] == counters["released"]
+        await place.ended(ledger, repeats=True)
+
+
+async def end_connections(store: str) -> int:
+    """End the server's processes behind our connections; how many there were."""
+    connection = await pool.connect(store, "test")
+    try:
+        ended: int = await connection.fetchval(
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+            " WHERE application_name LIKE 'delayer%' AND datname = current_database()"
+        )
+        return ended
+    finally:
+        await pool.close(connection)
 
 
 async def refusals(store: str) -> set[type[Exception]]:

@@ -23,10 +23,12 @@ def _in_our_hands() -> None:
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
-async def command(config: Path, *arguments: str) -> str:
-    """Run a command of the command line to its end; its output. Raises RuntimeError with what it printed."""
+async def command(config: Path | None, *arguments: str, environ: Mapping[str, str] | None = None) -> str:
+    """Run a command of the command line to its end; its output. Raises RuntimeError with what it printed. ``environ``:
+    as for the daemon."""
     process = await asyncio.create_subprocess_exec(
-        str(EXECUTABLE), "--config", str(config), *arguments,
+        str(EXECUTABLE), *(("--config", str(config)) if config else ()), *arguments,
+        env={**os.environ, **{f"DELAYER_{name}": value for name, value in (environ or {}).items()}},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     output, _ = await process.communicate()

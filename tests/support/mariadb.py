@@ -11,25 +11,31 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import asyncmy
 from asyncmy.errors import MySQLError
 
 from tests.support import ports
-from tests.support.processes import Family, StartFailed, clean_environment, make_directory, remove_directory, tail
+from tests.support.processes import (
+    Family,
+    Server,
+    StartFailed,
+    clean_environment,
+    make_directory,
+    remove_directory,
+    tail,
+)
 
 
-class MariaDB:
-    """`with MariaDB() as server:` starts it and leaves nothing behind. Everybody on this machine is root there, by the
+class MariaDB(Server):
+    """Everybody on this machine is root there, by the
     password ``secret``: what must not be shown."""
 
     PASSWORD = "s3cret-source"
 
     def __init__(self) -> None:
         self.port = ports.reserve()
-        self.start_seconds = 0.0
         self._program = _find("mariadbd", "/usr/sbin")
         self._installer = _find("mariadb-install-db", "/usr/bin")
         self._user = "mysql" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
@@ -37,10 +43,8 @@ class MariaDB:
         self._data = self._directory / "data"
         self._log = self._directory / "mariadb.log"
         self._environment = clean_environment("MYSQL", "MARIADB") | {"HOME": str(self._directory)}
-        self._server: Family | None = None
 
     def start(self) -> Self:
-        """Start it; returns when it takes queries."""
         began = time.monotonic()
         self._initialize()
         options = {
@@ -50,7 +54,7 @@ class MariaDB:
             "performance-schema": 0, "max-allowed-packet": "64M",
         }  # fmt: skip
         command = [self._program, "--no-defaults", *(f"--{name}={value}" for name, value in options.items())]
-        self._server = Family(
+        self._family = Family(
             command,
             env=self._environment,
             cwd=self._directory,
@@ -58,26 +62,16 @@ class MariaDB:
             user=self._user if os.geteuid() == 0 else None,
             farewell=signal.SIGKILL,
         )
-        self._server.wait_ready(self._is_ready, "MariaDB")
+        self._family.wait_ready(self._is_ready, "MariaDB")
         self.start_seconds = time.monotonic() - began
         return self
 
+    def stop(self) -> None:
+        self._end(signal.SIGTERM, grace=10)
+
     def close(self) -> None:
-        """End it and delete its data."""
-        if self._server:
-            self._server.stop(signal.SIGTERM, grace=10)
-            self._server = None
+        self.stop()
         remove_directory(self._directory)
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def url(self, database: str) -> str:
         return f"mysql://root:{self.PASSWORD}@{ports.HOST}:{self.port}/{database}"

@@ -13,13 +13,20 @@ import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import asyncpg
 
 from tests.support import ports
-from tests.support.processes import Family, StartFailed, clean_environment, make_directory, remove_directory, tail
+from tests.support.processes import (
+    Family,
+    Server,
+    StartFailed,
+    clean_environment,
+    make_directory,
+    remove_directory,
+    tail,
+)
 
 SUPERUSER = "postgres"
 
@@ -39,20 +46,15 @@ _SETTINGS: Mapping[str, str | int] = {
 }
 
 
-class Postgres:
-    """`with Postgres() as server:` starts it and leaves nothing behind.
-
-    kill() and stop() keep the data and the port, and start() continues from there; pause() and resume() stop and
-    continue every process of the server. All methods block: from a coroutine, `await asyncio.to_thread(server.start)`.
-    `settings` are added to postgresql.conf. `tls`: certificate and key, PEM files, for those who ask for TLS. Everybody
-    on this machine is trusted.
+class Postgres(Server):
+    """`settings` are added to postgresql.conf. `tls`: certificate and key, PEM files, for those who ask for TLS.
+    Everybody on this machine is trusted.
     """
 
     def __init__(
         self, *, settings: Mapping[str, str | int] | None = None, tls: tuple[Path, Path] | None = None
     ) -> None:
         self.port = ports.reserve()
-        self.start_seconds = 0.0
         self._programs = _find_programs()
         self._user = _unprivileged_user() if os.geteuid() == 0 else None
         self._directory = make_directory()
@@ -60,14 +62,12 @@ class Postgres:
         self._settings = {**_SETTINGS, **(self._secured(*tls) if tls else {}), **(settings or {})}
         self._log = self._directory / "postgres.log"
         self._environment = clean_environment("PG", "LC_", "LANG") | {"HOME": str(self._directory), "LC_ALL": "C.UTF-8"}
-        self._server: Family | None = None
 
     def start(self) -> Self:
-        """Start it, or start it again on the same port and data; returns when it takes queries."""
         began = time.monotonic()
         if not self._data.exists():
             self._initialize()
-        self._server = Family(
+        self._family = Family(
             [self._programs / "postgres", "-D", self._data],
             env=self._environment,
             cwd=self._data,
@@ -75,53 +75,20 @@ class Postgres:
             user=self._user,
             farewell=signal.SIGQUIT,  # ends at once, and gives its shared memory back
         )
-        self._server.wait_ready(self._is_ready, "Postgres")
+        self._family.wait_ready(self._is_ready, "Postgres")
         self.start_seconds = time.monotonic() - began
         return self
 
     def stop(self) -> None:
-        """An orderly shutdown: sessions are ended, everything is written."""
-        if self._server:
-            self._server.stop(signal.SIGINT, grace=30)
-            self._server = None
-
-    def kill(self) -> None:
-        """Pull the plug: SIGKILL to every process of the server."""
-        if self._server:
-            self._server.kill()
-            self._server = None
-
-    def restart(self) -> None:
-        self.stop()
-        self.start()
-
-    def pause(self) -> None:
-        """Connections stay open and nothing answers."""
-        assert self._server, "not running"
-        self._server.pause()
-
-    def resume(self) -> None:
-        assert self._server, "not running"
-        self._server.resume()
+        """Sessions are ended, everything is written."""
+        self._end(signal.SIGINT, grace=30)
 
     def close(self) -> None:
-        """End it and delete its data."""
-        if self._server:
-            self._server.stop(signal.SIGQUIT, grace=5)
-            self._server = None
+        if self._family:
+            self._end(signal.SIGQUIT, grace=5)
         else:
             self._free_shared_memory()
         remove_directory(self._directory)
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     @property
     def data(self) -> Path:
@@ -141,9 +108,6 @@ class Postgres:
         """The same with everything verified."""
         verified = f"sslmode=verify-full&sslrootcert={ca}"
         return f"postgresql://{SUPERUSER}@{host}:{self.port}/{database}?{verified}"
-
-    def pids(self) -> list[int]:
-        return self._server.pids() if self._server else []
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

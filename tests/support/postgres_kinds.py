@@ -1,4 +1,4 @@
-"""Other kinds of Postgres: a hot standby, one whose files are small enough to be limited, one on a small disk."""
+"""Other kinds of Postgres: a hot standby, and one on a small disk."""
 
 from __future__ import annotations
 
@@ -59,14 +59,6 @@ class Standby(Postgres):
         """Whether it has replayed all that the primary has written."""
         written = _ask(self._primary, "SELECT pg_current_wal_lsn()::text")
         return bool(_ask(self, f"SELECT pg_last_wal_replay_lsn() >= '{written}'"))
-
-
-class SmallFiles(Postgres):
-    """Its WAL comes in files of one megabyte, so that a limit just above that stops nothing but tables."""
-
-    def _initialize(self) -> None:
-        super()._initialize()
-        _run(self, "pg_resetwal", "--wal-segsize=1", str(self._data))
 
 
 class Filler(threading.Thread):
@@ -138,7 +130,7 @@ class SmallDisk(Postgres):
 
     def ended(self) -> bool:
         """By itself, after it was started."""
-        return self._server is not None and not self._server.running
+        return self._family is not None and not self._family.running
 
     def close(self) -> None:
         self.free()

@@ -11,8 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from tests.support import reaper
 
@@ -181,6 +184,67 @@ class Family:
     def _buried(self) -> None:
         self._process.wait(timeout=10)
         _reaper().tell("forget", self.pid)
+
+
+class Server(ABC):
+    """`with` starts it and leaves nothing behind.
+
+    kill() and stop() keep the data and the ports, and start() continues from there; pause() and resume() stop and
+    continue every process of it. All methods block: from a coroutine, `await asyncio.to_thread(server.start)`.
+    """
+
+    start_seconds = 0.0
+    _family: Family | None = None
+
+    @abstractmethod
+    def start(self) -> Self:
+        """Start it, or start it again on the same ports and data; returns when it answers."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """An orderly shutdown."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it and delete its data."""
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def kill(self) -> None:
+        """Pull the plug: SIGKILL to every process of the server."""
+        if self._family:
+            self._family.kill()
+            self._family = None
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """Connections stay open and nothing answers."""
+        assert self._family, "not running"
+        self._family.pause()
+
+    def resume(self) -> None:
+        assert self._family, "not running"
+        self._family.resume()
+
+    def pids(self) -> list[int]:
+        return self._family.pids() if self._family else []
+
+    def _end(self, sig: signal.Signals, grace: float) -> None:
+        """Ask it to end, kill whoever is left after so many seconds."""
+        if self._family:
+            self._family.stop(sig, grace)
+            self._family = None
 
 
 def tail(log: Path, lines: int = 40) -> str:

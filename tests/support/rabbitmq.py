@@ -11,29 +11,39 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
 from tests.support import ports
-from tests.support.processes import Family, StartFailed, make_directory, move_directory, remove_directory, tail
-from tests.support.rabbitmq_environment import environment
-from tests.support.rabbitmq_programs import answers, find, find_programs
-from tests.support.rabbitmq_versions import OfAVersion
+from tests.support.processes import (
+    Family,
+    Server,
+    StartFailed,
+    clean_environment,
+    make_directory,
+    move_directory,
+    remove_directory,
+    tail,
+)
 
 ROOT_VARIABLE = "TEST_BROKER_ROOT"
 """The environment variable that names a directory with another Debian in it, whose RabbitMQ is used instead of ours."""
 
 # In a mount namespace of its own, so that nothing is left mounted when its processes have ended, however they did.
 _ENTER = 'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
+
+# Debian's /usr/sbin/rabbitmq-server is a wrapper that insists on the user and the directories of the package.
+_HOMES = ("/usr/lib/rabbitmq/bin",)
 
 _numbers = itertools.count(1)
 
@@ -48,12 +58,67 @@ class Certificates:
     verify_client: bool = False
 
 
-class RabbitMQ(OfAVersion):
-    """`with RabbitMQ() as broker:` starts it and leaves nothing behind.
+class OfAVersion(ABC):
+    """A broker that knows its own."""
 
-    kill() (see settle()) and stop() keep the data and the ports, and start() continues from there; pause() and
-    resume() stop and continue every process of the node. All methods block: from a coroutine, `await
-    asyncio.to_thread(broker.start)`.
+    @property
+    @abstractmethod
+    def version(self) -> tuple[int, ...]:
+        """(3, 10, 8), say."""
+
+    @property
+    def sorts_headers(self) -> bool:
+        """Whether it hands header tables over sorted by name, each name once, as it does from 4.0 on."""
+        return self.version >= (4,)
+
+    @property
+    def largest_body(self) -> int:
+        """Bytes of the largest message that it takes unless told otherwise."""
+        return (16 if self.version >= (4,) else 128) << 20
+
+    @property
+    def takes_any_delivery_mode(self) -> bool:
+        """Whether it takes a message whose delivery mode is neither 1 nor 2, as it does from 4.0 on."""
+        return self.version >= (4,)
+
+    @property
+    def lists_queue_types(self) -> bool:
+        """Whether it lists a queue that was declared without ``x-queue-type`` with one, as it does from 4.0 on."""
+        return self.version >= (4,)
+
+    @property
+    def falls_over_clipped_names(self) -> bool:
+        """Whether it ends the connection (541) when the reason to close a channel has to be clipped in the middle of a
+        character, as it does from 4.0 on."""
+        return self.version >= (4,)
+
+    @property
+    def hides_queues(self) -> bool:
+        """Whether who may not configure a queue is not even told that it is there, as from 4.3 on."""
+        return self.version >= (4, 3)
+
+    @property
+    def cancels_slow_consumers(self) -> bool:
+        """Whether it cancels the consumer of a quorum queue that leaves a delivery unacknowledged for the consumer
+        timeout, as from 4.3 on, and does not close its channel."""
+        return self.version >= (4, 3)
+
+    @property
+    def counts_only_failed_deliveries(self) -> bool:
+        """Whether a quorum queue counts no delivery that comes back by ``basic.nack`` after the end of its consumer, as
+        from 4.3 on."""
+        return self.version >= (4, 3)
+
+    @property
+    def knows_old_messages(self) -> bool:
+        """Whether its code can still make messages of the form before 4.0, which the delayed-message plugin kept: that
+        plugin cannot run from 4.3 on."""
+        return self.version < (4, 3)
+
+
+class RabbitMQ(OfAVersion, Server):
+    """See settle() before kill().
+
     `config` are further lines of rabbitmq.conf, `hidden` settings that it has no lines for. Users: guest/guest, who may
     do everything everywhere.
 
@@ -71,54 +136,39 @@ class RabbitMQ(OfAVersion):
         self.management_port = ports.reserve()
         self.tls_port = ports.reserve() if tls else None
         self.node = f"delayer-{os.getpid()}-{next(_numbers)}@localhost"
-        self.start_seconds = 0.0
         self._root = Path(root) if (root := os.environ.get(ROOT_VARIABLE)) else None
         self._programs = find_programs(self._root)
         self._dist_port = ports.reserve()
         self._epmd_port = ports.reserve()
         self._directory = make_directory(self._root and self._root / "tmp")
         self._epmd: Family | None = None
-        self._node: Family | None = None
         self._write_files(tls, config or {})
         numbers = {"ERL_EPMD": self._epmd_port, "RABBITMQ_NODE": self.port, "RABBITMQ_DIST": self._dist_port}
         self._environment = environment(self._inside(self._directory), self.node, numbers, hidden or {})
 
     def start(self) -> Self:
-        """Start it, or start it again on the same ports and data; returns when it answers an AMQP handshake."""
         began = time.monotonic()
         if self._epmd is None:
             self._epmd = self._run(
                 "epmd.log", self._find("epmd"), "-port", str(self._epmd_port), "-address", ports.HOST
             )
             self._epmd.wait_ready(lambda: answers(self._epmd_port, b""), "epmd", timeout=10)
-        self._node = self._run("rabbitmq.log", self._programs / "rabbitmq-server")
+        self._family = self._run("rabbitmq.log", self._programs / "rabbitmq-server")
         try:
-            self._node.wait_ready(self._is_ready, "RabbitMQ")
+            self._family.wait_ready(self._is_ready, "RabbitMQ")
         except StartFailed as failed:
             raise StartFailed(f"{failed}\n{tail(self._directory / 'log' / 'node.log')}") from None
         self.start_seconds = time.monotonic() - began
         return self
 
     def stop(self) -> None:
-        """An orderly shutdown: clients are told, and the management plugin takes five seconds to leave."""
-        if self._node:
-            self._node.stop(signal.SIGTERM, grace=30)
-            self._node = None
-
-    def kill(self) -> None:
-        """Pull the plug: SIGKILL to every process of the node."""
-        if self._node:
-            self._node.kill()
-            self._node = None
-
-    def restart(self) -> None:
-        self.stop()
-        self.start()
+        """Clients are told, and the management plugin takes five seconds to leave."""
+        self._end(signal.SIGTERM, grace=30)
 
     def become(self, root: Path) -> None:
         """While it is stopped: the RabbitMQ of another Debian in place of the one that it is, which has to be one of
         another Debian itself, with the same data, configuration and ports from the next start on."""
-        assert self._root is not None and self._node is None
+        assert self._root is not None and self._family is None
         if self._epmd:
             self._epmd.kill()
             self._epmd = None
@@ -127,32 +177,12 @@ class RabbitMQ(OfAVersion):
         self._programs = find_programs(root)
         vars(self).pop("version", None)
 
-    def pause(self) -> None:
-        """Connections stay open and nothing answers."""
-        assert self._node, "not running"
-        self._node.pause()
-
-    def resume(self) -> None:
-        assert self._node, "not running"
-        self._node.resume()
-
     def close(self) -> None:
-        """End it and delete its data."""
         self.kill()
         if self._epmd:
             self._epmd.kill()
             self._epmd = None
         remove_directory(self._directory)
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def url(self, vhost: str = "/", *, port: int | None = None, user: str = "guest:guest") -> str:
         """amqp:// URL; `port` for a proxy before it."""
@@ -165,9 +195,6 @@ class RabbitMQ(OfAVersion):
     @property
     def management_url(self) -> str:
         return f"http://guest:guest@{ports.HOST}:{self.management_port}"
-
-    def pids(self) -> list[int]:
-        return self._node.pids() if self._node else []
 
     def log(self) -> str:
         """What the node has logged so far."""
@@ -284,6 +311,61 @@ class RabbitMQ(OfAVersion):
         (self._directory / "rabbitmq-env.conf").write_text("")
         # A vhost through the management API costs milliseconds, through rabbitmqctl seconds.
         (self._directory / "enabled_plugins").write_text("[rabbitmq_management].\n")
+
+
+def environment(at: Path, node: str, numbers: Mapping[str, int], hidden: Mapping[str, int]) -> dict[str, str]:
+    """``at``: its directory, as it sees it. ``numbers``: of its ports, by whose they are. ``hidden``: settings that
+    rabbitmq.conf has no lines for."""
+    # Two schedulers are plenty for tests, and on small machines idle ones must not spin.
+    erl = "+S 2:2 +SDcpu 1 +SDio 4 +A 4 -kernel inet_dist_use_interface {127,0,0,1}"
+    erl += "".join(f" -rabbit {name} {value}" for name, value in hidden.items())
+    return clean_environment("RABBITMQ_", "ERL_", "NOTIFY_SOCKET", "LC_", "LANG") | {
+        "HOME": str(at / "home"),
+        "LC_ALL": "C.UTF-8",
+        "ERL_EPMD_ADDRESS": ports.HOST,
+        "RABBITMQ_NODENAME": node,
+        "RABBITMQ_MNESIA_BASE": str(at / "data"),
+        "RABBITMQ_LOG_BASE": str(at / "log"),
+        "RABBITMQ_PID_FILE": str(at / "pid"),
+        "RABBITMQ_CONF_ENV_FILE": str(at / "rabbitmq-env.conf"),
+        "RABBITMQ_CONFIG_FILE": str(at / "rabbitmq.conf"),
+        "RABBITMQ_CONFIG_FILES": str(at / "conf.d"),
+        "RABBITMQ_ENABLED_PLUGINS_FILE": str(at / "enabled_plugins"),
+        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": erl,
+        **{f"{whose}_PORT": str(port) for whose, port in numbers.items()},
+    }
+
+
+def answers(port: int, greeting: bytes) -> bool:
+    """Whether something listens there and, if it was greeted, says something back."""
+    try:
+        with socket.create_connection((ports.HOST, port), timeout=2) as connection:
+            connection.sendall(greeting)
+            return not greeting or len(connection.recv(1)) == 1
+    except OSError:
+        return False
+
+
+def find_programs(root: Path | None) -> Path:
+    """As the broker sees them: in ``root``, where there is one."""
+    if root is not None:
+        for home in _HOMES:
+            if (root / home.lstrip("/") / "rabbitmq-server").exists():
+                return Path(home)
+        raise StartFailed(f"there is no RabbitMQ in {root}; .ci/brokers unpacks one")
+    on_path = shutil.which("rabbitmq-server")
+    for home in [*_HOMES, *([str(Path(on_path).resolve().parent)] if on_path else [])]:
+        if (Path(home) / "rabbitmq-server").exists():
+            return Path(home)
+    raise StartFailed("RabbitMQ is not installed; .ci/setup servers installs it")
+
+
+def find(program: str) -> str:
+    """On this machine."""
+    found = shutil.which(program)
+    if not found:
+        raise StartFailed(f"{program} is not on PATH; it comes with Erlang, which .ci/setup servers installs")
+    return found
 
 
 def main() -> int:

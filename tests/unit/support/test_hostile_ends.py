@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.hostile import CASES, ROOMY, SILENT, End
 from tests.faults.villain import Found, verify
-from tests.support.rabbitmq_versions import OfAVersion
+from tests.support.rabbitmq import OfAVersion
 
 
 class Broker(OfAVersion):

@@ -1,0 +1,209 @@
+"""Steps of docs/operations.md that no other test takes, with an account of every message: a restored backup, a store
+whose machine is gone, another broker, and a broker that is upgraded in place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from delayer.amqp.reading import iso
+from tests.faults.place import Place, eventually
+from tests.faults.scenes import add_template
+from tests.faults.villain import held_rows
+from tests.support import ports
+from tests.support.flow import flowing
+from tests.support.postgres import SUPERUSER
+from tests.support.postgres_kinds import Standby
+from tests.support.processes import make_directory, remove_directory
+from tests.support.rabbitmq import ROOT_VARIABLE
+from tests.support.raw import now_ms
+from tests.support.servers import Postgres, RabbitMQ
+
+SEED = 12_000
+HOLD_LATE = json.dumps([{"from": "delayer.in", "to": "delayer.out", "late_limit": "2s", "late_action": "hold"}])
+OLDER, NEWER = (Path(__file__).parents[2] / "build" / "brokers" / suite for suite in ("trixie", "forky"))
+"""What .ci/brokers unpacks: RabbitMQ 4.0 and 4.3."""
+FLAGS = (("all",), ("--opt-in", "khepri_db"))
+"""What 4.3 has to find: it has no other place for its metadata any more."""
+
+pytestmark = pytest.mark.long
+
+
+async def held(place: Place) -> int:
+    return len(await held_rows(place))
+
+
+async def run(program: Path, *words: str) -> None:
+    process = await asyncio.create_subprocess_exec(str(program), *words)
+    assert await process.wait() == 0, f"{program} {words}"
+
+
+@pytest.mark.deadline(180)
+async def test_a_restored_backup_holds_what_has_gone_out(
+    vhost: str, postgres: Postgres, store: str, tmp_path: Path
+) -> None:
+    place = await Place("store", vhost, store).declare()
+    name, dump = store.rpartition("/")[2], str(tmp_path / "delayer.dump")
+    where = ["--host", ports.HOST, "--port", str(postgres.port), "--username", SUPERUSER]
+    async with place.ledger(SEED) as ledger:
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            await ledger.publish(300, delay_ms=15_000)
+            await ledger.publish(1_000, delay_ms=60_000)
+            await eventually(place.rows, lambda rows: rows == 1_300)
+            await run(postgres.programs / "pg_dump", *where, "--format=custom", f"--file={dump}", name)
+            await ledger.until(lambda: ledger.total() == 300)
+            assert await daemon.stop() == 0, daemon.tail()
+        await asyncio.to_thread(postgres.drop_database, name)
+        await run(postgres.programs / "pg_restore", *where, "--create", "--dbname=postgres", dump)
+        assert await place.rows() == 1_300
+        await place.delayer("db", "skip-ids")
+        await asyncio.sleep(2.0)  # not to wait for anything: they are to be late
+        async with place.daemon(ROUTE=HOLD_LATE) as daemon:
+            await daemon.ready()
+            await eventually(lambda: held(place), lambda count: count == 300)
+            assert ledger.total() == 300
+            await place.delayer("held", "drop", "--all", "--yes")
+            assert await daemon.stop() == 0, daemon.tail()
+        async with place.daemon() as daemon:
+            await ledger.all_back(timeout=90)
+            assert await daemon.stop() == 0, daemon.tail()
+        (await place.settle_accounts(ledger)).assert_kept()
+
+
+@pytest.mark.deadline(240)
+async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -> None:
+    """What was released since the end of the archive is held instead of sent again, and beside it what became late
+    during the outage."""
+    directory = make_directory()
+    wal = directory / "wal"
+    wal.mkdir()
+    wal.chmod(0o777)
+    archiving = {"archive_mode": "on", "archive_command": f"cp %p {wal}/%f", "wal_level": "replica"}
+    postgres = Postgres(settings=archiving)
+    async with AsyncExitStack() as stack:
+        stack.callback(remove_directory, directory)
+        stack.callback(postgres.close)
+        await asyncio.to_thread(postgres.start)
+        await asyncio.to_thread(add_template, postgres, "store")
+        place = await Place("store", vhost, postgres.url("store")).declare()
+        ledger = await stack.enter_async_context(place.ledger(SEED + 1))
+        daemon = await stack.enter_async_context(place.daemon())
+        await daemon.ready()
+        await ledger.publish(1_000, delay_ms=90_000)
+        copy = Standby(postgres)
+        stack.callback(copy.close)
+        await asyncio.to_thread(copy.copy)
+        await ledger.publish(1_000, delay_ms=90_000)
+        await ledger.publish(500, delay_ms=12_000)
+        await eventually(place.rows, lambda rows: rows == 2_500)
+        await archive(postgres)
+        await ledger.until(lambda: ledger.total() == 500)
+        await asyncio.to_thread(postgres.kill)
+        crash = iso(now_ms())
+        await daemon.event("store unreachable")
+        await ledger.publish(200, delay_ms=100, absolute=True)
+        await asyncio.to_thread(copy.recover, f"cp {wal}/%f %p")
+        await asyncio.to_thread(copy.start)
+        assert await daemon.stop() == 0, daemon.tail()
+        place = replace(place, store=copy.url("store"))
+        await place.delayer("db", "skip-ids")
+        async with place.daemon(ROUTE=HOLD_LATE) as daemon:
+            await daemon.ready()
+            await eventually(lambda: held(place), lambda count: count == 700)
+            dropped = await place.delayer("held", "drop", "--due-before", crash, "--yes")
+            assert "Dropped: 500." in dropped, dropped
+            assert await daemon.stop() == 0, daemon.tail()
+        await place.delayer("held", "retry", "--all", "--yes")
+        async with place.daemon() as daemon:
+            await ledger.until(lambda: ledger.total() == 700)
+            await ledger.all_back(timeout=120)
+            assert await daemon.stop() == 0, daemon.tail()
+        (await place.settle_accounts(ledger)).assert_kept(redelivered=True)
+
+
+async def archive(postgres: Postgres) -> None:
+    """Everything that was written so far is in the archive."""
+    connection = await asyncpg.connect(postgres.url())
+    try:
+        name = await connection.fetchval("SELECT pg_walfile_name(pg_switch_wal())")
+        done = "SELECT last_archived_wal >= $1 FROM pg_stat_archiver"
+        await eventually(lambda: connection.fetchval(done, name), bool)
+    finally:
+        await connection.close()
+
+
+@pytest.mark.deadline(240)
+async def test_messages_move_to_another_broker_by_way_of_the_store(rabbitmq: RabbitMQ, store: str) -> None:
+    """In native mode: they are drained into the store, and go out at the broker that `broker.url` names then."""
+    old, new = rabbitmq.add_vhost(), rabbitmq.add_vhost()
+    place = await Place("native", rabbitmq.url(old), store).declare()
+    async with place.ledger(SEED + 2) as ledger:
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            await ledger.publish(1_500, delay_ms=120_000)
+            await ledger.publish(500, longest_ms=3_000)
+            await ledger.until(lambda: ledger.total() == 500)
+            assert await daemon.stop() == 0, daemon.tail()
+        async with place.daemon(MODE="store") as daemon:
+            await daemon.ready()
+            await place.delayer("drain", "--to", "store", "--yes", MODE="store")
+            await eventually(place.standing, lambda standing: standing == {"store": 1_500})
+            assert await daemon.stop() == 0, daemon.tail()
+        place = replace(place, mode="store", broker=rabbitmq.url(new))
+        await place.delayer("topology", "apply")
+        await ledger.move_to(place.broker)
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            await ledger.publish(300, longest_ms=2_000)
+            await ledger.all_back(timeout=150)
+            assert await daemon.stop() == 0, daemon.tail()
+        (await place.settle_accounts(ledger)).assert_kept(redelivered=True)
+    for vhost in (old, new):
+        rabbitmq.drop_vhost(vhost)
+
+
+@pytest.mark.skipif(
+    not all((root / ".ready").exists() for root in (OLDER, NEWER)), reason=".ci/brokers has not unpacked both versions"
+)
+@pytest.mark.deadline(300)
+async def test_a_broker_is_upgraded_in_place(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under 300 messages a second, with others in its cascade and among the refused."""
+    with monkeypatch.context() as patch:
+        patch.setenv(ROOT_VARIABLE, str(OLDER))
+        broker = RabbitMQ()
+    async with AsyncExitStack() as stack:
+        stack.callback(broker.close)
+        await asyncio.to_thread(broker.start)
+        place = await Place("native", broker.url(), store).declare()
+        ledger = await stack.enter_async_context(place.ledger(SEED + 3))
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            await ledger.publish(500, delay_ms=120_000, doomed_ones=2)
+            await place.ready(0)
+            assert await daemon.stop() == 0, daemon.tail()
+        daemon = await stack.enter_async_context(place.daemon(MODE="store"))
+        await daemon.ready()
+        async with flowing(ledger, 300, longest_ms=3_000):
+            await ledger.until(lambda: ledger.total() > 1_000)
+            for words in FLAGS:
+                await asyncio.to_thread(broker.ctl, "enable_feature_flag", *words)
+            await asyncio.to_thread(broker.stop)
+            await daemon.event("broker unreachable")
+            broker.become(NEWER)
+            before, seen = ledger.total(), len(daemon.events)
+            await asyncio.to_thread(broker.start)
+            await daemon.event("consuming", after=seen, timeout=60)
+            await ledger.until(lambda: ledger.total() > before + 1_000, timeout=120)
+        await place.delayer("topology", "verify")
+        await ledger.all_back(timeout=180)
+        assert await daemon.stop() == 0, daemon.tail()
+        await ledger.drained()
+        assert await place.standing() == {"delays.refused": 2}
+        ledger.verdict().assert_kept(repeats=True)
