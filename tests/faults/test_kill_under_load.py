@@ -58,27 +58,6 @@ async def test_killed_at_random_moments(mode: str, vhost: str, store: str) -> No
     assert verdict.sent == MESSAGES
 
 
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize("mode", ["store", "native"])
-async def test_one_of_two_daemons_is_killed(mode: str, vhost: str, store: str) -> None:
-    """Two on one queue; the one that lives takes over what the other had read, parked and begun to release."""
-    place = await place_of(mode, vhost, store).declare()
-    async with place.ledger(SEED + 1) as ledger, AsyncExitStack() as stack:
-        first, second = [await stack.enter_async_context(place.daemon()) for _ in range(2)]
-        await asyncio.gather(first.ready(), second.ready())
-        publishing = asyncio.create_task(ledger.publish(MESSAGES // 2, longest_ms=2_000))
-        await ledger.until(lambda: len(ledger.arrivals) > MESSAGES // 10)
-        before = len(second.events)
-        first.signal(signal.SIGKILL)
-        await first.wait()
-        await publishing
-        await ledger.all_back()
-        if mode == "store":
-            await second.event("lane taken", after=before)
-        await work_off(place, second)
-        await place.ended(ledger, repeats=True)
-
-
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_without_a_fault_nothing_comes_twice(mode: str, vhost: str, store: str) -> None:

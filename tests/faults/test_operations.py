@@ -1,5 +1,4 @@
-"""Steps of docs/operations.md that no other test takes, with an account of every message: a restored backup, a store
-whose machine is gone, another broker, and a broker that is upgraded in place."""
+"""Steps of docs/operations.md that no other test takes: a restored backup, and a store whose machine is gone."""
 
 from __future__ import annotations
 
@@ -17,21 +16,14 @@ from tests.faults.place import Place, eventually
 from tests.faults.scenes import add_template
 from tests.faults.villain import held_rows
 from tests.support import ports
-from tests.support.flow import flowing
 from tests.support.postgres import SUPERUSER
 from tests.support.postgres_kinds import Standby
 from tests.support.processes import make_directory, remove_directory
-from tests.support.rabbitmq import ROOT_VARIABLE
 from tests.support.raw import now_ms
-from tests.support.servers import Postgres, RabbitMQ
+from tests.support.servers import Postgres
 
 SEED = 12_000
 HOLD_LATE = json.dumps([{"from": "delayer.in", "to": "delayer.out", "late_limit": "2s", "late_action": "hold"}])
-OLDER, NEWER = (Path(__file__).parents[2] / "build" / "brokers" / suite for suite in ("trixie", "forky"))
-"""What .ci/brokers unpacks: RabbitMQ 4.0 and 4.3."""
-FLAGS = (("all",), ("--opt-in", "khepri_db"))
-"""What 4.3 has to find: it has no other place for its metadata any more."""
-
 pytestmark = pytest.mark.long
 
 
@@ -137,73 +129,3 @@ async def archive(postgres: Postgres) -> None:
         await eventually(lambda: connection.fetchval(done, name), bool)
     finally:
         await connection.close()
-
-
-@pytest.mark.deadline(240)
-async def test_messages_move_to_another_broker_by_way_of_the_store(rabbitmq: RabbitMQ, store: str) -> None:
-    """In native mode: they are drained into the store, and go out at the broker that `broker.url` names then."""
-    old, new = rabbitmq.add_vhost(), rabbitmq.add_vhost()
-    place = await Place("native", rabbitmq.url(old), store).declare()
-    async with place.ledger(SEED + 2) as ledger:
-        async with place.daemon() as daemon:
-            await daemon.ready()
-            await ledger.publish(1_500, delay_ms=120_000)
-            await ledger.publish(500, longest_ms=3_000)
-            await ledger.until(lambda: ledger.total() == 500)
-            assert await daemon.stop() == 0, daemon.tail()
-        async with place.daemon(MODE="store") as daemon:
-            await daemon.ready()
-            await place.delayer("drain", "--to", "store", "--yes", MODE="store")
-            await eventually(place.standing, lambda standing: standing == {"store": 1_500})
-            assert await daemon.stop() == 0, daemon.tail()
-        place = replace(place, mode="store", broker=rabbitmq.url(new))
-        await place.delayer("topology", "apply")
-        await ledger.move_to(place.broker)
-        async with place.daemon() as daemon:
-            await daemon.ready()
-            await ledger.publish(300, longest_ms=2_000)
-            await ledger.all_back(timeout=150)
-            assert await daemon.stop() == 0, daemon.tail()
-        (await place.settle_accounts(ledger)).assert_kept(redelivered=True)
-    for vhost in (old, new):
-        rabbitmq.drop_vhost(vhost)
-
-
-@pytest.mark.skipif(
-    not all((root / ".ready").exists() for root in (OLDER, NEWER)), reason=".ci/brokers has not unpacked both versions"
-)
-@pytest.mark.deadline(300)
-async def test_a_broker_is_upgraded_in_place(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under 300 messages a second, with others in its cascade and among the refused."""
-    with monkeypatch.context() as patch:
-        patch.setenv(ROOT_VARIABLE, str(OLDER))
-        broker = RabbitMQ()
-    async with AsyncExitStack() as stack:
-        stack.callback(broker.close)
-        await asyncio.to_thread(broker.start)
-        place = await Place("native", broker.url(), store).declare()
-        ledger = await stack.enter_async_context(place.ledger(SEED + 3))
-        async with place.daemon() as daemon:
-            await daemon.ready()
-            await ledger.publish(500, delay_ms=120_000, doomed_ones=2)
-            await place.ready(0)
-            assert await daemon.stop() == 0, daemon.tail()
-        daemon = await stack.enter_async_context(place.daemon(MODE="store"))
-        await daemon.ready()
-        async with flowing(ledger, 300, longest_ms=3_000):
-            await ledger.until(lambda: ledger.total() > 1_000)
-            for words in FLAGS:
-                await asyncio.to_thread(broker.ctl, "enable_feature_flag", *words)
-            await asyncio.to_thread(broker.stop)
-            await daemon.event("broker unreachable")
-            broker.become(NEWER)
-            before, seen = ledger.total(), len(daemon.events)
-            await asyncio.to_thread(broker.start)
-            await daemon.event("consuming", after=seen, timeout=60)
-            await ledger.until(lambda: ledger.total() > before + 1_000, timeout=120)
-        await place.delayer("topology", "verify")
-        await ledger.all_back(timeout=180)
-        assert await daemon.stop() == 0, daemon.tail()
-        await ledger.drained()
-        assert await place.standing() == {"delays.refused": 2}
-        ledger.verdict().assert_kept(repeats=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -18,300 +18,214 @@ class Mutant(NamedTuple):
     times: int = 1
 
 
+def of(file: str, test: str, *mutants: tuple[str, str, str], times: int = 1) -> Iterator[Mutant]:
+    """Of one file: name, text and replacement of each. ``test`` must notice all of them."""
+    for name, text, replacement in mutants:
+        yield Mutant(name, file, text, replacement, [test], times)
+
+
 MUTANTS: Sequence[Mutant] = (
-    Mutant(
-        "drop-empty-looks-once",
+    *of(
         "delayer/store/rows/partitions.py",
-        '                return False\n            await connection.execute(f"DROP',
-        '                pass\n            await connection.execute(f"DROP',
-        ["tests/integration/test_store_mutants.py::test_a_row_that_comes_in_while_its_partition_is_dropped_stays"],
+        "tests/integration/test_store_mutants.py::test_a_row_that_comes_in_while_its_partition_is_dropped_stays",
+        (
+            "drop-empty-looks-once",
+            '                return False\n            await connection.execute(f"DROP',
+            '                pass\n            await connection.execute(f"DROP',
+        ),
     ),
-    Mutant(
-        "park-fence-without-share",
+    *of(
         "delayer/store/sql/count_parked.sql",
-        " FOR SHARE)",
-        ")",
-        ["tests/integration/test_store_mutants.py::test_a_park_locks_the_epoch_until_its_commit"],
+        "tests/integration/test_store_mutants.py::test_a_park_locks_the_epoch_until_its_commit",
+        ("park-fence-without-share", " FOR SHARE)", ")"),
     ),
-    Mutant(
-        "commit-does-not-wait",
+    *of(
         "delayer/store/pool.py",
-        '        "synchronous_commit": "on",',
-        '        "synchronous_commit": "off",',
-        ["tests/integration/test_store_mutants.py::test_commits_wait_for_the_disk_whatever_is_set_for_the_database"],
+        "tests/integration/test_store_mutants.py::test_commits_wait_for_the_disk_whatever_is_set_for_the_database",
+        ("commit-does-not-wait", '        "synchronous_commit": "on",', '        "synchronous_commit": "off",'),
     ),
-    Mutant(
-        "claim-50-ms-early",
+    *of(
         "delayer/store/sql/claim.sql",
-        "due_at <= statement_timestamp()",
-        "due_at <= statement_timestamp() + interval '50 ms'",
-        ["tests/conformance/test_store.py::TestPostgresStore::test_a_claim_leaves_what_is_due_a_moment_later"],
+        "tests/conformance/test_store.py::TestPostgresStore::test_a_claim_leaves_what_is_due_a_moment_later",
+        ("claim-50-ms-early", "due_at <= statement_timestamp()", "due_at <= statement_timestamp() + interval '50 ms'"),
         times=2,
     ),
-    Mutant(
-        "export-without-partition-locks",
+    *of(
         "delayer/store/admin/exporting.py",
-        "await connection.execute(_KEEP_PARTITIONS)",
-        "pass",
-        ["tests/integration/test_export_snapshot.py::test_partitions_stay_until_the_export_ends"],
+        "tests/integration/test_export_snapshot.py::test_partitions_stay_until_the_export_ends",
+        ("export-without-partition-locks", "await connection.execute(_KEEP_PARTITIONS)", "pass"),
     ),
-    Mutant(
-        "export-without-snapshot",
+    *of(
         "delayer/store/admin/exporting.py",
-        'async with connection.transaction(isolation="repeatable_read", readonly=True):',
-        "if True:",
-        ["tests/integration/test_export_snapshot.py::test_concurrent_changes_leave_no_message_out_of_an_export"],
+        "tests/integration/test_export_snapshot.py::test_concurrent_changes_leave_no_message_out_of_an_export",
+        (
+            "export-without-snapshot",
+            'async with connection.transaction(isolation="repeatable_read", readonly=True):',
+            "if True:",
+        ),
     ),
-    Mutant(
-        "import-replaces-what-waits",
+    *of(
         "delayer/store/admin/importing.py",
-        "elif parcel.key in taken:",
-        "elif False:",
-        ["tests/integration/test_import_jsonl.py::test_a_waiting_message_wins_over_an_imported_one_of_its_key"],
+        "tests/integration/test_import_jsonl.py::test_a_waiting_message_wins_over_an_imported_one_of_its_key",
+        ("import-replaces-what-waits", "elif parcel.key in taken:", "elif False:"),
+        ("import-says-nothing-of-superseded", "            if superseded:\n", "            if False:\n"),
     ),
-    Mutant(
-        "import-says-nothing-of-superseded",
-        "delayer/store/admin/importing.py",
-        "            if superseded:\n",
-        "            if False:\n",
-        ["tests/integration/test_import_jsonl.py::test_a_waiting_message_wins_over_an_imported_one_of_its_key"],
-    ),
-    Mutant(
-        "import-of-a-cut-file",
+    *of(
         "delayer/imports/files.py",
-        "elif self.counted and sum(self._ends) != self._messages:",
-        "elif False:",
-        ["tests/integration/test_import_jsonl.py::test_files_that_are_none"],
+        "tests/integration/test_import_jsonl.py::test_files_that_are_none",
+        ("import-of-a-cut-file", "elif self.counted and sum(self._ends) != self._messages:", "elif False:"),
     ),
-    Mutant(
-        "import-makes-damage-sound",
+    *of(
         "delayer/imports/files.py",
-        "NOT_SOUND.after(found.held)",
-        "found.held",
-        ["tests/integration/test_import_jsonl.py::test_damaged_records_are_held"],
+        "tests/integration/test_import_jsonl.py::test_damaged_records_are_held",
+        ("import-makes-damage-sound", "NOT_SOUND.after(found.held)", "found.held"),
     ),
-    Mutant(
-        "key-locks-without-bound",
+    *of(
         "delayer/store/rows/keys.py",
-        "crc32(key) % LOCKS",
-        "crc32(key) % (1 << 31)",
-        ["tests/integration/test_lock_need.py::test_a_park_takes_few_locks_for_many_keys"],
+        "tests/integration/test_lock_need.py::test_a_park_takes_few_locks_for_many_keys",
+        ("key-locks-without-bound", "crc32(key) % LOCKS", "crc32(key) % (1 << 31)"),
     ),
-    Mutant(
-        "released-key-forgets-the-newer",
+    *of(
         "delayer/store/rows/keys.py",
-        '"DELETE FROM message_key WHERE key = ANY($1) AND id = ANY($2)", keys, ids',
-        '"DELETE FROM message_key WHERE key = ANY($1) AND $2::bigint[] IS NOT NULL", keys, ids',
-        ["tests/integration/test_store_mutants.py::test_a_released_message_does_not_take_the_key_of_a_newer_one"],
+        "tests/integration/test_store_mutants.py::test_a_released_message_does_not_take_the_key_of_a_newer_one",
+        (
+            "released-key-forgets-the-newer",
+            '"DELETE FROM message_key WHERE key = ANY($1) AND id = ANY($2)", keys, ids',
+            '"DELETE FROM message_key WHERE key = ANY($1) AND $2::bigint[] IS NOT NULL", keys, ids',
+        ),
     ),
-    Mutant(
-        "segment-digest-not-compared",
+    *of(
         "delayer/store/segments/codec.py",
-        "if not hmac.compare_digest(found, digest):",
-        "if False:",
-        ["tests/unit/store/test_segments_codec.py"],
+        "tests/unit/store/test_segments_codec.py",
+        ("segment-digest-not-compared", "if not hmac.compare_digest(found, digest):", "if False:"),
+        ("segment-count-not-compared", "if len(table) != messages:", "if False:"),
+        (
+            "segment-checksum-not-compared",
+            '    if found != expected:\n        raise SegmentBroken(f"expected the checksum',
+            '    if False:\n        raise SegmentBroken(f"expected the checksum',
+        ),
+        (
+            "segment-metadata-not-compared",
+            '    if found != expected:\n        raise SegmentBroken(f"expected the metadata',
+            '    if False:\n        raise SegmentBroken(f"expected the metadata',
+        ),
     ),
-    Mutant(
-        "segment-count-not-compared",
+    *of(
         "delayer/store/segments/codec.py",
-        "if len(table) != messages:",
-        "if False:",
-        ["tests/unit/store/test_segments_codec.py"],
+        "tests/unit/store/test_copying.py",
+        (
+            "copy-without-the-epoch",
+            "POSTGRES_EPOCH_US if name in _INSTANTS else 0",
+            "POSTGRES_EPOCH_US + 1 if name in _INSTANTS else 0",
+        ),
     ),
-    Mutant(
-        "segment-checksum-not-compared",
-        "delayer/store/segments/codec.py",
-        '    if found != expected:\n        raise SegmentBroken(f"expected the checksum',
-        '    if False:\n        raise SegmentBroken(f"expected the checksum',
-        ["tests/unit/store/test_segments_codec.py"],
-    ),
-    Mutant(
-        "segment-metadata-not-compared",
-        "delayer/store/segments/codec.py",
-        '    if found != expected:\n        raise SegmentBroken(f"expected the metadata',
-        '    if False:\n        raise SegmentBroken(f"expected the metadata',
-        ["tests/unit/store/test_segments_codec.py"],
-    ),
-    Mutant(
-        "copy-without-the-epoch",
-        "delayer/store/segments/codec.py",
-        "POSTGRES_EPOCH_US if name in _INSTANTS else 0",
-        "POSTGRES_EPOCH_US + 1 if name in _INSTANTS else 0",
-        ["tests/unit/store/test_copying.py"],
-    ),
-    Mutant(
-        "keyed-rows-are-compacted",
+    *of(
         "delayer/store/sql/lock_run.sql",
-        " AND key IS NULL",
-        "",
-        ["tests/integration/test_store_segments.py"],
+        "tests/integration/test_store_segments.py",
+        ("keyed-rows-are-compacted", " AND key IS NULL", ""),
     ),
-    Mutant(
-        "restored-segment-stays",
+    *of(
         "delayer/store/segments/catalog.py",
-        'await connection.execute("DELETE FROM segment WHERE id = $1", segment["id"])',
-        "pass",
-        ["tests/integration/test_store_segments.py"],
+        "tests/integration/test_store_segments.py",
+        (
+            "restored-segment-stays",
+            'await connection.execute("DELETE FROM segment WHERE id = $1", segment["id"])',
+            "pass",
+        ),
     ),
-    Mutant(
-        "checksum-without-lengths",
+    *of(
         "delayer/store/rows/envelope.py",
-        "crc32(exchange, crc32(lengths))",
-        "crc32(exchange)",
-        ["tests/unit/store/test_envelope.py"],
+        "tests/unit/store/test_envelope.py",
+        ("checksum-without-lengths", "crc32(exchange, crc32(lengths))", "crc32(exchange)"),
+        ("damage-heals-by-moving", "values[1] ^ 1", "values[1]"),
+        ("future-format-is-sound", "version == FORMAT and ", ""),
     ),
-    Mutant(
-        "damage-heals-by-moving",
-        "delayer/store/rows/envelope.py",
-        "values[1] ^ 1",
-        "values[1]",
-        ["tests/unit/store/test_envelope.py"],
-    ),
-    Mutant(
-        "future-format-is-sound",
-        "delayer/store/rows/envelope.py",
-        "version == FORMAT and ",
-        "",
-        ["tests/unit/store/test_envelope.py"],
-    ),
-    Mutant(
-        "retry-pause-does-not-grow",
+    *of(
         "delayer/core/backoff.py",
-        "FIRST_MS << min(attempts - 1, 16)",
-        "FIRST_MS",
-        ["tests/unit/core/test_hold.py"],
+        "tests/unit/core/test_hold.py",
+        ("retry-pause-does-not-grow", "FIRST_MS << min(attempts - 1, 16)", "FIRST_MS"),
     ),
-    Mutant(
-        "clock-without-drift",
+    *of(
         "delayer/store/clock.py",
-        "lower=sample.server_ms + (shortest - DRIFT * abs(shortest)) * 1000",
-        "lower=sample.server_ms + shortest * 1000",
-        ["tests/unit/store/test_clock.py"],
+        "tests/unit/store/test_clock.py",
+        (
+            "clock-without-drift",
+            "lower=sample.server_ms + (shortest - DRIFT * abs(shortest)) * 1000",
+            "lower=sample.server_ms + shortest * 1000",
+        ),
+        ("clock-rounds-down", "math.ceil(self._bounds().upper)", "math.floor(self._bounds().upper)"),
     ),
-    Mutant(
-        "clock-rounds-down",
-        "delayer/store/clock.py",
-        "math.ceil(self._bounds().upper)",
-        "math.floor(self._bounds().upper)",
-        ["tests/unit/store/test_clock.py"],
-    ),
-    Mutant(
-        "delay-rounds-down",
+    *of(
         "delayer/core/delay_headers.py",
-        "return math.ceil(Decimal(value))",
-        "return math.floor(Decimal(value))",
-        ["tests/unit/core/test_delay.py"],
+        "tests/unit/core/test_delay.py",
+        ("delay-rounds-down", "return math.ceil(Decimal(value))", "return math.floor(Decimal(value))"),
     ),
-    Mutant(
-        "hold-forgets-doubt",
+    *of(
         "delayer/core/hold.py",
-        "may_be_delivered=self.may_be_delivered or earlier.may_be_delivered",
-        "may_be_delivered=self.may_be_delivered",
-        ["tests/unit/core/test_hold.py"],
+        "tests/unit/core/test_hold.py",
+        (
+            "hold-forgets-doubt",
+            "may_be_delivered=self.may_be_delivered or earlier.may_be_delivered",
+            "may_be_delivered=self.may_be_delivered",
+        ),
+        ("hold-forgets-isolation", "isolated=self.isolated or earlier.isolated", "isolated=self.isolated"),
+        ("late-message-is-retried", "return None if self.for_a_person else again_ms", "return again_ms"),
     ),
-    Mutant(
-        "hold-forgets-isolation",
-        "delayer/core/hold.py",
-        "isolated=self.isolated or earlier.isolated",
-        "isolated=self.isolated",
-        ["tests/unit/core/test_hold.py"],
-    ),
-    Mutant(
-        "late-message-is-retried",
-        "delayer/core/hold.py",
-        "return None if self.for_a_person else again_ms",
-        "return again_ms",
-        ["tests/unit/core/test_hold.py"],
-    ),
-    Mutant(
-        "due-by-the-later-clock",
+    *of(
         "delayer/core/plan.py",
-        "now_ms if now_lower_ms is None else now_lower_ms)",
-        "now_ms)",
-        ["tests/unit/core/test_plan.py"],
+        "tests/unit/core/test_plan.py",
+        ("due-by-the-later-clock", "now_ms if now_lower_ms is None else now_lower_ms)", "now_ms)"),
     ),
-    Mutant(
-        "token-bucket-has-no-bottom",
+    *of(
         "delayer/core/rate_limit.py",
-        "taken = min(wanted, int(self._tokens))",
-        "taken = wanted",
-        ["tests/unit/core/test_rate_limit.py"],
+        "tests/unit/core/test_rate_limit.py",
+        ("token-bucket-has-no-bottom", "taken = min(wanted, int(self._tokens))", "taken = wanted"),
     ),
-    Mutant(
-        "cascade-loses-dead-letters",
+    *of(
         "delayer/core/cascade.py",
-        '"x-dead-letter-strategy": "at-least-once"',
-        '"x-dead-letter-strategy": "at-most-once"',
-        ["tests/unit/core/test_cascade.py"],
+        "tests/unit/core/test_cascade.py",
+        (
+            "cascade-loses-dead-letters",
+            '"x-dead-letter-strategy": "at-least-once"',
+            '"x-dead-letter-strategy": "at-most-once"',
+        ),
+        ("cascade-drops-when-full", '"x-overflow": "reject-publish"', '"x-overflow": "drop-head"'),
     ),
-    Mutant(
-        "cascade-drops-when-full",
-        "delayer/core/cascade.py",
-        '"x-overflow": "reject-publish"',
-        '"x-overflow": "drop-head"',
-        ["tests/unit/core/test_cascade.py"],
-    ),
-    Mutant(
-        "ack-before-the-oldest",
+    *of(
         "delayer/intake/consume.py",
-        "self._order[0] in self._accepted",
-        "self._accepted",
-        ["tests/unit/intake/test_consume.py"],
+        "tests/unit/intake/test_consume.py",
+        ("ack-before-the-oldest", "self._order[0] in self._accepted", "self._accepted"),
     ),
-    Mutant(
-        "returned-counts-as-confirmed",
+    *of(
         "delayer/amqp/channel.py",
-        "outcomes[position] = returned",
-        "pass",
-        ["tests/unit/amqp/test_confirms.py"],
+        "tests/unit/amqp/test_confirms.py",
+        ("returned-counts-as-confirmed", "outcomes[position] = returned", "pass"),
+        ("nacked-counts-as-confirmed", "outcomes[position] = NACKED", "pass"),
     ),
-    Mutant(
-        "nacked-counts-as-confirmed",
-        "delayer/amqp/channel.py",
-        "outcomes[position] = NACKED",
-        "pass",
-        ["tests/unit/amqp/test_confirms.py"],
-    ),
-    Mutant(
-        "deaths-stay-in-headers",
+    *of(
         "delayer/amqp/edits.py",
-        '_REMOVED: Final = SAID | _COUNTED | {b"x-death", ID, DUE}',
-        "_REMOVED: Final = SAID | _COUNTED | {ID, DUE}",
-        ["tests/unit/amqp/test_edits.py"],
+        "tests/unit/amqp/test_edits.py",
+        (
+            "deaths-stay-in-headers",
+            '_REMOVED: Final = SAID | _COUNTED | {b"x-death", ID, DUE}',
+            "_REMOVED: Final = SAID | _COUNTED | {ID, DUE}",
+        ),
+        ("delay-keeps-its-sign", "replace=_turned(properties),", "replace={},"),
     ),
-    Mutant(
-        "delay-keeps-its-sign",
-        "delayer/amqp/edits.py",
-        "replace=_turned(properties),",
-        "replace={},",
-        ["tests/unit/amqp/test_edits.py"],
-    ),
-    Mutant(
-        "any-host-is-ours",
+    *of(
         "delayer/http/access.py",
-        "return is_loopback(name)",
-        "return True",
-        ["tests/unit/http/test_access.py"],
+        "tests/unit/http/test_access.py",
+        ("any-host-is-ours", "return is_loopback(name)", "return True"),
+        ("any-origin-may-post", 'return site in ("same-origin", "none")', "return True"),
     ),
-    Mutant(
-        "any-origin-may-post",
-        "delayer/http/access.py",
-        'return site in ("same-origin", "none")',
-        "return True",
-        ["tests/unit/http/test_access.py"],
-    ),
-    Mutant(
-        "breaker-opens-for-no-longer",
+    *of(
         "delayer/broker/circuit_breaker.py",
-        "first * 2.0 ** min(failures - 1, 10)",
-        "first",
-        ["tests/unit/broker/test_circuit_breaker.py"],
+        "tests/unit/broker/test_circuit_breaker.py",
+        ("breaker-opens-for-no-longer", "first * 2.0 ** min(failures - 1, 10)", "first"),
     ),
-    Mutant(
-        "cursor-from-the-later-clock",
+    *of(
         "delayer/store/lanes/lane.py",
-        "    before = clock.now_lower_ms()",
-        "    before = clock.now_upper_ms()",
-        ["tests/integration/test_store_mutants.py::test_the_next_owner_begins_no_later_than_the_stores_clock"],
+        "tests/integration/test_store_mutants.py::test_the_next_owner_begins_no_later_than_the_stores_clock",
+        ("cursor-from-the-later-clock", "    before = clock.now_lower_ms()", "    before = clock.now_upper_ms()"),
     ),
 )

@@ -89,16 +89,6 @@ class Ledger:
                 if connection is not None:
                     await connection.close()
 
-    async def move_to(self, url: str) -> None:
-        """Publish to another broker, and consume there, from now on."""
-        self._url = url
-        await self.declare()
-        publisher, self._publisher = self._publisher, None
-        if publisher is not None:
-            await publisher.close()
-        if self._consumer is not None:
-            await self._consumer.close()  # whoever keeps it consuming goes on at the new one
-
     async def declare(self) -> None:
         """The exchange that due messages go to, and a durable queue that takes them all: a classic one, which leaves
         what it delivers again as it was."""

@@ -70,15 +70,6 @@ def remove_directory(directory: Path) -> None:
     _reaper().tell("forget", directory)
 
 
-def move_directory(directory: Path, parent: Path) -> Path:
-    """A directory of :func:`make_directory` elsewhere, under its name."""
-    moved = parent / directory.name
-    _reaper().tell("remove", moved)
-    shutil.move(directory, moved)
-    _reaper().tell("forget", directory)
-    return moved
-
-
 def mount_disk(directory: Path, megabytes: int) -> None:
     """A small file system of its own in that directory, which exists and is empty. Raises StartFailed with the reason
     where that cannot be had: mostly whoever is not root."""

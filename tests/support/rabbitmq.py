@@ -31,7 +31,6 @@ from tests.support.processes import (
     StartFailed,
     clean_environment,
     make_directory,
-    move_directory,
     remove_directory,
     tail,
 )
@@ -164,18 +163,6 @@ class RabbitMQ(OfAVersion, Server):
     def stop(self) -> None:
         """Clients are told, and the management plugin takes five seconds to leave."""
         self._end(signal.SIGTERM, grace=30)
-
-    def become(self, root: Path) -> None:
-        """While it is stopped: the RabbitMQ of another Debian in place of the one that it is, which has to be one of
-        another Debian itself, with the same data, configuration and ports from the next start on."""
-        assert self._root is not None and self._family is None
-        if self._epmd:
-            self._epmd.kill()
-            self._epmd = None
-        self._directory = move_directory(self._directory, root / "tmp")
-        self._root = root
-        self._programs = find_programs(root)
-        vars(self).pop("version", None)
 
     def close(self) -> None:
         self.kill()
