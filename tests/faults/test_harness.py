@@ -37,6 +37,19 @@ async def passed(ledger: Ledger, *, all_back: bool = True) -> Verdict:
     return ledger.verdict()
 
 
+@asynccontextmanager
+async def killed_at(fleet: Fleet, point: str) -> AsyncIterator[None]:
+    """The only daemon comes to this point with what is published meanwhile, and another one follows it."""
+    first, second = fleet.daemons
+    async with first.meant(), second.meant():
+        await second.kill()
+        await first.start(point)
+        yield
+        await first.process.wait()
+        await first.start()
+        await second.start()
+
+
 @pytest.mark.parametrize(
     ("bug", "broken"), [("early", "early"), ("twice", "came more than once"), ("narrow", "changed")]
 )
@@ -53,18 +66,13 @@ async def test_a_bug_that_needs_no_fault_is_found(
 async def test_acknowledging_too_soon_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
     """Killed between COPY and commit: the broker has been told that it is safe."""
     async with fleet_with("acknowledge first", rabbitmq, postgres, tmp_path) as fleet:
-        first, second = fleet.daemons
-        async with first.meant(), second.meant():
-            await second.kill()
-            await first.start("park.copied:1")
+        async with killed_at(fleet, "park.copied:1"):
             await fleet.ledger.publish(MESSAGES, delay_ms=1_000)
-            await first.process.wait()
-            await first.start()
-            await first.ready()
-            with pytest.raises(AssertionError, match="lost"):
-                await fleet.ledger.all_back(timeout=5)
-            with pytest.raises(AssertionError, match="lost"):
-                fleet.ledger.verdict().assert_kept(repeats=True)
+        await fleet.daemons[0].ready()
+        with pytest.raises(AssertionError, match="lost"):
+            await fleet.ledger.all_back(timeout=5)
+        with pytest.raises(AssertionError, match="lost"):
+            fleet.ledger.verdict().assert_kept(repeats=True)
 
 
 @pytest.mark.parametrize("mode", ["store", "native"])
@@ -117,14 +125,8 @@ async def test_a_new_name_for_a_copy_is_found(rabbitmq: RabbitMQ, postgres: Post
     """Killed between publish and commit: what comes twice has one x-delayer-id, or it has more of them than it was read
     times, and the store counts otherwise."""
     async with fleet_with("new id", rabbitmq, postgres, tmp_path) as fleet:
-        first, second = fleet.daemons
-        async with first.meant(), second.meant():
-            await second.kill()
-            await first.start("release.published:1")
+        async with killed_at(fleet, "release.published:1"):
             await fleet.ledger.publish(MESSAGES, delay_ms=1_000)
-            await first.process.wait()
-            await first.start()
-            await second.start()
         await came_twice(fleet)
         counters = await fleet.place.conserved()
         assert fleet.ledger.account.rows_back > counters["released"]
@@ -171,14 +173,10 @@ async def test_headers_that_are_sorted_are_found(
     if rabbitmq.sorts_headers:
         pytest.skip("RabbitMQ sorts every header table from 4.0 on, before a daemon can")
     async with fleet_with("sorts headers", rabbitmq, postgres, tmp_path, mode=mode) as fleet:
-        ledger, (first, second) = fleet.ledger, fleet.daemons
+        ledger = fleet.ledger
         if fault:
-            async with first.meant(), second.meant():
-                await second.kill()
-                await first.start("park.copied:1" if mode == "store" else "intake.confirmed:1")
+            async with killed_at(fleet, "park.copied:1" if mode == "store" else "intake.confirmed:1"):
                 await ledger.publish(MESSAGES, longest_ms=1_500)
-                await first.process.wait()
-                await first.start()
         verdict = await passed(ledger)
         again = sum(ledger.account.readings.again(number) for number in range(verdict.sent))
         print(f"{verdict}; {again} were delivered again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +15,7 @@ from tests.soak.result import LARGEST_MB, Result
 from tests.soak.run import Soak
 
 EVERY = 5.0
+SHOWN = 20
 
 
 async def tell(soak: Soak, console: Console) -> None:
@@ -60,30 +62,25 @@ def show(result: Result, console: Console) -> None:
 
 
 def _complain(result: Result, console: Console) -> None:
-    """What should not be."""
-    for kind, findings in (("early", result.verdict.early), ("changed", result.verdict.changed)):
-        for text in findings.first[:5]:
-            console.print(f"{kind}: {text[:1000]}", markup=False, style="red")
-    if result.lost:
-        console.print(f"lost: {result.verdict.missing[:50]}", style="red")
-    if result.verdict.unexcused:
-        console.print(f"twice without a fault: {result.verdict.unexcused[:50]}", style="red")
-    for text in result.verdict.unaccounted.first[:5]:
-        console.print(f"more than was read: {text[:1000]}", markup=False, style="red")
-    if result.verdict.shared:
-        console.print(f"under the id of another: {result.verdict.shared[:50]}", style="red")
-    if result.stranded:
-        console.print(f"in the strays queue for good: {result.stranded}", style="red")
-    if result.largest_mb > LARGEST_MB:
-        console.print(f"a daemon of {result.largest_mb:.0f} MB, and {LARGEST_MB:.0f} are allowed", style="red")
-    if result.doomed.missing:
-        console.print(f"to be refused, and nowhere: {result.doomed.missing[:50]}", style="red")
-    for text in result.doomed.wrong[:5]:
-        console.print(text[:1000], markup=False, style="red")
-    for name, depth in result.verdict.standing.items():
-        console.print(f"left standing: {depth} in {name}", markup=False, style="red")
-    for surprise in result.surprises:
-        console.print(surprise, markup=False, style="red")
+    """What should not be: the first few of each kind."""
+    verdict, large = result.verdict, f"{result.largest_mb:.0f} MB, and {LARGEST_MB:.0f} are allowed"
+    complaints: dict[str, Sequence[object]] = {
+        "early": verdict.early.first,
+        "changed": verdict.changed.first,
+        "lost": verdict.missing,
+        "twice without a fault": verdict.unexcused,
+        "more than was read": verdict.unaccounted.first,
+        "under the id of another": verdict.shared,
+        "in the strays queue for good": [result.stranded][: result.stranded],
+        "a daemon too large": [large][: result.largest_mb > LARGEST_MB],
+        "to be refused, and nowhere": result.doomed.missing,
+        "refused otherwise": result.doomed.wrong,
+        "left standing": [*verdict.standing.items()],
+        "surprise": result.surprises,
+    }
+    for what, found in complaints.items():
+        for one in found[:SHOWN]:
+            console.print(f"{what}: {str(one)[:1000]}", markup=False, style="red")
 
 
 def summary(result: Result) -> dict[str, Any]:
