@@ -47,7 +47,6 @@ SLOW = (
     "tests/faults/test_every_fault.py",
     "tests/faults/test_feature_bugs.py",
     "tests/faults/test_features_under_faults.py",
-    "tests/faults/test_full_disk.py",
     "tests/faults/test_harness.py",
     "tests/faults/test_hostile.py",
     "tests/faults/test_overload.py",

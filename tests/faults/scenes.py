@@ -25,7 +25,7 @@ import uvloop
 from delayer.core.errors import BrokerLost
 from tests.faults.place import Place, eventually, killed_by_fault, stopped
 from tests.support.daemon import DaemonProcess
-from tests.support.ledger import Arrival, Ledger, Verdict
+from tests.support.ledger import Arrival, Verdict
 from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ
 
@@ -70,76 +70,105 @@ class Outcome:
     counters: Mapping[str, int]
 
 
-class Barrier:
-    """Lets ``act`` happen once, when everybody has come, or will not come any more."""
-
-    def __init__(self, parties: Iterable[str], act: Callable[[], Awaitable[None]]) -> None:
-        self._missing = set(parties)
-        self._act = act
-        self._everybody = asyncio.Event()
-        self._acted = asyncio.get_running_loop().create_future()
-
-    async def run(self) -> None:
-        """Whatever goes wrong goes wrong for everybody who came."""
-        await self._everybody.wait()
-        try:
-            self._acted.set_result(await self._act())
-        except (RuntimeError, OSError) as error:
-            self._acted.set_exception(error)
-
-    def leave(self, name: str) -> None:
-        self._missing.discard(name)
-        if not self._missing:
-            self._everybody.set()
-
-    async def come(self, name: str) -> None:
-        self.leave(name)
-        await asyncio.shield(self._acted)
-
-
-async def nothing() -> None:
-    """What happens when everybody is ready."""
-
-
-@dataclass
 class Play:
-    """One row being played. ``start`` is when all daemons are ready, ``death`` when all are at their points."""
+    """One row being played, in three steps that all rows of a scene take together."""
 
-    name: str
-    row: Row
-    place: Place
-    died: str
-    start: Barrier
-    death: Barrier
+    def __init__(self, row: Row, place: Place, died: str, proxy: Proxy | None) -> None:
+        self.row = row
+        self.place = place
+        self.outcome: Outcome | BaseException | None = None
+        self.stack = AsyncExitStack()
+        self._died = died
+        self._proxy = proxy
 
     @property
-    def delay_ms(self) -> int:
+    def _delay_ms(self) -> int:
         """Long enough for a new daemon to be there before the message is due, where one has to start first."""
-        at_once = self.died != DAEMON and not self.row.prepared
+        at_once = self._died != DAEMON and not self.row.prepared
         return min(self.row.delay_ms, 1_500) if at_once else self.row.delay_ms
 
-    async def prepare(self, ledger: Ledger) -> None:
-        """Have the messages parked and compacted, with nobody at work, where the row wants it so."""
+    async def begin(self) -> None:
+        """With a daemon that is ready; or on its way to the point, where the messages are there already."""
+        if self._proxy:
+            await self.stack.enter_async_context(self._proxy)
+        consume = self._died not in (BROKER, POSTGRES)
+        self._ledger = await self.stack.enter_async_context(self.place.ledger(consume=consume))
+        if self.row.prepared:
+            await self._prepare()
+        point = self.row.fault if ":" in self.row.fault else f"{self.row.fault}:1"
+        fault = point if self._died == DAEMON else f"{point}:stop"
+        self._daemon = await self.stack.enter_async_context(self.place.daemon(fault))
         if not self.row.prepared:
-            return
+            await self._daemon.ready()
+
+    async def _prepare(self) -> None:
+        """Have the messages parked and compacted, with nobody at work."""
         # One lane, so that the messages make one segment, in however many batches they are parked.
         async with self.place.daemon(STORE__LANES="1") as daemon:
             await daemon.ready()
-            await self._publish(ledger)
+            await self._publish()
             await eventually(self.place.rows, lambda rows: rows == self.row.messages)
             assert await daemon.stop() == 0, daemon.tail()
         assert await self.place.compact() == 1
 
-    async def send(self, daemon: DaemonProcess, ledger: Ledger) -> None:
-        """Publish the row's messages as soon as all daemons are ready; unless they are there, and it is at work."""
-        if self.row.prepared:
-            return
-        await daemon.ready()
-        await self.start.come(self.name)
-        await self._publish(ledger)
+    async def _publish(self) -> None:
+        await self._ledger.publish(self.row.messages, delay_ms=self._delay_ms, absolute=self.row.absolute)
 
-    async def _publish(self, ledger: Ledger) -> None:
-        await ledger.publish(self.row.messages, delay_ms=self.delay_ms, absolute=self.row.absolute)
+    async def come(self) -> None:
+        """The daemon comes to its point. One that kills itself there waits for nobody: another one goes on."""
+        if not self.row.prepared:
+            await self._publish()
+        if self._died != DAEMON:
+            return await stopped(self._daemon)
+        await killed_by_fault(self._daemon)
+
+        async def seen() -> dict[str, int]:
+            return {where: await self._count(where) for where in self.row.after}
+
+        await eventually(seen, lambda found: found == self.row.after)
+        resumed_ms = time.time() * 1000
+        async with self.place.daemon() as daemon:
+            await self._finish(daemon, resumed_ms)
+
+    async def _count(self, where: str) -> int:
+        if where == "store":
+            return await self.place.rows()
+        if where == "segments":
+            return await self.place.segments()
+        return self._ledger.total() if where == "out" else await self.place.depth(where)
+
+    async def go_on(self) -> None:
+        """The daemon that stopped at its point goes on, after a server died or its connections were reset."""
+        if self._died == DAEMON:
+            return
+        if self._proxy:
+            self._proxy.cut()
+        else:
+            await self._ledger.consume()
+        self._daemon.signal(signal.SIGCONT)
+        await self._finish(self._daemon, time.time() * 1000)
+
+    async def _finish(self, daemon: DaemonProcess, resumed_ms: float) -> None:
+        """Wait for what must come, and until nothing is left that could still come; then look at the account."""
+        ledger, place = self._ledger, self.place
+        await ledger.all_back()
+        await ledger.until(lambda: ledger.total() >= self.row.messages * self.row.copies[self._died][0])
+        await work_off(place, daemon)
+        # The others' messages may be in the cascade that they share by now; ours was seen empty.
+        await ledger.drained()
+        verdict = ledger.verdict(await place.standing(cascade=False))
+        counters = await place.conserved() if place.store else {}
+        self.outcome = Outcome(verdict, ledger.arrivals, resumed_ms, counters)
+
+
+async def together(plays: Iterable[Play], step: Callable[[Play], Awaitable[None]]) -> None:
+    """Let all that have not failed take this step."""
+    left = [play for play in plays if not isinstance(play.outcome, BaseException)]
+    results = await asyncio.gather(*map(step, left), return_exceptions=True)
+    for play, failed in zip(left, results, strict=True):
+        if failed is not None:
+            failed.add_note(await told(play.place))
+            play.outcome = failed
 
 
 class Scenes:
@@ -176,50 +205,32 @@ class Scenes:
                 await asyncio.to_thread(postgres.start)
                 await asyncio.to_thread(add_template, postgres, self._template)
             vhost = rabbitmq.add_vhost()
-            places: dict[str, Place] = {}
-            databases: dict[str, str] = {}
+            plays: dict[str, Play] = {}
             for number, (name, row) in enumerate(rows.items()):
-                store = None
+                place = Place(row.mode, rabbitmq.url(vhost), tag=f"r{number}.", prefetch=row.prefetch)
+                proxy = None
                 if row.mode == "store":
-                    databases[name] = postgres.add_database(template=self._template)
-                    store = postgres.url(databases[name])
-                places[name] = Place(row.mode, rabbitmq.url(vhost), store, tag=f"r{number}.", prefetch=row.prefetch)
-                await places[name].declare()
-
-            async def die() -> None:
+                    database = postgres.add_database(template=self._template)
+                    place.store = postgres.url(database)
+                if death == BROKER_CUT:
+                    proxy = Proxy(rabbitmq.port)
+                    place.via_broker = rabbitmq.url(vhost, port=proxy.port)
+                elif death == STORE_CUT:
+                    proxy = Proxy(postgres.port)
+                    place.via_store = postgres.url(database, port=proxy.port)
+                await place.declare()
+                plays[name] = Play(row, place, death, proxy)
+                stack.push_async_callback(plays[name].stack.aclose)
+            if death == BROKER:
+                await asyncio.to_thread(rabbitmq.settle)
+            await together(plays.values(), Play.begin)
+            await together(plays.values(), Play.come)
+            if death in (BROKER, POSTGRES):
                 server = rabbitmq if death == BROKER else postgres  # one of this scene's own
                 await asyncio.to_thread(server.kill)
                 await asyncio.to_thread(server.start)
-
-            if death == BROKER:
-                await asyncio.to_thread(rabbitmq.settle)
-            start = Barrier(rows, nothing)
-            dying = Barrier(rows, die if death in (BROKER, POSTGRES) else nothing)
-            for barrier in (start, dying):
-                stack.callback(asyncio.create_task(barrier.run()).cancel)
-
-            async def play(name: str, row: Row) -> Outcome:
-                part = Play(name, row, places[name], death, start, dying)
-                try:
-                    if death == DAEMON:
-                        return await play_killed(part)
-                    if death in (BROKER, POSTGRES):
-                        return await play_stopped(part)
-                    proxy = Proxy(rabbitmq.port if death == BROKER_CUT else postgres.port)
-                    if death == BROKER_CUT:
-                        part.place.via_broker = rabbitmq.url(vhost, port=proxy.port)
-                    else:
-                        part.place.via_store = postgres.url(databases[name], port=proxy.port)
-                    return await play_cut(part, proxy)
-                except (AssertionError, TimeoutError) as failed:
-                    failed.add_note(await told(part.place))
-                    raise
-                finally:
-                    start.leave(name)
-                    dying.leave(name)
-
-            outcomes = await asyncio.gather(*(play(name, row) for name, row in rows.items()), return_exceptions=True)
-            return dict(zip(rows, outcomes, strict=True))
+            await together(plays.values(), Play.go_on)
+            return {name: play.outcome for name, play in plays.items() if play.outcome is not None}
 
 
 def add_template(server: Postgres, template: str) -> None:
@@ -227,57 +238,6 @@ def add_template(server: Postgres, template: str) -> None:
     from delayer.store import upgrades  # alembic is slow to import, and only this needs it
 
     asyncio.run(upgrades.upgrade(server.url(server.add_database(template))))
-
-
-async def play_killed(play: Play) -> Outcome:
-    """The daemon kills itself at the point; a new one goes on."""
-    row, place = play.row, play.place
-    async with place.ledger() as ledger:
-        await play.prepare(ledger)
-        async with place.daemon(row.fault) as daemon:
-            await play.send(daemon, ledger)
-            await killed_by_fault(daemon)
-
-        async def seen() -> dict[str, int]:
-            return {where: await count(place, ledger, where) for where in row.after}
-
-        await eventually(seen, lambda found: found == row.after)
-        resumed_ms = time.time() * 1000
-        async with place.daemon() as daemon:
-            return await finish(play, ledger, daemon, resumed_ms)
-
-
-async def count(place: Place, ledger: Ledger, where: str) -> int:
-    if where == "store":
-        return await place.rows()
-    if where == "segments":
-        return await place.segments()
-    return ledger.total() if where == "out" else await place.depth(where)
-
-
-async def play_stopped(play: Play) -> Outcome:
-    """The daemon stops at the point while a server dies."""
-    async with play.place.ledger(consume=False) as ledger:
-        await play.prepare(ledger)
-        async with play.place.daemon(f"{point(play.row)}:stop") as daemon:
-            await play.send(daemon, ledger)
-            await stopped(daemon)
-            await play.death.come(play.name)
-            await ledger.consume()
-            daemon.signal(signal.SIGCONT)
-            return await finish(play, ledger, daemon, time.time() * 1000)
-
-
-async def play_cut(play: Play, proxy: Proxy) -> Outcome:
-    """The daemon stops at the point while its connections are reset."""
-    async with proxy, play.place.ledger() as ledger:
-        await play.prepare(ledger)
-        async with play.place.daemon(f"{point(play.row)}:stop") as daemon:
-            await play.send(daemon, ledger)
-            await stopped(daemon)
-            proxy.cut()
-            daemon.signal(signal.SIGCONT)
-            return await finish(play, ledger, daemon, time.time() * 1000)
 
 
 async def told(place: Place) -> str:
@@ -289,24 +249,6 @@ async def told(place: Place) -> str:
         standing = repr(error)
     said = "".join(f"\na daemon's log ends:\n{daemon.tail()}" for daemon in place.daemons)
     return f"standing: {standing}{said}"
-
-
-def point(row: Row) -> str:
-    """``fault`` with its count written out."""
-    return row.fault if ":" in row.fault else f"{row.fault}:1"
-
-
-async def finish(play: Play, ledger: Ledger, daemon: DaemonProcess, resumed_ms: float) -> Outcome:
-    """Wait for what must come, and until nothing is left that could still come; then look at the account."""
-    place = play.place
-    await ledger.all_back()
-    await ledger.until(lambda: ledger.total() >= play.row.messages * play.row.copies[play.died][0])
-    await work_off(place, daemon)
-    # The others' messages may be in the cascade that they share by now; ours was seen empty.
-    await ledger.drained()
-    verdict = ledger.verdict(await place.standing(cascade=False))
-    counters = await place.conserved() if place.store else {}
-    return Outcome(verdict, ledger.arrivals, resumed_ms, counters)
 
 
 async def work_off(place: Place, daemon: DaemonProcess) -> None:

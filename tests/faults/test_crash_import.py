@@ -105,6 +105,28 @@ async def gone(store: str) -> None:
             pass
 
 
+async def killed(store: str, *arguments: str, fault: str, **more: str) -> None:
+    """It dies at the point."""
+    code, out, told = await delayer(store, *arguments, fault=fault, **more)
+    assert code == -signal.SIGKILL, (out, told)
+    await gone(store)
+
+
+async def report(store: str, *arguments: str, expect: int = 0, **more: str) -> Any:
+    """What it says with --json."""
+    code, out, told = await delayer(store, *arguments, **more)
+    assert code == expect, told
+    return json.loads(out)
+
+
+async def parked(store: str) -> list[bytes]:
+    """The bodies in the store, whose counters know of each."""
+    async with sql(store) as admin:
+        bodies = sorted(body for (body,) in await admin.fetch("SELECT body FROM message"))
+        assert (await conserved(admin))["parked"] == len(bodies)
+    return bodies
+
+
 @pytest.mark.parametrize(
     ("fault", "committed"), of_steps("import.staged", "park.copied:2", "import.committed:2", "import.emptied")
 )
@@ -113,21 +135,15 @@ async def test_run_again(store: str, tmp_path: Path, fault: str, committed: int)
     path = tmp_path / "backlog.jsonl"
     bodies = write(path)
     arguments = ("import", "jsonl", "run", str(path), "--unverified", "--yes", "--json")
-    code, _, told = await delayer(store, *arguments, fault=fault)
-    assert code == -signal.SIGKILL, told
-    await gone(store)
-    async with sql(store) as admin:
-        assert await admin.fetchval("SELECT count(*) FROM message") == committed
-        if committed == COUNT:
-            refused, _, told = await delayer(store, *arguments, "--limit", "49")
-            assert (refused, "begun with other parameters" in told) == (1, True), told
-        code, out, told = await delayer(store, *arguments)
-        assert code == 0, told
-        report = json.loads(out)
-        assert (report["resumed"], report["parked"]) == (True, COUNT)
-        assert report["this_time"]["parked"] == COUNT - committed
-        assert sorted(body for (body,) in await admin.fetch("SELECT body FROM message")) == sorted(bodies)
-        assert (await conserved(admin))["parked"] == COUNT
+    await killed(store, *arguments, fault=fault)
+    assert len(await parked(store)) == committed
+    if committed == COUNT:
+        refused, _, told = await delayer(store, *arguments, "--limit", "49")
+        assert (refused, "begun with other parameters" in told) == (1, True), told
+    done = await report(store, *arguments)
+    assert (done["resumed"], done["parked"]) == (True, COUNT)
+    assert done["this_time"]["parked"] == COUNT - committed
+    assert await parked(store) == sorted(bodies)
 
 
 @pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2")[1:5:3])
@@ -135,21 +151,18 @@ async def test_abort_instead(store: str, tmp_path: Path, fault: str, committed: 
     path = tmp_path / "backlog.jsonl"
     write(path)
     arguments = (str(path), "--unverified", "--yes", "--json")
-    await delayer(store, "import", "jsonl", "run", *arguments, fault=fault)
-    await gone(store)
-    code, out, told = await delayer(store, "import", "jsonl", "abort", *arguments)
-    assert code == 0, told
-    report = json.loads(out)
-    assert (report["phase"], report["parked"]) == ("aborted", committed)
+    await killed(store, "import", "jsonl", "run", *arguments, fault=fault)
+    done = await report(store, "import", "jsonl", "abort", *arguments)
+    assert (done["phase"], done["parked"]) == ("aborted", committed)
+    assert len(await parked(store)) == committed
     async with sql(store) as admin:
-        assert await admin.fetchval("SELECT count(*) FROM message") == committed
         assert await admin.fetchval("SELECT count(*) FROM import_item") == 0
     if committed:  # the whole file again would bring those once more
         code, _, told = await delayer(store, "import", "jsonl", "run", *arguments)
         assert code == 1
         assert "Next: --again" in told
-    code, out, told = await delayer(store, "import", "jsonl", "run", *arguments, "--again")
-    assert json.loads(out)["parked"] == COUNT, told  # from the beginning: that is a new import
+    # From the beginning: that is a new import.
+    assert (await report(store, "import", "jsonl", "run", *arguments, "--again"))["parked"] == COUNT
 
 
 TABLES = ("A_TimeoutData", "B_TimeoutData")
@@ -174,23 +187,15 @@ async def test_tables_are_in_one_place_only(store: str, source: Source, fault: s
     states = await fill(source)
     arguments = ("import", "nservicebus-sql", "run", "--unverified", "--yes", "--json")
     url = {"DELAYER_IMPORT_URL": source.url}
-    code, _, told = await delayer(store, *arguments, fault=fault, **url)
-    assert code == -signal.SIGKILL, told
-    await gone(store)
-    async with sql(store) as admin:
-        assert await admin.fetchval("SELECT count(*) FROM message") == committed
-        # What a person is shown who is asked whether to go on: what is there yet, and that it is this import.
-        code, out, told = await delayer(store, "import", "nservicebus-sql", "preview", *arguments[3::2], **url)
-        assert code == 0, told
-        seen = json.loads(out)
-        at_least, at_most = COUNT - committed, COUNT - max(0, committed - BATCH)
-        assert at_least <= seen["messages"] <= at_most
-        assert seen["unfinished"]["parked"] == committed
-        code, out, told = await delayer(store, *arguments, **url)
-        assert code == 0, told
-        assert json.loads(out)["parked"] == COUNT
-        assert sorted(body for (body,) in await admin.fetch("SELECT body FROM message")) == states
-        assert (await conserved(admin))["parked"] == COUNT
+    await killed(store, *arguments, fault=fault, **url)
+    assert len(await parked(store)) == committed
+    # What a person is shown who is asked whether to go on: what is there yet, and that it is this import.
+    seen = await report(store, "import", "nservicebus-sql", "preview", *arguments[3::2], **url)
+    at_least, at_most = COUNT - committed, COUNT - max(0, committed - BATCH)
+    assert at_least <= seen["messages"] <= at_most
+    assert seen["unfinished"]["parked"] == committed
+    assert (await report(store, *arguments, **url))["parked"] == COUNT
+    assert await parked(store) == states
     assert await source.tables() == list(TABLES)
     assert [await source.rows(name) for name in TABLES] == [[], []]
 
@@ -203,18 +208,12 @@ async def test_a_removal_that_a_crash_of_the_source_undid(store: str, source: So
         await source.put(name, some)
     arguments = ("import", "nservicebus-sql", "run", "--unverified", "--yes", "--json")
     url = {"DELAYER_IMPORT_URL": source.url}
-    code, _, told = await delayer(store, *arguments, fault="import.committed:2", **url)
-    assert code == -signal.SIGKILL, told
-    await gone(store)
+    await killed(store, *arguments, fault="import.committed:2", **url)
     [staged] = [name for name in await source.tables() if name.startswith(f"{TABLES[0]}_delayer_")]
     assert await source.rows(staged) == []
     await source.put(staged, rows[:BATCH])
-    code, out, told = await delayer(store, *arguments, **url)
-    assert code == 0, told
-    assert json.loads(out)["this_time"]["parked"] == COUNT - 2 * BATCH
-    async with sql(store) as admin:
-        bodies = [body for (body,) in await admin.fetch("SELECT body FROM message")]
-    assert sorted(bodies) == sorted(row["State"] for row in rows)
+    assert (await report(store, *arguments, **url))["this_time"]["parked"] == COUNT - 2 * BATCH
+    assert await parked(store) == sorted(row["State"] for row in rows)
 
 
 @pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2")[:-1])
@@ -223,15 +222,11 @@ async def test_tables_get_the_rest_back(store: str, source: Source, fault: str, 
     before = [await source.rows(name) for name in TABLES]
     arguments = ("--unverified", "--yes", "--json")
     url = {"DELAYER_IMPORT_URL": source.url}
-    await delayer(store, "import", "nservicebus-sql", "run", *arguments, fault=fault, **url)
-    await gone(store)
-    code, out, told = await delayer(store, "import", "nservicebus-sql", "abort", *arguments, **url)
-    assert code == 0, told
-    assert json.loads(out)["parked"] == committed
+    await killed(store, "import", "nservicebus-sql", "run", *arguments, fault=fault, **url)
+    done = await report(store, "import", "nservicebus-sql", "abort", *arguments, **url)
+    assert done["parked"] == committed
     after = [await source.rows(name) for name in TABLES]
     assert all(set(map(repr, rest)) <= set(map(repr, all_)) for rest, all_ in zip(after, before, strict=True))
-    async with sql(store) as admin:
-        here = [body for (body,) in await admin.fetch("SELECT body FROM message")]
     there = [row[3] for rest in after for row in rest]
-    assert sorted([*here, *there]) == states
+    assert sorted([*await parked(store), *there]) == states
     assert await source.tables() == list(TABLES)

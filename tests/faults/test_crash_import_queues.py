@@ -4,11 +4,8 @@ again, everything is in the store or in its queue, once, and nothing is said to 
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
 
 import pytest
 
@@ -19,12 +16,10 @@ from delayer.core.topology import Queue, Topology, arguments
 from delayer.imports import queues
 from delayer.imports.queues import Queues
 from tests.faults.place import eventually
-from tests.faults.test_crash_import import BATCH, COUNT, delayer, gone
-from tests.integration.test_store_lane import sql
+from tests.faults.test_crash_import import BATCH, COUNT, delayer, killed, parked, report
 from tests.support.proxy import Proxy
 from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw
-from tests.support.rows import conserved
 
 LEVEL, SECONDS = 15, 50_000
 CASCADE = Cascade("nservicebus-v2")
@@ -102,31 +97,13 @@ def said(words: Iterable[str], verb: str, *more: str) -> tuple[str, ...]:
     return ("import", name, verb, *options, *more, "--unverified", "--yes", "--json")
 
 
-async def killed(store: str, broker: Broker, words: tuple[str, ...], fault: str, *more: str, **environ: str) -> None:
-    code, out, told = await delayer(store, *said(words, "run", *more), fault=fault, **environ)
-    assert code == -signal.SIGKILL, (out, told)
-    await gone(store)
-
-
-async def parked(store: str) -> list[bytes]:
-    async with sql(store) as admin:
-        await conserved(admin)
-        return sorted(body for (body,) in await admin.fetch("SELECT body FROM message"))
-
-
-def report_of(done: tuple[int, str, str], expect: int = 0) -> Any:
-    code, out, told = done
-    assert code == expect, told
-    return json.loads(out)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("fault", STEPS)
 async def test_run_again(store: str, source: Import, fault: str) -> None:
     broker, words = source
     url = {"DELAYER_BROKER__URL": broker.url}
     await broker.fill()
-    await killed(store, broker, words, fault, **url)
+    await killed(store, *said(words, "run"), fault=fault, **url)
     committed = len(await parked(store))
     assert committed in STEPS[fault]
     # What was not removed is back when the broker has noticed; of what was, the acknowledgement may have been lost.
@@ -134,8 +111,8 @@ async def test_run_again(store: str, source: Import, fault: str) -> None:
     await eventually(broker.depth, lambda depth: depth >= least)
     refused, _, told = await delayer(store, *said(words, "run", "--limit", "7"), **url)
     assert (refused, "begun with other parameters" in told) == (1, True), told
-    report = report_of(await delayer(store, *said(words, "run"), **url))
-    assert (report["resumed"], report["parked"], report["held"]) == (True, COUNT, 0)
+    done = await report(store, *said(words, "run"), **url)
+    assert (done["resumed"], done["parked"], done["held"]) == (True, COUNT, 0)
     assert await parked(store) == sorted(BODIES)
     await eventually(broker.depth, lambda depth: depth == 0)
 
@@ -147,13 +124,13 @@ async def test_abort_instead(store: str, source: Import, fault: str) -> None:
     broker, words = source
     url = {"DELAYER_BROKER__URL": broker.url}
     await broker.fill()
-    await killed(store, broker, words, fault, **url)
+    await killed(store, *said(words, "run"), fault=fault, **url)
     here = await parked(store)
     assert len(here) in STEPS[fault]
     least = COUNT - len(here)
     await eventually(broker.depth, lambda depth: depth >= least)
-    report = report_of(await delayer(store, *said(words, "abort"), **url))
-    assert (report["phase"], report["parked"]) == ("aborted", len(here))
+    done = await report(store, *said(words, "abort"), **url)
+    assert (done["phase"], done["parked"]) == ("aborted", len(here))
     assert await parked(store) == here
     await eventually(broker.depth, lambda depth: depth == least)
     assert sorted([*here, *await broker.bodies()]) == sorted(BODIES)
@@ -167,10 +144,10 @@ async def test_a_limit_that_was_reached(store: str, source: Import, fault: str) 
     url = {"DELAYER_BROKER__URL": broker.url}
     limit = ("--limit", str(2 * BATCH))
     await broker.fill()
-    await killed(store, broker, words, fault, *limit, **url)
+    await killed(store, *said(words, "run", *limit), fault=fault, **url)
     await eventually(broker.depth, lambda depth: depth >= COUNT - 2 * BATCH)
-    report = report_of(await delayer(store, *said(words, "run", *limit), **url))
-    assert report["parked"] == 2 * BATCH
+    done = await report(store, *said(words, "run", *limit), **url)
+    assert done["parked"] == 2 * BATCH
     await eventually(broker.depth, lambda depth: depth == COUNT - 2 * BATCH)
     assert sorted([*await parked(store), *await broker.bodies()]) == sorted(BODIES)
 
@@ -203,7 +180,7 @@ async def test_cut_behind_a_commit(store: str, source: Import, monkeypatch: pyte
         code, _, told = await delayer(store, *said(words, "run"), **url)
     assert (code, "committed messages may still be in it" in told) == (3, True), told
     await eventually(broker.depth, lambda depth: depth >= COUNT - (number - 1) * BATCH)
-    assert report_of(await delayer(store, *said(words, "run"), **url))["parked"] == COUNT
+    assert (await report(store, *said(words, "run"), **url))["parked"] == COUNT
     assert await parked(store) == sorted(BODIES)
     await eventually(broker.depth, lambda depth: depth == 0)
 
@@ -248,9 +225,9 @@ async def test_acknowledgements_of_several_batches_that_went_nowhere(
         assert code == 3, told
         assert len(await parked(store)) == 2 * BATCH
         await eventually(broker.depth, lambda depth: depth == COUNT)
-        report = report_of(await delayer(store, *said(words, "run"), **url))
-    done = {"parked": COUNT - 2 * BATCH, "held": 0, "superseded": 0, "already_committed": 2 * BATCH}
-    assert report["this_time"] == done
+        done = await report(store, *said(words, "run"), **url)
+    this_time = {"parked": COUNT - 2 * BATCH, "held": 0, "superseded": 0, "already_committed": 2 * BATCH}
+    assert done["this_time"] == this_time
     assert await parked(store) == sorted(BODIES)
     assert await broker.depth() == 0
 
@@ -260,11 +237,11 @@ async def test_messages_that_fell_a_level_before_the_run_continues(store: str, v
     broker, words = Broker(vhost, CASCADE.level(2)), SOURCES["cascade"][1]
     url = {"DELAYER_BROKER__URL": vhost}
     await broker.fill(seconds=6)
-    await killed(store, broker, words, "import.committed", **url)
+    await killed(store, *said(words, "run"), fault="import.committed", **url)
     committed = len(await parked(store))
     await eventually(Broker(vhost, CASCADE.level(1)).depth, lambda depth: depth > 0)
-    report = report_of(await delayer(store, *said(words, "run"), **url))
-    assert 0 < report["this_time"]["already_committed"] <= committed
+    done = await report(store, *said(words, "run"), **url)
+    assert 0 < done["this_time"]["already_committed"] <= committed
     assert set(Counter(await parked(store)).values()) == {1}
 
 
@@ -279,6 +256,6 @@ async def test_messages_behind_too_many_others_are_reported(
     async with await Raw.connect(vhost) as raw:
         await raw.publish(Message("", b"hold", Props(message_id=b"behind", delivery_mode=2), b"behind"))
     more = ("--ttl", "3650d", "--cutoff", "2031-01-31T08:00:00Z")
-    report = report_of(await delayer(store, *said(words, "run", *more), DELAYER_BROKER__URL=vhost), expect=1)
-    assert report["left"] == {BEHIND: COUNT + 1 - 40, "due before the cutoff": 40}
+    done = await report(store, *said(words, "run", *more), DELAYER_BROKER__URL=vhost, expect=1)
+    assert done["left"] == {BEHIND: COUNT + 1 - 40, "due before the cutoff": 40}
     assert await broker.depth() == COUNT + 1

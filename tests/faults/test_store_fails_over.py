@@ -1,21 +1,34 @@
-"""Postgres in trouble of its own: a standby that is not promoted yet, and settings of somebody else."""
+"""Postgres in trouble of its own: a standby that is not promoted yet, a disk that is full, and settings of somebody
+else."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import re
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, suppress
 from urllib.parse import urlsplit
 
 import asyncpg
+import pytest
 
 from delayer.store import pool
 from tests.faults.place import Place, eventually
 from tests.faults.scenes import add_template
-from tests.support.postgres_kinds import Standby
+from tests.support.flow import flowing
+from tests.support.postgres_kinds import SmallDisk, Standby
 from tests.support.proxy import Proxy
-from tests.support.servers import Postgres, RabbitMQ
+from tests.support.servers import Postgres, RabbitMQ, StartFailed
+from tests.support.verdict import Window
 
 SEED = 9_000
+MEGABYTES = 200
+A_SECOND = 500
+LONGEST_MS = 6_000
+SOMEBODY_ELSE = "SELECT pg_logical_emit_message(false, 'somebody', repeat('x', 200000))"
+NO_ROOM_FOR_A_TABLE = r"ERROR:  could not extend file .*: No space left on device"
+NO_ROOM_FOR_THE_WAL = r"PANIC:  could not write to file \"pg_wal/.*: No space left on device"
 CONTRARY = {
     "default_transaction_read_only": "on",
     "statement_timeout": "1ms",
@@ -67,6 +80,63 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         await asyncio.to_thread(standby.promote)
         place.store = standby.url("store")
         await place.ended(ledger, repeats=True)
+
+
+@pytest.fixture(params=["table", "wal"])
+def postgres_on_a_small_disk(request: pytest.FixtureRequest) -> Iterator[SmallDisk]:
+    try:
+        server = SmallDisk(MEGABYTES, scarce=request.param == "wal")
+    except StartFailed as failed:
+        pytest.skip(str(failed))
+    try:
+        yield server.start()
+    finally:
+        server.close()
+
+
+@pytest.mark.deadline(150)
+async def test_a_disk_without_room(postgres_on_a_small_disk: SmallDisk, vhost: str) -> None:
+    """Parking is refused, and goes on when there is room again. Where there is none for the WAL either, Postgres ends
+    and cannot start, until somebody makes room and starts it: the daemon waits, and nobody tells it anything."""
+    postgres = postgres_on_a_small_disk
+    await asyncio.to_thread(add_template, postgres, "store")
+    place = await Place("store", vhost, postgres.url("store")).declare()
+    async with place.ledger(SEED + 1) as ledger, place.daemon() as daemon:
+        ledger.account.windows = []
+        await daemon.ready()
+        async with flowing(ledger, A_SECOND, longest_ms=LONGEST_MS):
+            await ledger.until(lambda: ledger.total() > 2 * A_SECOND)
+            begin_ms = time.time() * 1000
+            await asyncio.to_thread(postgres.fill)
+            await daemon.event("consuming interrupted")
+            if postgres.scarce:
+                await ended(postgres)
+                assert re.search(NO_ROOM_FOR_THE_WAL, postgres.log())
+                with pytest.raises(StartFailed, match="No space left on device"):
+                    await asyncio.to_thread(postgres.start)
+            await eventually(lambda: place.depth("delays"), lambda depth: depth > 2 * A_SECOND)
+            await asyncio.to_thread(postgres.free)
+            if postgres.scarce:
+                await asyncio.to_thread(postgres.start)
+            assert re.search(NO_ROOM_FOR_A_TABLE, postgres.log()) or postgres.scarce
+            back = ledger.total()
+            await ledger.until(lambda: ledger.total() > back + 4 * A_SECOND)
+            ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
+        await place.ended(ledger, repeats=True)
+        released = (await place.conserved())["released"]
+        assert released == ledger.account.rows_back, "a row had two names"
+
+
+async def ended(postgres: SmallDisk) -> None:
+    """Wait until there is no room for the WAL. It is written to by others too, who store nothing."""
+
+    async def has_ended() -> bool:
+        if not postgres.ended():
+            with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):  # as it ends
+                await asyncio.to_thread(postgres.execute, SOMEBODY_ELSE)
+        return postgres.ended()
+
+    await eventually(has_ended, bool)
 
 
 async def test_settings_of_the_database_have_no_effect(

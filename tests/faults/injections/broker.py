@@ -12,8 +12,7 @@ import aio_pika
 from delayer.amqp.connection import Connection
 from delayer.core.errors import BrokerLost
 from tests.faults.fault import Fault, Missed, Untouched
-from tests.faults.fleet import Fleet
-from tests.faults.kept import USER
+from tests.faults.fleet import USER, Fleet
 from tests.faults.place import eventually
 from tests.support.proxy import Proxy
 

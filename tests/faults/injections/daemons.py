@@ -8,8 +8,7 @@ from contextlib import suppress
 
 from delayer.store.errors import DRIVER_ERRORS
 from tests.faults.fault import Fault, Missed, Untouched
-from tests.faults.fleet import Fleet
-from tests.faults.kept import Kept
+from tests.faults.fleet import Fleet, Kept
 from tests.faults.place import eventually, stopped
 from tests.support.memory import out_of_memory
 
