@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.acceptance.place import Place
-from tests.acceptance.world import MODES, World, upgrade, world
+from tests.acceptance.world import MODES, World, secret_store_url, upgrade, world
 from tests.support.servers import Postgres, RabbitMQ
 
 
@@ -25,6 +25,12 @@ def schema(postgres: Postgres, template: str) -> Iterator[str]:
     name = postgres.add_database(template=template)
     yield name
     postgres.drop_database(name)
+
+
+@pytest.fixture
+def store(postgres: Postgres, schema: str) -> str:
+    """The URL of a fresh store, with a password to recognise."""
+    return secret_store_url(postgres, schema)
 
 
 @pytest.fixture(scope="session", params=MODES)

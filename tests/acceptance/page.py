@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 
 from tests.acceptance.place import Place
-from tests.acceptance.world import secret_store_url
 from tests.support.daemon import DaemonProcess, command
 from tests.support.raw import Inbox, Message, Props, Raw, number, text
-from tests.support.servers import Postgres
 from tests.support.web import Web
 
 playwright = pytest.importorskip("playwright.async_api")
@@ -95,11 +93,6 @@ async def shown(place: Place, store: str, tmp_path: Path) -> AsyncIterator[Shown
         assert not strangers, strangers
         assert await daemon.stop() == 0
         assert not [one for one in daemon.events if one["level"] == "error"], daemon.tail()
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> str:
-    return secret_store_url(postgres, schema)
 
 
 def keyed(body: str, key: str) -> Message:

@@ -12,20 +12,13 @@ from collections import Counter
 import pytest
 
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Message, Props, number, text
-from tests.support.servers import Postgres
 
 MESSAGES = 600
 WINDOW_MS = 3_000
 """In which all of them are due, and all of them are cancelled."""
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> str:
-    return secret_store_url(postgres, schema)
 
 
 def keyed(key: str, milliseconds: int) -> Message:

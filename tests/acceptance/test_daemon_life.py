@@ -242,23 +242,6 @@ def close_connections(place: Place) -> list[str]:
     return found
 
 
-async def test_connections_that_an_operator_closes(place: Place, postgres: Postgres, schema: str) -> None:
-    """Connections closed by an operator: consumed and published again, by themselves."""
-    environ = place.environ("store", secret_store_url(postgres, schema))
-    async with DaemonProcess(environ) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
-        messages = [delayed(f"closed {n}", n * 10) for n in range(200)]
-        await raw.publish(*messages)
-        seen = len(daemon.events)
-        await wait_for(lambda: close_connections(place))
-        await daemon.event("broker connection lost", after=seen)
-        await daemon.event("consuming", after=seen)
-        await inbox.got(message.body for message in messages)
-        assert await daemon.stop() == 0
-        assert_no_secret(daemon)
-
-
 async def test_a_topology_change_does_not_stop_a_running_daemon(place: Place, postgres: Postgres, schema: str) -> None:
     """Somebody made his queue anew, of another kind, and the connections are lost: what is parked is released, and
     consuming goes on when the queue is what it should be."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ from tests.acceptance.world import STORE_SECRET, assert_no_secret, secret_store_
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Arrival, Inbox, Message, Props, content, number, text
 from tests.support.servers import Postgres
-
-MORE = 60
-"""Messages that go out after each switch, at least."""
 
 
 def by_store(arrival: Arrival) -> bool:
@@ -27,50 +23,6 @@ def check_all(inbox: Inbox, bodies: list[bytes]) -> None:
     for body in bodies:
         arrival = inbox.only(body)
         assert arrival.at_ms >= arrival.due_ms
-
-
-async def test_the_mode_switches_under_a_trickle(place: Place, postgres: Postgres, schema: str, tmp_path: Path) -> None:
-    config = tmp_path / "delayer.toml"
-    store = {"store": {"url": secret_store_url(postgres, schema)}}
-    place.write(config, "store", store)
-    numbers = itertools.count()
-    sent: list[bytes] = []
-    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
-
-        async def trickle() -> None:
-            number = next(numbers)
-            through = ("in", "in.queue")[number % 2]
-            message = delayed(f"trickle {number}", number * 37 % 1600, through=through)
-            await raw.publish(message)
-            sent.append(message.body)
-
-        for _ in range(MORE):
-            await trickle()
-        for mode in ("native", "store", "native", "store"):
-            place.write(config, mode, store)
-            seen = len(daemon.events)
-            daemon.reload()
-
-            def switched(mode: str = mode, seen: int = seen) -> bool:
-                return any(one["event"] == "mode switched" and one["now"] == mode for one in daemon.events[seen:])
-
-            while not switched():
-                assert daemon.running, daemon.tail()
-                await trickle()
-            for _ in range(MORE):
-                await trickle()
-        await inbox.got(sent)
-        assert await daemon.stop() == 0
-        await raw.round_trip()
-        check_all(inbox, sent)
-        stopped = await daemon.event("stopped")
-        assert stopped["parked"] > 2 * MORE
-        assert stopped["cascaded"] > MORE
-        assert stopped["held"] == stopped["refused"] == 0
-        assert {by_store(arrival) for arrival in inbox.arrivals} == {True, False}
-        assert_no_secret(daemon)
 
 
 async def test_a_bad_file_changes_nothing(place: Place, postgres: Postgres, schema: str, tmp_path: Path) -> None:

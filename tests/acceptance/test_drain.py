@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 
 from tests.acceptance.place import Place
-from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess, command
 from tests.support.raw import Message, Props, number, text
-from tests.support.servers import Postgres
 
 COUNT = 700
 HOUR = 3_600_000
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> str:
-    return secret_store_url(postgres, schema)
 
 
 def letter(n: int) -> Message:

@@ -28,7 +28,7 @@ from tests.acceptance.test_takeover import endpoints, nservicebus_message
 from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess
 from tests.support.raw import Arrival, Message, Props, Raw, array, now_ms, number, text
-from tests.support.servers import Postgres, RabbitMQ
+from tests.support.servers import RabbitMQ
 
 EXAMPLES = Path(__file__).parents[2] / "config" / "examples"
 COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"
@@ -94,12 +94,6 @@ async def example(
         yield Example(rabbitmq, vhost, raw, daemon)
         assert await daemon.stop() == 0, daemon.tail()
     rabbitmq.drop_vhost(vhost)
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> str:
-    """The URL of a fresh store."""
-    return postgres.url(schema)
 
 
 def without_traces(props: Props) -> Props:

@@ -6,10 +6,9 @@ import socket
 import time
 
 import psutil
-import pytest
 
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER, secret_store_url, upgrade
+from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER, upgrade
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Message, Props, text
@@ -18,11 +17,6 @@ from tests.support.web import Web
 
 ANY_PORT = {"HTTP__LISTEN": "127.0.0.1:0"}
 HOUR = 3_600_000
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> str:
-    return secret_store_url(postgres, schema)
 
 
 async def test_metrics_say_what_happened(place: Place, store: str) -> None:

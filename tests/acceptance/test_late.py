@@ -7,14 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess, command
 from tests.support.raw import Message, Props, number
-from tests.support.servers import Postgres
 
 ROUTES = [
     {"from": "in", "to": "out"},
@@ -34,11 +30,6 @@ def due_at(body: str, at_ms: int, through: str) -> Message:
 
 async def held(config: Any) -> list[dict[str, Any]]:
     return list(json.loads(await command(config, "held", "list", "--json"))["messages"])
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> str:
-    return secret_store_url(postgres, schema)
 
 
 async def test_messages_late_after_an_outage_are_held_by_late_limit(place: Place, store: str, tmp_path: Any) -> None:

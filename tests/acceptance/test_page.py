@@ -21,7 +21,6 @@ from tests.acceptance.page import (
     pytestmark,
     result,
     shown,
-    store,
     unreadable,
 )
 from tests.acceptance.place import Place, delayed
@@ -29,7 +28,7 @@ from tests.faults.place import eventually
 from tests.support.daemon import command
 from tests.support.raw import Message, Props, number, text
 
-__all__ = ["pytestmark", "store"]
+__all__ = ["pytestmark"]
 
 HOSTILE = [
     '<script>window.hacked=1</script>',

@@ -20,13 +20,12 @@ from tests.acceptance.page import (
     pytestmark,
     result,
     shown,
-    store,
     unreadable,
 )
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
 
-__all__ = ["pytestmark", "store"]
+__all__ = ["pytestmark"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

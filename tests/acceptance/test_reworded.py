@@ -12,23 +12,16 @@ import pytest
 
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.test_late import ROUTES, due_at, held
-from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess, command
 from tests.support.raw import Message, Props, number, text
 from tests.support.reworded import TEXT
-from tests.support.servers import Postgres
 
 REWORDED = (sys.executable, "-m", "tests.support.reworded")
 
 
 def environ(place: Place, mode: str, store: str = "") -> dict[str, str]:
     return place.environ(mode, store) | {"ROUTE": json.dumps([*ROUTES, {"from": "in.queue", "to": ""}])}
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> str:
-    return secret_store_url(postgres, schema)
 
 
 def keyed(key: str) -> Message:

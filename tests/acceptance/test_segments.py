@@ -5,27 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
 
 import asyncpg
-import pytest
 
 from tests.faults.place import Place, eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess
 from tests.support.ledger import Ledger
-from tests.support.servers import Postgres
 
 MESSAGES = 1_000
 OF_A_SEGMENT = 100
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> Iterator[str]:
-    """The URL of a fresh store."""
-    yield postgres.url(schema)
 
 
 async def parked(place: Place, ledger: Ledger, count: int, delay_ms: int) -> None:
@@ -117,36 +108,6 @@ async def test_two_daemons_share_and_the_traffic_goes_on(vhost: str, store: str)
         shares = [[one["segment"] for one in each.events if one["event"] == "segment restored"] for each in daemons]
         print(f"{made} segments, shared {list(map(len, shares))}")
         assert len(set(shares[0] + shares[1])) == len(shares[0] + shares[1]) == made
-        verdict = await place.settle_accounts(ledger)
-    verdict.assert_kept()
-    await place.conserved()
-
-
-async def test_a_broken_segment_raises_the_alarm_and_blocks_nobody(vhost: str, store: str) -> None:
-    """Its bytes are kept: mended, it is restored as if nothing had been."""
-    place = await Place("store", vhost, store).declare()
-    async with place.ledger(4) as ledger:
-        await parked(place, ledger, 300, 2_000)
-        assert await place.compact(100) >= 3
-        connection = await asyncpg.connect(store)
-        turn = "UPDATE segment SET packed = set_byte(packed, 99, get_byte(packed, 99) # 255)"
-        inside = await connection.fetchval(f"{turn} WHERE id = (SELECT min(id) FROM segment) RETURNING messages")
-        async with place.daemon() as daemon:
-            await daemon.ready()
-            broken = await daemon.event("segment broken")
-            assert (broken["level"], broken["messages"]) == ("error", inside)
-            await ledger.publish(100, longest_ms=100)
-            await ledger.until(lambda: len(ledger.arrivals) == 400 - inside)
-            assert await daemon.stop() == 0, daemon.tail()
-            assert sum(event["event"] == "segment broken" for event in daemon.events) == 1
-        assert await place.standing() == {"segments": inside}
-        said = await status(store, vhost)
-        assert f"BROKEN: 1 segments with {inside} messages" in said
-        await connection.execute(f"{turn}, broken = NULL, broken_at = NULL")
-        await connection.close()
-        async with place.daemon() as daemon:
-            await ledger.all_back()
-            assert await daemon.stop() == 0, daemon.tail()
         verdict = await place.settle_accounts(ledger)
     verdict.assert_kept()
     await place.conserved()

@@ -9,19 +9,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess, command
-from tests.support.servers import Postgres
 from tests.support.web import Web
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> str:
-    return secret_store_url(postgres, schema)
 
 
 async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -224,33 +223,6 @@ async def test_long_delays_are_parked_with_their_due_instant(
             waits = [due_ms - began for due_ms in moved if due_ms not in dues]
             assert 5_000_000 + after <= waits[0] <= 5_000_000 + after + LATE_MS
             assert waits[1] == 7_000_000 + after
-
-
-async def test_a_daemon_that_is_killed_at_it_loses_nothing(rabbitmq: RabbitMQ, postgres: Postgres, schema: str) -> None:
-    """Twice, while it takes over and while it releases; between the two nobody is there but the cascade."""
-    cascade, count = Cascade("nservicebus-v2"), 600
-    async with shop(rabbitmq, postgres, schema) as it:
-        async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
-            await admin.declare(endpoints(cascade))
-        inbox = await it.raw.inbox("Billing")
-        dues: dict[bytes, int] = {}
-        for n in range(count):
-            seconds = 2 + n % 7
-            due_ms = now_ms() + seconds * 1000  # Before the message, because it says its due instant.
-            one = nservicebus_message(cascade, seconds, "Billing", f"{n}")
-            dues[one.body] = due_ms
-            await it.raw.publish(one)
-            if n in (count // 3, count // 2):
-                async with it.daemon("nservicebus-v2", 1, ends=-signal.SIGKILL) as daemon:
-                    await eventually(lambda: it.numbers("SELECT count(*) FROM message"), lambda found: found > [0])
-                    daemon.signal(signal.SIGKILL)
-        async with it.daemon("nservicebus-v2", 1):
-            await inbox.got(list(dues))
-            await eventually(lambda: it.numbers("SELECT count(*) FROM message"), lambda found: found == [0])
-        await it.raw.round_trip()
-        for body, due_ms in dues.items():
-            assert min(arrival.at_ms for arrival in inbox.of(body)) >= due_ms
-        assert set(inbox.counts) == set(dues)
 
 
 @pytest.mark.parametrize("prefix", ["", pytest.param("shop", marks=pytest.mark.long)])

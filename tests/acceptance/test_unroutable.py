@@ -15,7 +15,7 @@ from delayer.core.cascade import delivery_binding
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import FORBIDDEN, STORE, USER, World, secret_broker_url, wait_for
+from tests.acceptance.world import STORE, USER, World, secret_broker_url, wait_for
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess, command
 from tests.support.raw import Message, Props, number, text
@@ -124,12 +124,6 @@ def test_a_queue_that_appears_before_the_message_is_due(any_world: World) -> Non
     any_world.wait(b"for a late queue", box=name)
     arrival = any_world.boxes[name].only(b"for a late queue")
     assert arrival.at_ms >= arrival.due_ms
-
-
-def test_the_user_may_write_everywhere_but_there(any_world: World) -> None:
-    """The premise of "no permission"."""
-    user = any_world.rabbitmq.api("GET", f"/api/permissions/{any_world.vhost}/{USER}")
-    assert FORBIDDEN in user["write"]
 
 
 async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place, tmp_path: Path) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import aio_pika
@@ -195,13 +192,6 @@ async def test_send_straight_to_the_queue(delayer: Run, vhost: str) -> None:
     (message,) = await take(vhost, "delays")
     assert (message.exchange, message.routing_key) == ("", "delays")
     assert said(message) == {"x-delay-routing-key": "orders.new", "x-deliver-at": 1_927_612_800_001}
-
-
-async def test_send_many(delayer: Run, vhost: str) -> None:
-    delayer("topology", "apply")
-    told = delayer("send", "--delay", "5m", "--id", "n", "--count", "30", "--body", "x")
-    assert "max_delay" not in told.stderr
-    assert [message.message_id for message in await take(vhost, "delays")] == [f"n-{n}" for n in range(1, 31)]
 
 
 async def test_send_many_more_than_wait_at_once(delayer: Run, vhost: str) -> None:
@@ -467,31 +457,3 @@ def test_status_works_with_what_is_left(delayer: Run) -> None:
     assert "The broker is out of reach" in half.stderr
     assert "Next: check broker.url" in half.stderr
     assert "hunter2" not in half.stdout + half.stderr
-
-
-def test_a_process_of_its_own_with_a_credential(vhost: str, tmp_path: Path) -> None:
-    """As systemd starts it: the URL from a credential file, everything else from the configuration file."""
-    (tmp_path / "broker-url").write_text(vhost + "\n")
-    file = tmp_path / "delayer.toml"
-    file.write_text('[broker]\nurl_file = "${CREDENTIALS_DIRECTORY}/broker-url"\n')
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
-    command = [
-        sys.executable,
-        "-c",
-        "from delayer.cli.main import main; main()",
-        "--config",
-        str(file),
-        "topology",
-        "apply",
-    ]
-    done = subprocess.run(
-        command,
-        env=environ | {"CREDENTIALS_DIRECTORY": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "In place: 2 exchanges, 2 queues, 2 bindings.\n"
-    assert vhost not in done.stderr

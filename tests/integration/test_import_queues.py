@@ -23,10 +23,9 @@ from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
-from tests.conformance.store_contract import claim_when_due, owned
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer
-from tests.integration.test_store_lane import opened, sql
+from tests.integration.test_store_lane import sql
 from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.rows import conserved
@@ -115,43 +114,6 @@ async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, rabbitmq: Rabb
         depths = await admin.depths(level.name for level in cascade.levels())
     assert set(depths.values()) == {0}
     assert json.loads(delayer(*args).stdout)["parked"] == 0
-
-
-async def test_a_cascade_on_its_way_down_comes_out_on_time(delayer: Run, vhost: str, database: str) -> None:
-    """Short delays, drained while they fall from level to level: what is drained is due when it would have been."""
-    cascade = Cascade("celery", owner="shop")
-    await declared(vhost, cascade.topology(), queues("tasks"))
-    await declared(vhost, Topology(bindings=(Binding(cascade.delivery, "tasks", "queue", "#.tasks"),)))
-    delayer("--set", "store.lanes=1", "db", "upgrade")
-    count = 60
-    async with await Raw.connect(vhost) as raw:
-        began = now_ms()
-        for n in range(count):
-            seconds = 3 + n % 9
-            props = Props(headers=((b"id", text(f"task-{n}")),), delivery_mode=2)
-            await raw.publish(Message(cascade.level(27), routing_key(seconds, b"tasks"), props, b"%d" % n))
-        ended = now_ms()
-        words = ("import", "cascade", "run", "--kind", "celery", "--prefix", "shop", "--yes", "--json")
-        report = json.loads(delayer(*words).stdout)
-        inbox = await raw.inbox("tasks")
-        rows = await rows_of(database)
-        assert report["parked"] == len(rows)
-        async with opened(database) as place, owned(place, 1) as [lane]:
-            out = 0
-            while out < len(rows):
-                due = await claim_when_due(lane)
-                for one in due:
-                    target = one.parcel.target
-                    assert place.now_lower_ms() >= one.due_ms
-                    await raw.publish(
-                        Message(target.exchange.decode(), target.routing_key, one.parcel.properties, one.parcel.body)
-                    )
-                await lane.settle(due, [])
-                out += len(due)
-        await inbox.got(b"%d" % n for n in range(count))
-    for n in range(count):
-        assert inbox.only(b"%d" % n).at_ms >= began + (3 + n % 9) * 1000
-    assert ended - began < 3_000, "the machine is too slow for this test to say anything"
 
 
 async def test_from_another_broker_and_a_resumed_drain(

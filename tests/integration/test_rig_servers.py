@@ -2,129 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import aio_pika
 import asyncpg
 import psutil
 import pytest
 
-from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ, StartFailed
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def own_rabbitmq() -> Iterator[RabbitMQ]:
-    with RabbitMQ() as broker:
-        yield broker
-
-
-@pytest.fixture(scope="module")
-def own_postgres() -> Iterator[Postgres]:
-    with Postgres() as server:
-        yield server
-
-
-async def test_vhost_takes_quorum_queues(vhost: str) -> None:
-    async with await aio_pika.connect(vhost) as connection:
-        channel = await connection.channel()
-        queue = await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
-        await channel.default_exchange.publish(aio_pika.Message(b"hello"), "q")
-        message = await queue.get(timeout=5)
-        assert message.body == b"hello"
-        await message.ack()
-
-
-async def test_vhosts_are_apart(rabbitmq: RabbitMQ, vhost: str) -> None:
-    other = rabbitmq.add_vhost()
-    async with await aio_pika.connect(vhost) as here, await aio_pika.connect(rabbitmq.url(other)) as there:
-        await (await here.channel()).declare_queue("q", durable=True)
-        with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
-            await (await there.channel()).declare_queue("q", passive=True)
-    rabbitmq.drop_vhost(other)
-
-
-async def test_user_without_permissions_is_refused(rabbitmq: RabbitMQ) -> None:
-    name = rabbitmq.add_vhost()
-    rabbitmq.add_user("reader", "secret", vhost=name, read=".*")
-    async with await aio_pika.connect(rabbitmq.url(name, user="reader:secret")) as connection:
-        with pytest.raises(aio_pika.exceptions.ChannelClosed, match="ACCESS_REFUSED"):
-            await (await connection.channel()).declare_queue("q")
-    rabbitmq.drop_vhost(name)
-
-
-@pytest.mark.parametrize("end", ["kill", "stop"])
-async def test_rabbitmq_comes_back_with_its_messages(own_rabbitmq: RabbitMQ, end: str) -> None:
-    url = own_rabbitmq.url(own_rabbitmq.add_vhost())
-    async with await aio_pika.connect(url) as connection:
-        channel = await connection.channel(publisher_confirms=True)
-        await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
-        await channel.default_exchange.publish(aio_pika.Message(b"kept"), "q")
-
-    await asyncio.to_thread(own_rabbitmq.settle)
-    await asyncio.to_thread(getattr(own_rabbitmq, end))
-    with pytest.raises(OSError, match="refused"):
-        await asyncio.open_connection("127.0.0.1", own_rabbitmq.port)
-    await asyncio.to_thread(own_rabbitmq.start)
-
-    async with await aio_pika.connect(url) as connection:
-        queue = await (await connection.channel()).get_queue("q")
-        message = await queue.get(timeout=10)
-        assert message.body == b"kept"
-        await message.ack()
-
-
-async def test_rabbitmq_paused_is_silent_and_resumed_goes_on(own_rabbitmq: RabbitMQ) -> None:
-    own_rabbitmq.pause()
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", own_rabbitmq.port)
-        writer.write(b"AMQP\x00\x00\x09\x01")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(reader.read(1), 0.3)
-    finally:
-        own_rabbitmq.resume()
-    assert await reader.read(1) == b"\x01"
-    writer.close()
-
-
-@pytest.mark.parametrize("end", ["kill", "stop"])
-async def test_postgres_comes_back_with_its_rows(own_postgres: Postgres, end: str) -> None:
-    url = own_postgres.url(own_postgres.add_database())
-    connection = await asyncpg.connect(url)
-    await connection.execute("CREATE TABLE t AS SELECT 42 AS x")
-
-    await asyncio.to_thread(getattr(own_postgres, end))
-    with pytest.raises((OSError, asyncpg.PostgresError, asyncpg.InterfaceError)):
-        await connection.execute("SELECT 1")
-    await asyncio.to_thread(own_postgres.start)
-
-    connection = await asyncpg.connect(url)
-    assert await connection.fetchval("SELECT x FROM t") == 42
-    await connection.close()
-
-
-async def test_postgres_paused_is_silent_and_resumed_goes_on(own_postgres: Postgres) -> None:
-    connection = await asyncpg.connect(own_postgres.url())
-    own_postgres.pause()
-    try:
-        answer = asyncio.ensure_future(connection.fetchval("SELECT 1"))
-        done, _ = await asyncio.wait([answer], timeout=0.3)
-        assert not done
-    finally:
-        own_postgres.resume()
-    assert await answer == 1
-    await connection.close()
 
 
 async def test_postgres_writes_to_disk(database: str) -> None:
@@ -132,17 +26,6 @@ async def test_postgres_writes_to_disk(database: str) -> None:
     assert await connection.fetchval("SHOW fsync") == "on"
     assert await connection.fetchval("SHOW synchronous_commit") == "on"
     await connection.close()
-
-
-async def test_proxy_before_the_broker(rabbitmq: RabbitMQ, vhost: str) -> None:
-    async with Proxy(rabbitmq.port) as proxy:
-        url = rabbitmq.url(vhost.rsplit("/", 1)[1], port=proxy.port)
-        connection = await aio_pika.connect(url)
-        lost = asyncio.get_running_loop().create_future()
-        connection.close_callbacks.add(lambda _, error: lost.done() or lost.set_result(error))
-        assert proxy.connections == 1
-        proxy.cut()
-        assert isinstance(await lost, Exception)
 
 
 def test_a_server_that_cannot_start_shows_its_log() -> None:

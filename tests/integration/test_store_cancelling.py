@@ -20,7 +20,7 @@ from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments.catalog import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
-from tests.integration.segments_store import START_MS, apart, blocked, restore_all, store
+from tests.integration.segments_store import START_MS, blocked, restore_all, store
 from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import WHY
 from tests.support.rows import compact, conserved, everything, put, row, rows, waiting
@@ -197,50 +197,6 @@ async def test_cancel_against_a_release_in_flight(database: str) -> None:
                 assert await cancels == {one: expected}
         await release_all(lane)
         assert await conserved(admin) == NO_ONE | {"parked": 2, "released": 1, "cancelled": 1}
-
-
-@pytest.mark.deadline(120)
-async def test_everything_at_once(database: str) -> None:
-    """Compacting, restoring and cancelling at the same time: what was said to be cancelled is gone, the rest is there,
-    each once and to the byte."""
-    chance = random.Random(9)
-    total = 4_000
-    async with store(database, 3) as admin:
-        before = rows(total // 2, START_MS, span_ms=3 * DAY_MS)
-        before += rows(total // 2, START_MS, lane=2, first_id=total // 2 + 1, span_ms=3 * DAY_MS)
-        await put(admin, before)
-        ids = list(range(1, total + 1))
-        chance.shuffle(ids)
-        stop = asyncio.Event()
-        cancelled: dict[int, Found] = {}
-
-        async def packs(connection: asyncpg.Connection) -> None:
-            while not stop.is_set():
-                await patiently(compact, connection, rows=chance.choice([20, 100, 300]))
-
-        async def restores(connection: asyncpg.Connection) -> None:
-            while not stop.is_set():
-                if await patiently(catalog.restore_one, connection, FOREVER_MS) is None:
-                    await asyncio.sleep(0)
-
-        async def cancels(connection: asyncpg.Connection, some: list[int]) -> None:
-            for start in range(0, len(some), 15):
-                cancelled.update(await patiently(cancel, connection, some[start : start + 15]))
-
-        workers = [asyncio.create_task(apart(database, work)) for work in (packs, packs, restores, restores)]
-        shares = [ids[n : n + 450] for n in range(0, 900, 450)]
-        await asyncio.gather(*(apart(database, lambda one, some=some: cancels(one, some)) for some in shares))
-        stop.set()
-        await asyncio.gather(*workers)
-        assert len(cancelled) == 900
-        assert set(cancelled.values()) <= {Found.WAITING, Found.SEGMENT}
-        found = await everything(admin)
-        assert {number: one[1:] for number, one in found.items()} == {
-            one.id: one[1:] for one in before if one.id not in cancelled
-        }
-        counters = await conserved(admin)
-        assert (counters["parked"], counters["cancelled"]) == (total, 900)
-        assert counters["restored"] > 0
 
 
 async def patiently(work: Any, *of: Any, **more: Any) -> Any:

@@ -23,19 +23,6 @@ from tests.support.fakes import NO_CONFIRM, WHY
 HURRY = "UPDATE held SET retry_at = now() WHERE id IN (SELECT id FROM held ORDER BY id FOR UPDATE)"
 
 
-async def test_a_cancel_removes_the_held_message(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_upper_ms(), key=b"k")], [])
-        rows = await lane.claim(MANY, ROOM)
-        await lane.settle([], [(rows[0], WHY)])
-        assert await admin.fetchval("SELECT count(*) FROM message_key") == 1
-        await store.park(lane, [], [b"k"])
-        for table in ("message", "held", "message_key"):
-            assert await admin.fetchval(f"SELECT count(*) FROM {table}") == 0
-        [of] = [one for one in (await overview(database)).lanes if one.number == lane.number]
-        assert (of.counters["parked"], of.counters["cancelled"], of.held, of.waiting) == (1, 1, 0, 0)
-
-
 @pytest.mark.parametrize("hold", [WHY, NO_CONFIRM, Hold(HoldKind.LATE, "late", may_be_delivered=True)])
 async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold: Hold) -> None:
     """It is not tried again."""

@@ -82,20 +82,6 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
         await adopted.release()
 
 
-async def test_a_hanging_process_loses_its_lanes(database: str) -> None:
-    async with opened(database, idle_timeout=0.2) as hanging, opened(database) as other:
-        [lane] = await free_lanes(hanging, 1)
-        await hanging.park(lane, [parcel(hanging.now_upper_ms())], [])
-        lane._keeper.cancel()  # as a loop that does not run: nothing feeds the session
-        again = await taken(other, lane.number)
-        await asyncio.gather(lane._keeper, return_exceptions=True)
-        await lane.wait(30.0)
-        assert not lane.held_by_us
-        await lane.release()
-        assert len(await release_all(again)) == 1
-        await again.release()
-
-
 async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
     async with opened(database, idle_timeout=2.0, transaction_timeout=4.0) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms())], [])

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import asyncpg
-import pytest
 
 from delayer.store import pool, statements
 from delayer.store.lanes.lane import PostgresLane
@@ -96,19 +95,6 @@ async def test_no_statement_is_planned_for_any_arguments(database: str) -> None:
     in_pool = (statements.NEXT_DUE, statements.NEXT_RETRY, CANCEL, CANCEL_HELD, statements.COUNT_PARKED)
     for statement in in_pool:
         assert custom(made["pool"], statement) >= TIMES, statement
-
-
-async def test_the_server_would_do_that_without_our_setting(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: this is what it sees in sessions that are not told. For which statements the server does
-    it is its own affair: costs, and so statistics, and so whether autovacuum came by."""
-    ours = pool.settings
-
-    def settings(application: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        return ours(application, more) | {"plan_cache_mode": "auto"}
-
-    monkeypatch.setattr(pool, "settings", settings)
-    made = await plans_made(database)
-    assert [text for of_session in made.values() for text, (generic, _) in of_session.items() if generic]
 
 
 async def shown(connection: asyncpg.Connection, *names: str) -> dict[str, str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
-from pathlib import Path
 
 import asyncpg
 import pytest
@@ -100,13 +98,6 @@ async def test_an_outdated_store_is_refused_and_says_what_to_do(database: str) -
         await admin.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'")
     with pytest.raises(SchemaOutdated, match=r"9999.*newer delayer"):
         await PostgresStore.connect(database)
-
-
-async def test_the_shipped_upgrades_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "with %percent" / "delayer" / "store"
-    shutil.copytree(Path(upgrades.__file__).parents[2] / "migrations", package / "migrations")
-    monkeypatch.setattr(upgrades, "__file__", str(package / "upgrades.py"))
-    assert upgrades._config().get_main_option("script_location") == str(package / "migrations")
 
 
 @pytest.mark.parametrize(

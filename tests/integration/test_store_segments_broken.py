@@ -15,7 +15,6 @@ from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
 from delayer.store.segments.codec import Packed, SegmentBroken
 from tests.integration.segments_store import START_MS, apart, restore_all, store
-from tests.integration.test_store_lane import sql
 from tests.support.rows import compact, conserved, everything, packed, put, rows, waiting
 
 
@@ -121,18 +120,6 @@ async def test_messages_that_are_there_already_are_not_written_twice(database: s
         await admin.execute("DELETE FROM message WHERE lane = 1 AND id = 5")
         assert isinstance(await catalog.restore(admin, first.segment), Restored)
         assert len(await waiting(admin)) == 20
-
-
-async def test_two_who_restore_share_the_segments(database: str) -> None:
-    async with store(database) as admin:
-        await put(admin, rows(2_000, START_MS, span_ms=30 * DAY_MS))
-        made = await compact(admin, rows=50)
-        async with sql(database) as one, sql(database) as two:
-            first, second = await asyncio.gather(restore_all(one), restore_all(two))
-        assert len(first) + len(second) == len(made)
-        assert min(len(first), len(second)) > 0
-        assert len(await waiting(admin)) == 2_000
-        await conserved(admin)
 
 
 async def test_two_who_compact_the_same(database: str) -> None:

@@ -88,16 +88,6 @@ async def test_a_partition_with_dead_rows_is_vacuumed_before_the_drop(
         assert await admin.fetchval(vacuumed, name_of(day))
 
 
-async def test_partitions_emptied_by_an_earlier_run_are_dropped(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        today = store.now_upper_ms() // DAY_MS
-        day = today + 30
-        await store.park(lane, [parcel(day * DAY_MS)], [])
-        await admin.execute("DELETE FROM message")
-        shrunk = await compact.shrink(database, set(), today)
-        assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(day),), ())
-
-
 async def test_the_next_compaction_finishes_a_dead_one(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its segments say which days it worked on: their empty pages go back, also where rows with keys are left."""
     monkeypatch.setattr(compact, "SETTLED", timedelta())
