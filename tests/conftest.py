@@ -34,7 +34,6 @@ SLOW = (
     "tests/acceptance/test_http.py",
     "tests/acceptance/test_imported.py",
     "tests/acceptance/test_page.py",
-    "tests/acceptance/test_page_looks.py",
     "tests/acceptance/test_segments.py",
     "tests/acceptance/test_switch_under_load.py",
     "tests/acceptance/test_systemd.py",
@@ -56,7 +55,6 @@ SLOW = (
     "tests/integration/test_rights_besides.py",
     "tests/integration/test_rig_servers.py",
     "tests/integration/test_store_segments.py",
-    "tests/integration/test_store_segments_broken.py",
     "tests/integration/test_store_shrinking.py",
 )
 

@@ -8,7 +8,10 @@ import pytest
 
 from tests.acceptance.place import Place
 from tests.acceptance.world import MODES, World, secret_store_url, upgrade, world
+from tests.integration.cli import delayer
 from tests.support.servers import Postgres, RabbitMQ
+
+__all__ = ["delayer"]
 
 
 @pytest.fixture(scope="session")

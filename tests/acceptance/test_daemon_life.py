@@ -1,25 +1,31 @@
-"""Starting and stopping, and servers that are not there: yet, or for a while."""
+"""Starting and stopping, servers that are not there: yet, or for a while; and what is seen of a daemon meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import select
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import Things, assert_no_secret, secret_store_url, upgrade, wait_for
-from tests.support.daemon import DaemonProcess
+from tests.faults.place import eventually
+from tests.support.daemon import EXECUTABLE, DaemonProcess, command
 from tests.support.proxy import Proxy
-from tests.support.raw import Raw, text
+from tests.support.raw import Message, Props, Raw, text
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.web import Web
 
 STOP_SECONDS = 10.0
 MANY = 2000
@@ -327,3 +333,80 @@ async def test_keys_that_wait_at_the_start_find_their_store_in_native_mode(
             await inbox.got([message.body for message in keyed])
             assert not [event for event in daemon.events if event["event"] == "message refused"]
             assert await daemon.stop() == 0
+
+
+REFUSED = 400
+"""Messages, each with a line of its own in the log: three times what a pipe takes."""
+
+
+async def bound(place: Place) -> bool:
+    bindings = await asyncio.to_thread(place.rabbitmq.api, "GET", f"/api/bindings/{quote(place.vhost, safe='')}")
+    return any(one["source"] == "in" for one in bindings)
+
+
+async def test_a_log_that_nobody_reads(place: Place) -> None:
+    outlet, inlet = os.pipe()
+
+    async def full() -> bool:
+        return not select.select([], [inlet], [], 0)[1]
+
+    environ = {"HTTP__LISTEN": "", "LOG__FORMAT": "json"} | place.environ("native")
+    daemon = await asyncio.create_subprocess_exec(
+        str(EXECUTABLE), "run", stdin=asyncio.subprocess.DEVNULL, stderr=inlet,
+        env=os.environ | {f"DELAYER_{name}": value for name, value in environ.items()},
+    )  # fmt: skip
+    try:
+        await eventually(lambda: bound(place), bool)
+        async with await place.raw() as raw:
+            inbox = await raw.inbox("inbox")
+            wrong = Props(headers=((b"x-delay", text(b"some day " * 40)),), delivery_mode=2)
+            await raw.publish(*(Message("in", b"inbox", wrong, b"bad") for _ in range(REFUSED)))
+            await eventually(full, bool)
+            await raw.publish(delayed("soon", 1_000))
+            await inbox.got([b"soon"])
+        began = time.monotonic()
+        daemon.terminate()
+        assert await asyncio.wait_for(daemon.wait(), 15) == 0
+        assert time.monotonic() - began < 10
+        assert os.read(outlet, 5) == b'{"tim'
+    finally:
+        if daemon.returncode is None:
+            daemon.kill()
+            await daemon.wait()
+        os.close(outlet)
+        os.close(inlet)
+
+
+async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_path: Path) -> None:
+    config = tmp_path / "delayer.toml"
+    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0"}
+    async with DaemonProcess(environ) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        web = await Web.of(await daemon.ready())
+        place.write(config, "store", {"store": {"url": store}, "http": {"listen": web.address}})
+        messages = [delayed(f"soon {n}", n) for n in range(200)]
+        await raw.publish(*messages, delayed("later", 3_600_000))
+        await inbox.got(message.body for message in messages)
+
+        async def live() -> dict[str, Any]:
+            return dict(json.loads(await command(config, "status", "--json"))["live"])
+
+        found = await eventually(live, lambda seen: seen["last"]["60"]["rates"]["released"] > 0)
+        last = found["last"]["60"]
+        assert found["error"] is None
+        assert last["rates"]["parked"] > 0
+        assert 0 <= last["p50"] <= last["p99"] <= last["worst"] < 60
+        text = await command(config, "status")
+        assert re.search(r"1 min +\d+\.\d +\d+\.\d +\d+ ms", text), text
+
+        process = await asyncio.create_subprocess_exec(
+            str(EXECUTABLE), "--config", str(config), "status", "--watch", "--json",
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        looks = [json.loads(await process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 0
+        assert [look["store"]["waiting"] for look in looks] == [1, 1, 1]
+        assert await daemon.stop() == 0
+    assert "no daemon answers" in await command(config, "status")

@@ -13,12 +13,10 @@ from delayer.core.lines import Line, write
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Queue, Topology, arguments
 from tests.faults.place import eventually
-from tests.integration.test_cli import Run, delayer
+from tests.integration.cli import Run
 from tests.integration.test_store_lane import sql
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Message, Props, Raw, array, number, text
-
-__all__ = ["delayer"]
 
 GOOD = 60
 TOKEN = b"amq.rabbitmq.reply-to.g2EF.k"

@@ -1,21 +1,29 @@
-"""late_limit and late_action on real servers: what is useless after an outage does not come out by itself."""
+"""late_limit and late_action on real servers: what is useless after an outage does not come out by itself.
+
+And no decision reads a reason: with every reason reworded, the daemon and its commands do the same.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess, command
-from tests.support.raw import Message, Props, number
+from tests.support.raw import Message, Props, number, text
+from tests.support.reworded import TEXT
 
 ROUTES = [
     {"from": "in", "to": "out"},
     {"from": "in.strict", "to": "out", "late_limit": "1s", "late_action": "hold"},
     {"from": "in.kind", "to": "out", "late_limit": "1s", "late_action": "deliver"},
+    {"from": "in.queue", "to": ""},
 ]
 
 
@@ -142,3 +150,113 @@ async def test_a_limited_route_stampedes_nobody_and_nobody_waits_for_it(place: P
             assert at[begin + 99] - at[begin] > 500, "never much more than a hundred in a second"
         assert at[-1] - at[0] < 12_000, "and nearly that"
         assert max(quick) < at[300], "the others did not wait for them"
+
+
+REWORDED = (sys.executable, "-m", "tests.support.reworded")
+
+
+def keyed(key: str) -> Message:
+    """Held under its key: no queue is bound for it."""
+    headers = ((b"x-delay", number("I", 100)), (b"x-delay-key", text(key)))
+    return Message("in.queue", b"nowhere", Props(headers=headers, delivery_mode=2), key.encode())
+
+
+def cancel(key: str) -> Message:
+    props = Props(headers=((b"x-delay-cancel", text(key)),), reply_to=b"answers", correlation_id=key.encode())
+    return Message("in", b"", props, b"")
+
+
+def unreadable() -> Message:
+    return Message("in", b"inbox", Props(headers=((b"x-delay", text("soon")),), message_id=b"unreadable"), b"refused")
+
+
+async def commanded(config: Path, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(await command(config, *arguments, "--json"))
+    return found
+
+
+async def refused(config: Path) -> list[dict[str, Any]]:
+    return list((await commanded(config, "refused", "list"))["messages"])
+
+
+async def come_back(config: Path, *, reworded: bool) -> None:
+    """A refused message says where it came in, and goes back there; refused once more, it stands there again."""
+    [one] = await eventually(lambda: refused(config), lambda rows: len(rows) == 1)
+    assert (one["exchange"], one["routing_key"], one["message_id"]) == ("in", "inbox", "unreadable")
+    assert (one["reason"] == TEXT) == reworded
+    assert "Published again: 1." in await command(config, "refused", "retry", "--all", "--yes")
+    [again] = await eventually(lambda: refused(config), lambda rows: bool(rows) and rows[0]["id"] != one["id"])
+    assert (again["exchange"], again["message_id"]) == ("in", "unreadable")
+    assert "Dropped: 1." in await command(config, "refused", "drop", "--all", "--yes")
+
+
+@pytest.mark.parametrize("reworded", [False, True])
+async def test_with_a_store(place: Place, store: str, tmp_path: Path, reworded: bool) -> None:
+    config = tmp_path / "delayer.toml"
+    place.write(config, "store", {"store": {"url": store}})
+    place.things.queue("answers")
+    program = REWORDED if reworded else None
+    async with DaemonProcess(environ(place, "store", store), program=program) as daemon, await place.raw() as raw:
+        inbox, answers = await raw.inbox("inbox"), await raw.inbox("answers")
+        await daemon.ready()
+        now_ms = time.time_ns() // 1_000_000
+        await raw.publish(
+            due_at("late", now_ms - 60_000, "in.strict"), due_at("late too", now_ms - 60_000, "in.strict"),
+            delayed("gone", 100, through="in.queue", key="nowhere"), keyed("a"), keyed("b"), unreadable(),
+        )  # fmt: skip
+        rows = await eventually(lambda: held(config), lambda rows: len(rows) == 5)
+        assert [_hold(row) for row in sorted(rows, key=lambda row: (row["route"], row["key"] or ""))] == [
+            *[("in.queue", "returned", False, False, True)] * 3, *[("in.strict", "late", False, False, False)] * 2,
+        ]  # fmt: skip
+        assert {row["held"]["reason"] == TEXT for row in rows} == {reworded}
+        await raw.publish(cancel("a"), cancel("b"), cancel("c"))
+        await answers.until(lambda: len(answers.arrivals) == 3, 30)
+        assert _outcomes(answers.arrivals) == {"a": "cancelled", "b": "cancelled", "c": "too late"}
+        # A person has one of the late messages delivered, and what cannot be delivered tried again.
+        first = min((row for row in rows if row["route"] == "in.strict"), key=lambda row: row["id"])
+        await command(config, "held", "retry", first["id"])
+        await inbox.got([b"late"])
+        assert "To be tried again now: 1." in await command(config, "held", "retry", "--route", "in.queue", "--yes")
+        rows = await eventually(lambda: held(config), lambda rows: any(row["held"]["attempts"] == 2 for row in rows))
+        [row] = [row for row in rows if row["route"] == "in.queue"]
+        assert _hold(row) == ("in.queue", "returned", False, False, True)
+        assert await command(config, "held", "drop", "--all", "--yes") == "Dropped: 2.\n"
+        await come_back(config, reworded=reworded)
+        assert await daemon.stop() == 0
+
+
+@pytest.mark.parametrize("reworded", [False, True])
+async def test_in_native_mode(place: Place, tmp_path: Path, reworded: bool) -> None:
+    config = tmp_path / "delayer.toml"
+    place.write(config, "native", {})
+    program = REWORDED if reworded else None
+
+    async def strays() -> list[dict[str, Any]]:
+        return list((await commanded(config, "strays", "list"))["messages"])
+
+    async with DaemonProcess(environ(place, "native"), program=program) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        now_ms = time.time_ns() // 1_000_000
+        await raw.publish(*(due_at(f"late {n}", now_ms - 60_000, "in.strict") for n in range(2)), unreadable())
+        rows = await eventually(strays, lambda rows: len(rows) == 2)
+        assert {(row["kind"], row["may_be_delivered"], row["isolated"]) for row in rows} == {("late", False, False)}
+        assert {row["reason"] == TEXT for row in rows} == {reworded}
+        await command(config, "strays", "retry", rows[0]["id"])
+        await inbox.got([rows[0]["body"].encode()])
+        await eventually(strays, lambda rows: len(rows) == 1)
+        await eventually(
+            lambda: command(config, "strays", "drop", "--all", "--yes"), lambda said: "Dropped: 1." in said
+        )
+        await come_back(config, reworded=reworded)
+        assert await daemon.stop() == 0
+
+
+def _hold(row: dict[str, Any]) -> tuple[str, str, bool, bool, bool]:
+    """Of a held message: its route, the kind and flags, and whether the daemon retries it."""
+    said = row["held"]
+    return row["route"], said["kind"], said["may_be_delivered"], said["isolated"], said["retry_ms"] is not None
+
+
+def _outcomes(arrivals: Any) -> dict[str, str]:
+    return {one.props.correlation_id.decode(): json.loads(one.delivery.body)["outcome"] for one in arrivals}

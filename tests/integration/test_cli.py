@@ -3,80 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from functools import partial
 from urllib.parse import urlsplit
 
 import aio_pika
 import asyncpg
-import pytest
-import structlog
-from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
-from click.testing import CliRunner, Result
 from pamqp.common import FieldTable
 
 from delayer.cli import send
-from delayer.cli.main import cli
 from delayer.config import Settings
+from tests.integration.cli import Run, channel_to, said, take
 from tests.integration.test_store_lane import sql
 from tests.support.servers import Postgres, RabbitMQ
 
-Run = Callable[..., Result]
 LEVELS = 28
-
-
-@pytest.fixture
-def delayer(vhost: str, database: str) -> Iterator[Run]:
-    """Call `delayer …` with a vhost and a database of its own, in this process: a new interpreter for each of some
-    eighty calls would take a minute."""
-    nothing = {name: None for name in os.environ if name.startswith("DELAYER_")}
-    ours = nothing | {
-        "DELAYER_CONFIG": os.devnull,
-        "DELAYER_BROKER__URL": vhost,
-        "DELAYER_STORE__URL": database,
-    }
-
-    def run(*arguments: str, expect: int = 0, stdin: bytes = b"", **more: str | None) -> Result:
-        # In a thread: the command has an event loop of its own, and the test may have one too.
-        call = partial(CliRunner().invoke, cli, arguments, env=ours | more, input=stdin, prog_name="delayer")
-        with ThreadPoolExecutor(1) as thread:
-            result = thread.submit(call).result(60)
-        assert result.exit_code == expect, f"{result.output}\n{result.exception!r}"
-        assert "Traceback" not in result.stderr
-        return result
-
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield run
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
-
-
-@asynccontextmanager
-async def channel_to(url: str) -> AsyncIterator[AbstractChannel]:
-    async with await aio_pika.connect(url) as connection:
-        yield await connection.channel()
-
-
-def said(message: AbstractIncomingMessage) -> dict[str, object]:
-    """The publisher's headers: a quorum queue adds a count of its own, from RabbitMQ 4.0 on."""
-    return {name: value for name, value in message.headers.items() if name != "x-delivery-count"}
-
-
-async def take(url: str, queue: str) -> list[AbstractIncomingMessage]:
-    """Everything that is ready in ``queue``."""
-    taken = []
-    async with channel_to(url) as channel:
-        source = await channel.get_queue(queue)
-        while (message := await source.get(no_ack=True, fail=False)) is not None:
-            taken.append(message)
-    return taken
 
 
 def test_apply_verify_show_remove_in_store_mode(delayer: Run) -> None:

@@ -8,12 +8,10 @@ from pathlib import Path
 import aio_pika
 
 from tests.conformance.store_contract import owned, parcel
-from tests.integration.test_cli import Run, channel_to, delayer
+from tests.integration.cli import Run, channel_to
 from tests.integration.test_store_lane import opened
 from tests.support.daemon import DaemonProcess
 from tests.support.rabbitmq import RabbitMQ
-
-__all__ = ["delayer"]
 
 
 def rows(run: Run, what: str, *, expect: int = 0, **more: str) -> list[dict[str, str]]:

@@ -20,12 +20,10 @@ from delayer.store.admin import detail
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
-from tests.integration.test_cli import Run, delayer, take
+from tests.integration.cli import Run, take
 from tests.integration.test_store_lane import opened, sql
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.rows import compact, conserved, waiting
-
-__all__ = ["delayer"]
 
 HEADERS = Props(headers=((b"x-delay", number("l", 5)), (b"customer", text("7"))), delivery_mode=2, message_id=b"m-1")
 

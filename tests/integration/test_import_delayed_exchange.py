@@ -15,13 +15,11 @@ import pytest
 
 from delayer.broker.admin import Admin
 from delayer.core.topology import Exchange, Topology
-from tests.integration.test_cli import Run, delayer
+from tests.integration.cli import Run
 from tests.integration.test_store_lane import sql
 from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Props, array, number, text
 from tests.support.rows import conserved
-
-__all__ = ["delayer"]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "importing.md"
 DUE_MS = 4_000_000_000_000

@@ -23,14 +23,12 @@ from delayer.imports import files
 from delayer.store import upgrades
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned
-from tests.integration.test_cli import Run, delayer
+from tests.integration.cli import Run
 from tests.integration.test_export_snapshot import hold
 from tests.integration.test_store_lane import opened, sql
 from tests.support.daemon import EXECUTABLE
 from tests.support.rows import compact, conserved
 from tests.support.servers import Postgres
-
-__all__ = ["delayer"]
 
 _CONTENT = "due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key"
 
@@ -128,11 +126,6 @@ async def content_unpacked(database: str) -> list[tuple[object, ...]]:
         for segment in await catalog.listed(admin):
             await catalog.restore(admin, segment.id)
         return await content(admin)
-
-
-async def _epoch(admin: asyncpg.Connection) -> int:
-    epoch: int = await admin.fetchval("SELECT epoch FROM lane WHERE number = 1")
-    return epoch
 
 
 async def test_damaged_records_are_held(delayer: Run, tmp_path: Path, database: str) -> None:

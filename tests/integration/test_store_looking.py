@@ -21,7 +21,7 @@ from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.segments_store import START_MS, store
-from tests.integration.test_store_cancelling import NO_ONE
+from tests.integration.test_store_acting import NO_ONE
 from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import WHY
 from tests.support.raw import Props, text

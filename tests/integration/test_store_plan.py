@@ -2,7 +2,7 @@
 knows of the rows.
 
 The plans are those that were run, not those of an EXPLAIN beside them: the server logs the plan of everything that the
-daemon's own sessions do here (auto_explain). That these plans stay is in test_store_plan_cache.py.
+daemon's own sessions do here (auto_explain). That these plans stay is in test_store_sessions.py.
 """
 
 from __future__ import annotations

@@ -11,10 +11,8 @@ from delayer.store import schema
 from delayer.store.schema import FAR, skip_ids
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
-from tests.integration.test_cli import Run, delayer
+from tests.integration.cli import Run
 from tests.integration.test_store_lane import opened, sql
-
-__all__ = ["delayer"]
 
 WAITS = """
     SELECT EXISTS (

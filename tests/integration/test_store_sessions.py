@@ -1,4 +1,5 @@
-"""What the store's sessions are set to, and that the server plans each statement for its arguments, every time.
+"""The store's sessions: their settings, the types that they know by themselves, and a plan for each statement's
+arguments, every time.
 
 A plan for any arguments cannot leave out a partition. The server makes one after five runs of a prepared statement, if
 it believes that this pays; EXPLAIN with arguments never shows it.
@@ -10,11 +11,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import asyncpg
+import pytest
 
+from delayer.core.filters import Filter
 from delayer.store import pool, statements
+from delayer.store.admin import listing, stats
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows.partitions import DAY_MS
+from delayer.store.upgrades import upgrade
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
 from tests.integration.test_store_plan import CANCEL, CANCEL_HELD, fill
@@ -120,3 +125,63 @@ async def test_sessions_are_set_whatever_the_database_says(database: str) -> Non
         names = ("idle_session_timeout", "idle_in_transaction_session_timeout")
         assert list((await shown(ours["lane"], *names)).values()) == ["7s", "7s"]
         assert list((await shown(ours["pool"], *names)).values()) == ["0", "9s"]
+
+
+VALUES = {
+    "bytea[]": [b"a", None, b"\x00"],
+    "smallint[]": [1, -2, None],
+    "int[]": [1, -(1 << 31)],
+    "bigint[]": [[1, 2], [3, 1 << 62]],
+    "timestamptz[]": [1_795_434_299_758, None, pool.BEGINNING_MS],
+}
+
+
+def asks(text: str) -> bool:
+    return "typeinfo_tree" in text
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The statements that connections of ours run from now on."""
+    heard: list[str] = []
+
+    async def prepare(connection: asyncpg.Connection) -> None:
+        connection.add_query_logger(lambda query: heard.append(query.query))
+        await original(connection)
+
+    original = pool.prepare
+    monkeypatch.setattr(pool, "prepare", prepare)
+    return heard
+
+
+async def test_known_types_are_those_of_the_server(database: str) -> None:
+    connection = await asyncpg.connect(database)
+    try:
+        told, _ = await connection._introspect_types(list(pool.KNOWN), None)
+    finally:
+        await connection.close()
+    answers = {one["oid"]: one for one in told}
+    for oid, known in pool.KNOWN.items():
+        assert known == {name: answers[oid][name] for name in known}
+
+
+async def test_values_go_there_and_back(database: str, asked: list[str]) -> None:
+    connection = await pool.connect(database, "test")
+    try:
+        for name, value in VALUES.items():
+            assert await connection.fetchval(f"SELECT $1::{name}", value) == value
+        assert await connection.fetchval("SELECT $1::text[]", ["a"]) == ["a"]
+        assert not any(map(asks, asked))
+        assert await connection.fetchval("SELECT $1::date[]", []) == []  # of which nothing is known
+        assert any(map(asks, asked))
+    finally:
+        await pool.close(connection)
+
+
+async def test_looking_asks_about_no_type(database: str, asked: list[str]) -> None:
+    await upgrade(database)
+    async with listing.looking(database, "test") as connection:
+        await listing.entries(connection, await listing.find(connection, Filter(), None, 50))
+    await stats.overview(database)
+    assert len(asked) > 10
+    assert not any(map(asks, asked))
