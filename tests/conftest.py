@@ -163,11 +163,17 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture
-def vhost(rabbitmq: RabbitMQ) -> Iterator[str]:
-    """The amqp:// URL of a fresh vhost."""
+def vhost_name(rabbitmq: RabbitMQ) -> Iterator[str]:
+    """A fresh vhost."""
     name = rabbitmq.add_vhost()
-    yield rabbitmq.url(name)
+    yield name
     rabbitmq.drop_vhost(name)
+
+
+@pytest.fixture
+def vhost(rabbitmq: RabbitMQ, vhost_name: str) -> str:
+    """The amqp:// URL of a fresh vhost."""
+    return rabbitmq.url(vhost_name)
 
 
 @pytest.fixture

@@ -169,23 +169,13 @@ class Fleet:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls,
-        rabbitmq: RabbitMQ,
-        postgres: Postgres,
-        directory: Path,
-        *,
-        mode: str,
-        seed: int,
-        bug: str = "",
-        daemons: int = DAEMONS,
-        environ: Mapping[str, str] | None = None,
-        ledger: type[Ledger] = Ledger,
+        cls, *arguments: Any, mode: str, seed: int, ledger: type[Ledger] = Ledger, **more: Any
     ) -> AsyncIterator[Self]:
         """With all daemons ready, and a ledger that consumes."""
         from delayer.store import upgrades  # alembic is slow to import
 
-        fleet = cls(rabbitmq, postgres, directory, bug=bug, daemons=daemons, environ=environ)
-        await asyncio.to_thread(lambda: asyncio.run(upgrades.upgrade(postgres.url(fleet.database))))
+        fleet = cls(*arguments, **more)
+        await asyncio.to_thread(lambda: asyncio.run(upgrades.upgrade(fleet.postgres.url(fleet.database))))
         await fleet.execute(NOTE_NAMED)
         fleet.write_mode(mode)
         await fleet.place.declare()

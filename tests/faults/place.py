@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import asyncpg
 
@@ -20,12 +20,14 @@ from delayer.config import Settings
 from delayer.config.topology import cascade_of, topology_of
 from delayer.store import pool
 from delayer.store.admin.stats import overview
-from delayer.store.segments import compact
+from delayer.store.segments import compact as packing
 from tests.support.daemon import DaemonProcess, command
 from tests.support.ledger import Ledger, Verdict
+from tests.support.rows import compact
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.02
+_IN_SEGMENTS = "SELECT coalesce(sum(messages), 0) FROM segment"
 
 
 async def eventually(look: Callable[[], Awaitable[T]], wanted: Callable[[T], bool], *, timeout: float = 30.0) -> T:
@@ -129,35 +131,34 @@ class Place:
         """Wait until so many messages are ready there."""
         await eventually(lambda: self.depth(queue), lambda depth: depth == count)
 
-    async def rows(self) -> int:
-        """Messages in the store, waiting or held."""
+    async def ask(self, sql: str) -> Any:
+        """One value of the store."""
         assert self.store
         connection = await pool.connect(self.store, "test")
         try:
-            return await _rows(connection)
+            return await connection.fetchval(sql)
         finally:
             await pool.close(connection)
+
+    async def rows(self) -> int:
+        """Messages in the store, waiting or held."""
+        return int(await self.ask("SELECT (SELECT count(*) FROM message) + (SELECT count(*) FROM held)"))
 
     async def segments(self) -> int:
         """Messages in segments."""
-        assert self.store
-        connection = await pool.connect(self.store, "test")
-        try:
-            return await _in_segments(connection)
-        finally:
-            await pool.close(connection)
+        return int(await self.ask(_IN_SEGMENTS))
 
-    async def compact(self, rows: int = compact.ROWS) -> int:
+    async def compact(self, rows: int = packing.ROWS) -> int:
         """Pack all that waits, whenever it is due, with the daemons stopped. How many segments there are of it."""
         assert self.store
         assert not any(daemon.running for daemon in self.daemons)
         connection = await pool.connect(self.store, "test")
         try:
             made = await compact_all(connection, rows)
-            assert await _rows(connection) == 0
-            return made
         finally:
             await pool.close(connection)
+        assert await self.rows() == 0
+        return made
 
     async def standing(self, *, cascade: bool = True) -> dict[str, int]:
         """Everything that has not gone out, in the broker and in the store; with or without the cascade's levels."""
@@ -184,7 +185,7 @@ class Place:
                 waiting = await connection.fetchval("SELECT count(*) FROM message WHERE lane = $1", lane.number)
                 held = await connection.fetchval("SELECT count(*) FROM held WHERE lane = $1", lane.number)
                 assert (lane.waiting, lane.held) == (waiting, held), f"lane {lane.number}: {lane.counters}"
-            packed = await _in_segments(connection)
+            packed = await connection.fetchval(_IN_SEGMENTS)
             assert seen.counters["compacted"] - seen.counters["restored"] == packed, seen.counters
         finally:
             await pool.close(connection)
@@ -215,25 +216,9 @@ class Place:
         return verdict
 
 
-async def _rows(connection: asyncpg.Connection) -> int:
-    count: int = await connection.fetchval("SELECT (SELECT count(*) FROM message) + (SELECT count(*) FROM held)")
-    return count
-
-
-async def _in_segments(connection: asyncpg.Connection) -> int:
-    count: int = await connection.fetchval("SELECT coalesce(sum(messages), 0) FROM segment")
-    return count
-
-
-async def compact_all(connection: asyncpg.Connection, rows: int = compact.ROWS) -> int:
+async def compact_all(connection: asyncpg.Connection, rows: int = packing.ROWS) -> int:
     """Pack all that waits into segments of up to ``rows`` messages. How many were made."""
-    made = 0
-    for window in await compact.windows(connection, 0, rows):
-        while (packed := await compact.compact_one(connection, window, rows=rows)) is not None:
-            made += 1
-            if not packed.more:
-                break
-    return made
+    return len(await compact(connection, rows=rows))
 
 
 async def stopped(daemon: DaemonProcess, timeout: float = 30.0) -> None:

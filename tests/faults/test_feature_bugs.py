@@ -8,7 +8,6 @@ import pytest
 
 from tests.faults.features import cancels, foreign, keys, overdue, peace, rates, retries
 from tests.faults.features.striking import opened
-from tests.support.ledger import Ledger
 from tests.support.servers import Postgres, RabbitMQ
 
 SEED = 7_600
@@ -64,7 +63,7 @@ async def test_a_takeover_with_too_short_delays_is_found(
 
 async def test_early_messages_at_park_beyond_are_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
     environ = {"STORE__PARK_BEYOND": "2s"}
-    async with opened(rabbitmq, postgres, tmp_path, Ledger, seed=SEED, environ=environ, bug="at the border") as fleet:
+    async with opened(rabbitmq, postgres, tmp_path, seed=SEED, environ=environ, bug="at the border") as fleet:
         await fleet.ledger.publish(100, longest_ms=4_000)
         await fleet.ledger.all_back()
         with pytest.raises(AssertionError, match="early"):
@@ -74,7 +73,7 @@ async def test_early_messages_at_park_beyond_are_found(rabbitmq: RabbitMQ, postg
 async def test_twice_the_rate_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
     environ = rates.ENVIRON
     async with (
-        opened(rabbitmq, postgres, tmp_path, Ledger, seed=SEED, environ=environ, bug="unlimited") as fleet,
+        opened(rabbitmq, postgres, tmp_path, seed=SEED, environ=environ, bug="unlimited") as fleet,
         rates.paced(fleet, SEED) as flood,
     ):
         with pytest.raises(AssertionError, match="faster than it may"):
@@ -89,7 +88,7 @@ async def test_late_messages_are_found(
     mode: str, bug: str, found: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
 ) -> None:
     environ = overdue.ENVIRON
-    async with opened(rabbitmq, postgres, tmp_path, Ledger, mode=mode, seed=SEED, environ=environ, bug=bug) as fleet:
+    async with opened(rabbitmq, postgres, tmp_path, mode=mode, seed=SEED, environ=environ, bug=bug) as fleet:
         judgement = await overdue.late_in_peace(fleet, 50)
         with pytest.raises(AssertionError, match=found):
             judgement.assert_kept()

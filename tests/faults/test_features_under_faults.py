@@ -23,7 +23,6 @@ from tests.faults.features.striking import (
 from tests.faults.scenes import WORKER
 from tests.support.account import Verdict
 from tests.support.flow import flowing
-from tests.support.ledger import Ledger
 from tests.support.servers import Postgres, RabbitMQ
 
 SEED = 7_000
@@ -168,7 +167,7 @@ async def test_a_takeover(mode: str, servers: Servers, tmp_path: Path) -> None:
 @pytest.mark.deadline(500)
 async def test_the_border_between_cascade_and_store(servers: Servers, tmp_path: Path) -> None:
     """``park_beyond`` moves up and down meanwhile: whatever it was, a message is on one side."""
-    async with opened(*servers, tmp_path, Ledger, seed=SEED + 40) as fleet:
+    async with opened(*servers, tmp_path, seed=SEED + 40) as fleet:
         ledger, borders = fleet.ledger, cycle(("3s", "0s", "1s", "2s"))
 
         async def move() -> None:
@@ -198,7 +197,7 @@ async def test_the_border_between_cascade_and_store(servers: Servers, tmp_path: 
 async def test_a_limited_rate(servers: Servers, tmp_path: Path) -> None:
     """A flood of 3,000 due at once, and a route beside it that does not wait for it; then the faults."""
     async with (
-        opened(*servers, tmp_path, Ledger, seed=SEED + 50, environ=rates.ENVIRON) as fleet,
+        opened(*servers, tmp_path, seed=SEED + 50, environ=rates.ENVIRON) as fleet,
         rates.paced(fleet, SEED + 51) as flood,
     ):
         await peace.flooded_in_peace(fleet, flood, 3_000)
@@ -224,7 +223,7 @@ async def test_a_limited_rate(servers: Servers, tmp_path: Path) -> None:
 async def test_late_messages_are_held(mode: str, servers: Servers, tmp_path: Path) -> None:
     """Faults make messages late, and some are when they are published: each comes, or is held, and both by a fault
     only; and comes when a person says so."""
-    async with opened(*servers, tmp_path, Ledger, mode=mode, seed=SEED + 60, environ=overdue.ENVIRON) as fleet:
+    async with opened(*servers, tmp_path, mode=mode, seed=SEED + 60, environ=overdue.ENVIRON) as fleet:
         ledger = fleet.ledger
         peaceful = await overdue.late_in_peace(fleet, 200)
         peaceful.assert_kept()

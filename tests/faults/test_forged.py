@@ -7,11 +7,9 @@ envelopes stand, nor by what he says of where a refused message came in.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import aio_pika
 import pytest
@@ -21,35 +19,31 @@ from delayer.store import pool
 from tests.faults.hostile import ENVELOPE
 from tests.faults.place import Place, eventually
 from tests.faults.villain import STRAYS
-from tests.support.daemon import command
 from tests.support.raw import Header, Message, Props, Raw, array, number, table, text
 from tests.support.servers import RabbitMQ
 
 ATTACKER = "delayer-attacker"
 """May write to delayer.in and nowhere else. The password is its name."""
-ROUTES = [{"from": "delayer.in", "to": ""}, {"from": "other.in", "to": "h.private"}]
+ROUTES = json.dumps([{"from": "delayer.in", "to": ""}, {"from": "other.in", "to": "h.private"}])
 BY_US: tuple[Header, ...] = (
     (b"x-delayer-id", text("1")),
     (b"x-delayer-due", number("l", 4_000_000_000_000)),
 )
 
 
-@pytest.fixture
-def vhost(rabbitmq: RabbitMQ) -> Iterator[str]:
+@pytest.fixture(autouse=True)
+def furnished(rabbitmq: RabbitMQ, vhost_name: str) -> None:
     """With h.private, and h.stolen behind it."""
-    name = rabbitmq.add_vhost()
-    rabbitmq.api("PUT", f"/api/exchanges/{name}/h.private", {"type": "topic", "durable": True})
+    rabbitmq.api("PUT", f"/api/exchanges/{vhost_name}/h.private", {"type": "topic", "durable": True})
     for queue in ("h.stolen", "mine"):
-        rabbitmq.api("PUT", f"/api/queues/{name}/{queue}", {"durable": True})
-    rabbitmq.api("POST", f"/api/bindings/{name}/e/h.private/q/h.stolen", {"routing_key": "#"})
-    rabbitmq.add_user(ATTACKER, ATTACKER, vhost=unquote(name), configure="^$", read="^$", write=r"^delayer\.in$")
-    yield name
-    rabbitmq.drop_vhost(name)
+        rabbitmq.api("PUT", f"/api/queues/{vhost_name}/{queue}", {"durable": True})
+    rabbitmq.api("POST", f"/api/bindings/{vhost_name}/e/h.private/q/h.stolen", {"routing_key": "#"})
+    rabbitmq.add_user(ATTACKER, ATTACKER, vhost=vhost_name, configure="^$", read="^$", write=r"^delayer\.in$")
 
 
 @asynccontextmanager
 async def attacker(rabbitmq: RabbitMQ, vhost: str) -> AsyncIterator[Raw]:
-    async with await Raw.connect(rabbitmq.url(unquote(vhost), user=f"{ATTACKER}:{ATTACKER}")) as raw:
+    async with await Raw.connect(rabbitmq.url(vhost, user=f"{ATTACKER}:{ATTACKER}")) as raw:
         yield raw
 
 
@@ -75,32 +69,29 @@ async def bodies(url: str, queue: str) -> list[bytes]:
 
 
 @pytest.mark.deadline(60)
-async def test_an_envelope_that_strays_is_not_opened(rabbitmq: RabbitMQ, vhost: str, tmp_path: Path) -> None:
+async def test_an_envelope_that_strays_is_not_opened(vhost: str) -> None:
     """Nothing is bound for the queue mine, so it comes to where the daemon's own envelopes stand: the command tells
     that it is none of ours, and puts it nowhere."""
-    place = await Place("native", rabbitmq.url(unquote(vhost))).declare()
+    place = await Place("native", vhost).declare()
     async with await Raw.connect(place.broker) as raw:
         await raw.publish(met_in_a_level(b"old", 1))
     await eventually(place.standing, lambda standing: standing == {STRAYS: 1})
-    config = configured(place, "native", tmp_path)
-    [row] = json.loads(await command(config, "strays", "list", "--json"))["messages"]
+    [row] = json.loads(await place.delayer("strays", "list", "--json", ROUTE=ROUTES))["messages"]
     assert (row["id"], row["body"], row["reason"][:26]) == ("", "old", "not an envelope of ours: e")
     with pytest.raises(RuntimeError, match="On their way again: 0"):
-        await command(config, "strays", "retry", "--all", "--yes")
+        await place.delayer("strays", "retry", "--all", "--yes", ROUTE=ROUTES)
     assert await bodies(place.broker, "h.stolen") == []
     assert await place.standing() == {STRAYS: 1}
 
 
 @pytest.mark.parametrize("verb", [("drain", "--to", "store"), ("import", "cascade", "run")], ids=["drain", "import"])
-async def test_an_envelope_in_a_level_is_not_opened(
-    rabbitmq: RabbitMQ, vhost: str, store: str, tmp_path: Path, verb: tuple[str, ...]
-) -> None:
+async def test_an_envelope_in_a_level_is_not_opened(vhost: str, store: str, verb: tuple[str, ...]) -> None:
     """By the two commands that empty levels: it is parked as what it is, a message for the queue mine."""
-    place = Place("native", rabbitmq.url(unquote(vhost)), store)
+    place = Place("native", vhost, store)
     await place.declare()
     async with await Raw.connect(place.broker) as raw:
         await raw.publish(met_in_a_level(b"old", 3_600))
-    await command(configured(place, "store", tmp_path), *verb, "--yes")
+    await place.delayer(*verb, "--yes", MODE="store", ROUTE=ROUTES)
     connection = await pool.connect(store, "test")
     try:
         [row] = await connection.fetch("SELECT to_exchange, to_key FROM message")
@@ -108,17 +99,6 @@ async def test_an_envelope_in_a_level_is_not_opened(
         await pool.close(connection)
     assert row["to_exchange"] in (b"", Cascade().delivery.encode())
     assert row["to_key"].endswith(b"mine")
-
-
-def configured(place: Place, mode: str, directory: Path) -> Path:
-    """The configuration as a file."""
-    path = directory / "delayer.toml"
-    lines = [f"mode = {json.dumps(mode)}", "[broker]", f"url = {json.dumps(place.broker)}"]
-    lines += ["[store]", f"url = {json.dumps(place.store)}"] if place.store else []
-    for route in ROUTES:
-        lines += ["[[route]]", *(f"{key} = {json.dumps(value)}" for key, value in route.items())]
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def died(queue: str, exchange: str) -> Header:
@@ -138,9 +118,9 @@ def says(exchange: str) -> tuple[Header, ...]:
 
 
 @pytest.mark.deadline(60)
-async def test_refused_ones_go_back_to_where_they_came_in(rabbitmq: RabbitMQ, vhost: str, tmp_path: Path) -> None:
+async def test_refused_ones_go_back_to_where_they_came_in(rabbitmq: RabbitMQ, vhost_name: str, vhost: str) -> None:
     """No daemon is there, so the broker itself sets them aside, with whatever their publisher wrote on them."""
-    place = await Place("native", rabbitmq.url(unquote(vhost))).declare()
+    place = await Place("native", vhost).declare()
     messages = {
         b"our headers": says("h.private"),
         b"a level of the cascade": says("delayer.delay-level-03"),
@@ -149,16 +129,15 @@ async def test_refused_ones_go_back_to_where_they_came_in(rabbitmq: RabbitMQ, vh
         b"a note of the intake queue": (died("delays", "h.private"),),
         b"nothing": (),
     }
-    async with attacker(rabbitmq, vhost) as raw:
+    async with attacker(rabbitmq, vhost_name) as raw:
         for body, headers in messages.items():
             await raw.publish(forged(body, *headers, expiration=b"1"))
     async with await Raw.connect(place.broker) as raw:
         named = Props(headers=(), expiration=b"1", user_id=b"guest", delivery_mode=2)
         await raw.publish(Message("delayer.in", b"mine", named, b"with a user id"))
     await place.ready(len(messages) + 1, "delays.refused")
-    config = configured(place, "native", tmp_path)
     try:
-        told = await command(config, "refused", "retry", "--all", "--yes")
+        told = await place.delayer("refused", "retry", "--all", "--yes", ROUTE=ROUTES)
     except RuntimeError as stays:
         told = str(stays)
     assert "exit 1\n" in told, told

@@ -149,35 +149,31 @@ async def either(daemon: DaemonProcess, *names: str, after: int) -> None:
 
 
 @pytest.mark.deadline(150)
-async def test_a_full_refused_queue_stops_nobody(rabbitmq: RabbitMQ, store: str) -> None:
+async def test_a_full_refused_queue_stops_nobody(rabbitmq: RabbitMQ, vhost_name: str, vhost: str, store: str) -> None:
     """Whoever limits that queue makes messages that have to be refused stay in the intake queue, loudly; the others go
     on. Nothing is lost, and when there is room again they are refused as they should be."""
-    vhost = rabbitmq.add_vhost()
-    try:
-        place = await Place("store", rabbitmq.url(vhost), store).declare()
-        limit = {"pattern": r"^delays\.refused$", "apply-to": "queues", "priority": 1}
-        limit |= {"definition": {"max-length": 1, "overflow": "reject-publish"}}
-        rabbitmq.api("PUT", f"/api/policies/{vhost}/full", limit)
-        bad = [b"bad %d" % number for number in range(20)]
-        async with place.ledger() as ledger, place.daemon() as daemon, await Raw.connect(place.broker) as raw:
-            await daemon.ready()
-            props = Props(headers=((b"x-delay", VOID),), delivery_mode=2)
-            waiting = list(bad)
-            while not any(event["event"] == "consuming interrupted" for event in daemon.events):
-                # One after another: a quorum queue takes what comes at once, and tells of its limit then.
-                seen = len(daemon.events)
-                await raw.publish(Message("delayer.in", b"k", props, waiting.pop(0)))
-                await either(daemon, "message refused", "consuming interrupted", after=seen)
-            await raw.publish(*(Message("delayer.in", b"k", props, body) for body in waiting))
-            for _ in range(5):
-                await ledger.publish(2_000, longest_ms=100)
-            await ledger.all_back(timeout=40)
-            said = next(event for event in daemon.events if event["event"] == "consuming interrupted")
-            assert "exchange 'delays.refused'" in said["reason"]
-            refused = await raw.inbox("delays.refused")
-            await refused.got(bad, timeout=60)
-            assert await daemon.stop() == 0, daemon.tail()
-            assert not ledger.verdict().missing
-            assert await place.standing() == {}
-    finally:
-        rabbitmq.drop_vhost(vhost)
+    place = await Place("store", vhost, store).declare()
+    limit = {"pattern": r"^delays\.refused$", "apply-to": "queues", "priority": 1}
+    limit |= {"definition": {"max-length": 1, "overflow": "reject-publish"}}
+    rabbitmq.api("PUT", f"/api/policies/{vhost_name}/full", limit)
+    bad = [b"bad %d" % number for number in range(20)]
+    async with place.ledger() as ledger, place.daemon() as daemon, await Raw.connect(place.broker) as raw:
+        await daemon.ready()
+        props = Props(headers=((b"x-delay", VOID),), delivery_mode=2)
+        waiting = list(bad)
+        while not any(event["event"] == "consuming interrupted" for event in daemon.events):
+            # One after another: a quorum queue takes what comes at once, and tells of its limit then.
+            seen = len(daemon.events)
+            await raw.publish(Message("delayer.in", b"k", props, waiting.pop(0)))
+            await either(daemon, "message refused", "consuming interrupted", after=seen)
+        await raw.publish(*(Message("delayer.in", b"k", props, body) for body in waiting))
+        for _ in range(5):
+            await ledger.publish(2_000, longest_ms=100)
+        await ledger.all_back(timeout=40)
+        said = next(event for event in daemon.events if event["event"] == "consuming interrupted")
+        assert "exchange 'delays.refused'" in said["reason"]
+        refused = await raw.inbox("delays.refused")
+        await refused.got(bad, timeout=60)
+        assert await daemon.stop() == 0, daemon.tail()
+        assert not ledger.verdict().missing
+        assert await place.standing() == {}

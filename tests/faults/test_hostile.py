@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import unquote
@@ -59,13 +59,6 @@ RUNS: Mapping[str, Run] = {
     BESIDE_SILENCE: Run(lambda _: SILENT, among_the_silent),
     WITH_ROOM: Run(lambda _: ROOMY, lambda mode: {**cases_of(mode), **ROOMY}),
 }
-
-
-@pytest.fixture
-def vhost_name(rabbitmq: RabbitMQ) -> Iterator[str]:
-    name = rabbitmq.add_vhost()
-    yield name
-    rabbitmq.drop_vhost(name)
 
 
 @asynccontextmanager

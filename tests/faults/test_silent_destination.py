@@ -53,51 +53,47 @@ def mute(number: int, delay_ms: int) -> Message:
 @pytest.mark.parametrize("delay_ms", [1_000, 0])
 @pytest.mark.parametrize("mode", MODES)
 async def test_other_destinations_do_not_wait_for_a_silent_one(
-    mode: str, delay_ms: int, rabbitmq: RabbitMQ, store: str
+    mode: str, delay_ms: int, rabbitmq: RabbitMQ, vhost_name: str, vhost: str, store: str
 ) -> None:
-    vhost = rabbitmq.add_vhost()
-    try:
-        furnish(rabbitmq, vhost)
-        place = await Place(mode, rabbitmq.url(vhost), store if mode == "store" else None).declare()
-        environ = place.environ | {"ROUTE": json.dumps(ROUTES)}
-        async with (
-            place.ledger() as ledger,
-            DaemonProcess(environ, program=PROGRAM) as daemon,
-            await Raw.connect(place.broker) as raw,
-        ):
-            await daemon.ready()
-            async with silent(rabbitmq, vhost, QUEUE):
-                await raw.publish(*(mute(number, delay_ms) for number in range(AT_FIRST)))
-                for number in range(AT_FIRST, AT_FIRST + LATER):
-                    await ledger.publish(200, longest_ms=1_000)
-                    await raw.publish(mute(number, delay_ms))
-                    await asyncio.sleep(1.0)  # not to wait for anything: so is the load
-                await ledger.all_back(timeout=MOST)
-                held = await daemon.event("message held")
-                assert held["reason"].startswith("no confirm within 8 s: exchange 'h.out', key 'mute.x'")
-                # By now it is known: two seconds of it cost nobody anything.
-                for number in range(1000, 1005):
-                    await raw.publish(mute(number, delay_ms))
-                    await ledger.publish(200, longest_ms=500)
-                    await ledger.all_back(timeout=AGAIN)
-            inbox = await raw.inbox(QUEUE)
-            wanted = [b"m%d" % number for number in (*range(AT_FIRST + LATER), *range(1000, 1005))]
-            await inbox.got(wanted, timeout=60)
-            await eventually(place.standing, lambda standing: not standing, timeout=60)
-            assert await daemon.stop() == 0, daemon.tail()
-            # What is parked, or in the cascade, has its id, held or not; what was on its way in is read again, and gets
-            # another: in native mode that is also what entered the cascade while the first of them was waited for.
-            known = [b"m%d" % number for number in range(AT_FIRST)]
-            assert most_ids(inbox, known) <= (1 if delay_ms else 3)
-            assert most_ids(inbox, wanted) <= (1 if mode == "store" and delay_ms else 3 - bool(delay_ms))
-            await ledger.drained()
-            verdict = ledger.verdict()
-            print(f"{mode}, {delay_ms} ms: {verdict}; for the silent queue: {copies(inbox)}")
-            assert not (verdict.missing or verdict.early or verdict.changed)
-            if place.store:
-                assert (await place.conserved())["held"] == 0
-    finally:
-        rabbitmq.drop_vhost(vhost)
+    furnish(rabbitmq, vhost_name)
+    place = await Place(mode, vhost, store if mode == "store" else None).declare()
+    environ = place.environ | {"ROUTE": json.dumps(ROUTES)}
+    async with (
+        place.ledger() as ledger,
+        DaemonProcess(environ, program=PROGRAM) as daemon,
+        await Raw.connect(place.broker) as raw,
+    ):
+        await daemon.ready()
+        async with silent(rabbitmq, vhost_name, QUEUE):
+            await raw.publish(*(mute(number, delay_ms) for number in range(AT_FIRST)))
+            for number in range(AT_FIRST, AT_FIRST + LATER):
+                await ledger.publish(200, longest_ms=1_000)
+                await raw.publish(mute(number, delay_ms))
+                await asyncio.sleep(1.0)  # not to wait for anything: so is the load
+            await ledger.all_back(timeout=MOST)
+            held = await daemon.event("message held")
+            assert held["reason"].startswith("no confirm within 8 s: exchange 'h.out', key 'mute.x'")
+            # By now it is known: two seconds of it cost nobody anything.
+            for number in range(1000, 1005):
+                await raw.publish(mute(number, delay_ms))
+                await ledger.publish(200, longest_ms=500)
+                await ledger.all_back(timeout=AGAIN)
+        inbox = await raw.inbox(QUEUE)
+        wanted = [b"m%d" % number for number in (*range(AT_FIRST + LATER), *range(1000, 1005))]
+        await inbox.got(wanted, timeout=60)
+        await eventually(place.standing, lambda standing: not standing, timeout=60)
+        assert await daemon.stop() == 0, daemon.tail()
+        # What is parked, or in the cascade, has its id, held or not; what was on its way in is read again, and gets
+        # another: in native mode that is also what entered the cascade while the first of them was waited for.
+        known = [b"m%d" % number for number in range(AT_FIRST)]
+        assert most_ids(inbox, known) <= (1 if delay_ms else 3)
+        assert most_ids(inbox, wanted) <= (1 if mode == "store" and delay_ms else 3 - bool(delay_ms))
+        await ledger.drained()
+        verdict = ledger.verdict()
+        print(f"{mode}, {delay_ms} ms: {verdict}; for the silent queue: {copies(inbox)}")
+        assert not (verdict.missing or verdict.early or verdict.changed)
+        if place.store:
+            assert (await place.conserved())["held"] == 0
 
 
 def copies(inbox: Inbox) -> Counter[int]:

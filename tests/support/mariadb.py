@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pwd
 import secrets
 import shutil
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Self
 
 import asyncmy
@@ -22,8 +19,10 @@ from tests.support.processes import (
     Server,
     StartFailed,
     clean_environment,
+    find_program,
     make_directory,
     remove_directory,
+    run_apart,
     tail,
 )
 
@@ -36,8 +35,8 @@ class MariaDB(Server):
 
     def __init__(self) -> None:
         self.port = ports.reserve()
-        self._program = _find("mariadbd", "/usr/sbin")
-        self._installer = _find("mariadb-install-db", "/usr/bin")
+        self._program = find_program("mariadbd", "/usr/sbin", of="MariaDB")
+        self._installer = find_program("mariadb-install-db", of="MariaDB")
         self._user = "mysql" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
         self._directory = make_directory()
         self._data = self._directory / "data"
@@ -96,8 +95,7 @@ class MariaDB(Server):
             finally:
                 connection.close()
 
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, run()).result()
+        run_apart(run())
 
     async def _connect(self, password: str) -> Any:
         return await asyncmy.connect(host=ports.HOST, port=self.port, user="root", password=password, autocommit=True)
@@ -125,15 +123,7 @@ class MariaDB(Server):
                 connection.close()
 
         try:
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(asyncio.run, secure()).result()
+            run_apart(secure())
         except (OSError, MySQLError):  # not yet
             return False
         return True
-
-
-def _find(name: str, directory: str) -> Path:
-    for path in (Path(directory) / name, Path(shutil.which(name) or "/nowhere")):
-        if path.exists():
-            return path
-    raise StartFailed("MariaDB is not installed; .ci/setup servers installs it")

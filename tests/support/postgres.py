@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pwd
 import secrets
@@ -10,10 +9,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import asyncpg
 
@@ -25,12 +23,11 @@ from tests.support.processes import (
     clean_environment,
     make_directory,
     remove_directory,
+    run_apart,
     tail,
 )
 
 SUPERUSER = "postgres"
-
-T = TypeVar("T")
 
 _SETTINGS: Mapping[str, str | int] = {
     "listen_addresses": ports.HOST,
@@ -132,7 +129,7 @@ class Postgres(Server):
             finally:
                 await connection.close()
 
-        return _run_apart(run())
+        return run_apart(run())
 
     def _secured(self, certificate: Path, key: Path) -> dict[str, str | int]:
         """Settings for TLS. Postgres takes no key that others may read, so it gets copies of its own."""
@@ -168,7 +165,7 @@ class Postgres(Server):
             await connection.close()
 
         try:
-            _run_apart(connect())
+            run_apart(connect())
         except (OSError, asyncpg.PostgresError, TimeoutError):  # refused, "the database system is starting up"
             return False
         return True
@@ -180,12 +177,6 @@ class Postgres(Server):
         except (OSError, IndexError):
             return
         subprocess.run(["ipcrm", "-m", shared_memory], capture_output=True, check=False)
-
-
-def _run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a thread of its own, so that callers may or may not have a running loop."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
 
 
 def _find_programs() -> Path:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import shutil
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import asyncpg
 
 from tests.support import ports
 from tests.support.postgres import SUPERUSER, Postgres
-from tests.support.processes import Family, StartFailed, mount_disk, tail, unmount_disk
+from tests.support.processes import Family, StartFailed, mount_disk, run_apart, tail, unmount_disk
 
 FILLING_EVERY = 0.001
 """Seconds."""
@@ -157,5 +155,4 @@ def _ask(server: Postgres, sql: str) -> Any:
         finally:
             await connection.close()
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, ask()).result()
+    return run_apart(ask())

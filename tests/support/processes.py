@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import pwd
@@ -12,12 +13,15 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from tests.support import reaper
+
+T = TypeVar("T")
 
 # A server is not executed before the reaper knows of it: the shell waits for a line, and gives up when we die first.
 _WAIT_FOR_LEAVE = 'read -r leave && exec "$@" </dev/null'
@@ -250,6 +254,20 @@ def tail(log: Path, lines: int = 40) -> str:
 def clean_environment(*prefixes: str) -> dict[str, str]:
     """Our environment without the variables that would steer the server away from what we configure."""
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread of its own, so that callers may or may not have a running loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def find_program(name: str, *directories: str, of: str) -> Path:
+    """In one of these directories, or on PATH. ``of``: what it belongs to, which somebody has to install."""
+    for path in (*(Path(directory) / name for directory in directories), Path(shutil.which(name) or "/nowhere")):
+        if path.exists():
+            return path
+    raise StartFailed(f"{of} is not installed: there is no {name}; .ci/setup servers installs it")
 
 
 def _group_of(user: str) -> int:

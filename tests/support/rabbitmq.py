@@ -30,6 +30,7 @@ from tests.support.processes import (
     Server,
     StartFailed,
     clean_environment,
+    find_program,
     make_directory,
     remove_directory,
     tail,
@@ -262,7 +263,7 @@ class RabbitMQ(OfAVersion, Server):
     def _find(self, program: str) -> str:
         if self._root is not None:
             return f"/usr/bin/{program}"
-        return find(program)
+        return str(find_program(program, of="Erlang"))
 
     def _is_ready(self) -> bool:
         plain = answers(self.port, b"AMQP\x00\x00\x09\x01") and answers(self.management_port, b"")
@@ -340,19 +341,7 @@ def find_programs(root: Path | None) -> Path:
             if (root / home.lstrip("/") / "rabbitmq-server").exists():
                 return Path(home)
         raise StartFailed(f"there is no RabbitMQ in {root}; .ci/brokers unpacks one")
-    on_path = shutil.which("rabbitmq-server")
-    for home in [*_HOMES, *([str(Path(on_path).resolve().parent)] if on_path else [])]:
-        if (Path(home) / "rabbitmq-server").exists():
-            return Path(home)
-    raise StartFailed("RabbitMQ is not installed; .ci/setup servers installs it")
-
-
-def find(program: str) -> str:
-    """On this machine."""
-    found = shutil.which(program)
-    if not found:
-        raise StartFailed(f"{program} is not on PATH; it comes with Erlang, which .ci/setup servers installs")
-    return found
+    return find_program("rabbitmq-server", *_HOMES, of="RabbitMQ").resolve().parent
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import asyncio
 import struct
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Self
 
@@ -284,9 +284,6 @@ class Raw:
 
     async def publish(self, *messages: Message) -> None:
         """Publish all at once and wait for the confirms. Fails unless each is confirmed and routed."""
-        await self.publish_all(messages)
-
-    async def publish_all(self, messages: Sequence[Message], timeout: float = 30.0) -> None:
         batch = [
             Outgoing(
                 message.exchange.encode(),
@@ -297,7 +294,7 @@ class Raw:
             )
             for index, message in enumerate(messages)
         ]
-        outcomes = await self.channel.publish(batch, timeout=timeout)
+        outcomes = await self.channel.publish(batch, timeout=30.0)
         bad = [(one.routing_key, outcome) for one, outcome in zip(batch, outcomes, strict=True) if outcome != GOOD]
         assert not bad, bad
 

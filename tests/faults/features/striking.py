@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.faults.doomed import emptied
 from tests.faults.fault import Fault, Missed, Untouched
@@ -50,22 +50,10 @@ def handful(seed: int, *, daemons: int = 2, adopted: bool = False, store: bool =
 
 @asynccontextmanager
 async def opened(
-    rabbitmq: RabbitMQ,
-    postgres: Postgres,
-    directory: Path,
-    ledger: type[Ledger],
-    *,
-    mode: str = "store",
-    seed: int,
-    daemons: int = 2,
-    environ: Mapping[str, str] | None = None,
-    bug: str = "",
+    rabbitmq: RabbitMQ, postgres: Postgres, directory: Path, kind: type[Ledger] = Ledger, **more: Any
 ) -> AsyncIterator[Fleet]:
     """A fleet whose account knows of the times of faults."""
-    fleets = Fleet.open(
-        rabbitmq, postgres, directory, mode=mode, seed=seed, bug=bug, daemons=daemons, environ=environ, ledger=ledger
-    )
-    async with fleets as fleet:
+    async with Fleet.open(rabbitmq, postgres, directory, ledger=kind, **{"mode": "store", **more}) as fleet:
         await fleet.settled()
         fleet.ledger.account.windows = []
         yield fleet
