@@ -106,6 +106,7 @@ async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -
         assert await daemon.stop() == 0, daemon.tail()
         place = replace(place, store=copy.url("store"))
         await place.delayer("db", "skip-ids")
+        await asyncio.sleep(2.0)  # not to wait for anything: they are to be late
         async with place.daemon(ROUTE=HOLD_LATE) as daemon:
             await daemon.ready()
             await eventually(lambda: held(place), lambda count: count == 700)
