@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +44,34 @@ def any_world(request: pytest.FixtureRequest, rabbitmq: RabbitMQ, postgres: Post
     """Each mode in turn."""
     with world(request.param, rabbitmq, postgres, template) as this:
         yield this
+
+
+class Notices:
+    """What daemons of this test tell systemd."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self.heard: list[str] = []
+
+    def said(self, *words: str) -> bool:
+        """Whether a datagram had all these words since the last question that was answered so."""
+        with suppress(BlockingIOError):
+            while True:
+                self.heard.append(self._line.recv(4096).decode())
+        found = [at for at, one in enumerate(self.heard) if all(word in one for word in words)]
+        if found:
+            del self.heard[: found[0] + 1]
+        return bool(found)
+
+
+@pytest.fixture
+def notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notices]:
+    """A socket like systemd's, for daemons that are started from now on."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.bind(str(tmp_path / "notify"))
+        line.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        yield Notices(line)
 
 
 @pytest.fixture

@@ -8,16 +8,16 @@ import os
 import re
 import select
 import signal
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from tests.acceptance.conftest import Notices
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import Things, assert_no_secret, secret_store_url, upgrade, wait_for
 from tests.faults.place import eventually
@@ -31,29 +31,30 @@ STOP_SECONDS = 10.0
 MANY = 2000
 
 
-async def test_a_store_without_schema_is_an_error_that_names_the_command(
-    place: Place, postgres: Postgres, database: str
+@pytest.mark.parametrize(
+    ("change", "reason", "next_step"),
+    [
+        ("DROP TABLE delayer_schema_version", "delayer db upgrade", "run `delayer db upgrade`"),
+        (
+            "UPDATE delayer_schema_version SET version_num = '9999'",
+            "a newer delayer",
+            "use that version of delayer, or a newer one",
+        ),
+    ],
+    ids=["missing", "newer"],
+)
+async def test_a_store_with_another_schema_is_an_error_that_says_what_to_do(
+    place: Place, postgres: Postgres, schema: str, store: str, change: str, reason: str, next_step: str
 ) -> None:
-    url = secret_store_url(postgres, database.rpartition("/")[2])
-    async with DaemonProcess(place.environ("store", url)) as daemon:
+    postgres.execute(change, database=schema)
+    async with DaemonProcess(place.environ("store", store)) as daemon:
         assert await daemon.wait() == 1
         event = await daemon.event("start refused")
-        assert "delayer db upgrade" in event["reason"]
-        assert event["next_step"] == "run `delayer db upgrade`"
+        assert reason in event["reason"]
+        assert event["next_step"] == next_step
         assert "consuming interrupted" not in [each["event"] for each in daemon.events]
         assert not daemon.stray_lines
         assert_no_secret(daemon)
-
-
-async def test_a_store_that_a_newer_delayer_upgraded_is_left_alone(
-    place: Place, postgres: Postgres, schema: str
-) -> None:
-    postgres.execute("UPDATE delayer_schema_version SET version_num = '9999'", database=schema)
-    async with DaemonProcess(place.environ("store", postgres.url(schema))) as daemon:
-        assert await daemon.wait() == 1
-        event = await daemon.event("start refused")
-        assert "a newer delayer" in event["reason"]
-        assert event["next_step"] == "use that version of delayer, or a newer one"
 
 
 async def test_a_store_that_refuses_the_role_says_what_to_do(place: Place, postgres: Postgres, schema: str) -> None:
@@ -134,35 +135,21 @@ async def test_orders_that_come_again_do_not_change_the_end() -> None:
 
 
 async def test_a_spare_process_is_ready_and_says_that_it_has_no_lane(
-    place: Place, postgres: Postgres, schema: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, postgres: Postgres, schema: str, notices: Notices
 ) -> None:
     """systemd would end a process that never reports READY; this one waits until another process ends."""
     postgres.execute("DELETE FROM lane WHERE number > 1", database=schema)
     environ = place.environ("store", postgres.url(schema))
     async with DaemonProcess(environ) as first:
         await first.ready()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-            line.bind(str(tmp_path / "notify"))
-            line.setblocking(False)
-            monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-            heard: list[str] = []
-
-            def said(words: str) -> bool:
-                with suppress(BlockingIOError):
-                    while True:
-                        heard.append(line.recv(4096).decode())
-                return any(words in one for one in heard)
-
-            async with DaemonProcess(environ) as spare:
-                await wait_for(lambda: said("READY=1"))
-                await wait_for(lambda: said("no lane for this process: there are more processes than lanes"))
-                assert "ready" not in [event["event"] for event in spare.events], "it consumes nothing yet"
-                assert await first.stop() == 0
-                await spare.ready()
-                heard.clear()
-                await wait_for(lambda: said("STATUS=mode store"))
-                assert "no lane" not in heard[-1]
-                assert await spare.stop() == 0
+        await wait_for(lambda: notices.said("READY=1"))
+        async with DaemonProcess(environ) as spare:
+            await wait_for(lambda: notices.said("READY=1", "no lane for this process"))
+            assert "ready" not in [event["event"] for event in spare.events], "it consumes nothing yet"
+            assert await first.stop() == 0
+            await spare.ready()
+            await wait_for(lambda: notices.said("STATUS=mode store"))
+            assert await spare.stop() == 0
 
 
 @pytest.fixture

@@ -127,26 +127,6 @@ async def test_without_a_store_the_log_says_who_dropped_what_was_refused(place: 
         assert daemon.stray_lines == []
 
 
-async def test_a_port_that_is_taken_is_told_and_stops_nobody(place: Place, store: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        environ = place.environ("store", store) | {"HTTP__LISTEN": f"127.0.0.1:{port}"}
-        async with DaemonProcess(environ) as daemon, await place.raw() as raw:
-            inbox = await raw.inbox("inbox")
-            told = await daemon.event("http not served")
-            assert (told["level"], told["listen"], told["reason"]) == (
-                "error", f"127.0.0.1:{port}", "Address already in use",
-            )  # fmt: skip
-            await daemon.ready()
-            message = delayed("all the same", 100)
-            await raw.publish(message)
-            await inbox.got([message.body])
-            taken.close()
-            web = await Web.of(daemon)
-            assert (await web.get("/health/live")).status == 200
-            assert await daemon.stop() == 0
-
-
 async def test_off_is_off(place: Place, store: str) -> None:
     async with DaemonProcess(place.environ("store", store) | {"HTTP__LISTEN": ""}) as daemon:
         await daemon.ready()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from delayer.core.errors import BrokerLost
+from tests.acceptance.test_fidelity import FULL
 from tests.acceptance.world import MODES, NATIVE, STORE, World, wait_for
 from tests.support.raw import (
     VOID,
@@ -20,7 +21,6 @@ from tests.support.raw import (
     array,
     content,
     number,
-    octets,
     table,
     text,
 )
@@ -60,39 +60,17 @@ def deep(levels: int) -> Value:
 
 
 DAYS = 86_400_000
-FULL = Props(
-    content_type=b"text/plain",
-    delivery_mode=1,
-    priority=3,
-    correlation_id=b"c",
-    reply_to=b"r",
-    expiration=b"600000",
-    message_id=b"m",
-    timestamp=77,
-    type=b"t",
-    user_id=b"guest",
-    app_id=b"\xff",
-    cluster_id=b"x",
-)
 CASES: Mapping[str, Bad] = {
     "x-delay words": said("x-delay", text("ten minutes"), "found 'ten minutes'"),
     "x-delay empty": said("x-delay", text(""), "found ''"),
     "x-delay NaN text": said("x-delay", text("NaN"), "found 'NaN'"),
-    "x-delay infinite text": said("x-delay", text("inf"), "found 'inf'"),
-    "x-delay exponent": said("x-delay", text("1e3"), "found '1e3'"),
-    "x-delay with a unit": said("x-delay", text("10s"), "found '10s'"),
     "x-delay not UTF-8": said("x-delay", text(b"\xff12"), "expected milliseconds"),
     "x-delay bool": said("x-delay", number("t", True), "found True"),
     "x-delay void": said("x-delay", VOID, "found None"),
-    "x-delay timestamp": said("x-delay", number("T", 5), "expected milliseconds"),
-    "x-delay bytes": said("x-delay", octets(b"100"), "found b'100'"),
-    "x-delay array": said("x-delay", array(number("I", 1)), "found"),
     "x-delay table": said("x-delay", table((b"ms", number("I", 1))), "found"),
     "x-deliver-at words": said("x-deliver-at", text("tomorrow"), "found 'tomorrow'"),
     "x-deliver-at numeric text": said("x-deliver-at", text("1700000000000"), "expected an instant"),
     "x-deliver-at without a zone": said("x-deliver-at", text("2026-01-01T00:00:00"), "expected an instant"),
-    "x-deliver-at 30 February": said("x-deliver-at", text("2026-02-30T00:00:00Z"), "expected an instant"),
-    "x-deliver-at double": said("x-deliver-at", number("d", 1.0), "expected an instant"),
     "x-deliver-at void": said("x-deliver-at", VOID, "expected an instant"),
     "x-deliver-at greatest": Bad(((b"x-deliver-at", number("l", 2**63 - 1)),), "too long"),
     "x-opt-delivery-time words": said("x-opt-delivery-time", text("never"), "found 'never'"),
@@ -188,12 +166,7 @@ def test_refused_with_its_reason_and_everything_it_had(played: World, case: str)
     expected = replace(sent, expiration=None, user_id=None).without(*GAINED)
     assert props.without(*GAINED, *MOVED).encode() == expected.encode()
     assert not played.inbox.of(body_of(case))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_stops_for_it(played: World, case: str) -> None:
-    if case in sent_in(played.mode):
-        played.inbox.only(b"good, behind " + body_of(case))
+    played.inbox.only(b"good, behind " + body_of(case))  # nothing stops for it
 
 
 def test_each_is_reported(played: World) -> None:

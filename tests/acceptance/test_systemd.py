@@ -8,7 +8,8 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,18 @@ class Service:
     async def raw(self) -> Raw:
         return await Raw.connect(self.rabbitmq.url(self.vhost))
 
+    @asynccontextmanager
+    async def behind_a_proxy(self) -> AsyncIterator[Proxy]:
+        """The broker's URL leads through a proxy meanwhile."""
+        url = self.machine.file("/etc/delayer/broker-url")
+        before = url.read_text()
+        async with Proxy(self.rabbitmq.port) as proxy:
+            url.write_text(before.replace(str(self.rabbitmq.port), str(proxy.port)))
+            try:
+                yield proxy
+            finally:
+                url.write_text(before)
+
 
 @pytest.fixture(scope="module")
 def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
@@ -157,53 +170,43 @@ async def test_it_starts_delivers_and_stops_in_order(service: Service) -> None:
 
 async def test_a_reload_is_over_when_it_is_in_force(service: Service) -> None:
     """However long that takes: here the broker answers late, and the new route is declared there."""
-    url = service.machine.file("/etc/delayer/broker-url")
-    before = url.read_text()
-    async with Proxy(service.rabbitmq.port) as proxy:
-        url.write_text(before.replace(str(service.rabbitmq.port), str(proxy.port)))
-        try:
-            await asyncio.to_thread(service.start)
-            proxy.stall()
-            service.change(('mode = "store"', 'mode = "native"'))
-            reload = asyncio.create_task(asyncio.to_thread(service.machine.run, "systemctl", "reload", "delayer"))
-            await eventually(lambda: asyncio.to_thread(service.shown, "SubState"), {"SubState": "reload"}.__eq__)
-            await asyncio.wait([reload], timeout=3)
-            assert not reload.done(), "its broker has not answered yet"
-            assert "reloaded" not in service.names()
-            proxy.resume()
-            await reload
-            assert "reloaded" in service.names()
-            assert service.status == "mode native"
-            assert service.shown("ActiveState", "SubState") == {"ActiveState": "active", "SubState": "running"}
-            await asyncio.to_thread(service.machine.run, "systemctl", "stop", "delayer")
-        finally:
-            url.write_text(before)
+    async with service.behind_a_proxy() as proxy:
+        await asyncio.to_thread(service.start)
+        proxy.stall()
+        service.change(('mode = "store"', 'mode = "native"'))
+        reload = asyncio.create_task(asyncio.to_thread(service.machine.run, "systemctl", "reload", "delayer"))
+        await eventually(lambda: asyncio.to_thread(service.shown, "SubState"), {"SubState": "reload"}.__eq__)
+        await asyncio.wait([reload], timeout=3)
+        assert not reload.done(), "its broker has not answered yet"
+        assert "reloaded" not in service.names()
+        proxy.resume()
+        await reload
+        assert "reloaded" in service.names()
+        assert service.status == "mode native"
+        assert service.shown("ActiveState", "SubState") == {"ActiveState": "active", "SubState": "running"}
+        await asyncio.to_thread(service.machine.run, "systemctl", "stop", "delayer")
 
 
 async def test_a_start_that_waits_says_what_for(service: Service) -> None:
     machine = service.machine
     machine.run("systemctl", "stop", "delayer")
-    url = machine.file("/etc/delayer/broker-url")
-    before = url.read_text()
-    async with Proxy(service.rabbitmq.port) as proxy:
-        url.write_text(before.replace(str(service.rabbitmq.port), str(proxy.port)))
-        try:
-            await proxy.refuse()
-            service.change()
-            machine.run("systemctl", "start", "--no-block", "delayer")
-            waiting = "starting; the broker is out of reach"
-            await eventually(lambda: asyncio.to_thread(lambda: service.status), waiting.__eq__)
-            assert service.shown("ActiveState", "SubState") == {"ActiveState": "activating", "SubState": "start"}
-            await proxy.accept()
-            await eventually(lambda: asyncio.to_thread(lambda: service.status), "mode store".__eq__)
-            await proxy.refuse()
-            lost = "mode store; the broker is out of reach"
-            await eventually(lambda: asyncio.to_thread(lambda: service.status), lost.__eq__)
-            await proxy.accept()
-            await eventually(lambda: asyncio.to_thread(lambda: service.status), "mode store".__eq__)
-            await asyncio.to_thread(machine.run, "systemctl", "stop", "delayer")
-        finally:
-            url.write_text(before)
+
+    async def status(expected: str) -> None:
+        await eventually(lambda: asyncio.to_thread(lambda: service.status), expected.__eq__)
+
+    async with service.behind_a_proxy() as proxy:
+        await proxy.refuse()
+        service.change()
+        machine.run("systemctl", "start", "--no-block", "delayer")
+        await status("starting; the broker is out of reach")
+        assert service.shown("ActiveState", "SubState") == {"ActiveState": "activating", "SubState": "start"}
+        await proxy.accept()
+        await status("mode store")
+        await proxy.refuse()
+        await status("mode store; the broker is out of reach")
+        await proxy.accept()
+        await status("mode store")
+        await asyncio.to_thread(machine.run, "systemctl", "stop", "delayer")
 
 
 def test_a_file_with_mistakes_fails_the_reload_and_reaches_nobody(service: Service) -> None:

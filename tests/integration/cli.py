@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -68,3 +69,8 @@ async def take(url: str, queue: str) -> list[AbstractIncomingMessage]:
         while (message := await source.get(no_ack=True, fail=False)) is not None:
             taken.append(message)
     return taken
+
+
+def ids(run: Run, *arguments: str, **environ: str | None) -> list[str]:
+    """Of the messages that this lists."""
+    return [one["id"] for one in json.loads(run(*arguments, "--json", **environ).stdout)["messages"]]

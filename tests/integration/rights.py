@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import asyncpg
 import pytest
 
+from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
+from delayer.broker.admin import Admin
+from delayer.config import Settings
+from delayer.config.topology import topology_of
+from delayer.core.message import Confirmed, Outgoing, Returned
+from delayer.core.topology import Topology
 from delayer.store import upgrades
+from tests.support.raw import Props, text
 from tests.support.servers import Postgres, RabbitMQ
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
@@ -120,3 +128,28 @@ def with_besides(whole: Patterns, *more: Patterns) -> Patterns:
 def user_url(rabbitmq: RabbitMQ, vhost: str, patterns: Patterns, user: str = "delayer-rights") -> str:
     rabbitmq.add_user(user, user, vhost=vhost, **patterns._asdict())
     return rabbitmq.url(vhost, user=f"{user}:{user}")
+
+
+async def declare(url: str, whole: Topology) -> None:
+    async with await Admin.connect(url) as admin:
+        await admin.declare(whole)
+
+
+async def use(url: str, settings: Settings, consumed: Iterable[str], published: Iterable[str], key: bytes) -> None:
+    """Declare, bind, consume and publish as a daemon of these settings does. Raises what the broker says."""
+    await declare(url, topology_of(settings))
+    connection = await Connection.open(Address.parse(url), name="test")
+    try:
+        channel = await connection.channel()
+        for queue in consumed:
+            await channel.consume(queue, lambda _: None, lambda: None)
+        await channel.confirm_select()
+        batch = []
+        for index, name in enumerate(published):
+            # A returned message is known by its id.
+            props = Props(headers=((b"x-delayer-id", text(str(index))),), delivery_mode=2)
+            batch.append(Outgoing(name.encode(), key, props.encode(), b"", b"%d" % index))
+        for outcome in await channel.publish(batch, timeout=10):
+            assert isinstance(outcome, Confirmed | Returned)
+    finally:
+        await connection.close()

@@ -78,31 +78,21 @@ async def test_an_empty_vhost_lacks_everything_and_stays_empty(rabbitmq: RabbitM
     assert [finding.name for finding in errors] == names
 
 
-async def unbind_queue(channel: AbstractChannel) -> None:
-    queue = await channel.get_queue(OURS.level(13))
-    await queue.unbind(OURS.level(13), "*." * 14 + "1.#")
+def unbound(queue: str, source: str, key: str) -> Break:
+    async def action(channel: AbstractChannel) -> None:
+        await (await channel.get_queue(queue)).unbind(source, key)
+
+    return action
 
 
-async def unbind_exchange(channel: AbstractChannel) -> None:
-    exchange = await channel.get_exchange(OURS.level(12))
-    await exchange.unbind(OURS.level(13), "*." * 14 + "0.#")
+def unbound_exchange(exchange: str, source: str, key: str) -> Break:
+    async def action(channel: AbstractChannel) -> None:
+        await (await channel.get_exchange(exchange)).unbind(source, key)
+
+    return action
 
 
-async def unbind_the_way_out(channel: AbstractChannel) -> None:
-    exchange = await channel.get_exchange(OURS.delivery)
-    await exchange.unbind(OURS.level(0), "*." * 27 + "0.#")
-
-
-async def unbind_intake(channel: AbstractChannel) -> None:
-    await (await channel.get_queue("delays")).unbind("delayer.in", "#")
-
-
-async def unbind_due(channel: AbstractChannel) -> None:
-    await (await channel.get_queue("delays.due")).unbind(OURS.delivery, delivery_binding("delays.due"))
-
-
-async def unbind_strays(channel: AbstractChannel) -> None:
-    await (await channel.get_queue("delayer.delay-strays")).unbind("delayer.delay-strays", "")
+unbind_exchange = unbound_exchange(OURS.level(12), OURS.level(13), "*." * 14 + "0.#")
 
 
 async def bind_level_queue_twice(channel: AbstractChannel) -> None:
@@ -115,10 +105,6 @@ async def bind_with_arguments(channel: AbstractChannel) -> None:
 
 async def delete_queue(channel: AbstractChannel) -> None:
     await channel.queue_delete(OURS.level(5))
-
-
-async def delete_exchange(channel: AbstractChannel) -> None:
-    await channel.exchange_delete(OURS.level(5))
 
 
 async def wrong_ttl(channel: AbstractChannel) -> None:
@@ -147,16 +133,28 @@ async def short_delivery_limit(channel: AbstractChannel) -> None:
 @pytest.mark.parametrize(
     ("action", "wanted"),
     [
-        (unbind_queue, ("binding", OURS.level(13), "1.#'", "nothing")),
+        (unbound(OURS.level(13), OURS.level(13), "*." * 14 + "1.#"), ("binding", OURS.level(13), "1.#'", "nothing")),
         (unbind_exchange, ("binding", OURS.level(13), "0.#'", "nothing")),
-        (unbind_the_way_out, ("binding", OURS.level(0), "exchange delayer.delay-delivery", "nothing")),
-        (unbind_intake, ("binding", "delayer.in", "queue delays with key '#'", "nothing")),
-        (unbind_due, ("binding", OURS.delivery, "queue delays.due", "nothing")),
-        (unbind_strays, ("binding", "delayer.delay-strays", "queue delayer.delay-strays", "nothing")),
+        (
+            unbound_exchange(OURS.delivery, OURS.level(0), "*." * 27 + "0.#"),
+            ("binding", OURS.level(0), "exchange delayer.delay-delivery", "nothing"),
+        ),
+        (unbound("delays", "delayer.in", "#"), ("binding", "delayer.in", "queue delays with key '#'", "nothing")),
+        (
+            unbound("delays.due", OURS.delivery, delivery_binding("delays.due")),
+            ("binding", OURS.delivery, "queue delays.due", "nothing"),
+        ),
+        (
+            unbound(OURS.strays, OURS.strays, ""),
+            ("binding", OURS.strays, f"queue {OURS.strays}", "nothing"),
+        ),
         (bind_level_queue_twice, ("binding", OURS.level(5), "no other", f"{OURS.level(3)} with key '#'")),
         (bind_with_arguments, ("binding", OURS.level(5), "no other", "queue delays")),
         (delete_queue, ("queue", OURS.level(5), "x-message-ttl=32000", "nothing")),
-        (delete_exchange, ("exchange", OURS.level(5), "durable topic", "nothing")),
+        (
+            lambda channel: channel.exchange_delete(OURS.level(5)),
+            ("exchange", OURS.level(5), "durable topic", "nothing"),
+        ),
         (wrong_ttl, ("queue", OURS.level(5), "x-message-ttl=32000", "current is '31999'")),
         (no_alternate_exchange, ("exchange", OURS.delivery, "alternate-exchange=", "inequivalent arg")),
         (short_delivery_limit, ("queue", "delays", "x-delivery-limit=1000000", "x-delivery-limit")),
@@ -179,7 +177,6 @@ async def test_one_thing_broken_is_the_one_thing_found(
     [
         (unbind_exchange, []),  # AMQP does not tell bindings
         (delete_queue, [("error", "queue", OURS.level(5))]),
-        (delete_exchange, [("error", "exchange", OURS.level(5))]),
         (wrong_ttl, [("error", "queue", OURS.level(5))]),
     ],
 )

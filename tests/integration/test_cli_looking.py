@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from delayer.amqp import reading
 from delayer.cli import held
-from delayer.cli.set_aside import refused_of
-from delayer.config import load
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel
 from delayer.store.admin import detail
 from delayer.store.rows.partitions import DAY_MS
+from delayer.store.upgrades import upgrade
 from tests.conformance.store_contract import owned, parcel
-from tests.faults.place import eventually
-from tests.integration.cli import Run, take
+from tests.integration.cli import Run, ids
 from tests.integration.test_store_lane import opened, sql
-from tests.support.raw import Message, Props, Raw, number, text
+from tests.support.raw import Props, number, text
 from tests.support.rows import compact, conserved, waiting
+from tests.unit.cli.test_start import STATUS, STORE, loaded
 
 HEADERS = Props(headers=((b"x-delay", number("l", 5)), (b"customer", text("7"))), delivery_mode=2, message_id=b"m-1")
 
@@ -47,10 +44,6 @@ async def filled(database: str) -> tuple[int, dict[bytes, str]]:
         names |= {body: f"{id_}@{now}" for body, id_ in await admin.fetch("SELECT body, id FROM held")}
         names[b"packed"] = f"1@{now + 20 * DAY_MS}"
         return now, names
-
-
-def ids(run: Run, *arguments: str) -> list[str]:
-    return [one["id"] for one in json.loads(run(*arguments, "--json").stdout)["messages"]]
 
 
 async def test_list(delayer: Run, database: str) -> None:
@@ -179,65 +172,6 @@ async def test_held(delayer: Run, database: str) -> None:
         assert (await conserved(admin))["cancelled"] == 1
 
 
-@pytest.fixture
-def applied(delayer: Run) -> Iterator[Run]:
-    delayer("topology", "apply")
-    delayer("db", "upgrade")
-    yield delayer
-
-
-def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too long") -> list[Message]:
-    """As the daemon puts them there."""
-    return [
-        Message(
-            "delays.refused",
-            b"orders.eu",
-            Props(
-                headers=(
-                    (b"who", text("me")),
-                    (b"x-delayer-id", text(f"{exchange}-{n}")),
-                    (b"x-delayer-refused", text(reason)),
-                    (b"x-delayer-exchange", text(exchange)),
-                    (b"x-delayer-routing-key", text("orders.eu")),
-                    (b"x-delayer-expiration", text("600000")),
-                ),
-                delivery_mode=2,
-            ),
-            b"%s %d" % (exchange.encode(), n),
-        )
-        for n in range(count)
-    ]
-
-
-async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str) -> None:
-    assert "No messages are refused." in applied("refused", "list").stdout
-    async with await Raw.connect(vhost) as raw:
-        await raw.publish(*refused_ones(250), *refused_ones(3, "missing", "wrong"))
-    assert len(ids(applied, "refused", "list", "--limit", "500")) == 253
-
-    async def listed() -> list[str]:
-        # The broker may still be returning the messages of the look before.
-        return ids(applied, "refused", "list", "--reason", "wro", "--limit", "500")
-
-    await eventually(listed, lambda found: found == ["missing-0", "missing-1", "missing-2"])
-    assert "the first 50 were looked at" in applied("refused", "list").stderr
-    assert "250 of 253 refused messages match" in applied("refused", "retry", "--reason", "long", "--dry-run").stdout
-    assert "Published again: 1." in applied("refused", "retry", "delayer.in-7").stdout
-    failed = applied("refused", "retry", "--all", "--yes", expect=1)
-    assert "Published again: 249." in failed.stdout
-    assert failed.stderr.count("stays refused: it says that it came in through 'missing', and no route") == 3
-    back = await take(vhost, "delays")
-    assert sorted(one.body for one in back) == sorted(b"delayer.in %d" % n for n in range(250))
-    for one in back:
-        assert (one.exchange, one.routing_key, one.expiration) == ("delayer.in", "orders.eu", 600.0)
-        # What the broker counts, now that they are delivered from a quorum queue again.
-        counts = {"x-delivery-count", "x-acquired-count"}
-        assert one.headers.keys() - counts == {"who", "x-delayer-id"}
-    assert len(ids(applied, "refused", "list")) == 3
-    told = json.loads(applied("audit-log", "--json").stdout)
-    assert [(one["verb"], one["messages"]) for one in told] == [("refused retry", 249), ("refused retry", 1)]
-
-
 async def test_many_held_ones_are_acted_on_page_by_page(
     delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,38 +193,23 @@ async def test_many_held_ones_are_acted_on_page_by_page(
         assert [row["body"] for row in await admin.fetch("SELECT body FROM held")] == [b"later"]
 
 
-async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: str) -> None:
-    """The page shows them too, and it lives in the daemon: fifty of 100 MB must not be in its memory."""
-    (one,) = refused_ones(1)
-    async with await Raw.connect(vhost) as raw:
-        await raw.publish(*(one._replace(body=b"\xc3\xa4" * 150_000) for _ in range(3)))
-    settings = load(None, {}, {"broker.url": vhost})
-    seen = await refused_of(settings).look(limit=2)
-    found = seen.found
-    assert (len(found), seen.depth) == (2, 3)
-    assert {one.size for one in found} == {300_000}
-    assert all(len(one.head) <= reading.PREVIEW + 1 for one in found)
-    (told, *_) = json.loads(applied("refused", "list", "--json").stdout)["messages"]
-    assert told["body_bytes"] == 300_000
-    assert told["body"] == "\u00e4" * (reading.PREVIEW // 2)
-
-
-async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
-    async with await Raw.connect(vhost) as raw:
-        await raw.publish(*refused_ones(5), *refused_ones(3, "other"))
-    applied("refused", "drop", expect=2)
-    applied("refused", "drop", "--all", "--from", "other", expect=2)
-    assert "Dropped: 3." in applied("refused", "drop", "--from", "other", "--yes").stdout
-    nobody = applied("refused", "drop", "nobody", "--yes", expect=1)
-    assert '"nobody" was not found' in nobody.stderr
-    assert ids(applied, "refused", "list") == [f"delayer.in-{n}" for n in range(5)]
-    assert "Dropped: 5." in applied("refused", "drop", "--all", "--yes").stdout
-    assert await take(vhost, "delays.refused") == []
-    assert await take(vhost, "delays") == []
-
-
 def test_native_mode_says_what_it_cannot(delayer: Run) -> None:
     nothing = delayer("--mode", "native", "list", DELAYER_STORE__URL=None, expect=2)
     assert "no store is configured" in nothing.stderr
     delayer("db", "upgrade")
     assert "cascade" in delayer("--mode", "native", "list").stderr
+
+
+async def test_commands_that_are_answered_load_only_what_they_need(vhost: str, database: str, tmp_path: Path) -> None:
+    await upgrade(database)
+    async with opened(database) as place, owned(place) as [lane]:
+        due_ms = place.now_upper_ms() + 86_400_000
+        await place.park(lane, [parcel(due_ms, b"one"), parcel(due_ms, b"two")], [])
+    there = ("--broker-url", vhost, "--store-url", database)
+    for verb in (("list",), ("show", f"1@{due_ms}"), ("reschedule", f"2@{due_ms}", "--by", "1h"), ("cancel", "2")):
+        modules = loaded(tmp_path, *there, *verb, expect=0)
+        assert "asyncpg" in modules
+        assert not modules & STORE, verb
+    modules = loaded(tmp_path, *there, "status", expect=0)
+    assert "delayer.broker.brief" in modules
+    assert not modules & STATUS

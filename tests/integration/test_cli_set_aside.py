@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import pickle
 import time
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
 
-from delayer.amqp import edits
+from delayer.amqp import edits, reading
+from delayer.cli.set_aside import refused_of
+from delayer.config import load
 from delayer.core import cascade
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.intake import set_aside
 from tests.faults.place import eventually
-from tests.integration.cli import Run
+from tests.integration.cli import Run, ids, take
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.servers import RabbitMQ
 
@@ -86,17 +89,6 @@ LOOKS = LIMIT + 5
 COUNT = 5
 
 
-def stray(number: int) -> Message:
-    parcel = Parcel(1, b"in", b"in", b"k", Target(b"out", b"k"), b"\0\0", b"%d" % number)
-    properties = edits.enveloped(parcel, b"%032x" % number)
-    return Message("", b"delayer.delay-strays", properties, parcel.body)
-
-
-def refused(number: int) -> Message:
-    headers = ((b"x-delayer-id", text(f"{number:032x}")), (b"x-delayer-refused", text("x-delay: found 'soon'")))
-    return Message("", b"delays.refused", Props(headers=headers, delivery_mode=2), b"%d" % number)
-
-
 @pytest.mark.parametrize("store", ["with a store", "without a store"])
 @pytest.mark.parametrize("verb", ["refused", "strays"])
 async def test_looks_neither_delete_nor_reorder(
@@ -114,13 +106,102 @@ async def test_looks_neither_delete_nor_reorder(
         )
     delayer("topology", "apply", **environ)
     async with await Raw.connect(vhost) as raw:
-        await raw.publish(*((refused if verb == "refused" else stray)(n) for n in range(COUNT)))
+        strays = [Message("", QUEUE, envelope(n, "312")[1], b"%d" % n) for n in range(COUNT)]
+        await raw.publish(*(refused_ones(COUNT) if verb == "refused" else strays))
+        names = [f"delayer.in-{n}" if verb == "refused" else f"{n:032x}" for n in range(COUNT)]
 
-        async def listed() -> list[int]:
+        async def listed() -> list[str]:
             # The broker may still be returning the messages of the look before.
-            return [
-                int(one["id"], 16) for one in json.loads(delayer(verb, "list", "--json", **environ).stdout)["messages"]
-            ]
+            return ids(delayer, verb, "list", **environ)
 
         for _ in range(LOOKS):
-            await eventually(listed, lambda numbers: numbers == list(range(COUNT)))
+            await eventually(listed, lambda found: found == names)
+
+
+@pytest.fixture
+def applied(delayer: Run) -> Iterator[Run]:
+    delayer("topology", "apply")
+    delayer("db", "upgrade")
+    yield delayer
+
+
+def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too long") -> list[Message]:
+    """As the daemon puts them there."""
+    return [
+        Message(
+            "delays.refused",
+            b"orders.eu",
+            Props(
+                headers=(
+                    (b"who", text("me")),
+                    (b"x-delayer-id", text(f"{exchange}-{n}")),
+                    (b"x-delayer-refused", text(reason)),
+                    (b"x-delayer-exchange", text(exchange)),
+                    (b"x-delayer-routing-key", text("orders.eu")),
+                    (b"x-delayer-expiration", text("600000")),
+                ),
+                delivery_mode=2,
+            ),
+            b"%s %d" % (exchange.encode(), n),
+        )
+        for n in range(count)
+    ]
+
+
+async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str) -> None:
+    assert "No messages are refused." in applied("refused", "list").stdout
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(*refused_ones(250), *refused_ones(3, "missing", "wrong"))
+    assert len(ids(applied, "refused", "list", "--limit", "500")) == 253
+
+    async def listed() -> list[str]:
+        # The broker may still be returning the messages of the look before.
+        return ids(applied, "refused", "list", "--reason", "wro", "--limit", "500")
+
+    await eventually(listed, lambda found: found == ["missing-0", "missing-1", "missing-2"])
+    assert "the first 50 were looked at" in applied("refused", "list").stderr
+    assert "250 of 253 refused messages match" in applied("refused", "retry", "--reason", "long", "--dry-run").stdout
+    assert "Published again: 1." in applied("refused", "retry", "delayer.in-7").stdout
+    failed = applied("refused", "retry", "--all", "--yes", expect=1)
+    assert "Published again: 249." in failed.stdout
+    assert failed.stderr.count("stays refused: it says that it came in through 'missing', and no route") == 3
+    back = await take(vhost, "delays")
+    assert sorted(one.body for one in back) == sorted(b"delayer.in %d" % n for n in range(250))
+    for one in back:
+        assert (one.exchange, one.routing_key, one.expiration) == ("delayer.in", "orders.eu", 600.0)
+        # What the broker counts, now that they are delivered from a quorum queue again.
+        counts = {"x-delivery-count", "x-acquired-count"}
+        assert one.headers.keys() - counts == {"who", "x-delayer-id"}
+    assert len(ids(applied, "refused", "list")) == 3
+    told = json.loads(applied("audit-log", "--json").stdout)
+    assert [(one["verb"], one["messages"]) for one in told] == [("refused retry", 249), ("refused retry", 1)]
+
+
+async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: str) -> None:
+    """The page shows them too, and it lives in the daemon: fifty of 100 MB must not be in its memory."""
+    (one,) = refused_ones(1)
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(*(one._replace(body=b"\xc3\xa4" * 150_000) for _ in range(3)))
+    settings = load(None, {}, {"broker.url": vhost})
+    seen = await refused_of(settings).look(limit=2)
+    found = seen.found
+    assert (len(found), seen.depth) == (2, 3)
+    assert {one.size for one in found} == {300_000}
+    assert all(len(one.head) <= reading.PREVIEW + 1 for one in found)
+    (told, *_) = json.loads(applied("refused", "list", "--json").stdout)["messages"]
+    assert told["body_bytes"] == 300_000
+    assert told["body"] == "\u00e4" * (reading.PREVIEW // 2)
+
+
+async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(*refused_ones(5), *refused_ones(3, "other"))
+    applied("refused", "drop", expect=2)
+    applied("refused", "drop", "--all", "--from", "other", expect=2)
+    assert "Dropped: 3." in applied("refused", "drop", "--from", "other", "--yes").stdout
+    nobody = applied("refused", "drop", "nobody", "--yes", expect=1)
+    assert '"nobody" was not found' in nobody.stderr
+    assert ids(applied, "refused", "list") == [f"delayer.in-{n}" for n in range(5)]
+    assert "Dropped: 5." in applied("refused", "drop", "--all", "--yes").stdout
+    assert await take(vhost, "delays.refused") == []
+    assert await take(vhost, "delays") == []

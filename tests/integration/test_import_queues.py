@@ -26,7 +26,7 @@ from delayer.core.cascade import Cascade, routing_key
 from delayer.core.importing import CONSUMED, OWN, UNHELD
 from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
-from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
+from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.faults.place import eventually
 from tests.integration.cli import Run
 from tests.integration.test_store_lane import sql
@@ -199,8 +199,7 @@ async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, databas
     delayer("db", "upgrade")
     retry = {"x-message-ttl": 600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"}
     families = {
-        # Symfony, Laravel, enqueue, MailerQ's powers of two, the retry pair with its time in a policy or the message.
-        "delay_messages__600000_delay": {**retry, "x-dead-letter-exchange": "messages"},
+        # Laravel, enqueue, MailerQ's powers of two, the retry pair with its time in a policy or the message.
         "default.delay.900000": {**retry, "x-message-ttl": 900_000, "x-dead-letter-routing-key": "default"},
         "enqueue.mail.60000.delayed": {
             "x-message-ttl": 60_000,
@@ -211,15 +210,9 @@ async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, databas
         "work.retry": {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"},
     }
     made = tuple(Queue(name, arguments(of)) for name, of in families.items())
-    await declared(
-        vhost,
-        Topology((Exchange("messages", "direct"),), made, ()),
-        queues("work", "default"),
-        Topology(bindings=(Binding("messages", "work", "queue", "work"),)),
-    )
+    await declared(vhost, Topology(queues=made), queues("work", "default"))
     began = now_ms()
     sent = {
-        b"symfony": ("delay_messages__600000_delay", Props(message_id=b"1"), began + 600_000),
         b"laravel": ("default.delay.900000", Props(message_id=b"2", timestamp=began // 1000), began + 900_000),
         b"old stamp": ("default.delay.900000", Props(timestamp=began // 1000 - 7 * 86_400), began + 900_000),
         b"enqueue": ("enqueue.mail.60000.delayed", Props(), began + 60_000),

@@ -156,58 +156,6 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
     assert all(seconds <= BALANCED_SECONDS for seconds in took.values()), took
 
 
-FROZEN = """
-import asyncio, sys
-from delayer.store import pool
-from delayer.store.lanes.locks import application_of
-
-async def never():
-    print("frozen", flush=True)
-    await asyncio.Event().wait()
-    yield b""
-
-async def main(url):
-    connection = await pool.connect(url, application_of(1), {"idle_session_timeout": "1s"})
-    assert await connection.fetchval("SELECT pg_try_advisory_lock('lane'::regclass::oid::int, 1)")
-    await connection.copy_to_table("held", source=never())
-
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lane(database: str) -> None:
-    """No timeout of the server acts while it waits for the rest of a statement: here, of a COPY."""
-    async with opened(database, idle_timeout=1.0) as store:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", FROZEN, database, stdout=pipe)
-        try:
-            assert process.stdout is not None
-            assert await process.stdout.readline() == b"frozen\n"
-            process.send_signal(signal.SIGSTOP)
-            assert await store.take(1) is None
-            while (await store.look()).lanes[0].owned:  # noqa: ASYNC110 - the session sets no event
-                await asyncio.sleep(0.05)
-            lane = await taken(store, 1)
-            await lane.release()
-        finally:
-            process.kill()
-            await process.wait()
-
-
-async def test_the_last_process_has_every_lane_and_what_was_in_them(database: str) -> None:
-    await migrated(database)
-    async with running(database, "living") as living:
-        async with running(database, "other") as other:
-            await wait_for(lambda: len(living.lanes.numbers) == len(other.lanes.numbers) == 2)
-            due_ms = other.now_upper_ms() + 3_000
-            for n in range(8):
-                await other.lanes.park([parcel(due_ms, b"%d" % n)], [])
-        await wait_for(lambda: living.lanes.numbers == [1, 2, 3, 4])
-        assert living.now_upper_ms() < due_ms, "taken before the rows are due"
-        await wait_for(lambda: len(living.publisher.published) == 8)
-        assert living.now_upper_ms() < due_ms + 2_000
-
-
 async def test_more_processes_than_lanes(database: str) -> None:
     """One waits, and takes over from the first that ends; more lanes are taken without a restart."""
     await migrated(database)

@@ -11,19 +11,25 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from delayer.amqp.address import Address
-from delayer.amqp.connection import Connection
-from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.config import Settings
 from delayer.config.topology import topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
-from delayer.core.message import Confirmed, Outgoing, Returned
 from tests.faults.place import eventually
-from tests.integration.rights import Patterns, besides, clear, patterns_of, store, user_url, with_besides
+from tests.integration.rights import (
+    Patterns,
+    besides,
+    clear,
+    declare,
+    patterns_of,
+    store,
+    use,
+    user_url,
+    with_besides,
+)
 from tests.support.daemon import DaemonProcess, command
-from tests.support.raw import Message, Props, Raw, number, text
+from tests.support.raw import Message, Props, Raw, number
 from tests.support.servers import Postgres, RabbitMQ
 
 __all__ = ["store"]
@@ -80,41 +86,14 @@ def vhosts(rabbitmq: RabbitMQ) -> Any:
             rabbitmq.api("PUT", f"/api/exchanges/{name}/delayer.out", {"type": "topic", "durable": True})
         whole = topology_of(Settings.model_validate(NEEDS[need].settings))
         whole = whole + NSB.topology() if need == "takeover" else whole
-        asyncio.run(declared(rabbitmq.url(name), whole))
+        asyncio.run(declare(rabbitmq.url(name), whole))
     yield names
     for name in names.values():
         rabbitmq.drop_vhost(name)
 
 
-async def declared(url: str, whole: Any) -> None:
-    async with await Admin.connect(url) as admin:
-        await admin.declare(whole)
-
-
-def marked(index: int) -> Props:
-    """A returned message is known by this."""
-    return Props(headers=((b"x-delayer-id", text(str(index))),), delivery_mode=2)
-
-
-async def use(url: str, need: Need) -> None:
-    """Declare, bind, consume, publish and look at whatever this needs. Raises what the broker says."""
-    settings = Settings.model_validate(need.settings)
-    async with await Admin.connect(url) as admin:
-        await admin.declare(topology_of(settings))
-    connection = await Connection.open(Address.parse(url), name="test")
-    try:
-        channel = await connection.channel()
-        for queue in need.consumed:
-            await channel.consume(queue, lambda _: None, lambda: None)
-        await channel.confirm_select()
-        batch = [
-            Outgoing(name.encode(), b"nobody", marked(index).encode(), b"", b"%d" % index)
-            for index, name in enumerate(need.published)
-        ]
-        for outcome in await channel.publish(batch, timeout=10):
-            assert isinstance(outcome, Confirmed | Returned)
-    finally:
-        await connection.close()
+async def use_need(url: str, need: Need) -> None:
+    await use(url, Settings.model_validate(need.settings), need.consumed, need.published, b"nobody")
 
 
 def patterns_for(need: Need, *, without: tuple[str, str] = ("", "")) -> Patterns:
@@ -128,7 +107,7 @@ def patterns_for(need: Need, *, without: tuple[str, str] = ("", "")) -> Patterns
 @pytest.mark.parametrize("name", NEEDS)
 async def test_these_rights_are_enough(rabbitmq: RabbitMQ, vhosts: Mapping[str, str], name: str) -> None:
     url = user_url(rabbitmq, vhosts[name], patterns_for(NEEDS[name]), f"delayer-{name}")
-    await use(url, NEEDS[name])
+    await use_need(url, NEEDS[name])
 
 
 @pytest.mark.parametrize(("name", "kind", "one"), cases())
@@ -138,7 +117,7 @@ async def test_each_of_them_is_needed(
     patterns = patterns_for(NEEDS[name], without=(kind, one))
     url = user_url(rabbitmq, vhosts[name], patterns, f"delayer-{name}")
     with pytest.raises((BrokerRefused, TopologyMismatch, BrokerLost), match=r"ACCESS_REFUSED|refused"):
-        await use(url, NEEDS[name])
+        await use_need(url, NEEDS[name])
 
 
 @asynccontextmanager
@@ -160,7 +139,7 @@ async def test_a_daemon_of_everything_with_these_rights(
     """To queues, dead letters back and in the end aside, destinations, another system's levels; and `send`."""
     await asyncio.to_thread(clear, postgres)
     async with place(rabbitmq) as vhost:
-        await declared(rabbitmq.url(vhost), NSB.topology())
+        await declare(rabbitmq.url(vhost), NSB.topology())
         rabbitmq.api("PUT", f"/api/queues/{vhost}/billing", {"durable": True})
         binding = {"routing_key": "#.billing"}
         rabbitmq.api("POST", f"/api/bindings/{vhost}/e/{NSB.delivery}/q/billing", binding)
@@ -208,7 +187,7 @@ async def test_messages_left_in_the_cascade_are_off_without_its_rights(
     """The daemon would not be ready. Whoever looks takes nothing out of the queue."""
     async with place(rabbitmq) as vhost, await Raw.connect(rabbitmq.url(vhost)) as raw:
         rabbitmq.api("PUT", f"/api/exchanges/{vhost}/delayer.out", {"type": "topic", "durable": True})
-        await declared(rabbitmq.url(vhost), topology_of(Settings.model_validate({"mode": "native"})))
+        await declare(rabbitmq.url(vhost), topology_of(Settings.model_validate({"mode": "native"})))
         await raw.publish(Message("", b"delays.due", Props(delivery_mode=2), b"1"))
         url = user_url(rabbitmq, vhost, patterns_of("store"), "delayer-after")
         config = tmp_path / "delayer.toml"

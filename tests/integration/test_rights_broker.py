@@ -7,17 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from delayer.amqp.address import Address
-from delayer.amqp.connection import Connection
-from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.management_api import Management
 from delayer.config import Settings
-from delayer.config.topology import cascade_of, topology_of
+from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
-from delayer.core.message import Confirmed, Outgoing, Returned
-from tests.integration.rights import MODES, patterns_of, user_url
-from tests.support.raw import Props, text
+from tests.integration.rights import MODES, patterns_of, use, user_url
 from tests.support.servers import RabbitMQ
 
 NAMES = {
@@ -44,41 +39,20 @@ def vhost_name(rabbitmq: RabbitMQ) -> Iterator[str]:
     rabbitmq.drop_vhost(name)
 
 
-async def use(url: str, mode: str) -> None:
+async def use_in(mode: str, url: str) -> None:
     """Declare, consume and publish whatever a daemon of this mode does."""
     settings = Settings.model_validate({"mode": mode})
-    async with await Admin.connect(url) as admin:
-        await admin.declare(topology_of(settings))
     consumed, published = ["delays"], ["delayer.out", "delays.refused"]
     if mode == "native":
         cascade = cascade_of(settings)
         consumed.append("delays.due")
         published += [level.name for level in cascade.levels()] + [cascade.strays]
-    connection = await Connection.open(Address.parse(url), name="test")
-    try:
-        channel = await connection.channel()
-        for queue in consumed:
-            await channel.consume(queue, lambda _: None, lambda: None)
-        await channel.confirm_select()
-        batch = [
-            Outgoing(
-                name.encode(),
-                b"0." * 28 + b"nobody",
-                Props(headers=((b"x-delayer-id", text(str(index))),), delivery_mode=2).encode(),
-                b"",
-                b"%d" % index,
-            )
-            for index, name in enumerate(published)
-        ]
-        for outcome in await channel.publish(batch, timeout=10):
-            assert isinstance(outcome, Confirmed | Returned)
-    finally:
-        await connection.close()
+    await use(url, settings, consumed, published, b"0." * 28 + b"nobody")
 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_broker_is_used_with_these_rights(rabbitmq: RabbitMQ, vhost_name: str, mode: str) -> None:
-    await use(user_url(rabbitmq, vhost_name, patterns_of(mode)), mode)
+    await use_in(mode, user_url(rabbitmq, vhost_name, patterns_of(mode)))
 
 
 @pytest.mark.parametrize(("mode", "kind", "name"), TAKEN)
@@ -87,7 +61,7 @@ async def test_each_of_them_is_needed(rabbitmq: RabbitMQ, vhost_name: str, mode:
     pattern = getattr(whole, kind).replace("^", f"^(?!{re.escape(name)}$)", 1)
     url = user_url(rabbitmq, vhost_name, whole._replace(**{kind: pattern}))
     with pytest.raises((BrokerRefused, TopologyMismatch, BrokerLost), match=r"ACCESS_REFUSED|refused"):
-        await use(url, mode)
+        await use_in(mode, url)
 
 
 async def test_the_management_api_shows_what_is_asked_of_it(rabbitmq: RabbitMQ, vhost_name: str) -> None:

@@ -14,7 +14,7 @@ from delayer.core import backoff
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
-from delayer.store import pool, schema, upgrades
+from delayer.store import schema, upgrades
 from delayer.store.admin import actions, audit_log, detail
 from delayer.store.admin.actions import Found, When
 from delayer.store.admin.stats import overview
@@ -111,8 +111,7 @@ async def work(url: str) -> None:
 
 async def upkeep(url: str, store: PostgresStore, today: int) -> None:
     """Partitions are made and dropped; what cannot be done there is a warning, so the catalog is asked."""
-    connection = await pool.connect(url, "test")
-    try:
+    async with sql(url) as connection:
         await partitions.make(connection, today - 5, today - 10)
         assert today - 5 in await partitions.existing(connection)
         await store.maintain()
@@ -120,8 +119,6 @@ async def upkeep(url: str, store: PostgresStore, today: int) -> None:
         assert today - 5 not in await partitions.existing(connection)
         await connection.execute(f"INSERT INTO message {_ROW}", today * DAY_MS + 401 * DAY_MS)
         assert await partitions.make(connection, today + 401, today) is partitions.Making.DONE
-    finally:
-        await pool.close(connection)
 
 
 _ROW = (
@@ -133,15 +130,12 @@ _ROW = (
 async def prepare(postgres: Postgres) -> None:
     """A store without partitions, and with two segments as the jobs leave them: one is broken."""
     await asyncio.to_thread(clear, postgres)
-    owner = await pool.connect(postgres.url(DATABASE, user=OWNER), "test")
-    try:
+    async with sql(postgres.url(DATABASE, user=OWNER)) as owner:
         now_ms = await owner.fetchval("SELECT now()")
         for number in range(2):
             await put(owner, [row(2 * number + n, now_ms + DAY_MS + number) for n in (1, 2)])
             assert await compact(owner)
         await owner.execute("UPDATE segment SET packed = '' WHERE id = (SELECT min(id) FROM segment)")
-    finally:
-        await pool.close(owner)
 
 
 @pytest.mark.usefixtures("soon")
@@ -206,12 +200,9 @@ async def test_the_page_s_buttons_need_each_of_them(page: str, postgres: Postgre
     "statement", ["UPDATE audit_log SET who = 'eve'", "DELETE FROM audit_log", "TRUNCATE audit_log"]
 )
 async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: str, statement: str) -> None:
-    connection = await pool.connect(page, "test")
-    try:
+    async with sql(page) as connection:
         with pytest.raises(asyncpg.InsufficientPrivilegeError):
             await connection.execute(statement)
-    finally:
-        await pool.close(connection)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +217,9 @@ async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: st
     ],
 )
 async def test_limits_of_the_daemon_s_role(store: str, statement: str) -> None:
-    connection = await pool.connect(store, "test")
-    try:
+    async with sql(store) as connection:
         with pytest.raises(asyncpg.InsufficientPrivilegeError):
             await connection.execute(statement)
-    finally:
-        await pool.close(connection)
 
 
 async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(store: str, postgres: Postgres) -> None:
@@ -242,12 +230,9 @@ async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(stor
         await daemon.maintain()
     finally:
         await daemon.close()
-    connection = await pool.connect(postgres.url(DATABASE, user=OWNER), "test")
-    try:
+    async with sql(postgres.url(DATABASE, user=OWNER)) as connection:
         await connection.execute("ALTER TABLE message ADD COLUMN later int")
         await connection.execute("ALTER TABLE message DROP COLUMN later")
-    finally:
-        await pool.close(connection)
 
 
 async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postgres: Postgres) -> None:
@@ -260,19 +245,15 @@ async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postg
             await owner.park(lane, [parcel((today + 20) * DAY_MS)], [])
     finally:
         await owner.close()
-    connection = await pool.connect(store, "test")
-    try:
+    async with sql(store) as connection:
         assert await partitions.drop_passed(connection, today + 30) == [], "it has a row"
         await connection.execute("DELETE FROM message")
         assert await partitions.drop_passed(connection, today + 30) == [partitions.name_of(today + 20)]
-    finally:
-        await pool.close(connection)
 
 
 async def test_a_day_that_is_somebody_else_s_keeps_no_other_from_being_dropped(store: str, postgres: Postgres) -> None:
     await asyncio.to_thread(clear, postgres)
-    connection = await pool.connect(store, "test")
-    try:
+    async with sql(store) as connection:
         for day in (100, 101, 102):
             await partitions.make(connection, day, 0)
         theirs = partitions.name_of(101)
@@ -281,8 +262,6 @@ async def test_a_day_that_is_somebody_else_s_keeps_no_other_from_being_dropped(s
             dropped = await partitions.drop_passed(connection, 200)
         assert dropped == [partitions.name_of(100), partitions.name_of(102)]
         assert [entry["partition"] for entry in logged if entry["event"] == "partition not dropped"] == [theirs]
-    finally:
-        await pool.close(connection)
 
 
 async def test_compaction_without_the_right_says_so_before_the_work(store: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import asyncpg
@@ -188,21 +188,6 @@ async def test_cancel_against_a_compaction_in_flight(database: str) -> None:
         await conserved(admin)
 
 
-async def test_cancel_against_a_release_in_flight(database: str) -> None:
-    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        for settled, expected in ((True, Found.NOWHERE), (False, Found.WAITING)):
-            await place.park(lane, [parcel(place.now_upper_ms())], [])
-            [one] = await waiting(admin)
-            claimed = await lane.claim(MANY, ROOM)
-            async with sql(database) as other:
-                cancels = asyncio.create_task(cancel(other, [one]))
-                await blocked(admin, "%DELETE FROM message AS m%USING unnest%")
-                await (lane.settle(claimed, []) if settled else lane.give_up())
-                assert await cancels == {one: expected}
-        await release_all(lane)
-        assert await conserved(admin) == NO_ONE | {"parked": 2, "released": 1, "cancelled": 1}
-
-
 async def patiently(work: Any, *of: Any, **more: Any) -> Any:
     """Again, when it lost against another transaction."""
     while True:
@@ -341,19 +326,27 @@ async def test_notifications_before_the_reader_opens_are_kept() -> None:
     assert heard == [(notify.WAITING, 5), (notify.HELD, 6)]
 
 
-async def test_reschedule_against_a_release_in_flight(database: str) -> None:
+async def move(connection: asyncpg.Connection, ids: list[int]) -> dict[int, Found]:
+    return await reschedule(connection, ids, When(by_ms=DAY_MS))
+
+
+@pytest.mark.parametrize(("act", "cancelled"), [(cancel, 1), (move, 0)])
+async def test_an_act_against_a_release_in_flight(
+    database: str, act: Callable[[asyncpg.Connection, list[int]], Awaitable[dict[int, Found]]], cancelled: int
+) -> None:
+    """It waits for the end of the release, and then does what is left to do."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         for settled, expected in ((True, Found.NOWHERE), (False, Found.WAITING)):
             await place.park(lane, [parcel(place.now_upper_ms())], [])
             [one] = await waiting(admin)
             claimed = await lane.claim(MANY, ROOM)
             async with sql(database) as other:
-                moves = asyncio.create_task(reschedule(other, [one], When(by_ms=DAY_MS)))
+                acting = asyncio.create_task(act(other, [one]))
                 await blocked(admin, "%DELETE FROM message AS m%")
                 await (lane.settle(claimed, []) if settled else lane.give_up())
-                assert await moves == {one: expected}
+                assert await acting == {one: expected}
         assert await release_all(lane) == []
-        assert await conserved(admin) == NO_ONE | {"parked": 2, "released": 1}
+        assert await conserved(admin) == NO_ONE | {"parked": 2, "released": 1, "cancelled": cancelled}
 
 
 async def test_a_claim_waits_for_a_move_and_leaves_it(database: str) -> None:
@@ -383,7 +376,8 @@ async def test_everything_at_once(database: str) -> None:
         await put(
             admin, [row(n, now + chance.choice([-1_000, 5 * DAY_MS + n]), lane.number) for n in range(1, total + 1)]
         )
-        ids = list(range(1, total + 1))
+        before = await everything(admin)
+        ids = list(before)
         chance.shuffle(ids)
         stop = asyncio.Event()
         cancelled: dict[int, Found] = {}
@@ -416,7 +410,7 @@ async def test_everything_at_once(database: str) -> None:
                 released.extend(claimed)
                 await asyncio.sleep(0)
 
-        workers = [asyncio.create_task(apart(database, work)) for work in (packs, restores)]
+        workers = [asyncio.create_task(apart(database, work)) for work in (packs, packs, restores, restores)]
         release = asyncio.create_task(releases())
         await asyncio.gather(apart(database, cancels), apart(database, moves))
         stop.set()
@@ -428,6 +422,7 @@ async def test_everything_at_once(database: str) -> None:
         assert not gone & left.keys()
         assert gone | set(released) | left.keys() == set(ids)
         assert len(gone) + len(released) + len(left) == total
+        assert all(left[n][1:] == before[n][1:] for n in left.keys() - moved.keys()), "but for its lane, to the byte"
         assert Found.NOWHERE in moved.values() or Found.WAITING in moved.values()
         counters = await conserved(admin)
         assert (counters["cancelled"], counters["released"]) == (len(gone), len(released))

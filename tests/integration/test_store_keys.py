@@ -16,6 +16,7 @@ from delayer.store.admin.stats import overview
 from delayer.store.lanes.locks import raise_lanes
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
+from tests.integration.segments_store import blocked
 from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import NO_CONFIRM, WHY
 
@@ -44,8 +45,7 @@ async def test_a_key_that_was_overtaken_while_it_was_released_stays_with_the_new
         await store.park(lane, [parcel(store.now_upper_ms(), b"old", key=b"k")], [])
         rows = await lane.claim(MANY, ROOM)
         replacing = asyncio.create_task(store.park(other, [parcel(store.now_upper_ms(), b"new", key=b"k")], []))
-        while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
-            assert not replacing.done()
+        await blocked(admin, "%")
         await lane.settle(rows, [])
         await replacing
         assert await admin.fetchval("SELECT lane FROM message_key") == other.number
@@ -58,8 +58,7 @@ async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(d
         await store.park(lane, [parcel(store.now_upper_ms(), key=b"k")], [])
         rows = await lane.claim(MANY, ROOM)
         cancelling = asyncio.create_task(store.park(lane, [], [b"k"]))
-        while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
-            assert not cancelling.done()
+        await blocked(admin, "%")
         await lane.settle([], [(rows[0], WHY)])
         await cancelling
         assert await admin.fetchval("SELECT count(*) FROM held") == 0
@@ -153,8 +152,7 @@ async def test_a_claim_that_loses_a_deadlock_is_repeated(database: str) -> None:
         await other.execute("BEGIN")
         await other.execute("DELETE FROM message WHERE body = '1'")
         claiming = asyncio.create_task(lane.claim(MANY, ROOM))
-        while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
-            assert not claiming.done()
+        await blocked(admin, "%")
         await other.execute("DELETE FROM message WHERE body = '0'")  # the claim has it, and waits for the one above
         await other.execute("COMMIT")
         rows = await claiming

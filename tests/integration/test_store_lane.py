@@ -1,10 +1,13 @@
-"""Lanes over Postgres: what happens when the connection that holds a lane's lock is cut, or its process hangs."""
+"""Lanes over Postgres: what happens when the connection that holds the lock of a lane is cut, its process hangs, or the
+whole database goes away and comes back.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,9 +15,7 @@ import asyncpg
 import pytest
 
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.core.hold import Hold, HoldKind
 from delayer.store import pool, schema, upgrades
-from delayer.store.admin.stats import overview
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import application_of
 from delayer.store.postgres import PostgresStore
@@ -30,8 +31,9 @@ from tests.conformance.store_contract import (
     release_all,
     taken,
 )
-from tests.support.fakes import NO_CONFIRM, WHY
+from tests.support.fakes import WHY
 from tests.support.proxy import Proxy
+from tests.support.servers import Postgres
 
 
 @asynccontextmanager
@@ -202,82 +204,6 @@ async def test_damaged_rows_are_not_sound(database: str) -> None:
         await lane.give_up()
 
 
-async def test_held_rows_come_again_until_they_are_released(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
-        rows = await lane.claim(MANY, ROOM)
-        await lane.settle(rows[:1], [(due, WHY) for due in rows[1:]])
-        await store.hold(lane, [(parcel(store.now_upper_ms(), b"3"), NO_CONFIRM)])
-        pauses = (
-            "SELECT (extract(epoch FROM retry_at - now()) / 5)::int, attempts, kind, reason, may_be_delivered, isolated"
-            " FROM held ORDER BY id"
-        )
-        assert [tuple(row) for row in await admin.fetch(pauses)] == [
-            (2, 1, "nacked", "why", False, False),
-            (2, 1, "nacked", "why", False, False),
-            (2, 1, "unanswered", "no confirm", True, False),
-        ]
-        await admin.execute("UPDATE held SET retry_at = now()")
-        await lane.scan()
-        await store.park(lane, [parcel(store.now_upper_ms() - 1, b"fresh")], [])
-        assert await lane.sleep_hint() == 0.0
-        rows = await lane.claim(MANY, ROOM)
-        assert [(due.parcel.body, due.attempts) for due in rows] == [(b"fresh", 0), (b"1", 1), (b"2", 1), (b"3", 1)]
-        assert [due.hold for due in rows] == [None, WHY, WHY, NO_CONFIRM]
-        closed = Hold(HoldKind.CLOSED_CONNECTION, "so", may_be_delivered=True, isolated=True)
-        await lane.settle(rows[:2], [(due, closed) for due in rows[2:]])
-        held = await admin.fetch(
-            "SELECT attempts, kind, reason, may_be_delivered, isolated,"
-            " (extract(epoch FROM retry_at - now()) / 10)::int FROM held"
-        )
-        assert {tuple(row) for row in held} == {(2, "closed_connection", "so", True, True, 2)}
-        [of] = [one for one in (await overview(database)).lanes if one.number == lane.number]
-        assert dict(of.counters) == {
-            "parked": 5,
-            "restored": 0,
-            "released": 3,
-            "cancelled": 0,
-            "compacted": 0,
-            "held": 2,
-        }
-        assert (of.waiting, of.next_due_ms) == (0, None)
-
-
-async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
-    async with opened(database) as store, sql(database) as admin:
-        async with owned(store) as [lane]:
-            await store.hold(lane, [(parcel(store.now_upper_ms()), WHY) for _ in range(100)])
-            await store.park(lane, [parcel(store.now_upper_ms()) for _ in range(100)], [])
-        await admin.execute("UPDATE held SET retry_at = now()")
-        async with owned(store) as [lane]:
-            rows = await lane.claim(50, ROOM)
-            assert [due.attempts for due in rows] == [0] * 45 + [1] * 5
-            await lane.give_up()
-            rows = await lane.claim(1, ROOM)
-            assert len(rows) == 1
-            await lane.give_up()
-
-
-async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane], sql(database) as other:
-        await store.hold(lane, [(parcel(store.now_upper_ms(), b"held"), WHY)])
-        await other.execute("UPDATE held SET retry_at = now()")
-        await lane.scan()
-        async with other.transaction():
-            await other.fetch("SELECT FROM held FOR UPDATE")
-            for _ in range(3):
-                await lane.wait(await lane.sleep_hint())
-                assert await lane.claim(MANY, ROOM) == []
-                await lane.settle([], [])
-                assert 0.5 < await lane.sleep_hint() <= 1.1
-            await store.park(lane, [parcel(store.now_upper_ms(), b"fresh")], [])
-            assert bodies(await claim_when_due(lane)) == [b"fresh"], "what waits does not wait for what is locked"
-            await lane.give_up()
-            assert bodies(await release_all(lane)) == [b"fresh"]
-        assert bodies(await claim_when_due(lane)) == [b"held"]
-        await lane.give_up()
-
-
 async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one) as [lane], sql(database) as blocker:
         await one.park(lane, [parcel(one.now_upper_ms())], [])
@@ -337,3 +263,59 @@ async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str, monkey
         adopted = await taken(two, lane.number)
         assert len(await release_all(adopted)) == 1
         await adopted.release()
+
+
+async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
+    with Postgres() as server:
+        async with opened(server.url(server.add_database())) as store:
+            lanes = await free_lanes(store, 2)
+            for lane in lanes:
+                await store.park(lane, [parcel(store.now_upper_ms(), b"%d" % n) for n in range(3)], [])
+            rows = await lanes[0].claim(2, ROOM)
+            server.kill()
+            for lane in lanes:
+                await lane.wait(30.0)
+                assert not lane.held_by_us
+                with pytest.raises(LaneLost):
+                    await lane.settle(rows, [])
+                with pytest.raises(LaneLost):
+                    await store.park(lane, [parcel(store.now_upper_ms())], [])
+                await lane.give_up()
+                await lane.release()
+            for doing in (store.look(), store.take(1), store.maintain()):
+                with pytest.raises(StoreLost):
+                    await doing
+            assert store.now_upper_ms() > 0
+            server.start()
+            again = [await taken(store, lane.number) for lane in lanes]
+            assert {lane.number for lane in again} == {lane.number for lane in lanes}
+            for lane in again:
+                assert bodies(await release_all(lane)) == [b"0", b"1", b"2"]
+                rows = await lane.claim(MANY, ROOM)
+                assert rows == []
+                await lane.release()
+
+
+async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> None:
+    """A daemon that is told to stop cancels what is under way; the driver alone would wait for the server's answer to
+    its request to cancel the statement."""
+    with Postgres() as server:
+        async with opened(server.url(server.add_database())) as store:
+            calls = {
+                "look": store.look,
+                "take": lambda: store.take(4),
+                "maintain": store.maintain,
+            }
+            for lane in await free_lanes(store, 1):
+                calls["park"] = partial(store.park, lane, [parcel(store.now_upper_ms() + 60_000)], [])
+            server.pause()
+            try:
+                tasks = {asyncio.create_task(call(), name=name) for name, call in calls.items()}
+                _, waiting = await asyncio.wait(tasks, timeout=0.2)
+                assert {task.get_name() for task in waiting} == set(calls)
+                for task in tasks:
+                    task.cancel()
+                _, waiting = await asyncio.wait(tasks, timeout=2.0)
+                assert not waiting
+            finally:
+                server.resume()

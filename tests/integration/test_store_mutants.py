@@ -17,10 +17,9 @@ from delayer.store import postgres, upgrades
 from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel, release_all
+from tests.integration.segments_store import blocked
 from tests.integration.test_store_lane import opened, sql
 from tests.support.rows import put, row
-
-_WAITS = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
 
 
 @asynccontextmanager
@@ -39,8 +38,7 @@ async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database
         async with open_transaction(database) as slow:
             await put(slow, [row(1, day * DAY_MS)])
             dropping_it = asyncio.create_task(partitions.drop_empty(dropper, partitions.name_of(day), lock_ms=10_000))
-            while not await admin.fetchval(_WAITS):
-                assert not dropping_it.done()
+            await blocked(admin, "%")
         assert not await dropping_it
         assert await admin.fetchval("SELECT count(*) FROM message") == 1
 

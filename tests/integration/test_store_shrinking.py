@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
+import asyncpg
 import pytest
 from structlog.testing import capture_logs
 
@@ -44,7 +46,14 @@ def _day(day: int, skip: int) -> tuple[int, int]:
     return day * DAY_MS + skip, (day + 1) * DAY_MS
 
 
-async def test_an_empty_partition_is_dropped_without_vacuum(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def delete(admin: asyncpg.Connection) -> None:
+    await admin.execute("DELETE FROM message")
+
+
+@pytest.mark.parametrize("emptied", [delete, compact_all], ids=["deleted", "segments"])
+async def test_an_empty_partition_is_dropped_without_vacuum(
+    database: str, monkeypatch: pytest.MonkeyPatch, emptied: Callable[[asyncpg.Connection], Awaitable[object]]
+) -> None:
     async def vacuum(_connection: object, name: str) -> bool:
         pytest.fail(f"{name} was vacuumed, to be dropped")
 
@@ -54,18 +63,7 @@ async def test_an_empty_partition_is_dropped_without_vacuum(database: str, monke
         day = today + 20
         async with owned(store) as [lane]:
             await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
-        await admin.execute("DELETE FROM message")
-        shrunk = await compact.shrink(database, {day}, today)
-        assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((name_of(day),), (), ())
-
-
-async def test_days_that_became_segments_are_dropped_at_once(database: str) -> None:
-    async with opened(database) as store, sql(database) as admin:
-        today = store.now_upper_ms() // DAY_MS
-        day = today + 20
-        async with owned(store) as [lane]:
-            await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
-        assert await compact_all(admin) == 1
+        await emptied(admin)
         shrunk = await compact.shrink(database, {day}, today)
         assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((name_of(day),), (), ())
 

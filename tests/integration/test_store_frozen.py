@@ -1,0 +1,172 @@
+"""A process that freezes (SIGSTOP: a paused machine, an overcommitted host) keeps neither its lanes, nor the upkeep's
+lock, nor what a park of it has locked, whatever it was doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+import pytest
+
+from delayer.store import pool
+from delayer.store.rows import partitions
+from tests.conformance.store_contract import owned, parcel, release_all, taken
+from tests.faults.place import eventually
+from tests.integration.segments_store import blocked
+from tests.integration.test_store_lane import opened, sql
+
+CLAIMING = """
+import asyncio, sys
+from delayer.store.postgres import PostgresStore
+
+async def main(url):
+    store = await PostgresStore.connect(url)
+    lane = await store.take(1)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    await lane.claim(1000, 16 << 20)
+    print("claimed", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+COPYING = """
+import asyncio, sys
+from delayer.store import pool
+from delayer.store.lanes.locks import application_of
+
+async def silent():
+    yield b""
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+async def main(url, doing):
+    if doing == "park":
+        connection = await pool.connect_plain(url, "delayer park")
+    else:
+        connection = await pool.connect(url, application_of(1), {"idle_session_timeout": "1s"})
+        assert await connection.fetchval("SELECT pg_try_advisory_lock('lane'::regclass::oid::int, 1)")
+    await connection.copy_to_table("counter", source=silent(), timeout=300)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+TAKES_SECONDS = 8.0
+"""From the freezing to the taking: the timeout, the granularity of the kernel's timer, and a machine that is busy."""
+
+
+@asynccontextmanager
+async def child(program: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that is ready."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, stdin=pipe, stdout=pipe)
+    try:
+        await said(process, b"ready")
+        yield process
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def said(process: asyncio.subprocess.Process, word: bytes) -> None:
+    assert process.stdout is not None
+    while word not in (line := await process.stdout.readline()):
+        assert line, "it ended"
+
+
+async def state(admin: asyncpg.Connection) -> tuple[str, str] | None:
+    found = await admin.fetchrow(
+        "SELECT state, wait_event FROM pg_stat_activity"
+        " WHERE application_name LIKE 'delayer lane %' AND datname = current_database()"
+    )
+    return None if found is None else tuple(found)
+
+
+@pytest.mark.parametrize("doing", ["sending a claim", "releasing"])
+async def test_a_frozen_process_loses_its_lane(database: str, doing: str) -> None:
+    """While Postgres sends it more than sockets hold it does not wait for the client's next word, but for it to read:
+    what ends sessions that are idle does not end that one."""
+    size = 60_000 if doing == "sending a claim" else 60
+    async with (
+        opened(database) as store,
+        sql(database) as admin,
+        sql(database) as blocker,
+        child(CLAIMING, database) as process,
+    ):
+        async with owned(store) as [other]:
+            await store.park(other, [parcel(store.now_upper_ms() - n, b"x" * size) for n in range(200)], [])
+            await admin.execute("UPDATE message SET lane = 1")
+        assert process.stdin is not None
+        if doing == "sending a claim":
+            # Frozen while its statement waits, so that the answer finds nobody.
+            async with blocker.transaction():
+                await blocker.execute("SELECT FROM message FOR UPDATE")
+                process.stdin.write(b"\n")
+                await blocked(admin, "%")
+                os.kill(process.pid, signal.SIGSTOP)
+            frozen = time.monotonic()
+            await eventually(lambda: state(admin), lambda found: found == ("active", "ClientWrite"), timeout=5.0)
+        else:
+            process.stdin.write(b"\n")
+            await said(process, b"claimed")
+            os.kill(process.pid, signal.SIGSTOP)
+            frozen = time.monotonic()
+        lane = await asyncio.wait_for(taken(store, 1), 30.0)
+        assert time.monotonic() - frozen < TAKES_SECONDS
+        assert len(await release_all(lane)) == 200
+        await lane.release()
+
+
+async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lane(database: str) -> None:
+    """No timeout of the server acts while it waits for the rest of a statement: here, of a COPY."""
+    async with opened(database, idle_timeout=1.0) as store, child(COPYING, database, "lane") as process:
+        process.send_signal(signal.SIGSTOP)
+        assert await store.take(1) is None
+        while (await store.look()).lanes[0].owned:  # noqa: ASYNC110 - the session sets no event
+            await asyncio.sleep(0.05)
+        lane = await taken(store, 1)
+        await lane.release()
+
+
+async def test_the_upkeep_s_session_ends_when_it_says_nothing(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is held between statements."""
+    seen, make_ahead = [], partitions.make_ahead
+
+    async def noted(connection: asyncpg.Connection, *more: Any) -> None:
+        seen.append(await connection.fetchval("SHOW idle_session_timeout"))
+        await make_ahead(connection, *more)
+
+    monkeypatch.setattr(partitions, "make_ahead", noted)
+    async with opened(database, parkers=1) as store:
+        await store.maintain()
+        assert seen == ["15s"]
+        async with pool.borrowed(store._pool) as connection:
+            assert await connection.fetchval("SHOW idle_session_timeout") == "0", "a park may come after an hour"
+        async with sql(database) as other:
+            await other.execute("SELECT pg_advisory_lock('message'::regclass::oid::int, 2)")
+            await store.maintain()
+            assert seen == ["15s"]
+            async with pool.borrowed(store._pool) as connection:
+                assert await connection.fetchval("SHOW idle_session_timeout") == "0"
+
+
+async def test_a_park_that_froze_in_its_copy_is_ended(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = (
+        "SELECT wait_event FROM pg_stat_activity"
+        " WHERE datname = current_database() AND query LIKE 'COPY%' AND state = 'active'"
+    )
+    async with opened(database) as store, sql(database) as admin, child(COPYING, database, "park") as parking:
+        await eventually(lambda: admin.fetchval(copies), lambda found: found == "ClientRead")
+        os.kill(parking.pid, signal.SIGSTOP)
+        await store.maintain()
+        assert await admin.fetchval(copies) == "ClientRead", "it may be slow"
+        monkeypatch.setattr(partitions, "FROZEN_SECONDS", 0.0)
+        await store.maintain()
+        await eventually(lambda: admin.fetchval(copies), lambda found: found is None)

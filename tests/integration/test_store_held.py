@@ -1,0 +1,201 @@
+"""Held messages in a store: tried again on time, whatever their lane is doing meanwhile, and in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from delayer.core import backoff
+from delayer.core.hold import Hold, HoldKind
+from delayer.store import statements
+from delayer.store.admin import audit_log, detail
+from delayer.store.admin.actions import When, reschedule
+from delayer.store.admin.stats import overview
+from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due, owned, parcel, release_all
+from tests.integration.test_store_lane import opened, sql
+from tests.support.fakes import NO_CONFIRM, WHY
+
+SOON_MS = 300
+
+
+SLOWLY = "SELECT retry_at FROM (SELECT retry_at FROM held WHERE lane = $1 LIMIT 1) AS h RIGHT JOIN pg_sleep(1) ON true"
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "FIRST_MS", SOON_MS)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_sleeping_lane_wakes_for_what_is_held(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane]:
+        sleeper = asyncio.create_task(lane.wait(3600.0))
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"held"), WHY)])
+        await sleeper
+        assert bodies(await lane.claim(MANY, ROOM)) == [b"held"]
+        await lane.give_up()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_an_id_that_it_was_published_under_before_stays(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane]:
+        before = parcel(store.now_upper_ms(), b"before")._replace(token=b"0123456789abcdef0123456789abcdef")
+        await store.hold(lane, [(before, NO_CONFIRM), (parcel(store.now_upper_ms(), b"never"), WHY)])
+        for _ in range(2):
+            tokens: dict[bytes, bytes] = {}
+            while len(tokens) < 2:
+                await lane.wait(await lane.sleep_hint())
+                rows = await lane.claim(MANY, ROOM)
+                tokens |= {row.parcel.body: row.parcel.token for row in rows if row.sound}
+                await lane.settle([], [(row, WHY) for row in rows])
+            assert tokens == {b"before": before.token, b"never": b""}
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_message_held_during_a_look_at_retries_is_retried(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(database) as store, owned(store) as [lane]:
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"first"), WHY)])
+        await lane.wait(3600.0)
+        rows = await lane.claim(MANY, ROOM)
+        assert bodies(rows) == [b"first"]
+        monkeypatch.setattr(statements, "NEXT_RETRY", SLOWLY)
+        settling = asyncio.create_task(lane.settle(rows, []))
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"second"), WHY)])
+        await settling
+        await lane.wait(3600.0)
+        assert bodies(await lane.claim(MANY, ROOM)) == [b"second"]
+        await lane.give_up()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_retry_by_hand_is_never_early(database: str) -> None:
+    """An import holds what is due in a month, if its queue is not there yet. Whatever becomes of that: never early."""
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        month = store.now_upper_ms() + 30 * 86_400_000
+        held = [(parcel(month, b"in a month"), WHY), (parcel(store.now_upper_ms(), b"now"), WHY)]
+        await store.hold(lane, held)
+        ids = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
+        assert await detail.retry(admin, ids, await audit_log.begin(admin, "test", "held retry", {})) == 2
+        await lane.wait(3600.0)
+        rows = await lane.claim(MANY, ROOM)
+        assert bodies(rows) == [b"now"]
+        await lane.settle(rows, [])
+        assert (await admin.fetchval("SELECT retry_at FROM held")) == month
+        await reschedule(admin, ids[1:], When(by_ms=-1000))
+        assert tuple(await admin.fetchrow("SELECT due_at, retry_at FROM held")) == (month - 1000, month - 1000)
+        soon = store.now_upper_ms() + 200
+        await reschedule(admin, ids[1:], When(at_ms=soon))
+        await lane.wait(3600.0)
+        [row] = await lane.claim(MANY, ROOM)
+        assert (row.parcel.body, row.due_ms) == (b"in a month", soon)
+        await lane.give_up()
+
+
+SMALL_ROOM = 100_000
+
+
+BACKLOG = 60
+
+
+HELD = 3
+
+
+@pytest.mark.parametrize(
+    "size", [SMALL_ROOM // 20, SMALL_ROOM // 2, 3 * SMALL_ROOM], ids=["many a claim", "two a claim", "one a claim"]
+)
+async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(backoff, "FIRST_MS", 1)
+    async with opened(database) as store, owned(store) as [lane]:
+        now_ms = store.now_upper_ms()
+        await store.hold(lane, [(parcel(now_ms - 1000, b"held %d" % number), WHY) for number in range(HELD)])
+        await store.park(lane, [parcel(now_ms - 1000, bytes(size))] * BACKLOG, [])
+        came: list[bytes] = []
+        turns = 0
+        while len(came) < BACKLOG + HELD:
+            rows = await lane.claim(MANY, SMALL_ROOM)
+            assert sum(map(len, bodies(rows))) <= SMALL_ROOM + size, "one more than there is room for, and no two"
+            came += bodies(rows)
+            turns += 1
+            await lane.settle(rows, [])
+        held = [place for place, body in enumerate(came) if body.startswith(b"held")]
+        assert len(held) == HELD
+        assert held[-1] < BACKLOG // 2, "and not behind all the others"
+
+
+async def test_held_rows_come_again_until_they_are_released(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
+        rows = await lane.claim(MANY, ROOM)
+        await lane.settle(rows[:1], [(due, WHY) for due in rows[1:]])
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"3"), NO_CONFIRM)])
+        pauses = (
+            "SELECT (extract(epoch FROM retry_at - now()) / 5)::int, attempts, kind, reason, may_be_delivered, isolated"
+            " FROM held ORDER BY id"
+        )
+        assert [tuple(row) for row in await admin.fetch(pauses)] == [
+            (2, 1, "nacked", "why", False, False),
+            (2, 1, "nacked", "why", False, False),
+            (2, 1, "unanswered", "no confirm", True, False),
+        ]
+        await admin.execute("UPDATE held SET retry_at = now()")
+        await lane.scan()
+        await store.park(lane, [parcel(store.now_upper_ms() - 1, b"fresh")], [])
+        assert await lane.sleep_hint() == 0.0
+        rows = await lane.claim(MANY, ROOM)
+        assert [(due.parcel.body, due.attempts) for due in rows] == [(b"fresh", 0), (b"1", 1), (b"2", 1), (b"3", 1)]
+        assert [due.hold for due in rows] == [None, WHY, WHY, NO_CONFIRM]
+        closed = Hold(HoldKind.CLOSED_CONNECTION, "so", may_be_delivered=True, isolated=True)
+        await lane.settle(rows[:2], [(due, closed) for due in rows[2:]])
+        held = await admin.fetch(
+            "SELECT attempts, kind, reason, may_be_delivered, isolated,"
+            " (extract(epoch FROM retry_at - now()) / 10)::int FROM held"
+        )
+        assert {tuple(row) for row in held} == {(2, "closed_connection", "so", True, True, 2)}
+        [of] = [one for one in (await overview(database)).lanes if one.number == lane.number]
+        assert dict(of.counters) == {
+            "parked": 5,
+            "restored": 0,
+            "released": 3,
+            "cancelled": 0,
+            "compacted": 0,
+            "held": 2,
+        }
+        assert (of.waiting, of.next_due_ms) == (0, None)
+
+
+async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        async with owned(store) as [lane]:
+            await store.hold(lane, [(parcel(store.now_upper_ms()), WHY) for _ in range(100)])
+            await store.park(lane, [parcel(store.now_upper_ms()) for _ in range(100)], [])
+        await admin.execute("UPDATE held SET retry_at = now()")
+        async with owned(store) as [lane]:
+            rows = await lane.claim(50, ROOM)
+            assert [due.attempts for due in rows] == [0] * 45 + [1] * 5
+            await lane.give_up()
+            rows = await lane.claim(1, ROOM)
+            assert len(rows) == 1
+            await lane.give_up()
+
+
+async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as other:
+        await store.hold(lane, [(parcel(store.now_upper_ms(), b"held"), WHY)])
+        await other.execute("UPDATE held SET retry_at = now()")
+        await lane.scan()
+        async with other.transaction():
+            await other.fetch("SELECT FROM held FOR UPDATE")
+            for _ in range(3):
+                await lane.wait(await lane.sleep_hint())
+                assert await lane.claim(MANY, ROOM) == []
+                await lane.settle([], [])
+                assert 0.5 < await lane.sleep_hint() <= 1.1
+            await store.park(lane, [parcel(store.now_upper_ms(), b"fresh")], [])
+            assert bodies(await claim_when_due(lane)) == [b"fresh"], "what waits does not wait for what is locked"
+            await lane.give_up()
+            assert bodies(await release_all(lane)) == [b"fresh"]
+        assert bodies(await claim_when_due(lane)) == [b"held"]
+        await lane.give_up()
