@@ -9,20 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.acceptance.world import World
-from tests.support.raw import (
-    VOID,
-    Header,
-    Message,
-    Props,
-    Value,
-    array,
-    content,
-    decimal,
-    number,
-    octets,
-    table,
-    text,
-)
+from tests.support.raw import VOID, Header, Message, Props, Value, array, content, decimal, number, octets, table, text
 
 DELAY = (b"x-delay", number("I", 700))
 TURNED = (b"x-delay", number("I", -700))

@@ -12,18 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.page import (
-    HOUR,
-    PAGES,
-    PICTURES,
-    TOKEN,
-    Shown,
-    keep,
-    keyed,
-    result,
-    shown,
-    unreadable,
-)
+from tests.acceptance.page import HOUR, PAGES, PICTURES, TOKEN, Shown, keep, keyed, result, shown, unreadable
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
 from tests.support.daemon import command

@@ -7,12 +7,11 @@ import json
 import time
 from contextlib import AsyncExitStack
 from datetime import datetime
-from pathlib import Path
 
 import asyncpg
 
 from tests.faults.place import Place, eventually
-from tests.support.daemon import EXECUTABLE, DaemonProcess
+from tests.support.daemon import EXECUTABLE
 from tests.support.ledger import Ledger
 
 MESSAGES = 1_000
@@ -27,10 +26,6 @@ async def parked(place: Place, ledger: Ledger, count: int, delay_ms: int) -> Non
         await ledger.publish(count, delay_ms=delay_ms, absolute=True)
         await eventually(place.rows, lambda rows: rows == before + count)
         assert await daemon.stop() == 0, daemon.tail()
-
-
-def uses_arrow(daemon: DaemonProcess) -> bool:
-    return "libarrow" in Path(f"/proc/{daemon.pid}/maps").read_text()
 
 
 async def status(store: str, vhost: str, *arguments: str) -> str:
@@ -111,24 +106,3 @@ async def test_two_daemons_share_and_the_traffic_goes_on(vhost: str, store: str)
         verdict = await place.settle_accounts(ledger)
     verdict.assert_kept()
     await place.conserved()
-
-
-async def test_pyarrow_is_loaded_when_there_is_a_segment_and_not_before(vhost: str, store: str) -> None:
-    place = await Place("store", vhost, store, lanes=1).declare()
-    async with place.ledger(5) as ledger:
-        async with place.daemon() as daemon:
-            await daemon.ready()
-            await ledger.publish(50, delay_ms=1_500, absolute=True)
-            await ledger.all_back()
-            assert not uses_arrow(daemon)
-            await ledger.publish(50, delay_ms=3_000, absolute=True)
-            await eventually(place.rows, lambda rows: rows == 50)
-            assert await daemon.stop() == 0, daemon.tail()
-        await place.compact()
-        async with place.daemon() as daemon:
-            await daemon.event("segment restored")
-            assert uses_arrow(daemon)
-            await ledger.all_back()
-            assert await daemon.stop() == 0, daemon.tail()
-        verdict = await place.settle_accounts(ledger)
-    verdict.assert_kept()

@@ -26,11 +26,7 @@ def delayer(vhost: str, database: str) -> Iterator[Run]:
     """Call `delayer …` with a vhost and a database of its own, in this process: a new interpreter for each of some
     eighty calls would take a minute."""
     nothing = {name: None for name in os.environ if name.startswith("DELAYER_")}
-    ours = nothing | {
-        "DELAYER_CONFIG": os.devnull,
-        "DELAYER_BROKER__URL": vhost,
-        "DELAYER_STORE__URL": database,
-    }
+    ours = nothing | {"DELAYER_CONFIG": os.devnull, "DELAYER_BROKER__URL": vhost, "DELAYER_STORE__URL": database}
 
     def run(*arguments: str, expect: int = 0, stdin: bytes = b"", **more: str | None) -> Result:
         # In a thread: the command has an event loop of its own, and the test may have one too.

@@ -18,7 +18,6 @@ from delayer.core.cascade import (
     MAX_SECONDS,
     Cascade,
     delivery_binding,
-    due_topology,
     intake_topology,
     routing_key,
 )
@@ -125,27 +124,15 @@ async def test_strays_are_set_aside_and_stop_nobody(vhost: str) -> None:
     behind them would never arrive."""
     async with bench(vhost, "delayer", "good") as here:
         strays = here.cascade.strays
+        await here.send(0, "nobody", "bad at once")
         for number in range(40):
             await here.send(1, "nobody", f"bad {number}")
         for number in range(5):
             await here.send(1, "good", f"good {number}")
         await here.inboxes["good"].holds(5)
-        await here.reaches({strays: 40})
+        await here.reaches({strays: 41})
         assert await here.waiting() == {}
     assert here.inboxes["good"].bodies() == [f"good {number}" for number in range(5)]
-
-
-async def test_a_stray_without_delay_is_set_aside_too(vhost: str) -> None:
-    async with bench(vhost, "delayer") as here:
-        await here.send(0, "nobody", "bad")
-        await here.reaches({here.cascade.strays: 1})
-
-
-async def test_the_daemons_own_queue_gets_what_is_addressed_to_it(vhost: str) -> None:
-    async with bench(vhost, "delayer") as here:
-        await here.admin.declare(due_topology(here.cascade))
-        await here.send(1, "delays.due", "x")
-        await here.reaches({"delays.due": 1})
 
 
 @pytest.mark.parametrize("exchange", ["delayer.in", ""])

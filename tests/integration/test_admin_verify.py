@@ -144,10 +144,7 @@ async def short_delivery_limit(channel: AbstractChannel) -> None:
             unbound("delays.due", OURS.delivery, delivery_binding("delays.due")),
             ("binding", OURS.delivery, "queue delays.due", "nothing"),
         ),
-        (
-            unbound(OURS.strays, OURS.strays, ""),
-            ("binding", OURS.strays, f"queue {OURS.strays}", "nothing"),
-        ),
+        (unbound(OURS.strays, OURS.strays, ""), ("binding", OURS.strays, f"queue {OURS.strays}", "nothing")),
         (bind_level_queue_twice, ("binding", OURS.level(5), "no other", f"{OURS.level(3)} with key '#'")),
         (bind_with_arguments, ("binding", OURS.level(5), "no other", "queue delays")),
         (delete_queue, ("queue", OURS.level(5), "x-message-ttl=32000", "nothing")),

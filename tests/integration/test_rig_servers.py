@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,8 +15,6 @@ import asyncpg
 import psutil
 import pytest
 
-from tests.support.servers import Postgres, RabbitMQ, StartFailed
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,14 +23,6 @@ async def test_postgres_writes_to_disk(database: str) -> None:
     assert await connection.fetchval("SHOW fsync") == "on"
     assert await connection.fetchval("SHOW synchronous_commit") == "on"
     await connection.close()
-
-
-def test_a_server_that_cannot_start_shows_its_log() -> None:
-    with (
-        pytest.raises(StartFailed, match=r"the end of .*\n.*no_such_setting"),
-        Postgres(settings={"no_such_setting": "1"}),
-    ):
-        raise AssertionError("it started")
 
 
 def _end_with_ctrl_c(process: subprocess.Popen[str]) -> None:
@@ -111,25 +100,3 @@ def _passable(directory: Path) -> Path:
             break
         parent.chmod(0o711)
     return made
-
-
-def test_taken_default_ports_do_not_matter() -> None:
-    """Somebody else's broker, epmd and database stand where such servers usually do."""
-    taken = []
-    for port in (4369, 5432, 5672, 15672, 25672):
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-            listener.listen()
-        except OSError:  # really taken: just as good
-            listener.close()
-            continue
-        taken.append(listener)
-    try:
-        with RabbitMQ() as broker, Postgres() as server:
-            assert broker.api("GET", "/api/overview")["node"] == broker.node
-            assert server.execute("SELECT 1") == "SELECT 1"
-    finally:
-        for listener in taken:
-            listener.close()

@@ -17,17 +17,7 @@ from delayer.config.topology import topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
 from tests.faults.place import eventually
-from tests.integration.rights import (
-    Patterns,
-    besides,
-    clear,
-    declare,
-    patterns_of,
-    store,
-    use,
-    user_url,
-    with_besides,
-)
+from tests.integration.rights import Patterns, besides, clear, declare, patterns_of, store, use, user_url, with_besides
 from tests.support.daemon import DaemonProcess, command
 from tests.support.raw import Message, Props, Raw, number
 from tests.support.servers import Postgres, RabbitMQ
@@ -36,10 +26,7 @@ __all__ = ["store"]
 
 NSB = Cascade("nservicebus-v2")
 TO_QUEUES: dict[str, Any] = {"from": "delayer.in", "to": ""}
-RETRY: dict[str, Any] = {
-    "from": "retries",
-    "retry": {"first": "100ms", "attempts": 1, "exhausted": "parking-lot"},
-}
+RETRY: dict[str, Any] = {"from": "retries", "retry": {"first": "100ms", "attempts": 1, "exhausted": "parking-lot"}}
 DESTINATION = {"exchange": "delayer.out", "type": "topic", "queue": "orders"}
 TAKEOVER = {"cascade": "nservicebus-v2", "levels_from": 6}
 

@@ -170,28 +170,17 @@ async def test_keys_that_are_never_the_same(rabbitmq: RabbitMQ, vhost: str) -> N
 
 @pytest.mark.long
 @pytest.mark.deadline(60)
-async def test_more_than_there_are_channels(rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that find none free have their verdict from a later turn, and the connection is never ended."""
-    agree = handshake.agree
-    monkeypatch.setattr(handshake, "agree", lambda *about: agree(*about)._replace(channel_max=12))
-    async with scene(rabbitmq, vhost, "classic") as it:
-        publisher, bad = it.publisher(), range(0, 45, 3)
-        async with silent(rabbitmq, it.vhost, "bad"):
-            outcomes, _ = await until_settled(publisher, mixed(45, bad, lambda n: f".{n}"))
-            assert stuck_of(outcomes) == list(bad)
-            assert it.reconnecting.connects == 1
-
-
-@pytest.mark.long
-@pytest.mark.deadline(60)
-async def test_more_than_there_are_channels_where_all_publish(
-    rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("channels", "apart"), [(12, True), (24, False)], ids=["a second connection", "one for all"])
+async def test_more_than_there_are_channels(
+    rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch, channels: int, apart: bool
 ) -> None:
-    """Where nobody is let in besides, on the publishers' own connection: it is not ended either."""
+    """Those that find none free have their verdict from a later turn, and the connection is never ended: also where
+    nobody is let in besides, and the probes are made on the publishers' own."""
     agree = handshake.agree
-    monkeypatch.setattr(handshake, "agree", lambda *about: agree(*about)._replace(channel_max=24))
+    monkeypatch.setattr(handshake, "agree", lambda *about: agree(*about)._replace(channel_max=channels))
     async with scene(rabbitmq, vhost, "classic") as it:
-        monkeypatch.setattr(it.reconnecting, "another", refusing)
+        if not apart:
+            monkeypatch.setattr(it.reconnecting, "another", refusing)
         publisher, bad = it.publisher(), range(0, 45, 3)
         batch = mixed(45, bad, lambda n: f".{n}")
         async with silent(rabbitmq, it.vhost, "bad"):
@@ -199,6 +188,7 @@ async def test_more_than_there_are_channels_where_all_publish(
                 try:  # with what came due meanwhile, which says that the broker answers
                     outcomes = await publisher.publish([*batch, message(100 + turn, "good", "x")])
                 except BrokerLost:
+                    await asyncio.sleep(0.3)  # so does whoever begins again
                     continue
                 break
             assert stuck_of(outcomes) == list(bad)

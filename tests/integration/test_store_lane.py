@@ -301,11 +301,7 @@ async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> Non
     its request to cancel the statement."""
     with Postgres() as server:
         async with opened(server.url(server.add_database())) as store:
-            calls = {
-                "look": store.look,
-                "take": lambda: store.take(4),
-                "maintain": store.maintain,
-            }
+            calls = {"look": store.look, "take": lambda: store.take(4), "maintain": store.maintain}
             for lane in await free_lanes(store, 1):
                 calls["park"] = partial(store.park, lane, [parcel(store.now_upper_ms() + 60_000)], [])
             server.pause()

@@ -42,20 +42,6 @@ async def test_lanes_counters_and_what_is_next(database: str) -> None:
         assert not any(lane.alive for lane in (await overview(database)).lanes)
 
 
-async def test_segments(database: str) -> None:
-    async with opened(database) as store, owned(store, 2) as [lane, other], sql(database) as admin:
-        first_ms = store.now_upper_ms() + DAY_MS
-        await store.park(lane, [parcel(first_ms + n) for n in range(30)], [])
-        await store.park(other, [parcel(first_ms + DAY_MS + n) for n in range(20)], [])
-        assert await compact_all(admin) == 2
-        whole = await overview(database)
-        assert whole.segments == (2, 50, 0, 0, first_ms)
-        assert (whole.waiting, whole.next_due_ms) == (0, None)
-        assert whole.counters["compacted"] == 50
-        await admin.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE first_due < $1", first_ms + 1)
-        assert (await overview(database)).segments == (2, 50, 1, 30, first_ms + DAY_MS)
-
-
 async def test_segments_that_should_be_rows_again_are_late(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         now = store.now_upper_ms()
