@@ -58,35 +58,31 @@ class Place:
     lanes: int = 2
     daemons: list[DaemonProcess] = field(default_factory=list)
 
+    def _sections(self, broker: str, store: str | None) -> dict[str, dict[str, str | int]]:
+        """The configuration, but for the mode and the route."""
+        sections: dict[str, dict[str, str | int]] = {
+            "broker": {"url": broker},
+            "intake": {"queue": f"{self.tag}delays", "prefetch": self.prefetch},
+            "refused": {"queue": f"{self.tag}delays.refused"},
+            "native": {"due_queue": f"{self.tag}delays.due"},
+        }
+        return sections | ({"store": {"url": store, "lanes": self.lanes}} if store else {})
+
+    @property
+    def _routes(self) -> list[dict[str, str]]:
+        return [{"from": f"{self.tag}delayer.in", "to": f"{self.tag}delayer.out"}]
+
     @cached_property
     def environ(self) -> dict[str, str]:
         """The configuration of its daemons."""
-        environ = {
-            "MODE": self.mode,
-            "BROKER__URL": self.via_broker or self.broker,
-            "INTAKE__QUEUE": f"{self.tag}delays",
-            "INTAKE__PREFETCH": str(self.prefetch),
-            "REFUSED__QUEUE": f"{self.tag}delays.refused",
-            "NATIVE__DUE_QUEUE": f"{self.tag}delays.due",
-            "ROUTE": json.dumps([{"from": f"{self.tag}delayer.in", "to": f"{self.tag}delayer.out"}]),
-        }
-        if self.store:
-            environ |= {"STORE__URL": self.via_store or self.store, "STORE__LANES": str(self.lanes)}
-        return environ
+        sections = self._sections(self.via_broker or self.broker, self.store and (self.via_store or self.store))
+        keys = {f"{name}__{key}".upper(): str(value) for name, of in sections.items() for key, value in of.items()}
+        return {"MODE": self.mode, "ROUTE": json.dumps(self._routes), **keys}
 
     @cached_property
     def settings(self) -> Settings:
-        tables: dict[str, object] = {
-            "mode": self.mode,
-            "broker": {"url": self.broker},
-            "intake": {"queue": f"{self.tag}delays"},
-            "refused": {"queue": f"{self.tag}delays.refused"},
-            "native": {"due_queue": f"{self.tag}delays.due"},
-            "route": [{"from": f"{self.tag}delayer.in", "to": f"{self.tag}delayer.out"}],
-        }
-        if self.store:
-            tables["store"] = {"url": self.store, "lanes": self.lanes}
-        return Settings.model_validate(tables)
+        sections = self._sections(self.broker, self.store)
+        return Settings.model_validate({"mode": self.mode, "route": self._routes, **sections})
 
     async def declare(self) -> Self:
         """The topology, before any daemon does it, so that messages can be there first."""
@@ -115,6 +111,14 @@ class Place:
         async with DaemonProcess(environ) as daemon:
             self.daemons.append(daemon)
             yield daemon
+
+    @asynccontextmanager
+    async def working(self, **more: str) -> AsyncIterator[DaemonProcess]:
+        """A daemon that is ready. If it still runs at the end it is stopped in order."""
+        async with self.daemon(**more) as daemon:
+            yield await daemon.ready()
+            if daemon.running:
+                assert await daemon.stop() == 0, daemon.tail()
 
     async def delayer(self, *words: str, **more: str) -> str:
         """A command of the command line, with the configuration of its daemons. Fails unless it ends with 0."""

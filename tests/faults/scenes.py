@@ -104,11 +104,9 @@ class Play:
     async def _prepare(self) -> None:
         """Have the messages parked and compacted, with nobody at work."""
         # One lane, so that the messages make one segment, in however many batches they are parked.
-        async with self.place.daemon(STORE__LANES="1") as daemon:
-            await daemon.ready()
+        async with self.place.working(STORE__LANES="1"):
             await self._publish()
             await eventually(self.place.rows, lambda rows: rows == self.row.messages)
-            assert await daemon.stop() == 0, daemon.tail()
         assert await self.place.compact() == 1
 
     async def _publish(self) -> None:

@@ -96,8 +96,7 @@ async def test_a_store_whose_clock_goes_back_at_a_failover(postgres: Postgres, v
     await connection.execute(f'ALTER DATABASE "{name}" SET search_path = public, pg_catalog')
     place = await Place("store", vhost, store).declare()
     try:
-        async with place.ledger(SEED + 2) as ledger, place.daemon() as daemon:
-            await daemon.ready()
+        async with place.ledger(SEED + 2) as ledger, place.working() as daemon:
             await ledger.publish(1_000, longest_ms=6_000, absolute=True)
             await ledger.until(lambda: ledger.total() > 300)
             await connection.execute("UPDATE public.skew SET ms = $1", -BACK_MS)

@@ -50,13 +50,10 @@ async def killed(place: Place, to: str, *faults: str) -> None:
 async def test_killed_at_every_step_there_and_back(vhost: str, store: str) -> None:
     place = await Place("native", vhost, store).declare()
     async with place.ledger(SEED) as ledger:
-        async with place.daemon(MODE="store") as daemon:
-            await daemon.ready()
+        async with place.working(MODE="store"):
             await ledger.publish(MESSAGES, delay_ms=DELAY_MS, absolute=True)
             await eventually(place.rows, lambda rows: rows == MESSAGES)
-            assert await daemon.stop() == 0
-        async with place.daemon() as daemon:
-            await daemon.ready()
+        async with place.working():
             # Each goes on where the one before died, and dies in its second portion.
             await killed(
                 place, "native", "drain.taken:2", "publish.written:2", "drain.published:2", "drain.committed:2"
@@ -74,7 +71,6 @@ async def test_killed_at_every_step_there_and_back(vhost: str, store: str) -> No
             assert ledger.total() == 0
             await ledger.all_back(timeout=90)
             await eventually(place.standing, lambda standing: not standing)
-            assert await daemon.stop() == 0
         verdict = await place.settle_accounts(ledger)
     counters = await place.conserved()
     print(verdict, counters)

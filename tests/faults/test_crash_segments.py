@@ -91,11 +91,9 @@ async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str
     place = await Place("store", vhost, store).declare()
     chance = random.Random(SEED)
     async with place.ledger(SEED) as ledger:
-        async with place.daemon() as daemon:
-            await daemon.ready()
+        async with place.working():
             await ledger.publish(MESSAGES, delay_ms=15_000, absolute=True)
             await eventually(place.rows, lambda rows: rows == MESSAGES)
-            assert await daemon.stop() == 0, daemon.tail()
         made = await place.compact(OF_A_SEGMENT)
         assert made >= MESSAGES // OF_A_SEGMENT
         for life in range(KILLS):

@@ -52,8 +52,7 @@ async def test_publish_arrived_but_not_its_confirm_twice_same_id(
     async with Proxy(rabbitmq.port) as proxy, AsyncExitStack() as stack:
         place = await Place("store", vhost, store, via_broker=rabbitmq.url(name, port=proxy.port), lanes=1).declare()
         ledger = await stack.enter_async_context(place.ledger())
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
+        daemon = await stack.enter_async_context(place.working())
         # So that the lane's publisher knows the exchange and has its channel: the next publish asks nothing first.
         await ledger.publish(20, delay_ms=500, absolute=True)
         await ledger.all_back()

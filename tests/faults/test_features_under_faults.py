@@ -1,5 +1,6 @@
 """Keys, cancels, retries, takeovers, the border between cascade and store, limited rates, and what comes too late, each
-while a handful of faults strikes: every number is judged by its feature's own rule (tests/faults/features)."""
+while a handful of faults strikes: every number is judged by its feature's own rule (tests/faults/features). A daemon
+with a bug in a feature must not pass."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.support.account import Verdict
 from tests.support.flow import flowing
 from tests.support.servers import Postgres, RabbitMQ
 
-SEED = 7_000
+SEED, BUGS_SEED = 7_000, 7_600
 STORE, NATIVE = MODES = ("store", "native")
 Servers = tuple[RabbitMQ, Postgres]
 LONG = pytest.mark.long
@@ -243,3 +244,92 @@ async def test_late_messages_are_held(mode: str, servers: Servers, tmp_path: Pat
         ledger.verdict().assert_kept(repeats=True)
         ledger.verdict().assert_apart()
         assert not (unmarked := overdue.unmarked(ledger.account)), f"copies that nothing marks: {unmarked[:10]}"
+
+
+# ---- the harnesses themselves: a daemon with a bug in a feature must not pass
+
+
+@LONG
+async def test_a_message_that_replaces_nothing_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
+    async with opened(rabbitmq, postgres, tmp_path, keys.Keyed, seed=BUGS_SEED, daemons=1, bug="keyless") as fleet:
+        await fleet.ledger.publish(keys.KEYS, delay_ms=peace.HOUR_MS)
+        judgement = await peace.keys_waiting(fleet, [])
+        with pytest.raises(AssertionError, match=f"{keys.KEYS} came though they were replaced"):
+            judgement.assert_kept()
+
+
+@LONG
+async def test_a_cancel_that_is_only_said_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
+    async with opened(
+        rabbitmq, postgres, tmp_path, cancels.Cancelling, seed=BUGS_SEED, daemons=1, bug="deaf to cancels"
+    ) as fleet:
+        judgement = await peace.cancelled_in_peace(fleet, 2.0)
+        with pytest.raises(AssertionError, match="came though cancelled"):
+            judgement.assert_kept()
+
+
+@LONG
+@pytest.mark.parametrize("mode", ["store", "native"])
+@pytest.mark.parametrize(("bug", "broken"), [("impatient", "before their pause"), ("once more", "came too often")])
+async def test_a_retry_too_soon_or_too_often_is_found(
+    mode: str, bug: str, broken: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+) -> None:
+    if mode == "native" and bug == "impatient":
+        pytest.skip("the cascade has whole seconds: half of 1.2 s is one")
+    environ = retries.ENVIRON
+    async with opened(
+        rabbitmq, postgres, tmp_path, retries.Failing, mode=mode, seed=BUGS_SEED, environ=environ, bug=bug
+    ) as fleet:
+        judgement = await peace.retried_in_peace(fleet, 60)
+        with pytest.raises(AssertionError, match=broken):
+            judgement.assert_kept()
+
+
+@LONG
+async def test_a_takeover_with_too_short_delays_is_found(
+    rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+) -> None:
+    environ = foreign.ENVIRON
+    async with opened(
+        rabbitmq, postgres, tmp_path, foreign.Foreign, seed=BUGS_SEED, environ=environ, bug="hurried"
+    ) as fleet:
+        await fleet.ledger.publish(100, longest_ms=3_000)
+        await fleet.ledger.all_back()
+        with pytest.raises(AssertionError, match="early"):
+            fleet.ledger.verdict().assert_kept()
+
+
+@LONG
+async def test_early_messages_at_park_beyond_are_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
+    environ = {"STORE__PARK_BEYOND": "2s"}
+    async with opened(rabbitmq, postgres, tmp_path, seed=BUGS_SEED, environ=environ, bug="at the border") as fleet:
+        await fleet.ledger.publish(100, longest_ms=4_000)
+        await fleet.ledger.all_back()
+        with pytest.raises(AssertionError, match="early"):
+            fleet.ledger.verdict().assert_kept()
+
+
+@LONG
+async def test_twice_the_rate_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
+    environ = rates.ENVIRON
+    async with (
+        opened(rabbitmq, postgres, tmp_path, seed=BUGS_SEED, environ=environ, bug="unlimited") as fleet,
+        rates.paced(fleet, BUGS_SEED) as flood,
+    ):
+        with pytest.raises(AssertionError, match="faster than it may"):
+            await peace.flooded_in_peace(fleet, flood, 3_000)
+
+
+@LONG
+@pytest.mark.parametrize("mode", ["store", "native"])
+@pytest.mark.parametrize(
+    ("bug", "found"), [("never too late", "came after the limit"), ("lenient at intake", "came though they were")]
+)
+async def test_late_messages_are_found(
+    mode: str, bug: str, found: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+) -> None:
+    environ = overdue.ENVIRON
+    async with opened(rabbitmq, postgres, tmp_path, mode=mode, seed=BUGS_SEED, environ=environ, bug=bug) as fleet:
+        judgement = await overdue.late_in_peace(fleet, 50)
+        with pytest.raises(AssertionError, match=found):
+            judgement.assert_kept()

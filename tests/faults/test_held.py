@@ -157,8 +157,7 @@ async def test_a_full_refused_queue_stops_nobody(rabbitmq: RabbitMQ, vhost_name:
     limit |= {"definition": {"max-length": 1, "overflow": "reject-publish"}}
     rabbitmq.api("PUT", f"/api/policies/{vhost_name}/full", limit)
     bad = [b"bad %d" % number for number in range(20)]
-    async with place.ledger() as ledger, place.daemon() as daemon, await Raw.connect(place.broker) as raw:
-        await daemon.ready()
+    async with place.ledger() as ledger, place.working() as daemon, await Raw.connect(place.broker) as raw:
         props = Props(headers=((b"x-delay", VOID),), delivery_mode=2)
         waiting = list(bad)
         while not any(event["event"] == "consuming interrupted" for event in daemon.events):

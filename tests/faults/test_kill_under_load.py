@@ -113,16 +113,13 @@ async def test_no_delivery_limit_takes_messages_away(
         if queue == "delays":
             await ledger.publish(HELD, longest_ms=500)
         else:
-            async with place.daemon() as daemon:
-                await daemon.ready()
+            async with place.working():
                 await ledger.publish(HELD, delay_ms=4_000)
                 await place.ready(0)
-                assert await daemon.stop() == 0, daemon.tail()
             await place.ready(HELD, queue)
         async with Proxy(rabbitmq.port) as proxy:
             url = vhost.replace(f":{rabbitmq.port}", f":{proxy.port}")
             for _ in range(LOSSES):
                 await take_and_lose(url, proxy, queue, 20.0, messages=HELD)
-        async with place.daemon() as daemon:
-            await daemon.ready()
+        async with place.working():
             await place.ended(ledger, redelivered=True)

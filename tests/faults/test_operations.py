@@ -44,28 +44,23 @@ async def test_a_restored_backup_holds_what_has_gone_out(
     name, dump = store.rpartition("/")[2], str(tmp_path / "delayer.dump")
     where = ["--host", ports.HOST, "--port", str(postgres.port), "--username", SUPERUSER]
     async with place.ledger(SEED) as ledger:
-        async with place.daemon() as daemon:
-            await daemon.ready()
+        async with place.working():
             await ledger.publish(300, delay_ms=15_000)
             await ledger.publish(1_000, delay_ms=60_000)
             await eventually(place.rows, lambda rows: rows == 1_300)
             await run(postgres.programs / "pg_dump", *where, "--format=custom", f"--file={dump}", name)
             await ledger.until(lambda: ledger.total() == 300)
-            assert await daemon.stop() == 0, daemon.tail()
         await asyncio.to_thread(postgres.drop_database, name)
         await run(postgres.programs / "pg_restore", *where, "--create", "--dbname=postgres", dump)
         assert await place.rows() == 1_300
         await place.delayer("db", "skip-ids")
         await asyncio.sleep(2.0)  # not to wait for anything: they are to be late
-        async with place.daemon(ROUTE=HOLD_LATE) as daemon:
-            await daemon.ready()
+        async with place.working(ROUTE=HOLD_LATE):
             await eventually(lambda: held(place), lambda count: count == 300)
             assert ledger.total() == 300
             await place.delayer("held", "drop", "--all", "--yes")
-            assert await daemon.stop() == 0, daemon.tail()
-        async with place.daemon() as daemon:
+        async with place.working():
             await ledger.all_back(timeout=90)
-            assert await daemon.stop() == 0, daemon.tail()
         (await place.settle_accounts(ledger)).assert_kept()
 
 
@@ -86,8 +81,7 @@ async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -
         await asyncio.to_thread(add_template, postgres, "store")
         place = await Place("store", vhost, postgres.url("store")).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED + 1))
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
+        daemon = await stack.enter_async_context(place.working())
         await ledger.publish(1_000, delay_ms=90_000)
         copy = Standby(postgres)
         stack.callback(copy.close)
@@ -107,17 +101,14 @@ async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -
         place = replace(place, store=copy.url("store"))
         await place.delayer("db", "skip-ids")
         await asyncio.sleep(2.0)  # not to wait for anything: they are to be late
-        async with place.daemon(ROUTE=HOLD_LATE) as daemon:
-            await daemon.ready()
+        async with place.working(ROUTE=HOLD_LATE):
             await eventually(lambda: held(place), lambda count: count == 700)
             dropped = await place.delayer("held", "drop", "--due-before", crash, "--yes")
             assert "Dropped: 500." in dropped, dropped
-            assert await daemon.stop() == 0, daemon.tail()
         await place.delayer("held", "retry", "--all", "--yes")
-        async with place.daemon() as daemon:
+        async with place.working():
             await ledger.until(lambda: ledger.total() == 700)
             await ledger.all_back(timeout=120)
-            assert await daemon.stop() == 0, daemon.tail()
         (await place.settle_accounts(ledger)).assert_kept(redelivered=True)
 
 

@@ -86,16 +86,14 @@ async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, 
         await asyncio.to_thread(rabbitmq.start)
         place = await Place("store", rabbitmq.url(rabbitmq.add_vhost()), store).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED))
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
+        daemon = await stack.enter_async_context(place.working())
         await ledger.publish(100, longest_ms=500)
         await ledger.all_back()
         await daemon.stop()
         for delay_ms in (0, 5_000) * 5:
             await ledger.publish(500, delay_ms=delay_ms)
         await asyncio.to_thread(rabbitmq.ctl, "set_vm_memory_high_watermark", "0.0000001")
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
+        daemon = await stack.enter_async_context(place.working())
         await eventually(place.rows, lambda rows: rows == 5_000, timeout=30)
         assert ledger.total() == 100, "released while the broker takes nothing"
         assert "memory" in (await daemon.event("broker blocked"))["reason"]
@@ -113,8 +111,7 @@ async def test_a_slow_broker_stops_releasing_not_parking(
     async with Proxy(rabbitmq.port) as proxy, AsyncExitStack() as stack:
         place = await Place("store", vhost, store, via_broker=via(rabbitmq, vhost, proxy)).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED + 3))
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
+        daemon = await stack.enter_async_context(place.working())
         await ledger.publish(100, longest_ms=500)
         await ledger.all_back()
         before, parked_before = megabytes(daemon), await parked(place)
@@ -155,8 +152,7 @@ async def test_ten_times_more_than_the_store_can_take(
         proxy = await stack.enter_async_context(Proxy(postgres.port))
         place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED + 1))
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
+        daemon = await stack.enter_async_context(place.working())
         await overloaded(seconds, place, proxy, ledger, daemon)
         await place.ended(ledger, repeats=True)
 
@@ -205,8 +201,7 @@ async def test_a_lost_store_gives_deliveries_back(
     async with Proxy(postgres.port) as proxy, AsyncExitStack() as stack:
         place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED + 2))
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
+        await stack.enter_async_context(place.working())
         await ledger.publish(100, longest_ms=500)
         await ledger.all_back()
         proxy.slow(bytes_per_second=20_000)  # so that there is something in hand when it dies
@@ -237,8 +232,7 @@ async def large_scene(
     proxy = await stack.enter_async_context(Proxy(postgres.port))
     place = await Place("store", rabbitmq.url(vhost), store, via_store=via(postgres, store, proxy)).declare()
     destination(rabbitmq, vhost)
-    daemon = await stack.enter_async_context(place.daemon(**more))
-    await daemon.ready()
+    daemon = await stack.enter_async_context(place.working(**more))
     return place, daemon, proxy, await stack.enter_async_context(await Raw.connect(place.broker))
 
 

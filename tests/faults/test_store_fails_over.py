@@ -59,8 +59,7 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
             "store", vhost, primary.url("store"), via_store=primary.url("store", port=proxy.port)
         ).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED))
-        daemon = await stack.enter_async_context(place.daemon())
-        await daemon.ready()
+        daemon = await stack.enter_async_context(place.working())
         await ledger.publish(2_000, delay_ms=4_000)
         await eventually(place.rows, lambda rows: rows == 2_000)
         await place.ready(0)
@@ -146,8 +145,7 @@ async def test_settings_of_the_database_have_no_effect(
     nothing of it, may only read now, and is cancelled after a millisecond."""
     place = await Place("store", vhost, store).declare()
     database = urlsplit(store).path.lstrip("/")
-    async with place.ledger(SEED + 2) as ledger, place.daemon() as daemon:
-        await daemon.ready()
+    async with place.ledger(SEED + 2) as ledger, place.working() as daemon:
         await ledger.publish(1_000, longest_ms=3_000)
         for name, value in CONTRARY.items():
             await asyncio.to_thread(postgres.execute, f"ALTER DATABASE \"{database}\" SET {name} = '{value}'")
