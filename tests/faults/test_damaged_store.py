@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-import asyncpg
 import pytest
 
 from delayer.core.segment import Broken, Restored
@@ -65,12 +64,6 @@ async def fill_days(url: str) -> None:
         await compact(admin, rows=50)
         await put(admin, [row(1, FIRST_DAY * DAY_MS)])
         await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone') ON CONFLICT DO NOTHING")
-
-
-async def listed_ids(admin: asyncpg.Connection, segment: int) -> list[int]:
-    table = await catalog.read(admin, segment)
-    assert table is not None
-    return list(table["id"].to_pylist())
 
 
 async def place(url: str, relation: str, page: int) -> str:

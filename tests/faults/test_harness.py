@@ -19,7 +19,6 @@ from tests.support.verdict import Verdict
 
 SEED = 6_000
 MESSAGES = 1_000
-BEGUN_MS = 1_700_000_000_000.0
 
 
 @asynccontextmanager

@@ -222,8 +222,7 @@ def deaf_to_cancels() -> None:
     park = PostgresStore.park
 
     async def broken(self: PostgresStore, lane: Any, parcels: Any, cancels: Collection[bytes]) -> Any:
-        taken = await park(self, lane, parcels, [])
-        return taken._replace(keys=taken.keys | frozenset(cancels))
+        return await park(self, lane, parcels, []) | frozenset(cancels)
 
     PostgresStore.park = broken  # type: ignore[method-assign]
 
