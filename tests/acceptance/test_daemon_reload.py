@@ -26,10 +26,9 @@ def check_all(inbox: Inbox, bodies: list[bytes]) -> None:
         assert arrival.at_ms >= arrival.due_ms
 
 
-async def test_a_bad_file_changes_nothing(place: Place, postgres: Postgres, schema: str, tmp_path: Path) -> None:
-    config = tmp_path / "delayer.toml"
-    store = {"store": {"url": secret_store_url(postgres, schema)}}
-    place.write(config, "store", store)
+async def test_a_bad_file_changes_nothing(place: Place, store: str, tmp_path: Path) -> None:
+    config, sections = tmp_path / "delayer.toml", {"store": {"url": store}}
+    place.write(config, "store", sections)
     async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
         inbox = await raw.inbox("inbox")
         await daemon.ready()
@@ -47,7 +46,7 @@ async def test_a_bad_file_changes_nothing(place: Place, postgres: Postgres, sche
             await inbox.got(sent)
             assert by_store(inbox.only(message.body))
 
-        place.write(config, "nativ", {"intake": {"max_delay": 7}, **store})
+        place.write(config, "nativ", {"intake": {"max_delay": 7}, **sections})
         await refused_because("mode", "nativ", "intake.max_delay", str(config))
         config.write_text("mode = \n")
         await refused_because(str(config), "line 1")
@@ -57,7 +56,7 @@ async def test_a_bad_file_changes_nothing(place: Place, postgres: Postgres, sche
         await refused_because("store.url")
 
         seen = len(daemon.events)
-        place.write(config, "native", {"intake": {"queue": "other"}, **store})
+        place.write(config, "native", {"intake": {"queue": "other"}, **sections})
         daemon.reload()
         assert (await daemon.event("restart needed", after=seen))["keys"] == ["intake.queue"]
         await daemon.event("mode switched", after=seen)
@@ -109,12 +108,9 @@ async def test_a_first_store_is_taken_up_once_it_is_fit(
         assert_no_secret(daemon)
 
 
-async def test_park_beyond_splits_short_from_long(
-    place: Place, postgres: Postgres, schema: str, tmp_path: Path
-) -> None:
+async def test_park_beyond_splits_short_from_long(place: Place, store: str, tmp_path: Path) -> None:
     config = tmp_path / "delayer.toml"
-    url = secret_store_url(postgres, schema)
-    place.write(config, "store", {"store": {"url": url, "park_beyond": "1500ms"}})
+    place.write(config, "store", {"store": {"url": store, "park_beyond": "1500ms"}})
     async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
         inbox = await raw.inbox("inbox")
         await daemon.ready()
@@ -123,7 +119,7 @@ async def test_park_beyond_splits_short_from_long(
         await inbox.got(message.body for message in split)
         for message in split:
             assert by_store(inbox.only(message.body)) == message.body.startswith(b"long")
-        place.write(config, "store", {"store": {"url": url}})
+        place.write(config, "store", {"store": {"url": store}})
         daemon.reload()
         await daemon.event("reloaded")
         await raw.publish(delayed("short, parked now", 900))

@@ -126,6 +126,10 @@ def test_a_queue_that_appears_before_the_message_is_due(any_world: World) -> Non
     assert arrival.at_ms >= arrival.due_ms
 
 
+async def strays(config: Path) -> list[dict[str, Any]]:
+    return list(json.loads(await command(config, "strays", "list", "--json"))["messages"])
+
+
 async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place, tmp_path: Path) -> None:
     """Somebody took the binding of the due queue away: the message is seen, and put back on its way."""
     config = tmp_path / "delayer.toml"
@@ -138,14 +142,11 @@ async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place,
         place.rabbitmq.api("DELETE", unbind)
         await raw.publish(delayed("lost on the way", 1_000))
 
-        async def listed() -> list[dict[str, Any]]:
-            return list(json.loads(await command(config, "strays", "list", "--json"))["messages"])
-
-        [row] = await eventually(listed, lambda rows: len(rows) == 1)
+        [row] = await eventually(lambda: strays(config), lambda rows: len(rows) == 1)
         assert row["reason"] == "the broker found no queue for it at the end of the cascade"
         assert await command(config, "strays", "retry", row["id"]) == "On their way again: 1.\n"
         await inbox.got([b"lost on the way"])
-        assert await listed() == []
+        assert await strays(config) == []
         assert await daemon.stop() == 0
 
 
@@ -161,10 +162,7 @@ async def test_after_ten_attempts_it_waits_for_a_person(place: Place, tmp_path: 
         await daemon.ready()
         await raw.publish(Message("", b"delays.due", edits.enveloped(parcel, b"0815", held), parcel.body))
 
-        async def listed() -> list[dict[str, Any]]:
-            return list(json.loads(await command(config, "strays", "list", "--json"))["messages"])
-
-        [row] = await eventually(listed, lambda rows: len(rows) == 1)
+        [row] = await eventually(lambda: strays(config), lambda rows: len(rows) == 1)
         assert (row["id"], row["attempts"], row["kind"]) == ("0815", 10, "closed_channel")
         place.things.exchange("missing")
         place.things.bind("missing", "inbox")

@@ -39,8 +39,7 @@ def inventory(rabbitmq: RabbitMQ, vhost: str) -> dict[str, Any]:
 
 
 async def publish(vhost: str, queue: str, body: bytes = b"x") -> None:
-    connection = await aio_pika.connect(vhost)
-    async with connection, connection.channel() as channel:
+    async with await aio_pika.connect(vhost) as connection, connection.channel() as channel:
         message = aio_pika.Message(body, delivery_mode=aio_pika.DeliveryMode.PERSISTENT)
         await channel.default_exchange.publish(message, queue)
 
@@ -113,8 +112,7 @@ async def test_an_address_of_199_bytes_can_be_bound(vhost: str) -> None:
 
 
 async def test_a_queue_that_another_connection_owns_exists_and_has_no_depth(vhost: str) -> None:
-    other = await aio_pika.connect(vhost)
-    async with other, await Admin.connect(vhost) as admin:
+    async with await aio_pika.connect(vhost) as other, await Admin.connect(vhost) as admin:
         await (await other.channel()).declare_queue("theirs", exclusive=True)
         assert await admin.queue_exists("theirs")
         assert await admin.depths(["theirs"]) == {"theirs": None}
@@ -185,8 +183,7 @@ async def test_a_message_that_slips_in_stops_the_removal_there(
 
 
 async def test_a_consumer_keeps_everything_standing(vhost: str) -> None:
-    other = await aio_pika.connect(vhost)
-    async with other, await Admin.connect(vhost) as admin:
+    async with await aio_pika.connect(vhost) as other, await Admin.connect(vhost) as admin:
         await admin.declare(intake_topology())
         queue = await (await other.channel()).get_queue("delays")
         await queue.consume(ignore)

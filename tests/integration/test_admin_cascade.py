@@ -77,8 +77,7 @@ class Bench:
 @asynccontextmanager
 async def bench(vhost: str, kind: str, *addresses: str) -> AsyncIterator[Bench]:
     cascade = Cascade(kind)  # type: ignore[arg-type]
-    connection = await aio_pika.connect(vhost)
-    async with connection, await Admin.connect(vhost) as admin:
+    async with await aio_pika.connect(vhost) as connection, await Admin.connect(vhost) as admin:
         await admin.declare(cascade.topology() + Topology(queues=tuple(Queue(name, QUORUM) for name in addresses)))
         channel = await connection.channel(on_return_raises=True)
         inboxes = {}
@@ -137,8 +136,7 @@ async def test_strays_are_set_aside_and_stop_nobody(vhost: str) -> None:
 
 @pytest.mark.parametrize("exchange", ["delayer.in", ""])
 async def test_messages_that_expire_in_the_intake_queue_are_refused(vhost: str, exchange: str) -> None:
-    connection = await aio_pika.connect(vhost)
-    async with connection, await Admin.connect(vhost) as admin:
+    async with await aio_pika.connect(vhost) as connection, await Admin.connect(vhost) as admin:
         await admin.declare(intake_topology())
         channel = await connection.channel()
         # A CC header would route an expired message to its own keys again, were the refused exchange not a fanout.

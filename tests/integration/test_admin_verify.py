@@ -36,8 +36,7 @@ def everything(rabbitmq: RabbitMQ, vhost: str) -> list[Any]:
 
 
 async def on_channel(vhost: str, action: Break) -> None:
-    connection = await aio_pika.connect(vhost)
-    async with connection, connection.channel() as channel:
+    async with await aio_pika.connect(vhost) as connection, connection.channel() as channel:
         await action(channel)
 
 

@@ -65,8 +65,7 @@ EXCHANGES = [*(kind + suffix for kind in KINDS for suffix in ("", "-alt", "-deaf
 
 async def test_every_answer_is_what_the_broker_does(rabbitmq: RabbitMQ, vhost: str) -> None:
     pairs = list(itertools.product(EXCHANGES, (*KEYS, "somewhere")))
-    connection = await aio_pika.connect(vhost)
-    async with connection:
+    async with await aio_pika.connect(vhost) as connection:
         channel = await connection.channel(on_return_raises=True)
         await topology(channel)
         before = await depth(channel)
@@ -90,8 +89,7 @@ async def depth(channel: AbstractChannel) -> int | None:
 
 
 async def test_missing_closed_and_header_dependent_destinations(rabbitmq: RabbitMQ, vhost: str) -> None:
-    connection = await aio_pika.connect(vhost)
-    async with connection:
+    async with await aio_pika.connect(vhost) as connection:
         channel = await connection.channel()
         await topology(channel)
         queue = await channel.get_queue("somewhere")
@@ -120,8 +118,7 @@ async def test_missing_closed_and_header_dependent_destinations(rabbitmq: Rabbit
 
 async def test_an_alternate_by_policy_counts(rabbitmq: RabbitMQ, vhost: str) -> None:
     name = quote(urlsplit(vhost).path[1:], safe="")
-    connection = await aio_pika.connect(vhost)
-    async with connection:
+    async with await aio_pika.connect(vhost) as connection:
         await topology(await connection.channel())
         definition = {"pattern": "^direct", "apply-to": "exchanges", "definition": {"alternate-exchange": "last"}}
         rabbitmq.api("PUT", f"/api/policies/{name}/spare", definition)
@@ -132,8 +129,7 @@ async def test_an_alternate_by_policy_counts(rabbitmq: RabbitMQ, vhost: str) -> 
 
 
 async def test_without_the_management_api_only_what_is_missing_is_known(vhost: str) -> None:
-    connection = await aio_pika.connect(vhost)
-    async with connection:
+    async with await aio_pika.connect(vhost) as connection:
         await topology(await connection.channel())
     asked = await ask(vhost, None, [target("topic", "a"), target("nowhere", "a"), target("", "somewhere")])
     assert [answer.verdict for _, answer in asked.routes] == [Verdict.ROUTED, Verdict.MISSING, Verdict.UNKNOWN]
@@ -180,8 +176,7 @@ async def test_the_soonest_are_asked_first_and_the_rest_is_told(rabbitmq: Rabbit
 
 
 async def test_thousands_of_keys_of_one_exchange_are_one_look(rabbitmq: RabbitMQ, vhost: str) -> None:
-    connection = await aio_pika.connect(vhost)
-    async with connection:
+    async with await aio_pika.connect(vhost) as connection:
         await topology(await connection.channel())
     targets = [target("topic-gone", f"{'a' if n % 2 else 'c'}.{n}") for n in range(50_000)]
     asked = await ask(vhost, rabbitmq.management_url, targets, Limits(seconds=20))

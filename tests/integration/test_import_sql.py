@@ -52,6 +52,10 @@ class Source:
     kind: str
     url: str
 
+    def quoted(self, name: str) -> str:
+        quote = '"' if self.kind == "postgresql" else "`"
+        return f"{quote}{name}{quote}"
+
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[AsyncConnection]:
         engine = create_async_engine(database_url(self.url))
@@ -66,16 +70,14 @@ class Source:
             await connection.execute(text(CREATE[self.kind].format(name=name)))
 
     async def put(self, name: str, rows: list[dict[str, Any]]) -> None:
-        quote = '"' if self.kind == "postgresql" else "`"
-        columns = ", ".join(f"{quote}{one}{quote}" for one in rows[0])
+        columns = ", ".join(map(self.quoted, rows[0]))
         values = ", ".join(f":{one}" for one in rows[0])
         async with self.connected() as connection:
-            await connection.execute(text(f"INSERT INTO {quote}{name}{quote} ({columns}) VALUES ({values})"), rows)
+            await connection.execute(text(f"INSERT INTO {self.quoted(name)} ({columns}) VALUES ({values})"), rows)
 
     async def rows(self, name: str) -> list[tuple[Any, ...]]:
-        quote = '"' if self.kind == "postgresql" else "`"
         async with self.connected() as connection:
-            found = await connection.execute(text(f"SELECT * FROM {quote}{name}{quote}"))
+            found = await connection.execute(text(f"SELECT * FROM {self.quoted(name)}"))
             return sorted((tuple(row) for row in found), key=repr)
 
     async def tables(self) -> list[str]:
@@ -214,12 +216,9 @@ async def test_a_row_in_a_timeout_managers_hands_is_passed_over(delayer: Run, so
     await source.create("Sales_TimeoutData")
     await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(10)])
     call = run_of(delayer, source)
-    quote = '"' if source.kind == "postgresql" else "`"
+    delete = text(f"DELETE FROM {source.quoted('Sales_TimeoutData')} WHERE {source.quoted('Id')} = :id")
     async with source.connected() as manager:
-        await manager.execute(
-            text(f"DELETE FROM {quote}Sales_TimeoutData{quote} WHERE {quote}Id{quote} = :id"),
-            {"id": source.timeout(3, NOON)["Id"]},
-        )
+        await manager.execute(delete, {"id": source.timeout(3, NOON)["Id"]})
         assert call("run")["parked"] == 9
         await manager.rollback()
     assert call("run")["parked"] == 1

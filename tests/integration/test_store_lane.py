@@ -158,17 +158,6 @@ async def test_an_adopter_waits_for_parks_in_flight(database: str) -> None:
         await adopted.release()
 
 
-async def test_rows_put_there_by_hand_are_found_by_looking_back(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_upper_ms() + 3_600_000, b"moved")], [])
-        await release_all(lane)
-        await admin.execute("UPDATE message SET due_at = now() - interval '40 days'")
-        assert await lane.sleep_hint() == 60.0
-        await lane.scan()
-        assert await lane.sleep_hint() == 0.0
-        assert bodies(await release_all(lane)) == [b"moved"]
-
-
 async def test_a_stepped_clock_moves_the_watermark_to_the_beginning(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms() + 3_600_000, b"hidden")], [])
