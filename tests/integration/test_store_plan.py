@@ -326,7 +326,7 @@ DUE = 1_000
 
 
 async def test_a_claim_reads_no_more_beside_the_backlog_of_a_limited_route(server: Postgres) -> None:
-    """A million rows are due in the lane of the route; a claim of another lane reads as many pages as without them."""
+    """A million rows are due in the lane of the route; a claim of another lane reads at most twice as many pages."""
     url = server.url(server.add_database())
     await upgrades.upgrade(url)
     async with sql(url) as admin:
@@ -339,8 +339,8 @@ async def test_a_claim_reads_no_more_beside_the_backlog_of_a_limited_route(serve
         await admin.execute(of_the_route, BACKLOG, 5)
         await admin.execute("ANALYZE")
         beside = await pages_of_a_claim(admin)
-    # A claimed row costs the same pages; the index is higher by a level, for each partition that is read.
-    assert beside <= 1.3 * alone, (alone, beside)
+    # A claimed row costs a page more for each further level of the index.
+    assert beside <= 2 * alone, (alone, beside)
 
 
 async def pages_of_a_claim(admin: asyncpg.Connection) -> int:

@@ -101,7 +101,7 @@ async def test_settling(vhost: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vhost_name", "user", "reason"),
+    ("entered", "user", "reason"),
     [
         ("/", "guest:wr0ng", "403 ACCESS_REFUSED"),
         ("missing", "guest:guest", "530 NOT_ALLOWED - vhost missing not found"),
@@ -109,10 +109,10 @@ async def test_settling(vhost: str) -> None:
     ],
     ids=["wrong password", "missing vhost", "forbidden vhost"],
 )
-async def test_a_refused_login(rabbitmq: RabbitMQ, vhost: str, vhost_name: str, user: str, reason: str) -> None:
-    rabbitmq.add_user("outsider", "pw", vhost=vhost.rpartition("/")[2])
+async def test_a_refused_login(rabbitmq: RabbitMQ, vhost_name: str, entered: str, user: str, reason: str) -> None:
+    rabbitmq.add_user("outsider", "pw", vhost=vhost_name)
     with pytest.raises(AccessRefused, match=reason) as found:
-        await Connection.open(rabbitmq.url(vhost_name, user=user), name="wire test")
+        await Connection.open(rabbitmq.url(entered, user=user), name="wire test")
     assert "wr0ng" not in str(found.value)
 
 
