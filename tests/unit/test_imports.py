@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "delayer"
 
 # Modules without a layer of their own: the version.
 FREE = frozenset({"delayer", "delayer.__version__"})
+PURE = frozenset({"core", "headers"})
 # Parts of the standard library that would let the outside world into the core.
 IMPURE = frozenset({"asyncio", "time", "logging"})
 
@@ -32,6 +33,7 @@ def layer(*below: str, never: str = "") -> Layer:
 
 HOUSE: Mapping[str, Layer] = {
     "core": layer(),  # and nothing but the pure part of the standard library
+    "headers": layer(),  # for publishers; the same
     "amqp": layer("core", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     "config": layer("core", "amqp", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     "broker": layer("core", "amqp", never="sqlalchemy asyncpg pyspark"),
@@ -97,8 +99,8 @@ def _complaint_about_layers(name: str, imported: str) -> str | None:
 
 
 def _complaint_about_packages(name: str, package: str) -> str | None:
-    if name == "core" and (package not in sys.stdlib_module_names or package in IMPURE):
-        return f"core imports {package}"
+    if name in PURE and (package not in sys.stdlib_module_names or package in IMPURE):
+        return f"{name} imports {package}"
     if package in HOUSE[name].never or (package in OF_HTTP and name != "http"):
         return f"{name} imports {package}"
     return None
@@ -150,6 +152,7 @@ def test_imports_go_down_only() -> None:
         ("delayer.http.x", "from delayer.broker import admin"),
         ("delayer.release.x", "import starlette"),
         ("delayer.cli.main", "import pyspark"),
+        ("delayer.headers", "import pika"),
         ("delayer.novelty", "import json"),
     ],
 )

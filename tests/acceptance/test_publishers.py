@@ -1,0 +1,44 @@
+"""docs/publishers.md: its Python examples run against a daemon, and do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.acceptance.place import Place
+from tests.acceptance.world import wait_for
+from tests.integration.cli import Run
+from tests.support.daemon import DaemonProcess
+
+PAGE = Path(__file__).parents[2] / "docs" / "publishers.md"
+PIKA, AIO_PIKA = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+
+
+async def run(example: str, url: str) -> str:
+    """Run an example as a program of its own. Returns its output."""
+    program = f"AMQP_URL = {url!r}\n{example}"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    output, _ = await child.communicate()
+    assert child.returncode == 0
+    return output.decode()
+
+
+async def test_the_python_examples_send_replace_and_cancel(place: Place, store: str, delayer: Run) -> None:
+    environ = place.environ("store", store) | {"ROUTE": json.dumps([{"from": "delayer.in", "to": "delayer.out"}])}
+    async with DaemonProcess(environ) as daemon:
+        await daemon.ready()
+        url = place.rabbitmq.url(place.vhost)
+        await run(PIKA, url)
+
+        def waiting() -> list[dict[str, Any]]:
+            return json.loads(delayer("list", "--json", DELAYER_STORE__URL=store).stdout)["messages"]
+
+        found = await wait_for(lambda: len(waiting()) == 2 and waiting())
+        assert [message["due_ms"] for message in found][1:] == [1_893_488_400_000]
+        assert await run(AIO_PIKA, url) == "cancelled\n"
+        assert len(waiting()) == 2
+        assert await daemon.stop() == 0
