@@ -16,7 +16,6 @@ if connection is None:
 
 context.configure(
     connection=connection,
-    target_metadata=context.config.attributes.get("target_metadata"),
     version_table=VERSION_TABLE,
     transaction_per_migration=False,
 )

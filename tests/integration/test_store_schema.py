@@ -1,82 +1,44 @@
-"""The schema upgrades add up to the models."""
+"""Schema upgrades: repeated, at once, and refused."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 
-import asyncpg
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
-from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.pool import NullPool
 
 from delayer.core.errors import StoreLost
-from delayer.store import pool, schema, upgrades
+from delayer.core.hold import HoldKind
+from delayer.store import schema, upgrades
 from delayer.store.admin.stats import overview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
+from delayer.store.rows import partitions
 from tests.integration.test_store_lane import sql
 
-CATALOG = {
-    "columns": """
-        SELECT c.relname, a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attstorage,
-               pg_get_expr(d.adbin, d.adrelid)
-        FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
-        LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
-        WHERE c.relnamespace = current_schema()::regnamespace AND c.relkind IN ('r', 'p')""",
-    "constraints": """
-        SELECT conrelid::regclass::text, conname, pg_get_constraintdef(oid)
-        FROM pg_constraint WHERE connamespace = current_schema()::regnamespace""",
-    "indexes": "SELECT tablename, indexname, indexdef FROM pg_indexes WHERE schemaname = current_schema()",
-    "relations": """
-        SELECT relname, relkind, reloptions, pg_get_partkeydef(oid), pg_get_expr(relpartbound, oid)
-        FROM pg_class WHERE relnamespace = current_schema()::regnamespace AND relkind <> 't'""",
-    "sequences": "SELECT sequencename, data_type::text, increment_by, cache_size FROM pg_sequences",
-}
 
-
-async def catalog(url: str) -> dict[str, list[tuple[object, ...]]]:
-    """Everything that the schema consists of, but the version table."""
-    async with sql(url) as connection:
-        found = {}
-        for name, query in CATALOG.items():
-            rows = [tuple(row) for row in await connection.fetch(query)]
-            found[name] = sorted((r for r in rows if not str(r[0]).startswith(schema.VERSION_TABLE)), key=repr)
-        return found
-
-
-async def on_engine(url: str, work: object) -> object:
-    async def connect() -> asyncpg.Connection:
-        return await pool.connect_plain(url, "test")
-
-    engine = create_async_engine("postgresql+asyncpg://", async_creator=connect, poolclass=NullPool)
-    try:
-        async with engine.begin() as connection:
-            return await connection.run_sync(work)  # type: ignore[arg-type]
-    finally:
-        await engine.dispose()
-
-
-async def test_models_equal_the_sum_of_the_upgrades(database: str) -> None:
-    def partition_or_version(_: object, name: str | None, kind: str, __: bool, ___: object) -> bool:
-        return not (kind == "table" and name in ("message_default", schema.VERSION_TABLE))
-
-    def differences(connection: Connection) -> list[object]:
-        options = {"include_object": partition_or_version, "compare_type": True}
-        return compare_metadata(MigrationContext.configure(connection, opts=options), upgrades.metadata)
-
-    await on_engine(database, upgrades.metadata.create_all)
-    created = await catalog(database)
-    await on_engine(database, upgrades.metadata.drop_all)
+async def test_partitions_of_a_day_have_the_storage_options_of_the_default_one(database: str) -> None:
     await upgrades.upgrade(database)
-    assert await on_engine(database, differences) == []
-    upgraded = await catalog(database)
-    for name, rows in upgraded.items():
-        assert created[name] == rows, name
-        assert rows, name
+    async with sql(database) as connection:
+        await partitions.make(connection, 20_000, 19_999)
+        options = {
+            tuple(sorted(options))
+            for (options,) in await connection.fetch(
+                "SELECT reloptions FROM pg_inherits JOIN pg_class ON oid = inhrelid"
+                " WHERE inhparent = 'message'::regclass"
+            )
+        }
+    assert options == {tuple(sorted(schema.CHURN_OPTIONS.replace(" ", "").split(",")))}
+
+
+async def test_the_store_accepts_every_kind_of_hold(database: str) -> None:
+    await upgrades.upgrade(database)
+    async with sql(database) as connection:
+        check = await connection.fetchval(
+            "SELECT pg_get_constraintdef(oid) FROM pg_constraint WHERE conname = 'held_kind'"
+        )
+    assert set(re.findall(r"'(\w+)'", check)) == {kind.value for kind in HoldKind}
 
 
 async def test_upgrading_twice_at_once_is_upgrading_once(database: str) -> None:
