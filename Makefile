@@ -67,6 +67,14 @@ bench: servers ## rates, lateness and cost beside the ceilings of broker and dat
 bench-quick: servers ## the same in small, without the sections that take minutes
 	@$(PYTHON_OF_VENV) -m bench --quick $(BENCH_ARGS)
 
+.PHONY: dist
+dist: dev ## sdist and wheel in dist/, checked; the same bytes each time
+	@rm -rf dist
+	@$(PYTHON_OF_VENV) -m pip install --quiet --constraint constraints.txt build twine
+	@PIP_CONSTRAINT=constraints.txt $(PYTHON_OF_VENV) -m build --quiet
+	@$(PYTHON_OF_VENV) -m twine check --strict dist/*
+	@sha256sum dist/*
+
 .PHONY: clean
 clean: ## delete .venv and whatever was made here
 	rm -rf .venv dist build .mypy_cache .ruff_cache .hypothesis
