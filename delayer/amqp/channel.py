@@ -26,7 +26,7 @@ from delayer.amqp.errors import (
 from delayer.amqp.framing import WRITE_BYTES, ReturnedMessage
 from delayer.amqp.properties import Properties
 from delayer.core import faultpoint
-from delayer.core.message import CONFIRMED, NACKED, Delivery, Outcome, Outgoing, Returned
+from delayer.core.message import CONFIRMED, NACKED, Delivery, Outcome, Outgoing, Returned, Schedule
 
 TOKEN_HEADER = b"x-delayer-id"
 
@@ -135,7 +135,12 @@ class Confirms:
     def written(self, batch: Batch, offset: int, count: int) -> None:
         """Give the next numbers to ``count`` messages of the batch, from index ``offset`` on."""
         last = self._runs[-1] if self._runs else None
-        if last is not None and last.batch is batch and last.offset + len(last.settled) == offset:
+        if (
+            last is not None
+            and last.batch is batch
+            and last.offset + len(last.settled) == offset
+            and last.first + len(last.settled) == self._next  # No other batch took numbers and is settled by now.
+        ):
             last.settled += bytes(count)
             last.unsettled += count
         else:
@@ -283,9 +288,12 @@ class Channel:
             await self.call(commands.Confirm.Select(), commands.Confirm.SelectOk)
             self._confirms = self._confirms or Confirms()
 
-    async def publish(self, batch: Sequence[Outgoing], *, timeout: float) -> list[Outcome]:
+    async def publish(
+        self, batch: Sequence[Outgoing], *, timeout: float, schedule: Schedule | None = None
+    ) -> list[Outcome]:
         """Publish with the mandatory flag and wait for every confirm. Returns one outcome for each message, in order.
 
+        With a ``schedule`` each message is written when it is due, and ``timeout`` counts from the last instant.
         Several calls may be in flight. Raises HeaderTooLarge and ValueError before it writes anything. Raises
         ChannelClosed (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost if some outcomes are in doubt; the
         error has the known outcomes. A cancelled call leaves the channel usable; the written messages are published.
@@ -301,8 +309,8 @@ class Channel:
         outcomes.add_done_callback(_retrieve)  # A call that is cancelled while it writes never awaits this future.
         waiting = Batch([outgoing.token for outgoing in batch], outcomes)
         try:
-            async with asyncio.timeout(timeout):
-                await self._write_batch(batch, waiting, confirms)
+            async with asyncio.timeout(timeout + (0.0 if schedule is None else schedule.seconds_until(-1))):
+                await self._write_batch(batch, waiting, confirms, schedule)
                 faultpoint.reach("publish.written")
                 return await outcomes
         except TimeoutError:
@@ -328,15 +336,25 @@ class Channel:
             if len(exchange) > 255 or len(routing_key) > 255:
                 raise ValueError(f"message {index} of the batch: exchange and routing key hold 255 bytes each")
 
-    async def _write_batch(self, batch: Sequence[Outgoing], waiting: Batch, confirms: Confirms) -> None:
-        index = 0
+    async def _write_batch(
+        self, batch: Sequence[Outgoing], waiting: Batch, confirms: Confirms, schedule: Schedule | None
+    ) -> None:
+        index, due = 0, len(batch) if schedule is None else 0
         while index < len(batch):
+            while schedule is not None and index == due:
+                due = schedule.end(index)
+                if index == due:
+                    await asyncio.sleep(schedule.seconds_until(index))
+            if self._connection.blocked:
+                await self._connection.unblocked  # The broker would publish what stands in the socket after its alarm.
             await self._connection.drain()
             self._check_open()
-            start = index
-            parts, index = framing.publish(self.number, self._connection.frame_max, batch, start, WRITE_BYTES)
+            start, frame_max = index, self._connection.frame_max
+            parts, index = framing.publish(self.number, frame_max, batch, range(start, due), WRITE_BYTES)
             confirms.written(waiting, start, index - start)
             self._connection.write_parts(parts)
+            if index < len(batch):
+                faultpoint.reach("publish.begun")
 
     async def close(self) -> None:
         """Close and wait at most 5 s for the broker's answer. Unsettled deliveries go back. Idempotent."""

@@ -319,9 +319,9 @@ def header_limit(frame_max: int) -> int:
 
 
 def publish(
-    channel: int, frame_max: int, batch: Sequence[Outgoing], start: int, enough: int
+    channel: int, frame_max: int, batch: Sequence[Outgoing], which: range, enough: int
 ) -> tuple[list[bytes | memoryview], int]:
-    """Frames of mandatory publishes from ``batch[start]`` on, until they have ``enough`` bytes or the batch ends.
+    """Frames of mandatory publishes for the indexes ``which`` of the batch, until they have ``enough`` bytes.
 
     Returns the pieces and the next index. Write the pieces with no other frame of this channel in between.
     The caller must have checked the lengths of names and headers.
@@ -330,8 +330,8 @@ def publish(
     size = 0
     body_max = frame_max - OVERHEAD
     add = parts.append
-    index = start
-    while index < len(batch) and size < enough:
+    index = which.start
+    while index < which.stop and size < enough:
         exchange, routing_key, properties, body, _, _ = batch[index]
         index += 1
         names = len(exchange) + len(routing_key)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from delayer.amqp.edits import Endpoints
 from delayer.core.hold import Hold, Limits
-from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
+from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel, Schedule
 from delayer.core.plan import Policy
 from delayer.core.segment import Restoration
 
@@ -29,9 +29,13 @@ class Publisher(Protocol):
         """The recommended size of a batch now; it is small while many messages are published one by one. A longer batch
         is published too, but is more likely to miss the deadline and be repeated."""
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
         """Publish and wait for every confirm. Returns one outcome for each message, in the order of the batch. Messages
         of one exchange are published in that order.
+
+        With a ``schedule`` each message is published at its instant, in clumps of 2 ms at most. Messages that something
+        is wrong with are published later, up to the last instant of the batch. A cancellation stops the messages that
+        are not due yet.
 
         Raises BrokerLost if an outcome stays unknown. Then the whole batch is in doubt, except for the outcomes that an
         Unconfirmed carries.

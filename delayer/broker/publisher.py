@@ -22,7 +22,7 @@ from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.message import CONFIRMED, Outcome, Outgoing, is_direct_reply
+from delayer.core.message import CONFIRMED, Outcome, Outgoing, Schedule, is_direct_reply
 
 log = structlog.get_logger(__name__)
 
@@ -75,21 +75,22 @@ class AmqpPublisher:
             self._max_properties = connection.frame_max - OVERHEAD
         return self._max_properties
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
         """See ports.Publisher. It waits while the broker blocks publishers.
 
-        Raises Unconfirmed if outcomes are missing ``confirm_timeout`` seconds after the call; BrokerLost.
+        Raises Unconfirmed if outcomes are missing ``confirm_timeout`` seconds after the call, or after the last
+        instant of the ``schedule``; BrokerLost.
         """
         if not batch:
             return []
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout
+        deadline = loop.time() + self._timeout + (0.0 if schedule is None else schedule.seconds_until(-1))
         outcomes: dict[int, Outcome] = {}
         lost: Exception | None = None
         try:
             # This bounds every other wait, such as the opening of a channel.
             async with asyncio.timeout_at(deadline + 0.5):
-                await self._publish(batch, outcomes, deadline)
+                await self._publish(batch, outcomes, deadline, schedule)
         except BrokerLost as error:
             lost = error
         except TimeoutError:
@@ -108,18 +109,26 @@ class AmqpPublisher:
         if channel is not None:
             channel.abandon()
 
-    async def _publish(self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], deadline: float) -> None:
+    async def _publish(
+        self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], deadline: float, schedule: Schedule | None
+    ) -> None:
         """Publish, and enter outcomes as they become known. Silent destinations may leave theirs missing."""
         await self._usable()
         ordinary, separate = self._sorted(batch, outcomes)
-        tasks = [asyncio.create_task(work(batch, indexes, outcomes, deadline)) for work, indexes in separate if indexes]
+
+        async def do(work: _Work, indexes: list[int]) -> None:
+            await _due(schedule, indexes)
+            await work(batch, indexes, outcomes, deadline)
+
+        tasks = [asyncio.create_task(do(work, indexes)) for work, indexes in separate if indexes]
         if tasks:
             await asyncio.sleep(0)  # Then a later confirm proves that the broker answered after these began.
         try:
             if self._isolation.isolating_until > asyncio.get_running_loop().time():
+                await _due(schedule, ordinary)
                 await self._isolation.bisect(batch, list(ordinary), outcomes, deadline)
             else:
-                await self._together(batch, ordinary, outcomes, deadline)
+                await self._together(batch, ordinary, outcomes, deadline, schedule)
             for task in tasks:
                 await task
         finally:
@@ -165,7 +174,12 @@ class AmqpPublisher:
             raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
 
     async def _together(
-        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
+        self,
+        batch: Sequence[Outgoing],
+        indexes: Sequence[int],
+        outcomes: dict[int, Outcome],
+        deadline: float,
+        schedule: Schedule | None = None,
     ) -> None:
         """Publish on the shared channel. The isolation publishes copies, and messages in doubt. Raises BrokerLost."""
         together: list[int] = []
@@ -176,14 +190,20 @@ class AmqpPublisher:
             self._tokens.add(token)
         try:
             if together:
-                await self._settle(batch, together, outcomes, deadline)
+                await self._settle(batch, together, outcomes, deadline, schedule)
         finally:
             self._tokens.difference_update(batch[index].token for index in together)
         if copies:
+            await _due(schedule, copies)
             await self._isolation.bisect(batch, copies, outcomes, deadline)
 
     async def _settle(
-        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
+        self,
+        batch: Sequence[Outgoing],
+        indexes: Sequence[int],
+        outcomes: dict[int, Outcome],
+        deadline: float,
+        schedule: Schedule | None,
     ) -> None:
         began = asyncio.get_running_loop().time()
         connection = await self._reconnecting.connection(deadline - began)
@@ -191,7 +211,10 @@ class AmqpPublisher:
         try:
             channel = await self._shared(connection)
             messages = [batch[index] for index in indexes]
-            answers: Sequence[Outcome | None] = await channel.publish(messages, timeout=self._timeout * SHARED)
+            part = None if schedule is None else schedule.of(indexes)
+            answers: Sequence[Outcome | None] = await channel.publish(
+                messages, timeout=self._timeout * SHARED, schedule=part
+            )
         except (ChannelClosed, ConnectionLost) as error:
             lost, answers = error, error.outcomes
         answered = zip(indexes, answers, strict=bool(answers))
@@ -200,15 +223,16 @@ class AmqpPublisher:
             self._isolation.last_confirm = max(self._isolation.last_confirm, began)
         if lost is None:
             return
+        silent = isinstance(lost, ConfirmTimeout)
+        if not (silent or lost.objects):
+            raise lost
         unknown = [index for index in indexes if index not in outcomes]
-        if isinstance(lost, ConfirmTimeout):
-            if not self._reconnecting.blocked:
-                await self._isolation.probe(batch, unknown, outcomes, deadline)
-        elif lost.objects:
+        await _due(schedule, unknown)
+        if not silent:
             log.warning("publish channel closed", reason=str(lost), in_doubt=len(unknown))
             await self._isolation.bisect(batch, unknown, outcomes, deadline)
-        else:
-            raise lost
+        elif not self._reconnecting.blocked:
+            await self._isolation.probe(batch, unknown, outcomes, deadline)
 
     async def _shared(self, connection: Connection) -> Channel:
         async with self._opening:
@@ -220,6 +244,12 @@ class AmqpPublisher:
                     await self._isolation.replace(connection)
                     raise BrokerLost("the broker opened no channel in time") from late
             return self._channel
+
+
+async def _due(schedule: Schedule | None, indexes: Sequence[int]) -> None:
+    """Wait until all of these messages are due. The isolation publishes at once."""
+    while schedule is not None and indexes and (left := schedule.seconds_until(indexes[-1])) > 0:  # noqa: ASYNC110 - a clock
+        await asyncio.sleep(left)
 
 
 def _is_reply(one: Outgoing) -> bool:

@@ -7,6 +7,8 @@ flags and the property list, unchanged.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -43,6 +45,27 @@ class Outgoing(NamedTuple):
     isolated: bool = False
     """Whether an earlier publish closed a connection. If so, only the isolation connection publishes it
     (core/hold.py)."""
+
+
+class Schedule(NamedTuple):
+    """The instants of a batch: each message is published when the clock shows its own, and not before."""
+
+    due_ms: Sequence[int]
+    """One for each message, in ascending order."""
+    now_ms: Callable[[], float]
+    """A lower bound of the clock that decides."""
+
+    def end(self, start: int) -> int:
+        """The end of the messages that are due now, from the index ``start`` on."""
+        return bisect_right(self.due_ms, self.now_ms(), start)
+
+    def seconds_until(self, index: int) -> float:
+        """Seconds until this message is due; 0.0 if it is."""
+        return max(0.0, (self.due_ms[index] - self.now_ms()) / 1000)
+
+    def of(self, indexes: Iterable[int]) -> Schedule:
+        """The schedule of a part of the batch."""
+        return Schedule([self.due_ms[index] for index in indexes], self.now_ms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -64,6 +65,16 @@ class AdminHand:
         while (one := await found.get(no_ack=True, fail=False)) is not None:
             taken.append(one.body)
         return taken
+
+    async def watch(self, queue: str) -> list[tuple[bytes, float]]:
+        """The bodies that arrive in a queue from now on, each with its time (epoch ms)."""
+        arrived: list[tuple[bytes, float]] = []
+
+        async def arrive(one: aio_pika.abc.AbstractIncomingMessage) -> None:
+            arrived.append((one.body, time.time() * 1000))
+
+        await (await self._channel.get_queue(queue, ensure=False)).consume(arrive, no_ack=True)
+        return arrived
 
     async def forbid(self, *, write: str = ".*", topic: tuple[str, str] | None = None) -> None:
         """From now on, the publishers may write only to exchanges that match, and to such keys of a topic exchange."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, NACKED
+from delayer.core.message import CONFIRMED, NACKED, Schedule
 from tests.conformance.broker_world import (
     BOUND,
     Place,
@@ -21,6 +22,7 @@ from tests.conformance.broker_world import (
     publish_all,
     until_published,
 )
+from tests.support.fakes import until
 
 
 async def test_messages_arrive_in_order(place: Place) -> None:
@@ -158,6 +160,18 @@ async def test_an_exchange_that_is_deleted_later(place: Place) -> None:
             there = await world.hand.drain("q")
             assert set(there) == set(numbered([n for n in range(10) if n != 5]))
             assert round_ == 0 or len(there) == 9
+
+
+async def test_messages_that_are_not_due_wait_also_beside_a_message_at_fault(place: Place) -> None:
+    """The exchange of some is missing, so the others are published again, by the isolation: not before their time."""
+    async with place.world("q") as world:
+        arrived = await world.hand.watch("q")
+        due = [int(time.time() * 1000) + 20 * n for n in range(12)]
+        batch = [message(n, "q", "missing" if n == 3 else "") for n in range(12)]
+        outcomes = await world.publisher.publish(batch, Schedule(due, lambda: time.time() * 1000))
+        assert codes(outcomes) == [CONFIRMED] * 3 + [404] + [CONFIRMED] * 8
+        await until(lambda: len(arrived) == 11)
+        assert not [body for body, at_ms in arrived if at_ms < due[int(body)]]
 
 
 async def test_without_a_connection(place: Place) -> None:

@@ -19,7 +19,7 @@ from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Hold, HoldKind, Limits
-from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Target
+from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Schedule, Target
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
 
@@ -153,7 +153,7 @@ class ScriptedPublisher:
         self.batches = 0
         self.closed = 0
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
         self.batches += 1
         outcomes: list[Outcome] = []
         for message in batch:

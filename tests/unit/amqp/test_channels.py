@@ -13,7 +13,8 @@ from pamqp import commands
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, HeaderTooLarge, NoFreeChannel, ProtocolError
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, Delivery, Outgoing, Returned
+from delayer.core.message import CONFIRMED, NACKED, Delivery, Outgoing, Returned, Schedule
+from tests.support.fakes import until
 from tests.unit.amqp.recorded import content, returned
 from tests.unit.amqp.scripted import (
     another,
@@ -42,6 +43,64 @@ async def test_several_publishes_in_flight() -> None:
         peer.send(commands.Basic.Ack(2, True), 1)
         assert await first == [CONFIRMED, CONFIRMED]
         assert await channel.publish([], timeout=30) == []
+
+
+class Clock:
+    """A clock that shows what a test sets."""
+
+    def __init__(self) -> None:
+        self.ms = 0
+
+    def __call__(self) -> int:
+        return self.ms
+
+
+async def test_each_message_is_written_when_it_is_due() -> None:
+    clock = Clock()
+    async with scripted_channel(confirms=True) as (_, channel, peer):
+        batch = [message(token) for token in "1234"]
+        publishing = asyncio.create_task(channel.publish(batch, timeout=30, schedule=Schedule([-5, 10, 10, 11], clock)))
+        for clock.ms, count in ((0, 1), (10, 2)):
+            await publishes(peer, count)
+            await round_trip(channel, peer)  # and no other message
+        other = await in_flight(channel, peer, "5")
+        clock.ms = 11
+        await publishes(peer, 1)
+        peer.send(commands.Basic.Ack(4, False), 1)
+        assert await other == [CONFIRMED]
+        peer.send(commands.Basic.Nack(5, False), 1)
+        peer.send(commands.Basic.Ack(3, True), 1)
+        assert await publishing == [CONFIRMED, CONFIRMED, CONFIRMED, NACKED]
+
+
+async def test_a_channel_that_closes_before_all_messages_are_due_leaves_the_others_unwritten() -> None:
+    clock = Clock()
+    async with scripted_channel(confirms=True) as (_, channel, peer):
+        batch = [message(token) for token in "12"]
+        publishing = asyncio.create_task(channel.publish(batch, timeout=30, schedule=Schedule([0, 10], clock)))
+        await publishes(peer, 1)
+        peer.send(commands.Basic.Ack(1, False), 1)
+        peer.send(commands.Channel.Close(404, "NOT_FOUND", 60, 40), 1)
+        await peer.expect(commands.Channel.CloseOk)
+        clock.ms = 10
+        with pytest.raises(ChannelClosed) as lost:
+            await publishing
+        assert lost.value.outcomes == [CONFIRMED, None]
+
+
+async def test_a_blocked_broker_gets_no_messages_that_become_due() -> None:
+    clock = Clock()
+    async with scripted_channel(confirms=True) as (connection, channel, peer):
+        batch = [message(token) for token in "12"]
+        publishing = asyncio.create_task(channel.publish(batch, timeout=0.2, schedule=Schedule([0, 10], clock)))
+        await publishes(peer, 1)
+        peer.send(commands.Connection.Blocked("memory"))
+        await until(lambda: connection.blocked)
+        clock.ms = 10
+        with pytest.raises(ConfirmTimeout) as late:
+            await publishing
+        assert late.value.outcomes == [None, None]
+        await peer.expect(commands.Channel.Close)  # and no publish before it
 
 
 async def test_a_return_of_a_stranger_is_a_protocol_error() -> None:
