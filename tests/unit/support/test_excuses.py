@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.broker.publisher import CONFIRM_TIMEOUT
-from delayer.store.postgres import IDLE_SECONDS
 from tests.faults.fault import Fault
 from tests.faults.kinds import KINDS
 
@@ -42,8 +40,3 @@ def test_a_fault_alone_excuses_once_half_of_a_deadline_is_over(
     fault = Fault(kind, 0, seconds, detail)
     assert KINDS[kind].excuses(fault, alone=True) is (seconds > since)
     assert KINDS[kind].excuses(fault, alone=False) is (since != NEVER)
-
-
-def test_the_deadlines_are_those_of_the_page() -> None:
-    """docs/guarantees.md says them in figures."""
-    assert (CONFIRM_TIMEOUT, IDLE_SECONDS) == (8.0, 4.0)

@@ -33,11 +33,3 @@ def test_no_other_end_passes(broker: Broker) -> None:
         for times in (0, 2):
             with pytest.raises(AssertionError):
                 verify(name, case, [Found(case.end, "")] * times, 1, sorts=broker.sorts_headers, redelivered=False)
-
-
-def test_ends_that_depend_on_the_broker() -> None:
-    depends = {name for name, case in LISTED.items() if len({case.at(broker).end for broker in BROKERS}) > 1}
-    assert depends == {"publisher: a delivery mode that is none"}
-    assert [LISTED["publisher: a delivery mode that is none"].at(broker).end for broker in BROKERS] == [
-        End.TURNED_AWAY, End.DELIVERED, End.DELIVERED,
-    ]  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,36 +16,14 @@ import psutil
 import pytest
 
 from tests.support import ports
-from tests.support.processes import Family, StartFailed
+from tests.support.processes import Family
 from tests.support.proxy import Proxy
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_ports_are_not_given_twice() -> None:
-    assert len({ports.reserve() for _ in range(50)}) == 50
-
-
-def test_a_port_reserved_here_is_not_given_to_another_process() -> None:
-    mine = ports.reserve()
-    code = f"from tests.support import ports; print(ports._reserved({mine}))"
-    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == "False"
-
-
-def test_a_port_in_use_is_not_given() -> None:
-    with socket.create_server((ports.HOST, 0)) as taken:
-        assert not ports._is_free(taken.getsockname()[1])
-
-
 def _family(tmp_path: Path, script: str) -> Family:
     return Family(["/bin/sh", "-c", script], env=os.environ, cwd=tmp_path, log=tmp_path / "log")
-
-
-def test_a_process_that_ends_instead_of_starting_shows_its_log(tmp_path: Path) -> None:
-    family = _family(tmp_path, "echo no room >&2; exit 7")
-    with pytest.raises(StartFailed, match=r"ended with 7[^$]*no room"):
-        family.wait_ready(lambda: False, "it")
 
 
 def _alive(pids: list[int]) -> list[int]:
@@ -152,18 +129,4 @@ async def test_proxy_slows_down() -> None:
         assert await seconds_for(10_000) >= 0.198
         proxy.resume()
         await seconds_for(1_000_000)  # ten seconds, if it were slow still
-        writer.close()
-
-
-async def test_proxy_refuses_and_accepts_again() -> None:
-    async with _echo_server() as port, Proxy(port) as proxy:
-        await proxy.refuse()
-        with pytest.raises(OSError, match="refused"):
-            await asyncio.open_connection(ports.HOST, proxy.port)
-
-        await proxy.accept()
-        reader, writer = await asyncio.open_connection(ports.HOST, proxy.port)
-        writer.write(b"back")
-        assert await reader.readexactly(4) == b"back"
-        assert (proxy.accepted, proxy.connections) == (1, 1)
         writer.close()
