@@ -48,23 +48,18 @@ async def test_another_service_at_that_address(
         assert bool(found["last"]) == same
 
 
-async def test_why_it_is_not_known() -> None:
-    assert (await status.look(settings("")))["error"] == "[http] listen is off"
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = "{}:{}".format(*taken.getsockname())
-    found = (await status.look(settings(address)))["error"]
-    assert found == f"no daemon answers at {address}: Connection refused"
-
-
-async def test_one_that_says_nothing() -> None:
+@pytest.mark.parametrize("listens", [True, False], ids=["silent", "refused"])
+async def test_a_daemon_that_does_not_answer_is_told(listens: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = "{}:{}".format(*silent.getsockname())
+        if not listens:
+            silent.close()
         found = await status.look(settings(address), patience=0.05)
-        assert found["error"] == f"no daemon answers at {address}: nothing within 0.05 s"
+    assert found["error"].startswith(f"no daemon answers at {address}: ")
 
 
-async def test_a_host_that_can_be_none() -> None:
-    assert "no daemon answers" in (await status.look(settings(f"{'a' * 64}.example:80")))["error"]
+async def test_a_daemon_without_a_page_is_told() -> None:
+    assert (await status.look(settings("")))["error"] == "[http] listen is off"
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}", b"hello\r\n\r\n"])

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from delayer.cli.main import cli
 
@@ -28,29 +27,6 @@ def unit(path: Path = UNIT) -> configparser.ConfigParser:
     return parser
 
 
-def test_the_units_have_the_settings_of_the_design() -> None:
-    service = unit()["Service"]
-    assert service["Type"] == "notify"
-    assert service["ExecStart"].endswith("delayer --config /etc/delayer/delayer.toml run")
-    reloads = re.findall("^ExecReload=(.*)$", UNIT.read_text(), re.MULTILINE)
-    assert reloads[0].endswith("delayer --config /etc/delayer/delayer.toml check --offline"), "mistakes fail the reload"
-    assert reloads[1] == "/bin/kill -HUP $MAINPID"
-    assert service["WatchdogSec"] == "30"
-    assert service["Restart"] == "on-failure"
-    assert service["RestartPreventExitStatus"] == "2"
-    assert service["TimeoutStopSec"] == "15"
-    assert service["TimeoutStartSec"] == "infinity", "the daemon waits for its broker longer than systemd would"
-    assert unit()["Install"]["WantedBy"] == "multi-user.target"
-
-
-def test_nothing_but_sockets() -> None:
-    service = unit()["Service"]
-    assert service["DynamicUser"] == "yes"
-    assert service["ProtectSystem"] == "strict"
-    assert service["CapabilityBoundingSet"] == ""
-    assert set(service["RestrictAddressFamilies"].split()) == {"AF_INET", "AF_INET6", "AF_UNIX"}
-
-
 def test_credentials_named_in_unit_and_configuration_agree() -> None:
     text = UNIT.read_text()
     sample = (UNIT.parents[1] / "config" / "delayer.toml").read_text()
@@ -58,20 +34,6 @@ def test_credentials_named_in_unit_and_configuration_agree() -> None:
         assert f"LoadCredential={credential}:/etc/delayer/{credential}" in text
         assert f"${{CREDENTIALS_DIRECTORY}}/{credential}" in text
         assert f'# url_file = "${{CREDENTIALS_DIRECTORY}}/{credential}"' in sample
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_a_job_runs_beside_the_daemon_and_gives_way(job: str) -> None:
-    service = unit(UNIT.with_name(f"delayer-{job}.service"))["Service"]
-    assert service["Type"] == "oneshot"
-    assert f"delayer --config /etc/delayer/delayer.toml {job} " in service["ExecStart"]
-    assert service["KillMode"] == "mixed", "the command stops its JVM; nobody else does"
-    assert int(service["Nice"]) > 0
-    assert int(service["CPUWeight"]) < 100
-    assert (service["DynamicUser"], service["User"]) == ("yes", "delayer"), "Postgres knows the daemon's user"
-    assert service["CapabilityBoundingSet"] == ""
-    assert "MemoryDenyWriteExecute" not in service, "the JVM compiles"
-    assert "@resources" not in service["SystemCallFilter"], "it gives way by its priority"
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -86,22 +48,6 @@ def test_the_options_of_a_job_exist(job: str) -> None:
     assert not context.args
 
 
-@pytest.mark.parametrize(("job", "days"), [("audit", "*-*-*"), ("compact", "Sun *-*-*")])
-def test_a_timer_starts_its_job(job: str, days: str) -> None:
-    timer = unit(UNIT.with_name(f"delayer-{job}.timer"))
-    assert timer["Timer"]["OnCalendar"].startswith(days)
-    assert timer["Timer"]["Persistent"] == "yes"
-    assert timer["Install"]["WantedBy"] == "timers.target"
-
-
-def test_the_audit_writes_only_into_directories_that_systemd_makes() -> None:
-    service = unit(UNIT.with_name("delayer-audit.service"))["Service"]
-    assert service["StateDirectory"] == service["CacheDirectory"] == "delayer-audit"
-    text = UNIT.with_name("delayer-audit.service").read_text()
-    assert "--html %S/delayer-audit/" in text
-    assert "--work %C/delayer-audit" in text
-
-
 def test_an_instance_is_the_same_service_with_an_environment_of_its_own() -> None:
     """delayer@.service is delayer.service, but for the way to its configuration."""
     one, many = UNIT.read_text(), UNIT.with_name("delayer@.service").read_text()
@@ -114,15 +60,6 @@ def test_an_instance_is_the_same_service_with_an_environment_of_its_own() -> Non
         for line in one.splitlines()
         if not line.startswith(("#", "Description="))
     }
-
-
-def test_a_configuration_with_mistakes_fails_the_reload(tmp_path: Path) -> None:
-    """The first line of ExecReload, as systemd runs it: no broker and no store are asked."""
-    (tmp_path / "delayer.toml").write_text('mode = "nativ"')
-    arguments = ["--config", str(tmp_path / "delayer.toml"), "check", "--offline"]
-    assert CliRunner().invoke(cli, arguments).exit_code == 2
-    (tmp_path / "delayer.toml").write_text('mode = "native"\n[broker]\nurl = "amqp://127.0.0.1:1/"')
-    assert CliRunner().invoke(cli, arguments).exit_code == 0
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in UNIT.parent.glob("*.service")))
