@@ -32,7 +32,6 @@ SLOW = (
     "tests/acceptance/test_ended_connections.py",
     "tests/acceptance/test_examples.py",
     "tests/acceptance/test_http.py",
-    "tests/acceptance/test_imported.py",
     "tests/acceptance/test_page.py",
     "tests/acceptance/test_segments.py",
     "tests/acceptance/test_switch_under_load.py",

@@ -26,7 +26,7 @@ from delayer.core.cascade import Cascade, routing_key
 from delayer.core.importing import CONSUMED, OWN, UNHELD
 from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
-from delayer.core.topology import Exchange, Queue, Topology, arguments
+from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.faults.place import eventually
 from tests.integration.cli import Run
 from tests.integration.test_store_lane import sql
@@ -118,6 +118,25 @@ async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, rabbitmq: Rabb
     assert json.loads(delayer(*args).stdout)["parked"] == 0
 
 
+async def test_a_cascade_of_celery(delayer: Run, vhost: str, database: str) -> None:
+    """Everything enters at the highest level, and says nothing of when."""
+    cascade = Cascade("celery")
+    bound = Topology(bindings=(Binding(cascade.delivery, "tasks", "queue", "#.tasks"),))
+    await declared(vhost, queues("tasks"), cascade.topology() + bound)
+    delayer("db", "upgrade")
+    props = Props(headers=((b"id", text("task")),), delivery_mode=2)
+    began = now_ms()
+    async with await Raw.connect(vhost) as raw:
+        for seconds in (1_000, 5_000, 200_000):
+            await raw.publish(Message(cascade.level(27), routing_key(seconds, b"tasks"), props, b"%d" % seconds))
+    report = json.loads(delayer("import", "cascade", "run", "--kind", "celery", "--yes", "--json").stdout)
+    ended, rows = now_ms(), await rows_of(database)
+    assert (report["parked"], report["held"], len(rows)) == (3, 0, 3)
+    for body, row in rows.items():
+        assert 0 <= row["due_at"] - began - int(body) * 1000 <= ended - began + 1_000
+        assert row["properties"] == props.encode()
+
+
 async def test_from_another_broker_and_a_resumed_drain(
     delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str
 ) -> None:
@@ -194,12 +213,15 @@ async def test_our_own_cascade_moves_into_the_store(delayer: Run, vhost: str, da
     }
 
 
+EASYNETQ = "Shop.Remind, Shop"
+
+
 async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str) -> None:
     """The families of the field, by their own names and arguments."""
     delayer("db", "upgrade")
     retry = {"x-message-ttl": 600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"}
     families = {
-        # Laravel, enqueue, MailerQ's powers of two, the retry pair with its time in a policy or the message.
+        # Laravel, enqueue, MailerQ's powers of two, Symfony, EasyNetQ, the retry pair with its time in the message.
         "default.delay.900000": {**retry, "x-message-ttl": 900_000, "x-dead-letter-routing-key": "default"},
         "enqueue.mail.60000.delayed": {
             "x-message-ttl": 60_000,
@@ -207,16 +229,22 @@ async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, databas
             "x-dead-letter-routing-key": "enqueue.mail",
         },
         "mailerq-512": {**retry, "x-message-ttl": 512_000},
+        "delay_messages_work_10000_delay": {**retry, "x-dead-letter-exchange": "messages", "x-expires": 1_200_000},
+        f"{EASYNETQ}_00_00_10_00": {**retry, "x-dead-letter-exchange": EASYNETQ, "x-dead-letter-routing-key": "#"},
         "work.retry": {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"},
     }
     made = tuple(Queue(name, arguments(of)) for name, of in families.items())
-    await declared(vhost, Topology(queues=made), queues("work", "default"))
+    exchanges = Exchange("messages", "direct"), Exchange(EASYNETQ, "topic")
+    bound = Binding("messages", "work", "queue", "work"), Binding(EASYNETQ, "work", "queue", "#")
+    await declared(vhost, queues("work", "default"), Topology(exchanges, made, bound))
     began = now_ms()
     sent = {
         b"laravel": ("default.delay.900000", Props(message_id=b"2", timestamp=began // 1000), began + 900_000),
         b"old stamp": ("default.delay.900000", Props(timestamp=began // 1000 - 7 * 86_400), began + 900_000),
         b"enqueue": ("enqueue.mail.60000.delayed", Props(), began + 60_000),
         b"mailerq": ("mailerq-512", Props(), began + 512_000),
+        b"symfony": ("delay_messages_work_10000_delay", Props(timestamp=began // 1000), began + 600_000),
+        b"easynetq": (f"{EASYNETQ}_00_00_10_00", Props(), began + 600_000),
         b"expires": ("work.retry", Props(expiration=b"300000", message_id=b"3"), began + 300_000),
         b"for ever": ("work.retry", Props(message_id=b"4"), None),
     }
