@@ -13,17 +13,21 @@ stray         the message that an envelope of the strays queue carries
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import (
+    Cut,
     Properties,
     array,
     boolean,
     byte_array,
+    changed,
+    edited,
     elements,
     encode_headers,
     entry,
@@ -42,6 +46,7 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
 from delayer.core.message import SHORT_STRING, Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import CONSULTED, LATEST_MS
+from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
 from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure
 
 ID: Final = b"x-delayer-id"
@@ -83,29 +88,34 @@ ROOM: Final = 2048
 REASON: Final = 500
 
 
-def asked(delivery: Delivery, properties: Properties, consulted: Collection[bytes] = CONSULTED) -> DelayRequest:
-    """The request in a message's headers. The first of repeated headers counts, as for the broker.
+_NO_COPIES: Final[frozenset[bytes]] = frozenset()
+_ASKED: Final = CONSULTED | _ROUTES
+_ASKED_OF_DEAD: Final = RETRY_CONSULTED | _ROUTES
+
+
+def asked(delivery: Delivery, properties: Properties, *, dead: bool = False) -> DelayRequest:
+    """The request in a message's headers; in those of a queue's ``dead`` letter. The first of repeated headers counts,
+    as for the broker.
 
     Raises MalformedTable.
     """
-    raw = properties.raw
+    raw, places = properties.raw, properties.places
     headers: dict[bytes, object] = {}
-    copies: frozenset[bytes] = frozenset()
-    for name, type_at, stop in properties.entries():
-        if name in consulted:
-            if name not in headers:
-                headers[name] = value_at(raw, type_at, stop)
-        elif name in _ROUTES:
+    copies = _NO_COPIES
+    for name, type_at, stop in properties.entries(_ASKED_OF_DEAD if dead else _ASKED):
+        if name in _ROUTES:
             copies |= _keys(value_at(raw, type_at, stop))
+        elif name not in headers:
+            headers[name] = value_at(raw, type_at, stop)
     return DelayRequest(
         delivery.exchange,
         delivery.routing_key,
         headers,
-        properties.timestamp,
+        properties.timestamp if "timestamp" in places else None,
         copies,
         delivery.body,
-        properties.short("content_encoding"),
-        properties.message_id,
+        properties.short("content_encoding") if "content_encoding" in places else None,
+        properties.short("message_id"),
         # Failed messages without an id can be equal byte for byte. Their delivery tags differ.
         crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0,
     )
@@ -168,55 +178,54 @@ def _noted(properties: Properties, append: bytes) -> bytes:
 # The entries of the two headers that every message gets, without their values.
 _ID_HEAD: Final = entry(ID, long_string(b""))[:-4]
 _DUE_HEAD: Final = entry(DUE, int64(0))[:-8]
+_U32: Final = Struct(">I")
+_I64: Final = Struct(">q")
+
+
+_CUT: Final = _REMOVED | _OF_THE_REFUSED | {DELAY}
 
 
 def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
-    """Properties of a message as it leaves for its destination. Raises MalformedTable."""
-    append = b"%b%b%b%b%b" % (
-        _ID_HEAD,
-        len(id).to_bytes(4, "big"),
-        id,
-        _DUE_HEAD,
-        due_ms.to_bytes(8, "big", signed=True),
-    )
-    remove = _REMOVED
-    # The search of the raw bytes is cheap; only few messages were ever refused.
-    if _REFUSED in properties.raw and properties.get(_REFUSED) is not None:
-        remove |= _OF_THE_REFUSED
-    drop: tuple[str, ...] = ()
-    user_id = properties.user_id
-    if user_id is not None:
-        append += entry(USER_ID, long_string(user_id))
-        remove |= {USER_ID}
-        drop = ("user_id",)
-    return splice(
-        properties,
-        remove=remove,
-        remove_prefixes=_REMOVED_PREFIXES if _DEATH in properties.raw else (),
-        replace=_turned(properties),
-        append=append,
-        drop=drop,
-    )
+    """Properties of a message as it leaves for its destination. Raises MalformedTable.
 
-
-def _turned(properties: Properties) -> Mapping[bytes, bytes]:
-    """``x-delay`` with a negative sign, the plugin's mark for a delay that is over. Values that are not positive are
-    such marks already. An unreadable value did not delay this message, and stays."""
-    for name, type_at, stop in properties.entries():
+    ``x-delay`` gets a negative sign, the plugin's mark for a delay that is over.
+    """
+    append = b"%b%b%b%b%b" % (_ID_HEAD, _U32.pack(len(id)), id, _DUE_HEAD, _I64.pack(due_ms))
+    wanted = _CUT
+    if "user_id" in properties.places:
+        append += entry(USER_ID, long_string(properties.short("user_id") or b""))
+        wanted |= {USER_ID}
+        properties = Properties.parse(changed(properties, {}, ("user_id",)))
+    raw = properties.raw
+    # The search of the raw bytes is cheap; only few messages were ever dead letters.
+    found = properties.entries(None if _DEATH in raw else wanted)
+    cuts: list[Cut] = []
+    turned: bytes | None = None
+    for name, type_at, stop in found:
         if name == DELAY:
-            return _turned_delay(properties.raw, type_at, stop)
-    return {}
+            # The first of repeated headers delayed this message.
+            turned = _turned(raw, type_at, stop) if turned is None else turned
+            if turned:
+                cuts.append((type_at, stop, turned))
+        elif name in _OF_THE_REFUSED:
+            if any(one == _REFUSED for one, _, _ in found):
+                cuts.append((type_at - 1 - len(name), stop, b""))
+        elif name in wanted or name.startswith(_REMOVED_PREFIXES):
+            cuts.append((type_at - 1 - len(name), stop, b""))
+    return edited(properties, cuts, append)
 
 
-def _turned_delay(raw: bytes, type_at: int, stop: int) -> Mapping[bytes, bytes]:
+def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
+    """The delay with its sign turned. Empty for a value that stays: one that is not positive is such a mark already,
+    and an unreadable one did not delay this message."""
     turned = negated_if_positive(raw, type_at)
     if turned is not None:
-        return {DELAY: turned}
+        return turned
     try:
         positive = read_delay_ms(value_at(raw, type_at, stop)) > 0
     except UnreadableDelay:
-        return {}
-    return {DELAY: negated(raw[type_at], raw[type_at + 1 : stop])} if positive else {}
+        return b""
+    return negated(raw[type_at], raw[type_at + 1 : stop]) if positive else b""
 
 
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
-from operator import itemgetter
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
@@ -46,6 +46,7 @@ _SIGNED = {kind: (_NUMBERS[kind], struct.Struct(">B" + _NUMBERS[kind].format[1:]
 """Signed integers: the struct of the value, and of type byte and value."""
 _WIDER = {ord("b"): ord("s"), ord("s"): ord("I"), ord("I"): ord("l"), ord("B"): ord("s"), ord("u"): ord("I"),
           ord("i"): ord("l")}  # fmt: skip
+_U32 = struct.Struct(">I")
 _U64 = struct.Struct(">Q")
 _DECIMAL = struct.Struct(">Bi")
 _MAX_INT64 = (1 << 63) - 1
@@ -72,27 +73,38 @@ def end_of_value(buffer: bytes, at: int, end: int) -> int:
     return stop
 
 
-def entries(buffer: bytes, start: int, end: int) -> list[tuple[bytes, int, int]]:
-    """The entries of a table whose content is ``buffer[start:end]``: (name, offset of the type byte, end).
+def entries(
+    buffer: bytes, start: int, end: int, wanted: Collection[bytes] | None = None
+) -> list[tuple[bytes, int, int]]:
+    """The entries of a table whose content is ``buffer[start:end]``: (name, offset of the type byte, end). Of these the
+    ``wanted`` names only, unless that is None.
 
     Raises MalformedTable if the bytes are not exactly a sequence of entries. It does not look inside values.
     """
     found = []
     at = start
-    widths = _WIDTHS
+    widths, length = _WIDTHS, _U32.unpack_from
     while at < end:
         type_at = at + 1 + buffer[at]
-        # Nearly every value has a fixed width and fits. No call is needed then, which halves the time of this loop.
+        # A value of fixed width, or with its length, that fits needs no call. That halves the time of this loop.
         stop = type_at + widths[buffer[type_at]] if type_at < end else at
+        if stop < type_at and type_at + 5 <= end:
+            stop = type_at + 5 + length(buffer, type_at + 1)[0]
         if not type_at < stop <= end:
             stop = end_of_value(buffer, type_at, end)
-        found.append((buffer[at + 1 : type_at], type_at, stop))
+        name = buffer[at + 1 : type_at]
+        if wanted is None or name in wanted:
+            found.append((name, type_at, stop))
         at = stop
     return found
 
 
 def value_at(buffer: bytes, type_at: int, stop: int) -> Value:
     """The Python value of an entry of :func:`entries`; see :func:`decode`."""
+    number = _NUMBERS.get(buffer[type_at])
+    if number is not None:
+        found: int | float = number.unpack_from(buffer, type_at + 1)[0]
+        return found
     return _decode(buffer, type_at, stop, MAX_DEPTH)
 
 
@@ -286,16 +298,17 @@ FLAGS = {name: 1 << (15 - position) for position, (name, _) in enumerate(_LAYOUT
 NAMES = tuple(FLAGS)
 _HEADERS = FLAGS["headers"]
 _DELIVERY_MODE = FLAGS["delivery_mode"]
-_U32 = struct.Struct(">I")
 _FLAGS_AND_LENGTH = struct.Struct(">HI")
 
 
 @lru_cache(maxsize=1 << 14)
-def _present(flags: int) -> tuple[tuple[str, int], ...]:
-    """Name and kind of the properties that ``flags`` announce. A fleet uses few of the 16,384 combinations."""
+def _layout(flags: int) -> tuple[Mapping[str, int], tuple[int, ...]]:
+    """The places of the properties that ``flags`` announce, by name, and their kinds. A fleet uses few of the 16,384
+    combinations."""
     if flags & 0b11:
         raise MalformedProperties(f"undefined property flags in {flags:#06x}")
-    return tuple((name, kind) for name, kind in _LAYOUT if flags & FLAGS[name])
+    present = [(name, kind) for name, kind in _LAYOUT if flags & FLAGS[name]]
+    return {name: place for place, (name, _) in enumerate(present)}, tuple(kind for _, kind in present)
 
 
 class Field(NamedTuple):
@@ -329,59 +342,71 @@ class Field(NamedTuple):
 
 
 class Properties:
-    """Properties with the spans of their values in ``raw``. The header table is parsed at the first access.
+    """Properties with the bounds of their values in ``raw``. Nothing parses the header table before it is asked for.
 
-    ``spans`` maps the name of each present property to (start, end) of its encoded value, length included.
+    ``places`` maps the name of each present property to its place: its encoded value, length included, begins at that
+    one of the ``bounds`` and ends at the next.
     """
 
-    __slots__ = ("_entries", "flags", "raw", "spans")
+    __slots__ = ("bounds", "flags", "places", "raw")
 
-    def __init__(self, raw: bytes, flags: int, spans: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, raw: bytes, flags: int, places: Mapping[str, int], bounds: list[int]) -> None:
         self.raw = raw
         self.flags = flags
-        self.spans = spans
-        self._entries: list[tuple[bytes, int, int]] | None = None
+        self.places = places
+        self.bounds = bounds
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Find the spans. Raises MalformedProperties unless flags and values fill ``raw`` exactly.
+        """Find the bounds. Raises MalformedProperties unless flags and values fill ``raw`` exactly.
 
-        The inside of the header table is not checked here; a malformed one raises MalformedTable at the first access.
+        The inside of the header table is not checked here; a malformed one raises MalformedTable at each access.
         """
         length = len(raw)
         if length < 2:
             raise MalformedProperties(f"properties have 2 bytes of flags at least, found {length}")
         flags = raw[0] << 8 | raw[1]
-        spans = {}
+        places, kinds = _layout(flags)
         at = 2
+        bounds = [at]
         try:
-            for name, kind in _present(flags):
+            for kind in kinds:
                 if kind == _SHORT:
-                    stop = at + 1 + raw[at]
+                    at += 1 + raw[at]
                 elif kind == _TABLE:
-                    stop = at + 4 + _U32.unpack_from(raw, at)[0]
+                    at += 4 + _U32.unpack_from(raw, at)[0]
                 else:
-                    stop = at + kind
-                spans[name] = (at, stop)
-                at = stop
+                    at += kind
+                bounds.append(at)
         except (IndexError, struct.error) as cut:
             raise MalformedProperties(f"the property list is cut short at offset {at} of {length}") from cut
         if at != length:
             raise MalformedProperties(f"the properties announced take {at} bytes, found {length}")
-        return cls(raw, flags, spans)
+        return cls(raw, flags, places, bounds)
+
+    def span(self, name: str) -> tuple[int, int] | None:
+        """Start and end of a property's encoded value, length included; None if it is absent."""
+        place = self.places.get(name)
+        return None if place is None else (self.bounds[place], self.bounds[place + 1])
+
+    @property
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """The span of each present property, in their order."""
+        return dict(zip(self.places, pairwise(self.bounds), strict=True))
 
     @property
     def headers_span(self) -> tuple[int, int] | None:
         """The span of the table's entries (after its length), or None without a table."""
-        span = self.spans.get("headers")
+        span = self.span("headers")
         return None if span is None else (span[0] + 4, span[1])
 
-    def entries(self) -> list[tuple[bytes, int, int]]:
-        """The table's own entries as (name, offset of the type byte, end); see :meth:`headers_items`."""
-        if self._entries is None:
-            span = self.spans.get("headers")
-            self._entries = [] if span is None else entries(self.raw, span[0] + 4, span[1])
-        return self._entries
+    def entries(self, wanted: Collection[bytes] | None = None) -> list[tuple[bytes, int, int]]:
+        """The table's own entries (of these names) as (name, offset of the type byte, end). Raises MalformedTable if
+        any entry is malformed."""
+        place = self.places.get("headers")
+        if place is None:
+            return []
+        return entries(self.raw, self.bounds[place] + 4, self.bounds[place + 1], wanted)
 
     def headers_items(self) -> list[Field]:
         """The table's own entries in order, duplicates included. Raises MalformedTable if the table is malformed."""
@@ -390,15 +415,14 @@ class Properties:
 
     def get(self, name: bytes) -> Field | None:
         """The first header of that name. Raises MalformedTable if any part of the table is malformed."""
-        for found, type_at, stop in self.entries():
-            if found == name:
-                return Field(name, self.raw[type_at], type_at + 1, stop, self.raw)
+        for _, type_at, stop in self.entries((name,)):
+            return Field(name, self.raw[type_at], type_at + 1, stop, self.raw)
         return None
 
     def short(self, name: str) -> bytes | None:
         """The content of a short-string property, such as ``message_id``; None if it is absent."""
-        span = self.spans.get(name)
-        return None if span is None else self.raw[span[0] + 1 : span[1]]
+        place = self.places.get(name)
+        return None if place is None else self.raw[self.bounds[place] + 1 : self.bounds[place + 1]]
 
     @property
     def message_id(self) -> bytes | None:
@@ -415,13 +439,17 @@ class Properties:
     @property
     def timestamp(self) -> int | None:
         """Seconds since the epoch, 0 to 2**64 - 1."""
-        span = self.spans.get("timestamp")
+        span = self.span("timestamp")
         return None if span is None else int.from_bytes(self.raw[span[0] : span[1]], "big")
 
     @property
     def delivery_mode(self) -> int | None:
-        span = self.spans.get("delivery_mode")
+        span = self.span("delivery_mode")
         return None if span is None else self.raw[span[0]]
+
+
+Cut = tuple[int, int, bytes]
+"""A span of the raw bytes, and the bytes that replace it."""
 
 
 def splice(
@@ -443,70 +471,49 @@ def splice(
     Raises MalformedProperties, and MalformedTable if an edit needs the entries of a malformed table.
     """
     found = properties if isinstance(properties, Properties) else Properties.parse(properties)
-    raw, spans, flags = found.raw, found.spans, found.flags
-    edits: list[tuple[tuple[int, int], bytes]] = []  # Spans of ``raw`` and their replacements.
+    if drop or delivery_mode is not None:
+        mode = {} if delivery_mode is None else {"delivery_mode": bytes((delivery_mode,))}
+        found = Properties.parse(changed(found, mode, drop))
+    removes, replacements = frozenset(remove), replace or {}
+    cuts: list[Cut] = []
+    if removes or remove_prefixes or replacements:
+        for name, type_at, stop in found.entries(None if remove_prefixes else removes | replacements.keys()):
+            if name in removes or name.startswith(remove_prefixes):
+                cuts.append((type_at - 1 - len(name), stop, b""))
+            elif name in replacements:
+                cuts.append((type_at, stop, replacements[name]))
+    return edited(found, cuts, append)
+
+
+def changed(properties: Properties, values: Mapping[str, bytes], drop: Collection[str] = ()) -> bytes:
+    """The properties with these encoded ``values``, and without those of ``drop``."""
     for name in drop:
-        bit = FLAGS[name] if name in FLAGS else _unknown(name)
-        if flags & bit:
-            flags ^= bit
-            if bit != _HEADERS or not append:
-                edits.append((spans[name], b""))
-    if append or (flags & _HEADERS and (remove or remove_prefixes or replace)):
-        table = _edited(found, remove, remove_prefixes, replace or {}) if flags & _HEADERS else b""
-        span = spans.get("headers") or _gap(found, "headers")
-        edits.append((span, _U32.pack(len(table) + len(append)) + table + append))
-        flags |= _HEADERS
-    if delivery_mode is not None:
-        edits.append((spans.get("delivery_mode") or _gap(found, "delivery_mode"), bytes((delivery_mode,))))
-        flags |= _DELIVERY_MODE
-    if len(edits) > 1:
-        edits.sort(key=_span)  # The sort is stable: if both fill the same gap, the table comes first, as above.
-    parts = [flags.to_bytes(2, "big")]
-    copied = 2
-    # The bytes between two edits are copied in one slice.
-    for (start, stop), instead in edits:
-        parts += (raw[copied:start], instead)
-        copied = stop
-    parts.append(raw[copied:])
-    return b"".join(parts)
+        if name not in FLAGS:
+            raise ValueError(f"expected a property of {', '.join(NAMES)}, found {name!r}")
+    spans = properties.spans.items()
+    present = {name: properties.raw[start:stop] for name, (start, stop) in spans if name not in drop}
+    present |= values
+    flags = sum(FLAGS[name] for name in present)
+    return flags.to_bytes(2, "big") + b"".join(present[name] for name in NAMES if name in present)
 
 
-_span = itemgetter(0)
-
-
-def _unknown(name: str) -> int:
-    raise ValueError(f"expected a property of {', '.join(NAMES)}, found {name!r}")
-
-
-def _gap(properties: Properties, name: str) -> tuple[int, int]:
-    """The empty span of an absent property: just before the next present one."""
-    for later in NAMES[NAMES.index(name) + 1 :]:
-        span = properties.spans.get(later)
-        if span is not None:
-            return span[0], span[0]
-    return len(properties.raw), len(properties.raw)
-
-
-def _edited(
-    properties: Properties, remove: Collection[bytes], prefixes: tuple[bytes, ...], replace: Mapping[bytes, bytes]
-) -> bytes:
-    """The table's entries after removal and replacement."""
-    span = properties.headers_span
-    if span is None:
-        return b""
-    raw = properties.raw
-    copied, end = span
-    if not (remove or prefixes or replace):
-        return raw[copied:end]
-    parts: list[bytes] = []
-    for name, type_at, stop in properties.entries():
-        if name in remove or name.startswith(prefixes):
-            parts.append(raw[copied : type_at - 1 - len(name)])
-            copied = stop
-        elif name in replace:
-            parts += (raw[copied:type_at], replace[name])
-            copied = stop
-    parts.append(raw[copied:end])
+def edited(properties: Properties, cuts: Sequence[Cut], append: bytes) -> bytes:
+    """The properties with these ``cuts`` inside the header table, in their order, and entries at its end."""
+    if not (cuts or append):
+        return properties.raw
+    raw, place = properties.raw, properties.places.get("headers")
+    if place is None:
+        return changed(properties, {"headers": _sized(append)})
+    start, stop = properties.bounds[place], properties.bounds[place + 1]
+    copied = start + 4
+    size = stop - copied + len(append)
+    for first, end, instead in cuts:
+        size += first - end + len(instead)
+    parts = [raw[:start], _U32.pack(size)]
+    for first, end, instead in cuts:
+        parts += (raw[copied:first], instead)
+        copied = end
+    parts += (raw[copied:stop], append, raw[stop:])
     return b"".join(parts)
 
 

@@ -267,7 +267,7 @@ def counted(delay_ms: int, request: DelayRequest, now_ms: int, now_lower_ms: int
     if delay_ms <= 0:
         # A delay of 0 means the lower bound of the clock: the time now_lower_ms has certainly been reached.
         return now_lower_ms + delay_ms, now_lower_ms
-    stamp = _received_ms(request)
+    stamp = _received_ms(request) if RECEIVED_AT in request.headers else None
     return (now_ms + delay_ms, now_ms) if stamp is None else (stamp + delay_ms, now_lower_ms)
 
 
@@ -278,9 +278,7 @@ def _received_ms(request: DelayRequest) -> int | None:
     A message that was delayed before may carry the stamp of its first arrival, because the broker's interceptor does
     not overwrite by default. A delay from that time would be too short.
     """
-    stamp = request.headers.get(RECEIVED_AT)
-    if stamp is None:
-        return None
+    stamp = request.headers[RECEIVED_AT]
     if LAST_DUE in request.headers or not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
         return None
     return stamp

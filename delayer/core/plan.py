@@ -8,10 +8,10 @@ Start here to understand the system: this module decides, and all other modules 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
 from delayer.core import nservicebus
 from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
@@ -81,6 +81,11 @@ class Route:
     retry: Retry | None = None
     paced: bool = False
     """Whether its messages are released at a limited rate. In store mode all of them are parked, also those due now."""
+    sagas: bool = field(init=False)
+    """Whether it reads NServiceBus timeouts, which have sagas and addresses of their own."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sagas", NSERVICEBUS_TIMEOUT in self.delay_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,8 @@ class Policy:
     publishing: bool = True
     own_queues: frozenset[bytes] = frozenset()
     own_exchanges: frozenset[bytes] = frozenset()
+    targets: dict[tuple[bytes, bytes], Target] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """The targets of messages that ask for none of their own, by exchange and routing key (see :func:`target_of`)."""
 
 
 class Refused(Exception):
@@ -182,24 +189,23 @@ def decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int
 
 def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int) -> Plan:
     headers = request.headers
-    route = route_of(request, policy)
+    route = policy.routes.get(request.exchange) or _no_route(request, policy)
     if route.retry is not None:
         return _retried(request, route, route.retry, policy, now_ms)
     if CANCEL in headers:
         return Cancel(key_of(CANCEL, request, policy))
-    saga = cleared_of(request, route, policy)
-    if saga is not None:
+    if route.sagas and (saga := cleared_of(request, policy)) is not None:
         return Cancel(saga)
-    due_ms, from_ms = due_of(request, route, policy, now_ms, now_lower_ms)
+    due = due_ms, from_ms = due_of(request, route, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
     if KEY in headers:
         # This holds for a message that is due at once too: only the store can delete the waiting one exactly.
         return Park(due_ms, target, key_of(KEY, request, policy))
-    if policy.mode is Mode.STORE and due_ms > from_ms:
-        key = saga_key_of(request, route, due_ms)
+    if route.sagas and policy.mode is Mode.STORE and due_ms > from_ms:
+        key = saga_key_of(request, due_ms)
         if key is not None:
             return Park(due_ms, target, key)
-    return _carried((due_ms, from_ms), target, route, request, policy)
+    return _carried(due, target, route, request, policy)
 
 
 def _carried(
@@ -213,15 +219,16 @@ def _carried(
 ) -> Plan:
     """The plan for a message that may wait in the cascade or in the store."""
     due_ms, from_ms = due
-    if policy.mode is Mode.STORE and (route.paced or not policy.publishing):
-        return Park(due_ms, target, failed=failed)
+    stored = policy.mode is Mode.STORE
     wait_ms = due_ms - from_ms
+    if stored and (route.paced or not policy.publishing):
+        return Park(due_ms, target, None, failed)
     if wait_ms <= 0:
         return (
             _due_already(due_ms, from_ms, target, route, request) if failed is None else AtOnce(due_ms, target, failed)
         )
-    if policy.mode is Mode.STORE and (wait_ms > policy.park_beyond_ms or wait_ms > MAX_SECONDS * 1000):
-        return Park(due_ms, target, failed=failed)
+    if stored and (wait_ms > policy.park_beyond_ms or wait_ms > MAX_SECONDS * 1000):
+        return Park(due_ms, target, None, failed)
     plan = _cascade(due_ms, from_ms, target)
     return plan if failed is None else plan._replace(failed=failed)
 
@@ -253,12 +260,9 @@ def _cascade(due_ms: int, now_ms: int, target: Target) -> Cascade:
     return Cascade(due_ms, seconds, target)
 
 
-def route_of(request: DelayRequest, policy: Policy) -> Route:
-    """The route of the message's exchange. Raises Refused, like the functions below."""
-    route = policy.routes.get(request.exchange)
-    if route is None:
-        raise Refused(f"no route for exchange {_name(request.exchange)}: expected one of {_names(policy.routes)}")
-    return route
+def _no_route(request: DelayRequest, policy: Policy) -> NoReturn:
+    """Raises Refused, like the functions below."""
+    raise Refused(f"no route for exchange {_name(request.exchange)}: expected one of {_names(policy.routes)}")
 
 
 def due_of(request: DelayRequest, route: Route, policy: Policy, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
@@ -267,12 +271,12 @@ def due_of(request: DelayRequest, route: Route, policy: Policy, now_ms: int, now
         due_ms, from_ms = declared_due_ms(request, route.delay_from, route.default_delay_ms, now_ms, now_lower_ms)
     except UnreadableDelay as unreadable:
         raise Refused(str(unreadable)) from unreadable
-    wait_ms = due_ms - from_ms
-    if wait_ms > policy.max_delay_ms or due_ms > LATEST_MS:
+    if due_ms - from_ms > policy.max_delay_ms or due_ms > LATEST_MS:
         longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
-        raise Refused(f"the delay is too long: expected at most {in_words(longest_ms)}, found {in_words(wait_ms)}")
+        found = in_words(due_ms - from_ms)
+        raise Refused(f"the delay is too long: expected at most {in_words(longest_ms)}, found {found}")
     # A delay of minus a googol milliseconds is valid and means "at once"; as a time it would fit no header and no row.
-    return max(due_ms, 0), from_ms
+    return (due_ms if due_ms > 0 else 0), from_ms
 
 
 def declared_due_ms(
@@ -291,13 +295,16 @@ def declared_due_ms(
                 found = _of_others(form, request, now_ms, now_lower_ms)
                 if found is not None:
                     return found
-            elif header in headers:
+            elif (value := headers.get(header, _ABSENT)) is not _ABSENT:
                 if form in ABSOLUTE:
-                    return read_instant_ms(headers[header]), now_lower_ms
-                return counted(read_delay_ms(headers[header]), request, now_ms, now_lower_ms)
+                    return read_instant_ms(value), now_lower_ms
+                return counted(read_delay_ms(value), request, now_ms, now_lower_ms)
     except UnreadableDelay as unreadable:
         raise UnreadableDelay(f"{form}: {unreadable}") from unreadable
     return counted(default_delay_ms, request, now_ms, now_lower_ms)
+
+
+_ABSENT: Final = object()
 
 
 def wants_no_delay(request: DelayRequest, forms: Sequence[str], default_delay_ms: int) -> bool:
@@ -343,7 +350,24 @@ def _of_others(form: str, request: DelayRequest, now_ms: int, now_lower_ms: int)
 
 
 def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
-    exchange, routing_key = route.to, route.routing_key or _address(request, route) or request.routing_key
+    if request.copies or route.sagas or not _TARGETS.isdisjoint(request.headers):
+        return _target_of(request, route, policy)
+    usual = request.exchange, request.routing_key
+    target = policy.targets.get(usual)
+    if target is None:
+        if len(policy.targets) >= MOST_TARGETS:
+            policy.targets.clear()
+        target = policy.targets[usual] = _target_of(request, route, policy)
+    return target
+
+
+_TARGETS: Final = frozenset({ROUTING_KEY, EXCHANGE})
+MOST_TARGETS: Final = 4096
+"""Targets that a policy remembers."""
+
+
+def _target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
+    exchange, routing_key = route.to, route.routing_key or (route.sagas and _address(request)) or request.routing_key
     if routing_key.startswith((b"0.", b"1.")):
         routing_key = strip_prefix(routing_key)
     if ROUTING_KEY in request.headers:
@@ -360,9 +384,9 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
     return Target(exchange, routing_key)
 
 
-def _address(request: DelayRequest, route: Route) -> bytes | None:
+def _address(request: DelayRequest) -> bytes | None:
     """The queue that a timeout names; None for any other message."""
-    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in request.headers:
+    if nservicebus.EXPIRE not in request.headers:
         return None
     try:
         timeout = nservicebus.timeout(request.headers)
@@ -418,9 +442,9 @@ _SAGA: Final = b"nservicebus-saga:%b:"
 _NEEDS_STORE: Final = "keys and cancels need a store, but none is configured, or it is unreachable"
 
 
-def cleared_of(request: DelayRequest, route: Route, policy: Policy) -> KeyGroup | None:
+def cleared_of(request: DelayRequest, policy: Policy) -> KeyGroup | None:
     """The key group of a saga whose timeouts the message clears; None for any other message."""
-    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.CLEAR_TIMEOUTS not in request.headers:
+    if nservicebus.CLEAR_TIMEOUTS not in request.headers:
         return None
     try:
         saga = nservicebus.cleared_saga(request.headers)
@@ -433,14 +457,10 @@ def cleared_of(request: DelayRequest, route: Route, policy: Policy) -> KeyGroup 
     return KeyGroup(_SAGA % saga)
 
 
-def saga_key_of(request: DelayRequest, route: Route, due_ms: int) -> bytes | None:
+def saga_key_of(request: DelayRequest, due_ms: int) -> bytes | None:
     """The key of a saga's timeout, by which a saga can clear it. None without a saga, or without a message id: two
     timeouts would share the key, and one of them would be lost."""
-    if (
-        NSERVICEBUS_TIMEOUT not in route.delay_from
-        or nservicebus.EXPIRE not in request.headers
-        or not request.message_id
-    ):
+    if nservicebus.EXPIRE not in request.headers or not request.message_id:
         return None
     saga = nservicebus.saga_of(request.headers)
     if saga is None:

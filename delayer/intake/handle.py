@@ -30,8 +30,7 @@ from delayer.core.errors import NotTaken, StoreLost, Unconfirmed
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Limits, hold_for, too_late
 from delayer.core.message import Confirmed, Delivery, KeyGroup, Outcome, Outgoing, Parcel, Target
-from delayer.core.plan import CONSULTED, AtOnce, Cancel, Cascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
-from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
+from delayer.core.plan import AtOnce, Cancel, Cascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
 from delayer.intake import replies
 from delayer.intake.consume import AckTracker
 from delayer.intake.holding import Holding, Objection
@@ -119,23 +118,24 @@ def classify(
     delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, now_lower_ms: int | None = None
 ) -> Classified:
     """Read the request of a message and plan it. The daemon refuses broken bytes; they raise nothing."""
-    if len(delivery.properties) + edits.ROOM > max_properties:
+    raw = delivery.properties
+    if len(raw) + edits.ROOM > max_properties:
         return _unusable(
             delivery,
             f"the properties are too long to carry: expected at most {max_properties - edits.ROOM} bytes, "
             f"found {len(delivery.properties)}",
         )
     route = policy.routes.get(delivery.exchange)
-    consulted = CONSULTED if route is None or route.retry is None else RETRY_CONSULTED
+    dead = route is not None and route.retry is not None
     try:
         properties = Properties.parse(delivery.properties)
-        ask = edits.asked(delivery, properties, consulted)
+        ask = edits.asked(delivery, properties, dead=dead)
     except MalformedProperties as broken:
         return _unusable(delivery, f"malformed properties: {broken}")
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
     plan = decide(ask, policy, now_ms, now_lower_ms)
-    if isinstance(plan, Park | Cascade | AtOnce) and plan.failed is not None:
+    if dead and isinstance(plan, Park | Cascade | AtOnce) and plan.failed is not None:
         noted = edits.failed(properties, plan.failed, max_properties)
         return Classified(delivery._replace(properties=noted), Properties.parse(noted), plan)
     return Classified(delivery, properties, plan)

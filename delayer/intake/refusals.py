@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from delayer.amqp.edits import EXPIRATION, ID, USER_ID
 from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.amqp.properties import FLAGS, NAMES, Properties, long_string, splice
+from delayer.amqp.properties import Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
 from delayer.core.message import Delivery, Outgoing
 
@@ -117,11 +117,9 @@ def _expiration(properties: Properties) -> bytes | None:
 def with_short(raw: bytes, name: str, value: bytes) -> bytes:
     """Properties with this short string, which they lacked."""
     properties = Properties.parse(raw)
-    if name in properties.spans:
+    if name in properties.places:
         return raw
-    later = (properties.spans[one][0] for one in NAMES[NAMES.index(name) + 1 :] if one in properties.spans)
-    at = min(later, default=len(raw))
-    return (properties.flags | FLAGS[name]).to_bytes(2, "big") + raw[2:at] + bytes((len(value),)) + value + raw[at:]
+    return changed(properties, {name: bytes((len(value),)) + value})
 
 
 def _death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None] | None:

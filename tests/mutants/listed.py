@@ -210,7 +210,7 @@ MUTANTS: Sequence[Mutant] = (
             '_REMOVED: Final = SAID | _COUNTED | {b"x-death", ID, DUE}',
             "_REMOVED: Final = SAID | _COUNTED | {ID, DUE}",
         ),
-        ("delay-keeps-its-sign", "replace=_turned(properties),", "replace={},"),
+        ("delay-keeps-its-sign", "cuts.append((type_at, stop, turned))", "pass"),
     ),
     *of(
         "delayer/http/access.py",

@@ -15,7 +15,6 @@ from delayer.amqp import edits
 from delayer.amqp.edits import DUE, ID, ID_BYTES, ROOM
 from delayer.amqp.errors import MalformedTable
 from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
-from delayer.core import retry_policy
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
@@ -164,7 +163,7 @@ def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     assert edits.asked(delivered(raw), found) == DelayRequest(b"orders.in", b"k", {})
-    asked = edits.asked(delivered(raw), found, retry_policy.CONSULTED)
+    asked = edits.asked(delivered(raw), found, dead=True)
     assert asked.headers == {b"x-death": ["x"]}
     assert 0 < asked.chance < 1
 
@@ -174,7 +173,7 @@ def test_messages_that_are_alike_do_not_come_back_together() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     every = [delivered(raw)._replace(tag=tag) for tag in range(1, 1_001)]
-    chances = sorted(edits.asked(one, found, retry_policy.CONSULTED).chance for one in every)
+    chances = sorted(edits.asked(one, found, dead=True).chance for one in every)
     assert len(set(chances)) == 1_000
     assert max(after - before for before, after in pairwise(chances)) < 0.02
 
