@@ -1,23 +1,21 @@
-"""SIGHUP: what changes live, what waits for a restart, and what is refused."""
+"""SIGHUP without servers: what waits for a restart, and what is refused. tests/acceptance/test_daemon_reload.py has
+the reloads that are in force."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
 
 from delayer.broker.errors import TopologyMismatch
-from delayer.config import ConfigError, Settings
+from delayer.config import Settings
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.daemon import app as module
 from delayer.daemon.app import Reload, live_part
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
-from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from tests.support.fakes import until
 
 STORE = {"url": "postgresql://localhost/one"}
@@ -27,39 +25,28 @@ def settings(**tables: Any) -> Settings:
     return Settings.model_validate(tables)
 
 
-class Lanes:
-    def __init__(self, lanes: object) -> None:
-        self.configured = lanes is not None
-        self.failure: Exception | None = None
-
-    async def wait_usable(self, seconds: float) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-
 class StubDaemon:
-    """What a reload needs of the daemon."""
+    """What a reload needs of a daemon with lanes; it is out of reach for ``failures`` of these names."""
 
-    def __init__(self, now: Settings, lanes: object) -> None:
+    configured = True
+
+    def __init__(self, now: Settings, **failures: Exception) -> None:
         self.settings = now
-        self.lanes = Lanes(lanes)
-        self.declared: list[Settings] = []
-        self.adopted: list[Settings] = []
-        self.started: list[Settings] = []
-        self.failure: Exception | None = None
+        self.lanes = self
+        self._failures = failures
 
-    async def declare(self, wanted: Settings) -> None:
-        if self.failure is not None:
-            raise self.failure
-        self.declared.append(wanted)
+    def _fail(self, where: str) -> None:
+        if where in self._failures:
+            raise self._failures[where]
 
-    def start_lanes(self, wanted: Settings) -> None:
-        self.started.append(wanted)
-        self.lanes.configured = True
+    async def wait_usable(self, _seconds: float) -> None:
+        self._fail("lanes")
+
+    async def declare(self, _wanted: Settings) -> None:
+        self._fail("broker")
 
     def adopt(self, wanted: Settings) -> None:
         self.settings = wanted
-        self.adopted.append(wanted)
 
 
 class Line(Notifier):
@@ -76,189 +63,73 @@ class Line(Notifier):
         self.said.append("reloading")
 
 
-class Connects:
-    """In the place of PostgresStore."""
-
-    failure: Exception | None = None
-    urls: list[str]
-
-    @classmethod
-    async def connect(cls, url: str) -> Connects:
-        if cls.failure is not None:
-            raise cls.failure
-        cls.urls.append(url)
-        return cls()
-
-    async def close(self) -> None:
-        """Nothing was opened."""
-
-
-@pytest.fixture(autouse=True)
-def connects(monkeypatch: pytest.MonkeyPatch) -> type[Connects]:
-    monkeypatch.setattr(Connects, "failure", None)
-    monkeypatch.setattr(Connects, "urls", [], raising=False)
-    monkeypatch.setattr(module, "PostgresStore", Connects)
-    # The set-up of the logs would outlive the test.
-    monkeypatch.setattr(module.logs, "configure", lambda *_: None)
-    return Connects
-
-
-class Scene:
-    def __init__(self, now: Settings, load: Callable[[], Settings], lanes: object) -> None:
-        self.daemon = StubDaemon(now, lanes)
-        self.line = Line()
-        self.reload = Reload(cast(Daemon, self.daemon), load, self.line)
-        self.stopping = asyncio.Event()
-        self.task = asyncio.create_task(self.reload.run(self.stopping))
-
-    async def once(self) -> list[dict[str, Any]]:
-        """One reload; what it logged."""
-        done = len(self.line.said) + 2
-        with capture_logs() as logs:
-            self.reload.request()
-            await until(lambda: len(self.line.said) >= done)
-        return cast(list[dict[str, Any]], logs)
-
-
-@asynccontextmanager
-async def scene(
-    now: Settings, new: Settings | Callable[[], Settings], *, lanes: object = "lanes"
-) -> AsyncIterator[Scene]:
-    made = Scene(now, new if callable(new) else lambda: new, lanes)
-    yield made
-    made.stopping.set()
-    await made.task
-
-
-def events(logs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {one["event"]: one for one in logs}
-
-
-async def test_live_keys() -> None:
-    old = settings(store=STORE)
-    new = settings(
-        mode="native",
-        store=STORE | {"park_beyond": "10s", "restore_ahead": "2d"},
-        intake={"max_delay": "1d"},
-        route=[{"from": "a", "to": "b"}],
-        log={"level": "debug"},
-    )
-    async with scene(old, new) as it:
-        said = events(await it.once())
-        assert it.daemon.settings == new
-        assert it.daemon.declared == [new]
-        assert it.daemon.started == []
-        in_store = {"store.park_beyond", "store.restore_ahead"}
-        assert set(said["reloaded"]["keys"]) == {"mode", "intake.max_delay", "route", "log.level"} | in_store
-        assert (said["mode switched"]["before"], said["mode switched"]["now"]) == ("store", "native")
-        assert "restart needed" not in said
-        assert it.line.said == ["reloading", "ready mode native"]
-
-
-async def test_keys_that_need_a_restart() -> None:
-    old = settings(store=STORE)
-    new = settings(
-        store={"url": "postgresql://localhost/two", "lanes": 5, "park_beyond": "10s"},
-        intake={"queue": "other", "max_delay": "1d"},
-        broker={"url": "amqp://elsewhere/"},
-    )
-    async with scene(old, new) as it:
-        said = events(await it.once())
-        wanted = settings(store=STORE | {"park_beyond": "10s"}, intake={"max_delay": "1d"})
-        assert it.daemon.settings == wanted
-        assert set(said["restart needed"]["keys"]) == {"store.url", "store.lanes", "intake.queue", "broker.url"}
-        assert set(said["reloaded"]["keys"]) == {"store.park_beyond", "intake.max_delay"}
-        assert "mode switched" not in said
-        assert "elsewhere" not in str(said)
-
-
-async def test_a_first_store(connects: type[Connects]) -> None:
-    """Nothing is held anywhere yet, so all of [store] may change, and is tried before lanes are started."""
-    old = settings(mode="native")
-    new = settings(mode="store", store=STORE | {"lanes": 3})
-    async with scene(old, new, lanes=None) as it:
-        said = events(await it.once())
-        assert connects.urls == [STORE["url"]]
-        assert it.daemon.started == [new]
-        assert it.daemon.settings == new
-        assert "restart needed" not in said
-
-
-def wrong() -> Settings:
-    raise ConfigError([])
+def reloading(daemon: StubDaemon, load: Callable[[], Settings]) -> tuple[Reload, Line]:
+    line = Line()
+    return Reload(cast(Daemon, daemon), load, line), line
 
 
 @pytest.mark.parametrize(
-    ("where", "failure"),
-    [
-        ("load", None),
-        ("declare", BrokerLost("unreachable")),
-        ("declare", TopologyMismatch([])),
-        ("connect", StoreLost("out of reach")),
-        ("connect", SchemaOutdated("1", "2")),
-        ("connect", BadStoreUrl("unreadable")),
-    ],
+    "failures",
+    [{"broker": BrokerLost("no answer")}, {"broker": TopologyMismatch([])}, {"lanes": StoreLost("no lane")}],
+    ids=str,
 )
-async def test_a_reload_that_is_refused_changes_nothing(
-    where: str, failure: Exception | None, connects: type[Connects], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = settings(mode="native")
-    new = settings(mode="store", store=STORE)
-    async with scene(old, wrong if where == "load" else new, lanes=None) as it:
-        if where == "declare":
-            it.daemon.failure = failure
-        elif where == "connect":
-            monkeypatch.setattr(connects, "failure", failure)
-        logs = await it.once()
-        assert [one["event"] for one in logs] == ["reload refused"]
-        assert it.daemon.settings == old
-        assert it.daemon.adopted == []
-        assert it.daemon.started == []
-        begun, told = it.line.said
-        assert begun == "reloading"
-        # systemd waits for it in any case
-        assert told.startswith("ready mode native; the last reload was refused: ")
-        assert told.endswith(str(logs[0]["reason"]) or ("ConfigError" if where == "load" else "TopologyMismatch"))
+async def test_a_reload_that_is_refused_changes_nothing(failures: dict[str, Exception]) -> None:
+    daemon, stopping = StubDaemon(settings(mode="native", store=STORE), **failures), asyncio.Event()
+    reload, line = reloading(daemon, lambda: settings(mode="store", store=STORE))
+    reload.request()
+    running = asyncio.create_task(reload.run(stopping))
+    with capture_logs() as logs:
+        await until(lambda: len(line.said) == 2)
+    stopping.set()
+    await running
+    assert [one["event"] for one in logs] == ["reload refused"]
+    assert daemon.settings.mode == "native"
+    assert line.said[0] == "reloading"
+    assert line.said[1].startswith("ready mode native; the last reload was refused: ")
 
 
-async def test_a_switch_to_a_store_that_is_out_of_reach_is_refused() -> None:
-    old = settings(mode="native", store=STORE)
-    async with scene(old, settings(mode="store", store=STORE)) as it:
-        it.daemon.lanes.failure = StoreLost("no lane")
-        assert [one["event"] for one in await it.once()] == ["reload refused"]
-        assert it.daemon.settings == old
-
-
-async def test_requests_that_come_meanwhile_are_one_more() -> None:
+async def test_requests_that_come_meanwhile_are_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delayer.daemon.app.logs.configure", lambda *_: None)  # it would outlive the test
     loads: list[int] = []
 
     def load() -> Settings:
         loads.append(1)
         if len(loads) == 1:
-            it.reload.request()
-            it.reload.request()
-        return settings()
+            reload.request()
+            reload.request()
+        return settings(mode="native")
 
-    async with scene(settings(), load) as it:
-        it.reload.request()
-        it.reload.request()
-        await until(lambda: len(it.line.said) == 4)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(loads) == 2
+    reload, line = reloading(StubDaemon(settings(mode="native")), load)
+    stopping = asyncio.Event()
+    reload.request()
+    running = asyncio.create_task(reload.run(stopping))
+    await until(lambda: len(line.said) == 4)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(loads) == 2
+    stopping.set()
+    await running
 
 
 async def test_a_bug_is_not_swallowed() -> None:
     def load() -> Settings:
         raise ZeroDivisionError
 
-    it = Scene(settings(), load, "lanes")
-    it.reload.request()
+    reload, _ = reloading(StubDaemon(settings()), load)
+    reload.request()
     with pytest.raises(ZeroDivisionError):
-        await it.task
+        await reload.run(asyncio.Event())
 
 
-def test_the_live_part_of_the_same_settings_is_those_settings() -> None:
-    given = settings(mode="native", store=STORE)
+def test_keys_that_need_a_restart_stay_as_they_are() -> None:
+    old = settings(store=STORE)
+    new = settings(
+        store={"url": "postgresql://localhost/two", "lanes": 5, "park_beyond": "10s"},
+        intake={"queue": "other", "max_delay": "1d"},
+        broker={"url": "amqp://elsewhere/"},
+    )
+    assert live_part(old, new, first_store=False) == settings(
+        store=STORE | {"park_beyond": "10s"}, intake={"max_delay": "1d"}
+    )
     for first in (True, False):
-        assert live_part(given, given, first_store=first) == given
+        assert live_part(new, new, first_store=first) == new

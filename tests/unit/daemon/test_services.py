@@ -74,20 +74,6 @@ async def test_the_last_ones_outlive_the_others() -> None:
     assert events == ["lanes began", "slow ended", "lanes ended"]
 
 
-async def test_only_who_does_not_stop_is_cut_off() -> None:
-    group, events = ServiceGroup(grace=0.01), list[str]()
-    group.add("quick", part(events, "quick"))
-
-    async def deaf(_: asyncio.Event) -> None:
-        await asyncio.Event().wait()
-
-    group.add("deaf", deaf)
-    group.stop()
-    with capture_logs() as logs:
-        await group.run()
-    assert [(one["event"], one["part"]) for one in logs] == [("stop forced", "deaf")]
-
-
 @pytest.mark.parametrize("last", [False, True])
 async def test_a_part_that_fails_stops_the_others(last: bool) -> None:
     group, events = ServiceGroup(), list[str]()
@@ -97,19 +83,6 @@ async def test_a_part_that_fails_stops_the_others(last: bool) -> None:
         await group.run()
     assert events == ["a began", "a ended"]
     assert group.stopping.is_set()
-
-
-async def test_a_part_that_fails_while_stopping() -> None:
-    group = ServiceGroup()
-
-    async def fails(stopping: asyncio.Event) -> None:
-        await stopping.wait()
-        raise ZeroDivisionError("late")
-
-    group.add("a", fails)
-    group.stop()
-    with pytest.raises(ZeroDivisionError):
-        await group.run()
 
 
 async def test_the_first_failure_is_raised_and_the_others_are_logged() -> None:
@@ -183,22 +156,6 @@ def test_pauses_double_up_to_the_longest() -> None:
 
 def nobody() -> None:
     """Feeds no watchdog."""
-
-
-async def test_pauses_grow_with_the_failures_and_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr("delayer.broker.retry.pause", lambda attempt, _: float(attempt))
-    retry = Retry(asyncio.Event(), nobody)
-
-    async def note(seconds: float) -> None:
-        waits.append(seconds)
-
-    monkeypatch.setattr(retry, "wait", note)
-    for _ in range(3):
-        await retry.pause()
-    retry.succeeded()
-    await retry.pause()
-    assert waits == [0.0, 1.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("before", [True, False])

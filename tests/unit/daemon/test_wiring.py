@@ -17,21 +17,6 @@ def settings(**tables: Any) -> Settings:
     return Settings.model_validate(tables)
 
 
-def test_the_default_policy() -> None:
-    policy = policy_of(settings(), has_store=True)
-    assert policy.mode is Mode.STORE
-    assert policy.routes == {b"delayer.in": Route(b"delayer.in", b"delayer.out")}
-    assert policy.intake_queue == b"delays"
-    assert policy.max_delay_ms == 3650 * 86_400_000
-    assert policy.park_beyond_ms == 0
-    assert policy.has_store
-    assert {b"delays", b"delays.due", b"delays.refused", b"delayer.delay-level-00", b"delayer.delay-strays"} < (
-        policy.own_queues
-    )
-    assert {b"delays.refused", b"delayer.delay-level-27", b"delayer.delay-delivery"} < policy.own_exchanges
-    assert not {b"delayer.in", b"delayer.out"} & policy.own_exchanges
-
-
 def test_no_message_enters_a_cascade_that_is_taken_over() -> None:
     tables = {"takeover": [{"cascade": "celery"}, {"cascade": "nservicebus-v2"}]}
     policy = policy_of(settings(**tables), has_store=True)
