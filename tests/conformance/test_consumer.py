@@ -60,11 +60,6 @@ async def test_a_batch_has_its_limit_and_an_idle_queue_gives_an_empty_one(place:
         assert await subscription.next_batch(10, GATHER) == []
 
 
-async def test_a_full_batch_waits_for_no_company(place: Place) -> None:
-    async with reading(place, 30) as (_, subscription), asyncio.timeout(20):
-        assert bodies(await subscription.next_batch(30, 60.0)) == numbered(range(30))
-
-
 async def test_a_batch_of_all_that_may_be_unsettled_waits_for_no_company(place: Place) -> None:
     """No more would come, however long it waited."""
     async with reading(place, 5, prefetch=2) as (_, subscription), asyncio.timeout(20):
@@ -180,15 +175,6 @@ async def test_a_cut_connection(place: Place) -> None:
         await again.close()
 
 
-async def test_a_waiting_batch_hears_of_the_cut(place: Place) -> None:
-    async with reading(place, 0) as (world, subscription):
-        waiting = asyncio.create_task(subscription.next_batch(10, GATHER))
-        await asyncio.wait({waiting}, timeout=0.05)
-        world.network.cut()
-        with pytest.raises(BrokerLost):
-            await waiting
-
-
 async def test_a_buffer_is_bounded_by_bytes(place: Place) -> None:
     """The socket is left alone while the buffer is full; in the end everything has come."""
     size, count, bound = 1 << 18, 64, 1 << 20
@@ -293,15 +279,3 @@ async def test_queues_that_share_a_relay_share_its_bound(place: Place) -> None:
         for one in subscriptions[1:]:
             await one.close()
         assert len(await world.hand.drain("a")) == count
-
-
-async def test_two_queues_on_two_relays_do_not_hold_each_other_up(place: Place) -> None:
-    async with place.world("large", "small") as world, relay_to(place.address) as other:
-        for n in range(8):
-            await world.publisher.publish([message(n, "large", body=bytes(1 << 18))])
-        await world.publisher.publish([message(n, "small") for n in range(100)])
-        await other.connection(30)
-        large = await AmqpConsumer(other, buffer_bytes=1 << 18).subscribe("large", 100)
-        small = await world.consumer.subscribe("small", 100)
-        assert len(await take(small, 100)) == 100
-        await asyncio.gather(large.close(), small.close())

@@ -91,17 +91,6 @@ async def test_exchanges_that_are_internal_or_closed_to_us(place: Place) -> None
         assert await world.hand.drain("q") == numbered(range(0, 12, 3))
 
 
-async def test_a_topic_that_is_closed_to_us(place: Place) -> None:
-    """A permission that depends on the key says nothing of the exchange's other messages."""
-    async with place.world("q") as world:
-        await world.hand.exchange("news", kind="topic", to_q="#")
-        await world.hand.forbid(topic=("news", "^open"))
-        batch = [message(n, "closed" if n % 3 == 0 else "open", "news") for n in range(9)]
-        outcomes = await until_published(world.publisher, batch)
-        assert codes(outcomes) == [403, CONFIRMED, CONFIRMED] * 3
-        assert set(await world.hand.drain("q")) == set(numbered([n for n in range(9) if n % 3]))
-
-
 async def test_many_topics_that_are_closed_to_us(place: Place) -> None:
     """Once it is known that the key matters, nothing is in doubt any more, for nobody."""
     async with place.world("q") as world:

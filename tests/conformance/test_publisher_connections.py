@@ -8,9 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-import aio_pika
 import pytest
 
 from delayer.amqp.address import Address
@@ -53,20 +51,6 @@ async def far_away(place: Place, round_trip: float) -> AsyncIterator[tuple[World
         async with relay_to(place.behind(proxy)) as reconnecting:
             await reconnecting.connection(30)
             yield world, reconnecting
-
-
-@asynccontextmanager
-async def asking(place: Place) -> AsyncIterator[tuple[str, asyncio.Queue[bytes]]]:
-    """Somebody who waits for direct replies: where to, and what comes. Asks by the queue q."""
-    async with await aio_pika.connect(place.url) as asker, await asker.channel() as channel:
-        answers: asyncio.Queue[bytes] = asyncio.Queue()
-        wire = await channel.get_underlay_channel()
-        await wire.basic_consume("amq.rabbitmq.reply-to", lambda one: answers.put(one.body), no_ack=True)
-        question = aio_pika.Message(b"?", reply_to="amq.rabbitmq.reply-to")
-        await channel.default_exchange.publish(question, "q")
-        asked = await (await channel.get_queue("q", ensure=False)).get(no_ack=True)
-        assert asked.reply_to is not None
-        yield asked.reply_to, answers
 
 
 async def refusing(_timeout: float) -> Connection:
@@ -176,36 +160,6 @@ async def test_without_a_second_connection(place: Place, monkeypatch: pytest.Mon
         connects = reconnecting.connects
         assert isinstance((await publisher.publish([poisonous(3)._replace(isolated=True)]))[0], ClosedConnection)
         assert reconnecting.connects == connects
-
-
-async def test_direct_replies_share_a_connection(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as none ends it; and the others of a batch are published though one does."""
-    opened: list[str] = []
-    opening = Connection.open
-
-    async def counted(address: Address | str, *, name: str, **more: Any) -> Connection:
-        opened.append(name)
-        return await opening(address, name=name, **more)
-
-    monkeypatch.setattr("delayer.broker.connection.Connection.open", counted)
-    async with place.world("q"), relay_to(place.address) as reconnecting:
-        publisher = AmqpPublisher(reconnecting)
-        async with asking(place) as (reply_to, answers):
-            for batch in range(5):
-                await publisher.publish([message(f"{batch}-{n}", reply_to) for n in range(20)])
-            wanted = {b"%d-%d" % (batch, n) for batch in range(5) for n in range(20)}
-            async with asyncio.timeout(10):
-                assert {await answers.get() for _ in range(100)} == wanted
-            assert sum(name.endswith("isolation") for name in opened) == 1
-            mixed = [message(n, reply_to) for n in range(20)]
-            mixed.insert(10, message("bad", f"amq.rabbitmq.reply-to.{NO_REPLIES[1]}"))
-            await publisher.publish(mixed)
-            found = set()
-            async with asyncio.timeout(10):
-                while len(found) < 20:
-                    found.add(await answers.get())
-            assert found == {b"%d" % n for n in range(20)}
-        assert reconnecting.connects == 1
 
 
 async def test_a_permission_is_repaired(place: Place) -> None:

@@ -11,94 +11,41 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import aio_pika
-from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
+from aio_pika.abc import AbstractChannel
 from rich.console import Console
+from rich.markup import escape
 
+from delayer.core.message import Delivery
 from tests.support.daemon import EXECUTABLE
-from tests.support.demo_ledger import Expected, Ledger
-from tests.support.demo_view import View
+from tests.support.ledger import Ledger, Verdict
 from tests.support.servers import StartFailed
 from tests.support.stack import Stack, running_stack
 
-DELAYS = {
-    "store": (0, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 12),
-    "native": (
-        0,
-        0.5,
-        1,
-        1.5,
-        2,
-        2.5,
-        3,
-        3.5,
-        4,
-        4.5,
-        5,
-        5.5,
-        6,
-        6.5,
-        7,
-        8,
-    ),  # the last of the first ones end with them
-}
+COUNT = {"store": 32, "native": 32}
+LONGEST_MS = {"store": 12_000, "native": 8_000}
+"""The last of the first ones end with the last of the others."""
 SLACK = 15.0
 """Seconds to wait for stragglers after the last one is due."""
 
 
-async def declare_destinations(channel: AbstractChannel, ledger: Ledger) -> None:
-    """What an application would have: an exchange with a queue behind it, and a queue."""
-    exchange = await channel.declare_exchange("orders.out", aio_pika.ExchangeType.TOPIC, durable=True)
-    orders = await channel.declare_queue("orders.inbox", durable=True)
-    await orders.bind(exchange, "#")
-    mail = await channel.declare_queue("mail.inbox", durable=True)
+class Shown(Ledger):
+    """The ledger of the fault tests, with a line for each message that comes back."""
 
-    def receive(queue: str) -> Callable[[AbstractIncomingMessage], Awaitable[None]]:
-        async def on_message(message: AbstractIncomingMessage) -> None:
-            ledger.arrived(queue, message, time.time() * 1000)
-            await message.ack()
+    console: Console
 
-        return on_message
-
-    for queue in (orders, mail):
-        await queue.consume(receive(queue.name))
-
-
-async def send(channel: AbstractChannel, ledger: Ledger, mode: str) -> None:
-    """One message for every delay, through the routes in turn, saying the delay in the forms in turn."""
-    orders = await channel.get_exchange("orders.in", ensure=False)
-    mail = await channel.get_exchange("mail.in", ensure=False)
-    straight = channel.default_exchange
-    for turn, seconds in enumerate(DELAYS[mode]):
-        number = len(ledger.expected)
-        due = datetime.now(UTC) + timedelta(seconds=seconds)
-        exchange, key, route, queue = (
-            (orders, f"order.{number}", "orders.in → orders.out", "orders.inbox"),
-            (mail, f"letter.{number}", "mail.in → mail.inbox", "mail.inbox"),
-            (straight, "delays", "delays → orders.out", "orders.inbox"),
-        )[turn % 3]
-        said: dict[str, object] = {"x-delay": round(seconds * 1000)}
-        if turn % 2:
-            said = {"x-deliver-at": due.isoformat(timespec="milliseconds")}
-        message = aio_pika.Message(
-            f"demo body {number} – {'·' * number}".encode(),
-            headers={**said, "demo": number, "nested": {"list": [1, "zwei", 3.5], "flag": True}},
-            message_id=f"demo-{number}",
-            correlation_id=f"thread-{number % 4}",
-            content_type="text/plain",
-            type="demo.message",
-            priority=number % 3,
-            delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
-        )
-        ledger.sent(Expected(number, mode, route, queue, seconds, due.timestamp() * 1000, key, message))
-        await exchange.publish(message, routing_key=key)
+    def judge(self, number: int, delivery: Delivery, at_ms: float) -> bool:
+        owed = self.account.owed(number)
+        asked = f"asked {owed.delay_ms / 1000:5.1f} s"
+        self.console.print(f"message {number:3}  {asked}  late {at_ms - owed.due_ms:6.0f} ms", markup=False)
+        return super().judge(number, delivery, at_ms)
 
 
 SPREAD, AT_NEW_YEAR = 240, 60
@@ -112,6 +59,7 @@ async def park_far_ahead(stack: Stack, channel: AbstractChannel) -> None:
 
     Returns when all of them are parked, so that the first messages to be seen do not wait behind them."""
     now = datetime.now(UTC)
+    await channel.declare_queue("mail.inbox", durable=True)
     orders = await channel.get_exchange("orders.in", ensure=False)
     mail = await channel.get_exchange("mail.in", ensure=False)
     publishes = []
@@ -166,50 +114,60 @@ def show_audit(found: Audit, console: Console) -> int:
     return 0
 
 
-async def watch(stack: Stack, ledger: Ledger, view: View) -> Audit:
+async def watch(stack: Stack, ledger: Shown) -> Audit:
     """Everything that happens, and the audit of what is left."""
-    connection = await aio_pika.connect(stack.broker_url)
-    async with connection:
-        channel = await connection.channel(on_return_raises=True)
-        await declare_destinations(await connection.channel(), ledger)
-        view.phase(f"store mode: {LEFT} messages that are due in weeks and months are parked first")
-        await park_far_ahead(stack, channel)
-        view.phase("store mode: delays wait in Postgres")
-        await send(channel, ledger, "store")
-        await ledger.until(lambda: ledger.count() >= len(DELAYS["store"]) // 2)
 
-        view.phase("switching to native mode, while half of them still wait")
-        stack.configure("native")
-        stack.daemon.reload()
-        await stack.daemon.event("mode switched")
+    def phase(text: str) -> None:
+        ledger.console.print(f"[cyan]— {text}[/]")
 
-        view.phase("native mode: new delays wait in the broker's cascade; Postgres gives back what it holds")
-        await send(channel, ledger, "native")
-        longest = max(*DELAYS["store"], *DELAYS["native"]) + SLACK
-        await ledger.until(lambda: ledger.count() >= len(ledger.expected), timeout=longest)
-        view.phase("auditing what is left parked: a Spark job beside the daemon")
-        found = await audit(stack.config)
-        view.phase("stopping")
-        await stack.daemon.stop()
-        # The daemon is gone: what it repeated, if anything, is in the queues by now, and a round trip brings it here.
-        await channel.declare_queue("mail.inbox", passive=True)
+    phase(f"store mode: {LEFT} messages that are due in weeks and months are parked first")
+    async with await aio_pika.connect(stack.broker_url) as connection:
+        await park_far_ahead(stack, await connection.channel())
+    phase("store mode: delays wait in Postgres")
+    await ledger.publish(COUNT["store"], longest_ms=LONGEST_MS["store"])
+    await ledger.until(lambda: ledger.account.back >= COUNT["store"] // 2)
+
+    phase("switching to native mode, while half of them still wait")
+    stack.configure("native")
+    stack.daemon.reload()
+    await stack.daemon.event("mode switched")
+
+    phase("native mode: new delays wait in the broker's cascade, in whole seconds; Postgres gives back what it holds")
+    await ledger.publish(COUNT["native"], longest_ms=LONGEST_MS["native"])
+    await ledger.all_back(timeout=max(LONGEST_MS.values()) / 1000 + SLACK)
+    phase("auditing what is left parked: a Spark job beside the daemon")
+    found = await audit(stack.config)
+    phase("stopping")
+    await stack.daemon.stop()
+    await ledger.drained()  # what the daemon repeated, if anything, is in the queue by now
     return found
 
 
+def show_verdict(verdict: Verdict, console: Console, seconds: float) -> int:
+    """Print what the account came to; the exit code."""
+    console.print(f"\n{verdict}", markup=False)
+    try:
+        verdict.assert_kept()
+    except AssertionError as broken:
+        console.print(f"[bold red]✗ not what was promised:[/] {escape(str(broken))}")
+        return 1
+    kept = "every message came back exactly once, none early, all of them intact"
+    console.print(f"[bold green]✓ {kept}[/] [dim]({seconds:.0f} s)[/]")
+    return 0
+
+
 async def main() -> int:
-    console = Console(highlight=False)
+    console = Shown.console = Console(highlight=False)
     started = time.monotonic()
     console.print("[bold]delayer demo[/]: starting a private RabbitMQ and Postgres …")
-    ledger = Ledger()
-    async with running_stack("store") as stack:
-        far = f"and {LEFT} that are due in weeks and months"
-        console.print(
-            f"up after {time.monotonic() - started:.1f} s; sending {sum(map(len, DELAYS.values()))} messages, {far}\n"
-        )
-        with View(console, ledger) as view:
-            found = await watch(stack, ledger, view)
-    seconds = time.monotonic() - started
-    code = max(ledger.report(console, seconds), show_audit(found, console))
+    async with (
+        running_stack("store") as stack,
+        Shown.open(stack.broker_url, random.Random(), into=b"orders.in", exchange="orders.out") as ledger,
+    ):
+        sent = f"sending {sum(COUNT.values())} messages, and {LEFT} that are due in weeks and months"
+        console.print(f"up after {time.monotonic() - started:.1f} s; {sent}\n")
+        found = await watch(stack, ledger)
+        code = max(show_verdict(ledger.verdict(), console, time.monotonic() - started), show_audit(found, console))
     console.print("\nNext: `make run` starts servers and a daemon to try; docs/index.md lists the pages by task.")
     return code
 

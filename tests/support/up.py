@@ -28,8 +28,6 @@ QUIET = frozenset({"partition made", "partition dropped", "broker connected"})
 COLOURS = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
 PAUSE = 2.0
 """Seconds that a daemon stays dead: long enough to see that nothing is lost meanwhile."""
-STARTS, WITHIN = 5, 60.0
-"""How often it is started again within so many seconds, before it is left dead."""
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -94,23 +92,12 @@ def how_it_ended(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-async def keep_alive(stack: Stack, told_to_stop: asyncio.Event) -> None:
-    """Start the daemon again whenever it ends, until told to stop; not more often than that helps anybody."""
-    ends: list[float] = []
-    while not told_to_stop.is_set():
+async def keep_alive(stack: Stack) -> None:
+    """Start the daemon again whenever it ends."""
+    while True:
         ended = how_it_ended(await stack.daemon.wait(timeout=float("inf")))
-        ends = [end for end in ends if end > time.monotonic() - WITHIN] + [time.monotonic()]
-        if told_to_stop.is_set():
-            return
-        if len(ends) > STARTS:
-            command = f"{EXECUTABLE} --config {stack.config} run"
-            console.print(f"[bold red]the daemon {ended}, {len(ends)} times within {WITHIN:.0f} s: it stays so.[/]")
-            console.print(f"The servers stay, until Ctrl-C. To start it yourself: {command}", markup=False)
-            return
         console.print(f"[bold yellow]the daemon {ended}; broker and store stay. Started again in {PAUSE:g} s.[/]")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(told_to_stop.wait(), PAUSE)
-            return
+        await asyncio.sleep(PAUSE)
         await stack.daemon.start()
         console.print(f"the daemon is started again: process {stack.daemon.pid}")
 
@@ -124,7 +111,7 @@ async def main() -> int:
         told = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, told.set)
-        keeping = asyncio.create_task(keep_alive(stack, told))
+        keeping = asyncio.create_task(keep_alive(stack))
         await told.wait()
         console.print("stopping …")
         keeping.cancel()

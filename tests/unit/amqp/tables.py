@@ -63,34 +63,16 @@ def table_of_everything() -> bytes:
 
 def nested(levels: int, kind: bytes = b"A") -> bytes:
     """Type and value of an array in an array in an array, or tables with empty names."""
-    sizes = range(levels) if kind == b"A" else range(0, 2 * levels, 1)
     name = b"" if kind == b"A" else b"\0"
-    value = b""
-    pieces = []
+    pieces: list[bytes] = []
     length = 0
-    for _ in sizes[:levels]:
+    for _ in range(levels):
         pieces.append(name + kind + struct.pack(">I", length))
         length += len(pieces[-1])
-    value = b"".join(reversed(pieces))
-    return value if kind == b"A" else value[1:]
+    return b"".join(reversed(pieces))[len(name) :]
 
 
-_FIXED = {
-    "b": 1,
-    "B": 1,
-    "s": 2,
-    "u": 2,
-    "I": 4,
-    "i": 4,
-    "l": 8,
-    "L": 8,
-    "f": 4,
-    "d": 8,
-    "D": 5,
-    "t": 1,
-    "T": 8,
-    "V": 0,
-}
+_FIXED = dict(zip("bBsuIilLfdDtTV", (1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 1, 8, 0), strict=True))
 names = st.binary(max_size=12)
 _flat = st.sampled_from(sorted(_FIXED)).flatmap(
     lambda kind: st.binary(min_size=_FIXED[kind], max_size=_FIXED[kind]).map(lambda raw: kind.encode() + raw)

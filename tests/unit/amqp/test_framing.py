@@ -17,16 +17,7 @@ from delayer.amqp.errors import FRAME_ERROR, UNEXPECTED_FRAME, ProtocolError
 from delayer.amqp.framing import OVERHEAD, ReturnedMessage
 from delayer.amqp.properties import encode_headers
 from delayer.core.message import Delivery, Outgoing
-from tests.unit.amqp.recorded import (
-    EVERYTHING,
-    FRAME_MAX,
-    TAG,
-    content,
-    conversation,
-    deliver,
-    method,
-    reading,
-)
+from tests.unit.amqp.recorded import EVERYTHING, FRAME_MAX, TAG, content, conversation, deliver, method, reading
 from tests.unit.amqp.tables import table_of_everything
 
 WHOLE = conversation()
@@ -60,12 +51,9 @@ def test_the_conversation_as_a_whole() -> None:
     assert [(one.code, one.text, one.body) for one in back] == [(312, "NO_ROUTE", b"came back"), (312, "NO_ROUTE", b"")]
 
 
-def test_cut_at_every_byte() -> None:
+def test_byte_by_byte_and_cut_at_every_byte() -> None:
     for at in range(1, len(WHOLE)):
         assert events_of(WHOLE[:at], WHOLE[at:]) == EXPECTED, f"cut at {at}"
-
-
-def test_byte_by_byte() -> None:
     assert events_of(*(WHOLE[at : at + 1] for at in range(len(WHOLE)))) == EXPECTED
 
 
@@ -261,19 +249,10 @@ def wire_of(batch: list[Outgoing], enough: int = 1 << 30) -> bytes:
     return b"".join(parts)
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
-        0,
-        1,
-        WRITTEN_MAX - 9,
-        WRITTEN_MAX - 8,
-        WRITTEN_MAX - 7,
-        2 * (WRITTEN_MAX - 8),
-        2 * (WRITTEN_MAX - 8) + 1,
-        100_000,
-    ],
-)
+PIECE = WRITTEN_MAX - 8
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1, 100_000])
 @pytest.mark.parametrize("names", [("", ""), ("exchange", "key"), ("e" * 255, "k" * 255)])
 def test_publish(size: int, names: tuple[str, str]) -> None:
     payload = bytes(at % 251 for at in range(size))

@@ -7,9 +7,11 @@ import asyncio
 import pytest
 from pamqp import commands
 
+from delayer.amqp import handshake
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ConnectionLost, ProtocolError
+from delayer.amqp.handshake import Limits
 from delayer.core.errors import BrokerLost
 from tests.unit.amqp.scripted import say_goodbye, scripted
 
@@ -136,3 +138,25 @@ async def test_a_cancelled_open_leaves_no_socket() -> None:
 )
 def test_which_losses_are_about_a_message_that_was_sent(loss: ConnectionLost, objects: bool) -> None:
     assert loss.objects is objects
+
+
+@pytest.mark.parametrize(
+    ("offered", "ours", "agreed"),
+    [
+        ((2047, 131072, 60), 20.0, (2047, 131072, 20.0)),
+        ((0, 0, 60), 20.0, (65535, 131072, 20.0)),
+        ((5, 8192, 5), 20.0, (5, 8192, 5.0)),
+        ((5, 4096, 0), 20.0, (5, 4096, 20.0)),
+        ((5, 4096, 60), 0.0, (5, 4096, 0.0)),
+        ((5, 4096, 0), 0.0, (5, 4096, 0.0)),
+        ((5, 10, 0), 0.0, (5, 4096, 0.0)),
+    ],
+)
+def test_limits(offered: tuple[int, int, int], ours: float, agreed: tuple[int, int, float]) -> None:
+    limits = handshake.agree(commands.Connection.Tune(*offered), ours)
+    assert limits == agreed
+
+
+def test_a_part_of_a_second_is_promised_as_a_whole_one() -> None:
+    assert handshake.tune_ok(Limits(1, 4096, 0.2)).heartbeat == 1
+    assert handshake.tune_ok(Limits(1, 4096, 0.0)).heartbeat == 0

@@ -5,17 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from delayer.audit.findings import (
-    Bar,
-    Calendar,
-    Finding,
-    LaneFigures,
-    Peak,
-    Report,
-    RuleRun,
-    Share,
-    Totals,
-)
+from delayer.audit.findings import Bar, Calendar, Finding, LaneFigures, Peak, Report, RuleRun, Share, Totals
 
 NOW_MS = 1_763_769_602_481
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
@@ -42,24 +32,25 @@ def bars(width: int, count: int, scale: float, seed: int, before: int = 0) -> tu
     return tuple(found)
 
 
+def share(messages: int, days: int, *names: bytes, verdict: str = "routed", way: str = "") -> Share:
+    """Messages to a destination, due within these days."""
+    exchange, routing_key = names
+    first_ms, last_ms = NOW_MS + HOUR, NOW_MS + days * DAY
+    return Share(messages, messages * 640, first_ms, last_ms, exchange=exchange, routing_key=routing_key,
+                 verdict=verdict, way=way)  # fmt: skip
+
+
 def calendar() -> Calendar:
     midnight = NOW_MS // DAY * DAY + 10 * DAY
     shares = [
-        Share(5_200_000, 3_300_000_000, NOW_MS + HOUR, NOW_MS + 400 * DAY, exchange=b"orders.out",
-              routing_key=b"order.reminder", verdict="routed"),
-        Share(812_400, 510_000_000, NOW_MS + 3 * HOUR, NOW_MS + 30 * DAY, exchange=b"", routing_key=b"mail.inbox",
-              verdict="routed"),
-        Share(96_001, 61_000_000, NOW_MS + 2 * DAY, NOW_MS + 9 * DAY, exchange=b"payments.eu",
-              routing_key=b"capture", verdict="missing"),
-        Share(5_011, 3_000_000, NOW_MS + 5 * DAY, NOW_MS + 9 * DAY, exchange=b"orders.out", routing_key=b"order.old",
-              verdict="alternate", way="orders.unrouted"),
-        Share(901, 600_000, NOW_MS + DAY, NOW_MS + 2 * DAY, exchange=b"events", routing_key=b"a.b",
-              verdict="depends on headers"),
-        Share(77, 60_000, NOW_MS + DAY, NOW_MS + 2 * DAY, exchange=b"plugin", routing_key=b"", verdict="not known",
-              way="exchange 'plugin' is of type 'x-random'"),
-        *(Share(7 - n, 700, NOW_MS + DAY, NOW_MS + DAY, exchange=name, routing_key=name, verdict="unroutable", way="")
-          for n, name in enumerate(HOSTILE)),
-    ]  # fmt: skip
+        share(5_200_000, 400, b"orders.out", b"order.reminder"),
+        share(812_400, 30, b"", b"mail.inbox"),
+        share(96_001, 9, b"payments.eu", b"capture", verdict="missing"),
+        share(5_011, 9, b"orders.out", b"order.old", verdict="alternate", way="orders.unrouted"),
+        share(901, 2, b"events", b"a.b", verdict="depends on headers"),
+        share(77, 2, b"plugin", b"", verdict="not known", way="exchange 'plugin' is of type 'x-random'"),
+        *(share(7 - n, 1, name, name, verdict="unroutable") for n, name in enumerate(HOSTILE)),
+    ]
     routes = [
         Share(5_206_912, 3_310_000_000, NOW_MS + HOUR, NOW_MS + 400 * DAY, route=b"orders.in"),
         Share(812_400, 510_000_000, NOW_MS + 3 * HOUR, NOW_MS + 30 * DAY, route=b"mail.in"),
@@ -105,25 +96,18 @@ def findings() -> tuple[Finding, ...]:
 
 def lanes() -> tuple[LaneFigures, ...]:
     def lane(
-        number: int,
-        parked: int,
-        released: int,
-        waiting: int,
-        *,
-        held: int = 0,
-        packed: int = 0,
-        alive: bool | None = True,
-        owner: str = "broker-1 pid 812 worker 1",
+        number: int, parked: int, released: int, waiting: int, held: int = 0, packed: int = 0, owner: str = "broker-1"
     ) -> LaneFigures:
         counters = {"parked": parked, "restored": 0, "released": released, "cancelled": 14, "compacted": packed}
-        return LaneFigures(number, owner, alive, counters | {"held": held}, waiting, held, packed)  # fmt: skip
+        alive = {"": None, "worker-3": False}.get(owner, True)
+        return LaneFigures(number, owner, alive, counters | {"held": held}, waiting, held, packed)
 
     return (
         lane(1, 9_000_500, 4_000_000, 3_000_486, packed=2_000_000),
-        lane(2, 2_100_017, 89_000, 2_011_000, owner="broker-1 pid 812 worker 2"),
-        lane(3, 60_000, 58_000, 1_946, held=40, owner="broker-2 pid 99"),
-        lane(4, 26, 0, 12, alive=False, owner="worker-3 pid 4711"),
-        lane(5, 14, 0, 0, alive=None, owner=""),
+        lane(2, 2_100_017, 89_000, 2_011_000),
+        lane(3, 60_000, 58_000, 1_946, held=40, owner="broker-2"),
+        lane(4, 26, 0, 12, owner="worker-3"),
+        lane(5, 14, 0, 0, owner=""),
     )
 
 

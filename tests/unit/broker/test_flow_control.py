@@ -7,7 +7,6 @@ import random
 import pytest
 
 from delayer.broker.consumer import ENOUGH, Fitting, Inflow
-from tests.faults.place import eventually
 
 ROOM = 100
 
@@ -45,19 +44,6 @@ class Waiting:
 def several(count: int) -> tuple[Inflow, Socket, list[Waiting]]:
     flow, socket = Inflow(ROOM), Socket()
     return flow, socket, [Waiting(flow, socket) for _ in range(count)]
-
-
-async def test_all_of_them_together_are_bounded() -> None:
-    _, socket, (one, other, third) = several(3)
-    one.gets(60)
-    other.gets(40)
-    assert socket.reading
-    third.gets(1)
-    assert not socket.reading
-    one.takes(50)
-    assert not socket.reading, "more than half"
-    other.takes(2)
-    assert socket.reading
 
 
 async def test_a_closing_subscription_reads_the_broker_s_answers() -> None:
@@ -99,28 +85,6 @@ async def test_a_new_connection_is_not_read_either() -> None:
     assert not again.socket.reading
     one.let_go()
     assert again.socket.reading
-
-
-async def test_all_subscriptions_let_go_of_a_buffer_full_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.broker.consumer.UNREAD", 0.01)
-    _, socket, them = several(3)
-    for one in them:
-        one.gets(40)
-    assert not socket.reading
-
-    async def left() -> int:
-        return sum(one.bytes for one in them)
-
-    await eventually(left, lambda size: size == 0)
-    assert socket.reading
-
-
-async def test_several_subscriptions_do_not_know_whose_data_waits() -> None:
-    flow, _, (one, other) = several(2)
-    one.gets(101)
-    assert flow.behind(one)
-    other.gets(1)
-    assert not flow.behind(one)
 
 
 # How many messages are read ahead: as many as are wanted, until their bytes do not fit.

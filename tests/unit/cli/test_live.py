@@ -17,8 +17,8 @@ def settings(listen: str) -> Settings:
     return Settings.model_validate({"http": {"listen": listen}})
 
 
-async def test_a_daemon_that_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    async with served(Inside(), monkeypatch) as web:
+async def test_a_daemon_that_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    async with served(Inside()) as web:
         found = await status.look(settings(web.address))
         assert found["error"] is None
         assert found["last"]["60"]["rates"]["released"] == 0
@@ -36,11 +36,9 @@ async def test_a_daemon_that_serves(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ({"store": {"url": "postgresql://one/delayer"}}, {}, True),
     ],
 )
-async def test_another_service_at_that_address(
-    ours: dict[str, Any], theirs: dict[str, Any], same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_service_at_that_address(ours: dict[str, Any], theirs: dict[str, Any], same: bool) -> None:
     """Two of one host, or a copied port: its rates are not ours."""
-    async with served(Inside(**theirs), monkeypatch) as web:
+    async with served(Inside(**theirs)) as web:
         native = {"mode": "native", "http": {"listen": web.address}}
         found = await status.look(Settings.model_validate(native | ours))
         wrong = f"the daemon at {web.address} works with another broker or virtual host"

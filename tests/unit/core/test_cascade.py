@@ -12,7 +12,6 @@ from delayer.core.cascade import (
     MAX_SECONDS,
     Cascade,
     bindable,
-    delivery_binding,
     due_topology,
     intake_topology,
     routing_key,
@@ -49,18 +48,16 @@ def test_a_delay_out_of_range_is_refused(seconds: int) -> None:
         Cascade().entry(seconds)
 
 
-@pytest.mark.parametrize("address", [b"", b"x" * 199, "é".encode() * 99, b"\xff\xfe", "😀".encode() * 49])
-def test_addresses_that_fit(address: bytes) -> None:
-    key = routing_key(1, address)
+@pytest.mark.parametrize("letter", ["x", "é", "😀"])
+def test_an_address_of_199_bytes_fits(letter: str) -> None:
+    size = len(letter.encode())
+    fits = letter.encode() * (199 // size)
+    key = routing_key(1, fits)
     assert len(key) <= 255
-    assert strip_prefix(key) == address
-
-
-@pytest.mark.parametrize("address", [b"x" * 200, "é".encode() * 100, "😀".encode() * 50])
-def test_an_address_is_measured_in_bytes(address: bytes) -> None:
+    assert strip_prefix(key) == fits
     with pytest.raises(ValueError, match="at most 199 bytes, found 200"):
-        routing_key(1, address)
-    assert not bindable(address)
+        routing_key(1, letter.encode() * (200 // size))
+    assert not bindable(letter.encode() * (200 // size))
 
 
 @pytest.mark.parametrize(
@@ -95,18 +92,10 @@ def test_one_leading_prefix_is_stripped(key: bytes, expected: bytes) -> None:
         (b"\xff", False),  # not UTF-8
         (b"sales\norders", False),
         (b"sales\r", False),
-        (b"x" * 199, True),
-        (b"x" * 200, False),
     ],
 )
 def test_bindable(address: bytes, expected: bool) -> None:
     assert bindable(address) is expected
-
-
-def test_the_delivery_binding_has_a_star_for_every_digit_and_fits() -> None:
-    assert delivery_binding("a.b") == "*." * 28 + "a.b"
-    assert "#" not in delivery_binding("a.b")
-    assert len(delivery_binding("x" * 199)) == 255
 
 
 NAMES = [
@@ -122,11 +111,6 @@ def test_names(kind: str, seven: str, zero: str, delivery: str, strays: str) -> 
     cascade = Cascade(kind)  # type: ignore[arg-type]
     assert (cascade.level(7), cascade.level(0), cascade.delivery, cascade.strays) == (seven, zero, delivery, strays)
     assert cascade.shared is (kind != "delayer")
-
-
-def test_the_prefix_is_ours_only() -> None:
-    assert Cascade(prefix="team.").entry(1) == "team.delay-level-00"
-    assert Cascade("celery", prefix="team.").entry(1) == "celery_delayed_0"
 
 
 def test_the_prefix_of_kombu() -> None:
@@ -145,12 +129,7 @@ QUORUM = {"x-queue-type": "quorum", "x-dead-letter-strategy": "at-least-once", "
 
 @pytest.mark.parametrize(
     ("kind", "rest"),
-    [
-        ("delayer", QUORUM),
-        ("nservicebus-v2", QUORUM),
-        ("nservicebus-v1", {"x-queue-mode": "lazy"}),
-        ("celery", QUORUM),
-    ],
+    [("delayer", QUORUM), ("nservicebus-v2", QUORUM), ("nservicebus-v1", {"x-queue-mode": "lazy"}), ("celery", QUORUM)],
 )
 def test_every_levels_queue_has_exactly_its_owners_arguments(kind: str, rest: dict[str, str]) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]
@@ -160,16 +139,6 @@ def test_every_levels_queue_has_exactly_its_owners_arguments(kind: str, rest: di
         expected = rest | {"x-message-ttl": 2**level * 1000, "x-dead-letter-exchange": following}
         assert dict(queues[cascade.level(level)].arguments) == expected
         assert queues[cascade.level(level)].shared is cascade.shared
-
-
-@pytest.mark.parametrize(("kind", "strays"), [(kind, int(kind == "delayer")) for kind in KINDS])
-def test_how_much_a_cascade_declares(kind: str, strays: int) -> None:
-    topology = Cascade(kind).topology()  # type: ignore[arg-type]
-    assert len(topology.exchanges) == 29 + strays
-    assert len(topology.queues) == 28 + strays
-    assert len(topology.bindings) == 56 + strays
-    assert all(exchange.durable for exchange in topology.exchanges)
-    assert all(queue.durable for queue in topology.queues)
 
 
 def test_only_our_own_delivery_exchange_has_an_alternate() -> None:
@@ -247,25 +216,8 @@ def test_everything_together_does_not_conflict() -> None:
 # Merging: equal things once, two wishes for one name refused.
 
 ONE = Topology(
-    (Exchange("in", "topic"),),
-    (Queue("q", arguments({"b": 1, "a": "x"})),),
-    (Binding("in", "q", "queue", "#"),),
+    (Exchange("in", "topic"),), (Queue("q", arguments({"b": 1, "a": "x"})),), (Binding("in", "q", "queue", "#"),)
 )
-
-
-def test_arguments_are_sorted_so_that_order_does_not_matter() -> None:
-    assert arguments({"b": 1, "a": "x"}) == arguments({"a": "x", "b": 1}) == (("a", "x"), ("b", 1))
-
-
-def test_a_topology_is_a_value() -> None:
-    assert hash(ONE) == hash(Topology(ONE.exchanges, ONE.queues, ONE.bindings))
-    assert ONE + ONE == ONE
-    assert ONE + Topology() == ONE == Topology() + ONE
-
-
-def test_merging_keeps_the_order_of_first_mention() -> None:
-    other = Topology((Exchange("out", "topic"), Exchange("in", "topic")))
-    assert [exchange.name for exchange in (ONE + other).exchanges] == ["in", "out"]
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from delayer.audit import report_html
 from delayer.core.files import replacing
 from tests.unit.audit import audit_reports
 
 EMPTY = audit_reports.empty()
-NULL = os.makedev(1, 3)
 
 
 class Interrupted(Exception):
@@ -82,30 +80,6 @@ def test_a_pipe_is_written_into(tmp_path: Path) -> None:
     thread.join(10)
     assert heard == [b"new"]
     assert path.is_fifo()
-
-
-def device(path: Path) -> None:
-    try:
-        os.mknod(path, 0o600 | stat.S_IFCHR, NULL)
-        os.close(os.open(path, os.O_WRONLY))
-    except PermissionError:
-        pytest.skip("only root makes devices, and not everywhere")
-
-
-def test_a_device_is_written_into_and_stays_one(tmp_path: Path) -> None:
-    path = tmp_path / "null"
-    device(path)
-    write(path)
-    report_html.write(EMPTY, path)
-    assert path.is_char_device()
-    assert names(tmp_path) == ["null"]
-
-
-def test_the_page_of_an_audit_follows_a_symlink(tmp_path: Path) -> None:
-    (tmp_path / "page").symlink_to(tmp_path / "the page itself")
-    report_html.write(EMPTY, tmp_path / "page")
-    assert (tmp_path / "page").is_symlink()
-    assert (tmp_path / "the page itself").stat().st_size > 100
 
 
 def test_our_own_open_file_is_written_into_and_not_replaced(tmp_path: Path) -> None:

@@ -8,15 +8,7 @@ from hypothesis import strategies as st
 
 from delayer.core.backoff import FIRST_MS, LONGEST_MS, pause_ms
 from delayer.core.hold import FOR_A_PERSON, Hold, HoldKind, hold_for
-from delayer.core.message import (
-    CONFIRMED,
-    NACKED,
-    ClosedChannel,
-    ClosedConnection,
-    Outcome,
-    Returned,
-    Unanswered,
-)
+from delayer.core.message import CONFIRMED, NACKED, ClosedChannel, ClosedConnection, Outcome, Returned, Unanswered
 
 HOLDS = st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=5), st.booleans(), st.booleans())
 

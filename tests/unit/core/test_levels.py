@@ -66,6 +66,7 @@ def sent(seconds: int, at_ms: int) -> dict[bytes, object]:
 LATEST = NOW + (HOUR - 2048) * 1000  # of an hour, met at level 10
 SOONEST = LATEST - 1024_000
 SECOND = NOW // 1000
+OLD = sent(HOUR, NOW - 60 * 86_400_000)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +79,11 @@ SECOND = NOW // 1000
         (sent(HOUR, SOONEST - levels.CLOCKS_MS - HOUR * 1000), SOONEST),
         # TimeSent of an earlier sending: when this one was nobody says.
         (sent(HOUR, SOONEST - levels.CLOCKS_MS - 1 - HOUR * 1000), LATEST),
-        (sent(HOUR, NOW - 60 * 86_400_000), LATEST),
+        (OLD, LATEST),
         # As the vendor's tool moves a timeout: a new delay, the old TimeSent, and the instant that it is for.
-        (sent(HOUR, NOW - 60 * 86_400_000) | {EXPIRE: wire_instant(SOONEST + 600_000)}, SOONEST + 600_000),
-        (sent(HOUR, NOW - 60 * 86_400_000) | {EXPIRE: wire_instant(NOW - 60_000)}, LATEST),
-        (sent(HOUR, NOW - 60 * 86_400_000) | {EXPIRE: "some day"}, LATEST),
+        (OLD | {EXPIRE: wire_instant(SOONEST + 600_000)}, SOONEST + 600_000),
+        (OLD | {EXPIRE: wire_instant(NOW - 60_000)}, LATEST),
+        (OLD | {EXPIRE: "some day"}, LATEST),
         (sent(HOUR, NOW - 2_100_000) | {EXPIRE: wire_instant(NOW - 9_000_000)}, NOW + 1_500_000),
         # A delayed retry counts from its failure.
         (sent(HOUR, 0) | {RETRIES_TIMESTAMP: wire_instant(NOW - 2_100_000)}, NOW + 1_500_000),
@@ -94,10 +95,7 @@ SECOND = NOW // 1000
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, LATEST - 99_000),
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND)}, LATEST),
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 9_999)}, LATEST),
-        (
-            sent(HOUR, NOW - 60 * 86_400_000) | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)},
-            LATEST - 99_000,
-        ),
+        (OLD | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, LATEST - 99_000),
         # Notes of another trip, another queue, another reason: none of this level.
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100, count=2)}, LATEST),
         ({X_DEATH: death("nsb.v2.delay-level-12", SECOND - 100)}, LATEST),
@@ -174,10 +172,7 @@ def test_never_early_and_never_later_than_it_must(
 
 
 @given(
-    delay=st.integers(1, MAX_SECONDS),
-    waited=st.floats(0, 1),
-    old_s=st.integers(0, 400_000_000),
-    expires=st.booleans(),
+    delay=st.integers(1, MAX_SECONDS), waited=st.floats(0, 1), old_s=st.integers(0, 400_000_000), expires=st.booleans()
 )
 def test_an_old_time_sent_is_not_believed(delay: int, waited: float, old_s: int, expires: bool) -> None:
     """A message that says when it was first sent, and waits anew: its first sending makes it early by no more than that

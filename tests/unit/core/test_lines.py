@@ -73,11 +73,7 @@ def test_lines_are_exact_to_the_byte() -> None:
     chance = random.Random(6)
     held = Hold(HoldKind.LATE, "why\n", isolated=True)
     for _ in range(500):
-        line = Line(
-            random_parcel(chance),
-            chance.choice([None, chance.getrandbits(32)]),
-            chance.choice([None, held]),
-        )
+        line = Line(random_parcel(chance), chance.choice([None, chance.getrandbits(32)]), chance.choice([None, held]))
         if line.held is not None:
             line = line._replace(parcel=line.parcel._replace(token=chance.choice([b"", b"30a6aca3", b"\xff"])))
         written = lines.write(line)

@@ -16,10 +16,7 @@ from delayer.release.loop import Release
 from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due
 
 
-@given(
-    rate=st.floats(0.01, 100_000),
-    steps=st.lists(st.tuples(st.floats(-1, 60), st.integers(0, 2000)), max_size=50),
-)
+@given(rate=st.floats(0.01, 100_000), steps=st.lists(st.tuples(st.floats(-1, 60), st.integers(0, 2000)), max_size=50))
 def test_no_stretch_of_time_gives_more_than_rate_and_burst(rate: float, steps: list[tuple[float, int]]) -> None:
     now, longest, taken = 0.0, 0.0, 0
     bucket = TokenBucket(rate, now)

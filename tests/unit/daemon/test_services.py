@@ -131,7 +131,8 @@ async def test_a_part_that_does_not_stop_is_cancelled(last: bool) -> None:
     assert ("stop forced", "deaf") in [(one["event"], one["part"]) for one in logs]
 
 
-async def test_a_failure_before_the_forced_stop_is_not_forgotten() -> None:
+@pytest.mark.parametrize("also_deaf", [False, True])
+async def test_a_failure_while_stopping_is_not_forgotten(also_deaf: bool) -> None:
     group = ServiceGroup(grace=0.01)
 
     async def deaf(_: asyncio.Event) -> None:
@@ -141,7 +142,8 @@ async def test_a_failure_before_the_forced_stop_is_not_forgotten() -> None:
         await stopping.wait()
         raise ZeroDivisionError
 
-    group.add("deaf", deaf)
+    if also_deaf:
+        group.add("deaf", deaf)
     group.add("late", late)
     group.stop()
     with pytest.raises(ZeroDivisionError):

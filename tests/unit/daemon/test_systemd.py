@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import socket
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from delayer.daemon.systemd import Notifier
+from delayer.daemon import systemd as module
+from delayer.daemon.systemd import Condition, Notifier, trouble
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -102,3 +104,39 @@ def test_an_address_of_another_family_is_not_used(address: str) -> None:
 )
 def test_watchdog_interval(environ: dict[str, str], interval: float | None) -> None:
     assert Notifier({"NOTIFY_SOCKET": "@x", **environ}).watchdog_interval == interval
+
+
+def test_trouble_stands_behind_the_status_and_is_said_once(systemd: tuple[str, socket.socket]) -> None:
+    name, server = systemd
+    notifier = Notifier({"NOTIFY_SOCKET": name})
+    notifier.ready("mode store")
+    for trouble_now in ("no broker", "no broker", ""):
+        notifier.trouble(trouble_now)
+    notifier.trouble("no store")
+    notifier.ready("mode native")
+    said = [server.recv(4096).decode().split("\n")[-1] for _ in range(5)]
+    expected = ["mode store", "mode store; no broker", "mode store", "mode store; no store", "mode native; no store"]
+    assert said == [f"STATUS={words}" for words in expected]
+
+
+WELL = Condition(connected=True, blocked=False, store=True, usable=True, consuming=True)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (WELL, ""),
+        (WELL._replace(store=False, usable=False), ""),
+        (WELL._replace(connected=False), "the broker is out of reach"),
+        (WELL._replace(connected=False, blocked=True), "the broker is out of reach"),
+        (WELL._replace(blocked=True), "the broker takes no publishes (a resource alarm)"),
+        (WELL._replace(usable=False, consuming=False), "the store is out of reach, or gives us no lane"),
+        (WELL._replace(consuming=False), "nothing is consumed yet"),
+    ],
+)
+def test_words(seen: Condition, words: str) -> None:
+    assert trouble(seen) == words

@@ -42,8 +42,7 @@ def test_every_key_of_a_route_arrives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "uses"),
-    [({}, False), ({"mode": "native"}, True), ({"store": {"park_beyond": "10s"}}, True)],
+    ("tables", "uses"), [({}, False), ({"mode": "native"}, True), ({"store": {"park_beyond": "10s"}}, True)]
 )
 def test_the_cascade_is_declared_where_it_is_used(tables: dict[str, Any], uses: bool) -> None:
     given = settings(**tables)

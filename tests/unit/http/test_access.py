@@ -77,7 +77,7 @@ def place() -> Place:
     return Place()
 
 
-def request(cookie: str = "", authorization: str = "") -> Request:
+def request(cookie: str | None = "", authorization: str = "") -> Request:
     given: dict[str, str] = {"cookie": f"{COOKIE}={cookie}" if cookie else "", "authorization": authorization}
     headers = [(name.encode(), value.encode()) for name, value in given.items() if value]
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
@@ -86,7 +86,6 @@ def request(cookie: str = "", authorization: str = "") -> Request:
 
 async def test_the_token_opens_a_session_for_a_while(place: Place) -> None:
     name = await place.sessions.open(TOKEN, "ada (page, ::1)")
-    assert name is not None
     assert await place.sessions.who(request(name)) == "ada (page, ::1)"
     place.now = LASTS - 1
     assert await place.sessions.who(request(name)) == "ada (page, ::1)"
@@ -96,7 +95,6 @@ async def test_the_token_opens_a_session_for_a_while(place: Place) -> None:
 
 async def test_no_session_lasts_for_ever(place: Place) -> None:
     name = await place.sessions.open(TOKEN, "ada")
-    assert name is not None
     while place.now < LONGEST:
         assert await place.sessions.who(request(name)) == "ada"
         place.now += LASTS
@@ -124,7 +122,6 @@ async def test_clients_without_the_token_stay_outside(place: Place) -> None:
 
 async def test_another_token_ends_the_sessions_of_the_last(place: Place) -> None:
     name = await place.sessions.open(TOKEN, "ada")
-    assert name is not None
     place.token = Secret("another-token-altogether")
     assert await place.sessions.who(request(name)) is None
     place.token = None
@@ -134,7 +131,6 @@ async def test_another_token_ends_the_sessions_of_the_last(place: Place) -> None
 
 async def test_a_session_can_be_closed(place: Place) -> None:
     name = await place.sessions.open(TOKEN, "ada")
-    assert name is not None
     place.sessions.close(request(name))
     assert await place.sessions.who(request(name)) is None
 
@@ -154,13 +150,13 @@ async def test_programs_say_it_in_a_header(place: Place, said: str, who: str | N
 
 async def test_a_wrong_header_is_not_made_good_by_a_cookie(place: Place) -> None:
     name = await place.sessions.open(TOKEN, "ada")
-    assert await place.sessions.who(request(name or "", "Bearer wrong")) is None
+    assert await place.sessions.who(request(name, "Bearer wrong")) is None
 
 
 async def test_sessions_fill_no_memory() -> None:
     place = Place(most=3)
     names = [await place.sessions.open(TOKEN, str(n)) for n in range(5)]
-    assert [await place.sessions.who(request(name or "")) for name in names] == [None, None, "2", "3", "4"]
+    assert [await place.sessions.who(request(name)) for name in names] == [None, None, "2", "3", "4"]
 
 
 async def test_right_tokens_do_not_wait_for_wrong_ones() -> None:

@@ -11,7 +11,6 @@ from delayer.http.forms import (
     back,
     fixed,
     instant,
-    known,
     later,
     meant,
     number,
@@ -59,21 +58,9 @@ def test_instants(text: str, at_ms: int) -> None:
     assert instant(text, NOW, "Due") == at_ms
 
 
-@pytest.mark.parametrize("text", ["soon", "", "2", "2027-13-01", "<script>", "99999d"])
-def test_an_invalid_instant_is_reported(text: str) -> None:
-    with pytest.raises(Wrong, match="Due: expected an instant"):
-        instant(text, NOW, "Due")
-
-
 @pytest.mark.parametrize(("text", "by_ms"), [("30m", HOUR // 2), ("+30m", HOUR // 2), ("-1h", -HOUR)])
 def test_by_how_much(text: str, by_ms: int) -> None:
     assert later(text) == by_ms
-
-
-@pytest.mark.parametrize(("form", "said"), [({"header": "x"}, "NAME=VALUE"), ({"header": "=x"}, "NAME=VALUE")])
-def test_an_invalid_filter_is_reported(form: dict[str, str], said: str) -> None:
-    with pytest.raises(Wrong, match=said):
-        searched(form, NOW)
 
 
 @pytest.mark.parametrize(
@@ -92,30 +79,34 @@ def test_the_change_of_all_matching_messages(form: dict[str, list[str]], wanted:
 
 
 @pytest.mark.parametrize(
-    ("form", "said"),
+    "form",
     [
-        ({}, "or all=yes for everything"),
-        ({"verb": ["cancel"], "confirmed": ["yes"]}, "or all=yes for everything"),
-        ({"key": [""]}, "key: expected a value"),
-        ({"due_before": [""], "route": ["in"]}, "due_before: expected a value"),
-        ({"header": [""]}, "header: expected a value"),
-        ({"all": ["true"]}, "all: expected yes"),
-        ({"all": ["yes"], "route": ["in"]}, "either that or a filter"),
-        ({"route": ["in", "other"]}, "route: expected once, found 2 times"),
+        {},
+        {"verb": ["cancel"], "confirmed": ["yes"]},
+        *({name: [""]} for name in ("key", "due_before", "header")),
+        {"due_before": [""], "route": ["in"]},
+        {"all": ["true"]},
+        {"all": ["yes"], "route": ["in"]},
+        {"route": ["in", "other"]},
+        *({name: ["x"]} for name in ("rout", "due-before", "routing_key", "exchange", "")),
     ],
-    ids=range(8),
+    ids=str,
 )
-def test_an_empty_filter_does_not_select_everything(form: dict[str, list[str]], said: str) -> None:
-    with pytest.raises(Wrong, match=said):
+def test_a_slip_of_the_pen_selects_nothing(form: dict[str, list[str]]) -> None:
+    with pytest.raises(Wrong):
         meant(form, NOW)
 
 
-@pytest.mark.parametrize("name", ["rout", "due-before", "routing_key", "exchange", ""])
-def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
-    with pytest.raises(Wrong, match="Unknown field"):
-        known({name: ["x"]}, ("route", "to"))
-    with pytest.raises(Wrong, match="Unknown field"):
-        searched({name: "x"}, NOW)
+@pytest.mark.parametrize("text", ["soon", "", "2", "2027-13-01", "<script>", "99999d"])
+def test_an_invalid_instant_is_reported(text: str) -> None:
+    with pytest.raises(Wrong, match="Due: expected an instant"):
+        instant(text, NOW, "Due")
+
+
+@pytest.mark.parametrize("form", [{"header": "x"}, {"header": "=x"}, {"rout": "x"}], ids=str)
+def test_an_invalid_filter_is_reported(form: dict[str, str]) -> None:
+    with pytest.raises(Wrong, match=r"NAME=VALUE|Unknown field 'rout'"):
+        searched(form, NOW)
 
 
 def test_a_counted_filter_selects_the_same_messages_later() -> None:

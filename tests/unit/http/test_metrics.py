@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from delayer.config import Settings
 from delayer.core import horizon
@@ -20,6 +19,7 @@ from delayer.http.metrics import METRICS, PREFIX, Sight, roles, text
 from delayer.http.view import Depths, Snapshot, StoreSeen
 from delayer.store.admin.stats import KINDS, Census, LaneOverview
 from delayer.store.segments import catalog
+from tests.support.web import samples
 from tests.unit.http.states import overview, state
 
 ROOT = Path(__file__).parents[3]
@@ -59,14 +59,8 @@ def sight(**more: Any) -> Sight:
     return Sight(**whole | more)
 
 
-def samples(of: Sight) -> dict[tuple[str, ...], float]:
-    """Name and labels of everything in the text, as Prometheus itself would read it."""
-    families = text_string_to_metric_families(text(of).decode())
-    return {
-        (one.name, *(f"{name}={value}" for name, value in sorted(one.labels.items()))): one.value
-        for family in families
-        for one in family.samples
-    }
+def shown(of: Sight) -> dict[tuple[str, ...], float]:
+    return samples(text(of).decode())
 
 
 def test_every_metric_is_documented_as_it_is() -> None:
@@ -78,7 +72,7 @@ def test_every_metric_is_documented_as_it_is() -> None:
 
 
 def test_every_metric_comes_out() -> None:
-    found = {name for name, *_ in samples(sight())}
+    found = {name for name, *_ in shown(sight())}
     for name, kind in METRICS.items():
         suffixes = ("_bucket", "_sum", "_count") if kind.type == "histogram" else ("",)
         assert all(f"{PREFIX}{name}{suffix}" in found for suffix in suffixes), name
@@ -113,25 +107,25 @@ def test_every_metric_comes_out() -> None:
     ids=lambda value: "".join(value[0].split("delayer_")) if isinstance(value, tuple) else "",
 )
 def test_figures(sample: tuple[str, ...], value: float) -> None:
-    assert samples(sight())[sample] == value
+    assert shown(sight())[sample] == value
 
 
 def test_a_counter_of_the_store_never_goes_down() -> None:
     """What is cancelled where it is held or compacted is counted off there: that is none for Prometheus."""
-    kinds = {label for name, *labels in samples(sight()) for label in labels if name == "delayer_store_messages_total"}
+    kinds = {label for name, *labels in shown(sight()) for label in labels if name == "delayer_store_messages_total"}
     assert kinds == {f"kind={kind}" for kind in ("parked", "released", "cancelled", "restored")}
 
 
 def test_metrics_of_an_unreachable_server_are_missing() -> None:
     gone = Snapshot(None, "connect: refused", None)
-    found = samples(sight(store=gone, census=gone, depths=gone, ready=False))
+    found = shown(sight(store=gone, census=gone, depths=gone, ready=False))
     assert found["delayer_store_up",] == found["delayer_broker_up",] == found["delayer_ready",] == 0
     assert not [name for name, *_ in found if name in ("delayer_waiting_messages", "delayer_queue_messages")]
 
 
 def test_a_store_of_another_schema_is_told_apart_from_one_that_is_away() -> None:
     seen = StoreSeen(overview("9999"), (0, 0))
-    found = samples(sight(store=Snapshot(seen, "", 0.1)))
+    found = shown(sight(store=Snapshot(seen, "", 0.1)))
     assert (found["delayer_store_up",], found["delayer_store_schema_current",]) == (1, 0)
 
 
@@ -154,17 +148,6 @@ def test_alerts_and_dashboard_ask_for_metrics_that_there_are(expression: str) ->
         kind = METRICS.get(found.removeprefix(PREFIX)) or METRICS[whole]
         asked = set(re.findall(r"(\w+)\s*[=!]", selectors)) - {"job", "instance", "le"}
         assert asked <= set(kind.labels), found
-
-
-@pytest.mark.parametrize("rule", [r for g in yaml.safe_load(ALERTS.read_text())["groups"] for r in g["rules"]],
-                         ids=lambda rule: rule["alert"])  # fmt: skip
-def test_an_alert_says_what_it_is(rule: dict[str, Any]) -> None:
-    assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
-    assert re.fullmatch(r"Delayer[A-Za-z]+", rule["alert"])
-    assert rule["labels"]["severity"] in ("warning", "critical")
-    assert set(rule["annotations"]) == {"summary", "description"}
-    assert re.fullmatch(r"\d+[smh]", rule.get("for", "1m"))
-    assert rule["expr"].count("(") == rule["expr"].count(")")
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:

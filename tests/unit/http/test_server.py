@@ -56,9 +56,9 @@ class Inside:
 
 
 @asynccontextmanager
-async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Web]:
+async def served(inside: Inside) -> AsyncIterator[Web]:
     """Serve until the end of the block, at a port of the system's choice."""
-    addresses: asyncio.Queue[str] = asyncio.Queue()
+    told: asyncio.Queue[str] = asyncio.Queue()
 
     class Log:
         def info(self, _event: str, *, addresses: list[str]) -> None:
@@ -70,18 +70,18 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         def error(self, _event: str, *, reason: str, **_: Any) -> None:
             told.put_nowait(reason)
 
-    told = addresses
-    monkeypatch.setattr(server, "log", Log())
-    monkeypatch.setattr(server, "AGAIN", 0.05)
-    monkeypatch.setattr(server, "Sessions", partial(access.Sessions, wrong_seconds=0.0))
-    stopping = asyncio.Event()
-    part = asyncio.create_task(HttpPart(inside).run(stopping))
-    try:
-        yield Web(await told.get())
-    finally:
-        stopping.set()
-        async with asyncio.timeout(20):
-            await part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "log", Log())
+        patch.setattr(server, "AGAIN", 0.05)
+        patch.setattr(server, "Sessions", partial(access.Sessions, wrong_seconds=0.0))
+        stopping = asyncio.Event()
+        part = asyncio.create_task(HttpPart(inside).run(stopping))
+        try:
+            yield Web(await told.get())
+        finally:
+            stopping.set()
+            async with asyncio.timeout(20):
+                await part
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         ("/deeds/refused", 405, "Not Allowed"),
     ],
 )
-async def test_every_path(path: str, status: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(Inside(), monkeypatch) as web:
+async def test_every_path(path: str, status: int, says: str) -> None:
+    async with served(Inside()) as web:
         answer = await web.get(path)
         assert (answer.status, says in answer.text) == (status, True), answer.text
         assert EVIL not in answer.text
@@ -135,9 +135,9 @@ async def test_every_path(path: str, status: int, says: str, monkeypatch: pytest
     ],
     ids=range(8),
 )
-async def test_changes_need_the_token(headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_need_the_token(headers: dict[str, str], status: int) -> None:
     inside = Inside()
-    async with served(inside, monkeypatch) as web:
+    async with served(inside) as web:
         answer = await web.post("/deeds/refused", {"verb": "retry", "id": "id-1"}, **headers)
         assert answer.status == status, answer.text
         who = "a program (http, 127.0.0.1)"
@@ -148,42 +148,17 @@ async def test_changes_need_the_token(headers: dict[str, str], status: int, monk
     ("said", "who"),
     [("nightly-job", "nightly-job"), ("x" * 200, "x" * 80), ("a\tb\x1b[2J", "ab[2J"), (" ", "a program")],
 )
-async def test_a_program_says_who_acts_by_it(said: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_says_who_acts_by_it(said: str, who: str) -> None:
     inside = Inside()
-    async with served(inside, monkeypatch) as web:
+    async with served(inside) as web:
         headers = {"Authorization": f"Bearer {TOKEN}", "X-Delayer-Who": said}
         await web.post("/deeds/refused", {"verb": "retry", "id": "id-1"}, **headers)
         assert [one for _, _, one in inside.done] == [f"{who} (http, 127.0.0.1)"]
 
 
-@pytest.mark.parametrize(
-    ("form", "says"),
-    [
-        ({"rout": "in.queue"}, "Unknown field 'rout'"),
-        ({"due-before": "1h", "route": "in"}, "Unknown field 'due-before'"),
-        ({"routing_key": "k"}, "Unknown field 'routing_key'"),
-        ({"id": "7", "route": "in"}, "Unknown field 'id'"),
-        ({"key": ""}, "key: expected a value"),
-        ({}, "all=yes"),
-    ],
-    ids=range(6),
-)
-async def test_a_slip_of_the_pen_does_not_mean_everything(
-    form: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allowed = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
-    async with served(Inside(), monkeypatch) as web:
-        answer = await web.post("/deeds/filtered", {"verb": "cancel", "confirmed": "yes", **form}, **allowed)
-        assert answer.status == 400
-        assert says in answer.text
-        for path in ("/deeds/messages", "/deeds/held", "/deeds/refused"):
-            answer = await web.post(path, {"verb": "retry", "id": "7", "route": "in"}, **allowed)
-            assert (answer.status, "Unknown field 'route'" in answer.text) == (400, True)
-
-
-async def test_a_session_is_a_cookie_that_nobody_else_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_is_a_cookie_that_nobody_else_sees() -> None:
     inside = Inside()
-    async with served(inside, monkeypatch) as web:
+    async with served(inside) as web:
         assert (await web.post("/login", {"who": "ada", "token": "wrong"})).status == 403
         assert (await web.post("/login", {"who": "", "token": TOKEN})).status == 400
         answer = await web.post("/login", {"who": "ada", "token": TOKEN})
@@ -204,18 +179,18 @@ async def test_a_session_is_a_cookie_that_nobody_else_sees(monkeypatch: pytest.M
         assert (await web.post("/deeds/refused", {"verb": "drop", "id": "id-1"}, **session)).status == 403
 
 
-async def test_a_broker_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broker_that_is_away_is_said() -> None:
     inside = Inside()
     inside.lost = True
-    async with served(inside, monkeypatch) as web:
+    async with served(inside) as web:
         assert "no connection" in (await web.get("/")).text
         assert "delayer_broker_up 0.0" in (await web.get("/metrics")).text
 
 
-async def test_a_port_that_is_taken_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_that_is_taken_is_told_and_tried_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = "{}:{}".format(*taken.getsockname())
-        async with served(Inside(address), monkeypatch) as told:
+        async with served(Inside(address)) as told:
             assert told.address == "Address already in use"
             taken.close()
             web = Web(address)
@@ -228,9 +203,9 @@ async def test_a_port_that_is_taken_is_told_and_tried_again(monkeypatch: pytest.
                         await asyncio.sleep(0.02)
 
 
-async def test_an_alarm_of_the_broker_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_alarm_of_the_broker_is_seen() -> None:
     inside = Inside()
-    async with served(inside, monkeypatch) as web:
+    async with served(inside) as web:
         assert "takes no publishes" not in (await web.get("/")).text
         inside.blocked = True
         assert "takes no publishes" in (await web.get("/")).text
@@ -239,9 +214,9 @@ async def test_an_alarm_of_the_broker_is_seen(monkeypatch: pytest.MonkeyPatch) -
         assert (answer.status, "takes no publishes" in answer.text) == (503, True)
 
 
-async def test_refused_clients_trigger_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_clients_trigger_no_look() -> None:
     inside = Inside()
-    async with served(inside, monkeypatch) as web:
+    async with served(inside) as web:
         form = {"verb": "drop", "id": "id-1"}
         for more, status, looks in (
             ({}, 403, 1), ({"Authorization": "Bearer wrong"}, 403, 1), ({"Authorization": f"Bearer {TOKEN}"}, 200, 2),
@@ -286,7 +261,7 @@ HEAD = b"POST /deeds/refused HTTP/1.1\r\nHost: localhost\r\n"
 async def test_a_silent_client_loses_its_connection(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
     monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
-    async with served(Inside(), monkeypatch) as web:
+    async with served(Inside()) as web:
         reader, writer = await opened(web, said)
         assert await ended(reader)
         writer.close()
@@ -295,7 +270,7 @@ async def test_a_silent_client_loses_its_connection(said: bytes, monkeypatch: py
 async def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
     monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
-    async with served(Inside(), monkeypatch) as web:
+    async with served(Inside()) as web:
         _, writer = await opened(web)
         ask = b"GET /static/htmx.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -312,7 +287,7 @@ async def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pyt
 
 async def test_silent_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
-    async with served(Inside(), monkeypatch) as web:
+    async with served(Inside()) as web:
         host, _, port = web.address.rpartition(":")
         silent = [
             await asyncio.to_thread(socket.create_connection, (host, int(port)), 10) for _ in range(2 * server.AT_ONCE)
@@ -327,7 +302,7 @@ async def test_silent_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> 
                 one.close()
 
 
-async def test_long_looks_run_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_looks_run_one_after_another() -> None:
     inside = Inside()
     began, go, at_once = asyncio.Event(), asyncio.Event(), []
 
@@ -345,7 +320,7 @@ async def test_long_looks_run_one_after_another(monkeypatch: pytest.MonkeyPatch)
         return int(answer.split()[1])
 
     ask = b"GET /refused HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    async with served(inside, monkeypatch) as web:
+    async with served(inside) as web:
         asking = [await opened(web, ask) for _ in range(server.AT_ONCE - 2)]
         await began.wait()
         assert (await web.get("/health/live")).status == 200
@@ -358,7 +333,7 @@ async def test_long_looks_run_one_after_another(monkeypatch: pytest.MonkeyPatch)
         await asyncio.wait(more)
 
 
-async def test_an_address_that_others_reach_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(Inside("0.0.0.0:0"), monkeypatch) as told:
+async def test_an_address_that_others_reach_is_a_warning() -> None:
+    async with served(Inside("0.0.0.0:0")) as told:
         assert told.address.startswith("0.0.0.0:")
         assert told.address.endswith(server.OPEN)

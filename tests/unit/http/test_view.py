@@ -38,8 +38,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 @pytest.mark.parametrize(
-    ("takes", "fails", "pause"),
-    [(0.01, False, 2.0), (1.0, False, 20.0), (0.01, True, 2.0), (10.0, True, 2.0)],
+    ("takes", "fails", "pause"), [(0.01, False, 2.0), (1.0, False, 20.0), (0.01, True, 2.0), (10.0, True, 2.0)]
 )
 async def test_the_next_look(world: World, takes: float, fails: bool, pause: float) -> None:
     """A slow one is spared; one that failed is repeated soon, however long it took to fail."""

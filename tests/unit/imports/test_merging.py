@@ -1,4 +1,4 @@
-"""Rows of several tables come in one order, each once, read two batches ahead of who asks."""
+"""Rows of several tables come in one order, each once."""
 
 from __future__ import annotations
 
@@ -46,25 +46,12 @@ class Source(SqlTimeouts):
     def __init__(self, answers: list[Batch | Exception]) -> None:
         super().__init__("nservicebus-sql", "postgresql://h/d", (), Meant())
         self.answers = answers
-        self.read = 0
 
     async def _batches(self) -> AsyncGenerator[Batch]:
         for answer in self.answers:
-            self.read += 1
             if isinstance(answer, Exception):
                 raise answer
             yield answer
-
-
-async def test_a_bounded_number_of_batches_is_read_ahead() -> None:
-    batches = [Batch([Item(parcel(n))], str(n)) for n in range(6)]
-    source = Source([*batches])
-    assert await source.next_batch() is batches[0]
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert source.read == 4  # two in the queue, one in hand, and not one more however long the commit takes
-    assert [await source.next_batch() for _ in range(6)] == [*batches[1:], None]
-    await source.close()
 
 
 async def test_an_error_of_reading_ahead_is_raised_at_its_batch() -> None:

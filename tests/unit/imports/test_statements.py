@@ -1,4 +1,4 @@
-"""The statements that move timeouts, as each database gets them. PostgreSQL and MariaDB run them for real elsewhere."""
+"""The statements that move timeouts, as SQL Server gets them: tests/integration/test_import_sql.py has the others."""
 
 from __future__ import annotations
 
@@ -58,51 +58,18 @@ def test_sql_server_limits_by_top() -> None:
     assert "SELECT TOP " in said(table().batch(10), "mssql")
 
 
-@pytest.mark.parametrize(
-    ("dialect", "statements"),
-    [
-        (
-            "mssql",
-            [
-                "SELECT * INTO dbo.staged FROM dbo.sales WHERE 1 = 0",
-                "CREATE INDEX staged_ix ON dbo.staged (Time, Id)",
-            ],
-        ),
-        (
-            "postgresql",
-            [
-                "CREATE TABLE dbo.staged AS SELECT * FROM dbo.sales WHERE 1 = 0",
-                "CREATE INDEX staged_ix ON dbo.staged (Time, Id)",
-            ],
-        ),
-        ("mysql", ["CREATE TABLE dbo.staged (PRIMARY KEY (Time, Id)) AS SELECT * FROM dbo.sales WHERE 1 = 0"]),
-    ],
-)
-def test_the_staging_table_has_the_order_of_reading(dialect: str, statements: list[str]) -> None:
-    assert [bare(one) for one in table("dbo").create(DIALECTS[dialect])] == statements
+def test_the_staging_table_of_sql_server_has_the_order_of_reading() -> None:
+    assert [bare(one) for one in table("dbo").create(DIALECTS["mssql"])] == [
+        "SELECT * INTO dbo.staged FROM dbo.sales WHERE 1 = 0",
+        "CREATE INDEX staged_ix ON dbo.staged (Time, Id)",
+    ]
 
 
-@pytest.mark.parametrize("dialect", ["mysql", "postgresql"])
-def test_the_others_lock_by_the_statement(dialect: str) -> None:
-    assert said(table().take(Pick(), 5), dialect).endswith("FOR UPDATE SKIP LOCKED")
-    assert "WITH (" not in said(table().take(Pick(), None), dialect)
-
-
-@pytest.mark.parametrize(("dialect", "length"), [("mssql", "datalength"), ("mysql", "octet_length")])
-def test_the_size_of_the_largest_row(dialect: str, length: str) -> None:
+def test_the_size_of_the_largest_row_of_sql_server() -> None:
     one = table()
-    text = bare(said(one.largest(DIALECTS[dialect], one.staged, "state", "headers"), dialect))
-    assert f"max(coalesce({length}(staged.State), " in text
-    assert f" + coalesce({length}(staged.Headers), " in text
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_batch_is_removed_by_the_place_of_its_last_row(dialect: str) -> None:
-    text = bare(said(table().remove((NOON, "x"), (NOON, "a")), dialect))
-    assert text.startswith("DELETE FROM staged WHERE staged.Time <= ")
-    assert "(staged.Time < " in text
-    assert "OR staged.Id <= " in text
-    assert "AND staged.Time >= " in text
+    text = bare(said(one.largest(DIALECTS["mssql"], one.staged, "state", "headers"), "mssql"))
+    assert "max(coalesce(datalength(staged.State), " in text
+    assert " + coalesce(datalength(staged.Headers), " in text
 
 
 @pytest.mark.parametrize("type_", [mssql.DATETIME2(7), DATETIME()])
@@ -115,13 +82,10 @@ def test_sql_server_finds_the_place_of_a_row_again(type_: TypeEngine[datetime]) 
         assert len(re.findall(r"\[Time\] (<|>|<=|>=) cast", text)) == len(re.findall(r"\[Time\] [<>]", text)) > 1
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_staged_rows_are_deleted_and_put_back(dialect: str) -> None:
-    expected = "DELETE FROM t.sales WHERE Id IN (SELECT Id FROM t.staged)"
-    if dialect == "mysql":
-        expected = "DELETE t.sales FROM t.staged STRAIGHT_JOIN t.sales ON t.sales.Id = t.staged.Id"
-    assert bare(table("t").forget(DIALECTS[dialect])) == expected
-    back = bare(said(table().give_back(), dialect))
+def test_staged_rows_of_sql_server_are_deleted_and_put_back() -> None:
+    forget = bare(table("t").forget(DIALECTS["mssql"]))
+    assert forget == "DELETE FROM t.sales WHERE Id IN (SELECT Id FROM t.staged)"
+    back = bare(said(table().give_back(), "mssql"))
     assert back.startswith("INSERT INTO sales (Id, Destination, SagaId, State, Time, Headers, ")
     assert back.endswith("FROM staged")
 

@@ -13,51 +13,20 @@ from delayer.core.message import Due, Parcel, Target
 from delayer.store import statements
 from delayer.store.rows import envelope
 
+NAMES = (
+    "id", "due_at", "checksum", "format", "route", "exchange", "routing_key", "to_exchange", "to_key", "properties",
+    "body", "key",
+)  # fmt: skip
+ROUTE, KEY, PROPERTIES = b"delayer.in", b"orders.\xff\x00eu", b"\x20\x00\x00\x00\x00\x0e\x07x-delayI\x00\x00\x03\xe8"
 # Rows as format 1 wrote them. Never edit: add the next format below.
+ROWS_1 = [
+    (7, 1_795_000_000_123, 1_442_107_447, 1, ROUTE, ROUTE, KEY, b"delayer.out", b"orders.eu", PROPERTIES,
+     b"\x00\x01 body", b"k\x00"),
+    (8, -1, 3_971_697_493, 1, b"", b"", b"", b"", b"", b"", b"", None),
+]  # fmt: skip
 FORMAT_1: list[tuple[Mapping[str, object], Parcel]] = [
-    (
-        {
-            "id": 7,
-            "due_at": 1_795_000_000_123,
-            "checksum": 1_442_107_447,
-            "format": 1,
-            "route": b"delayer.in",
-            "exchange": b"delayer.in",
-            "routing_key": b"orders.\xff\x00eu",
-            "to_exchange": b"delayer.out",
-            "to_key": b"orders.eu",
-            "properties": b"\x20\x00\x00\x00\x00\x0e\x07x-delayI\x00\x00\x03\xe8",
-            "body": b"\x00\x01 body",
-            "key": b"k\x00",
-        },
-        Parcel(
-            1_795_000_000_123,
-            b"delayer.in",
-            b"delayer.in",
-            b"orders.\xff\x00eu",
-            Target(b"delayer.out", b"orders.eu"),
-            b"\x20\x00\x00\x00\x00\x0e\x07x-delayI\x00\x00\x03\xe8",
-            b"\x00\x01 body",
-            b"k\x00",
-        ),
-    ),
-    (
-        {
-            "id": 8,
-            "due_at": -1,
-            "checksum": 3_971_697_493,
-            "format": 1,
-            "route": b"",
-            "exchange": b"",
-            "routing_key": b"",
-            "to_exchange": b"",
-            "to_key": b"",
-            "properties": b"",
-            "body": b"",
-            "key": None,
-        },
-        Parcel(-1, b"", b"", b"", Target(b"", b""), b"", b"", None),
-    ),
+    (dict(zip(NAMES, row, strict=True)), Parcel(row[1], *row[4:7], Target(*row[7:9]), *row[9:]))  # type: ignore[arg-type]
+    for row in ROWS_1
 ]
 
 

@@ -25,13 +25,6 @@ def test_tries_get_rarer_from_a_minute_to_hours() -> None:
     assert vain.may(7, at + 60.0)
 
 
-def test_rarer_never_overflows() -> None:
-    vain = Rarer(60.0, 240.0)
-    for _ in range(5000):
-        vain.done(None, 0.0)
-    assert vain.may(None, 240.0)
-
-
 @pytest.mark.parametrize(
     ("made", "at_once", "after_a_minute"),
     [

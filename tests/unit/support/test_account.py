@@ -41,19 +41,6 @@ def test_a_letter_is_known_again_after_our_edits(number: int) -> None:
         assert letter.gained(letter.routing_key, properties, letter.body) == Gained(id, DUE_MS)
 
 
-@pytest.mark.parametrize("form", Form)
-def test_any_changed_byte_is_seen(form: Form) -> None:
-    letter = Letters(3).letter(11, form, DUE_MS, DELAY_MS)
-    came = edits.released(Properties.parse(letter.properties), b"17", DUE_MS)
-    assert letter.gained(letter.routing_key, came, letter.body)
-    assert letter.gained(b"ledger.other", came, letter.body) is None
-    for at in range(len(letter.body)):
-        assert letter.gained(letter.routing_key, came, _flipped(letter.body, at)) is None
-    own = len(came) - len(letter.tail) - len(b"?x-delayer-idS????17?x-delayer-duel????????")
-    for at in [*range(own), *range(len(came) - len(letter.tail), len(came))]:
-        assert letter.gained(letter.routing_key, _flipped(came, at), letter.body) is None, at
-
-
 def _flipped(content: bytes, at: int) -> bytes:
     return content[:at] + bytes((content[at] ^ 1,)) + content[at + 1 :]
 
@@ -198,15 +185,20 @@ def test_a_letter_whose_own_headers_were_sorted_is_known_as_such() -> None:
     assert found == {True, False}
 
 
+@pytest.mark.parametrize("sorts", [False, True])
 @pytest.mark.parametrize("number", range(32))
-def test_a_letter_that_a_broker_sorted_is_known(number: int) -> None:
+def test_any_changed_byte_is_seen(number: int, sorts: bool) -> None:
+    """But for what stands in the headers that delayer adds."""
     letters = Letters(3)
     letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
     gained = [(b"x-delayer-id", text(b"17")), (b"x-delayer-due", long(DUE_MS))]
-    table = table_of(sorted([*letter.kept, *gained]))
+    entries = [*letter.kept, *gained]
+    table = table_of(sorted(entries) if sorts else entries)
     came = letter.head + struct.pack(">I", len(table)) + table + letter.tail
-    assert letter.gained(letter.routing_key, came, letter.body, sorts=True) == Gained(b"17", DUE_MS)
-    ours = came.index(b"\x0dx-delayer-due")
-    behind = ours + len(table_of(gained))
-    for at in [*range(ours), *range(behind, len(came))]:
-        assert letter.gained(letter.routing_key, _flipped(came, at), letter.body, sorts=True) is None, at
+    assert letter.gained(letter.routing_key, came, letter.body, sorts=sorts) == Gained(b"17", DUE_MS)
+    assert letter.gained(b"ledger.other", came, letter.body, sorts=sorts) is None
+    ours = came.index(b"\x0dx-delayer-due" if sorts else b"\x0cx-delayer-id")
+    for at in [*range(ours), *range(ours + len(table_of(gained)), len(came))]:
+        assert letter.gained(letter.routing_key, _flipped(came, at), letter.body, sorts=sorts) is None, at
+    for at in range(min(len(letter.body), 100)):
+        assert letter.gained(letter.routing_key, came, _flipped(letter.body, at), sorts=sorts) is None

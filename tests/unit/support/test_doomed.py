@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Final
 
@@ -11,7 +11,7 @@ import pytest
 from delayer.core.message import Delivery
 from tests.faults.doomed import COUNTED, Doomed, Judge
 from tests.support.letters import NUMBER, SHAPES, doomed
-from tests.support.raw import Props, number, octets, text
+from tests.support.raw import VOID, Props, number, octets, text
 from tests.support.readings import Readings
 
 INTO: Final = b"delayer.in"
@@ -69,102 +69,46 @@ def test_the_awaited_one_has_everything_that_could_go_wrong() -> None:
     assert len(SHAPES) <= SENT, "every shape of headers is among them"
 
 
-def header(name: bytes, value: object) -> Callable[[Props], Props]:
-    """That header has another value."""
-    return lambda props: replace(
-        props, headers=tuple((one, value if one == name else had) for one, had in props.headers or ())
-    )
+def changes() -> Iterator[tuple[str, Props, bool]]:
+    """What a daemon could do to the properties: a name, the outcome, and whether a broker that sorts headers, and keeps
+    one of each name, hides it."""
+    props = of(AWAITED)[1]
+    headers, own = props.headers or (), len(Props.decode(doomed(AWAITED).properties).headers or ())
+    for field in fields(props):
+        had = getattr(props, field.name)
+        wrong: object = 1 if isinstance(had, int) or field.name in ("timestamp", "priority") else b"evil"
+        for value in (None,) if field.name == "headers" else (wrong,) if had is None else (wrong, None):
+            yield f"{field.name} is {value!r}", replace(props, **{field.name: value}), False
+    for at, (name, had) in enumerate(headers):
+        before, behind = headers[:at], headers[at + 1 :]
+        for value in (VOID, text(""), number("l", 5), octets(had.raw[4:])):
+            yield f"{name!r} is {value}", replace(props, headers=(*before, (name, value), *behind)), False
+        yield f"no {name!r}", replace(props, headers=before + behind), False
+        yield f"{name!r} twice", replace(props, headers=(headers[at], *headers)), True
+    for name, value in ((b"junk", text("x")), (COUNTED[0], number("l", 1))):
+        yield f"{name!r} too", props.adding((name, value)), False
+    for name, value in (
+        (b"x-delayer-id", IDS[3]), (b"x-delayer-id", text("7")),
+        (b"x-delayer-refused", text("x-delay: expected a number, found 'in 3 moments'")),
+        (b"x-delayer-exchange", text("delays.refused")), (b"x-delayer-routing-key", text("doomed.0")),
+    ):  # fmt: skip
+        changed = tuple((one, value if one == name else had) for one, had in headers)
+        yield f"{name!r} of another: {value}", replace(props, headers=changed), False
+    yield "turned", replace(props, headers=tuple(reversed(headers))), True
+    yield "by name", by_name(props), True
+    yield "what it gained first", replace(props, headers=headers[own:] + headers[:own]), True
 
 
-def without(name: bytes) -> Callable[[Props], Props]:
-    return lambda props: props.without(name)
+CHANGES = [pytest.param(changed, hidden, id=name) for name, changed, hidden in changes()]
 
 
-def first_again(props: Props) -> Props:
-    return replace(props, headers=((props.headers or ())[0], *(props.headers or ())))
-
-
-def turned(props: Props) -> Props:
-    return replace(props, headers=tuple(reversed(props.headers or ())))
-
-
-def gained_first(props: Props) -> Props:
-    had = len(Props.decode(doomed(AWAITED).properties).headers or ())
-    table = props.headers or ()
-    return replace(props, headers=(*table[had:], *table[:had]))
-
-
-MUTATIONS: Mapping[str, Callable[[Props], Props]] = {
-    "a content type less": lambda props: replace(props, content_type=None),
-    "another content type": lambda props: replace(props, content_type=b"text/plain"),
-    "a content encoding": lambda props: replace(props, content_encoding=b"gzip"),
-    "transient": lambda props: replace(props, delivery_mode=1),
-    "no delivery mode": lambda props: replace(props, delivery_mode=None),
-    "another priority": lambda props: replace(props, priority=9),
-    "another correlation id": lambda props: replace(props, correlation_id=b"evil"),
-    "a reply to": lambda props: replace(props, reply_to=b"evil"),
-    "an expiration that acts": lambda props: replace(props, expiration=b"3600000"),
-    "another message id": lambda props: replace(props, message_id=b"evil"),
-    "no message id": lambda props: replace(props, message_id=None),
-    "a timestamp": lambda props: replace(props, timestamp=1),
-    "a type": lambda props: replace(props, type=b"evil"),
-    "a user id": lambda props: replace(props, user_id=b"guest"),
-    "an app id": lambda props: replace(props, app_id=b"evil"),
-    "a cluster id": lambda props: replace(props, cluster_id=b"evil"),
-    "a header more": lambda props: props.adding((b"junk", text("x"))),
-    "a header less": without(b"after"),
-    "a header twice": first_again,
-    "a header of another value": header(b"after", number("l", 5)),
-    "a header of another width": header(b"after", number("I", AWAITED)),
-    "a delay of another type": header(b"x-delay", octets(b"in %d moments" % AWAITED)),
-    "no delay": without(b"x-delay"),
-    "headers the other way round": turned,
-    "headers in the order of their names": by_name,
-    "what it gained first": gained_first,
-    "no headers": lambda props: replace(props, headers=None),
-    "no id": without(b"x-delayer-id"),
-    "an id that is none": header(b"x-delayer-id", text("7")),
-    "two ids": lambda props: props.adding((b"x-delayer-id", IDS[SENT])),
-    "the id of another": header(b"x-delayer-id", IDS[3]),
-    "no reason": without(b"x-delayer-refused"),
-    "an empty reason": header(b"x-delayer-refused", text("")),
-    "the reason of another": header(b"x-delayer-refused", text("x-delay: expected a number, found 'in 3 moments'")),
-    "a reason that is no text": header(b"x-delayer-refused", number("l", 1)),
-    "no exchange": without(b"x-delayer-exchange"),
-    "another exchange": header(b"x-delayer-exchange", text("delays.refused")),
-    "no routing key": without(b"x-delayer-routing-key"),
-    "another routing key": header(b"x-delayer-routing-key", text("doomed.0")),
-    "no note of the expiration": without(b"x-delayer-expiration"),
-    "another expiration noted": header(b"x-delayer-expiration", text("1")),
-    "counted though it came once": lambda props: props.adding((COUNTED[0], number("l", 1))),
-}
-
-
-HIDDEN: Final = frozenset(
-    {
-        "a header twice", "headers the other way round", "headers in the order of their names", "what it gained first",
-        "two ids",
-    }
-)  # fmt: skip
-"""By a broker that sorts headers, and keeps one of each name."""
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_mutation_is_found(mutation: str) -> None:
-    delivery, props = of(AWAITED)
-    caught(delivery, MUTATIONS[mutation](props), sorts=False)
-
-
-@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name not in HIDDEN])
-def test_a_mutation_is_found_behind_a_broker_that_sorts(mutation: str) -> None:
-    delivery, props = of(AWAITED)
-    caught(delivery, by_name(MUTATIONS[mutation](props)), sorts=True)
-
-
-def caught(delivery: Delivery, changed: Props, *, sorts: bool) -> None:
-    found = judged(delivery._replace(properties=changed.encode()), sorts=sorts)
-    assert [one.split(":")[0] for one in found.wrong] == [f"doomed {AWAITED}"]
-    assert not found.kept
+@pytest.mark.parametrize(("changed", "hidden"), CHANGES)
+def test_every_change_of_a_refused_message_is_found(changed: Props, hidden: bool) -> None:
+    for sorts in [False] if hidden else [False, True]:
+        delivery = of(AWAITED)[0]._replace(properties=(by_name(changed) if sorts else changed).encode())
+        found = judged(delivery, sorts=sorts)
+        assert [one.split(":")[0] for one in found.wrong] == [f"doomed {AWAITED}"]
+        assert not found.kept
 
 
 @pytest.mark.parametrize(

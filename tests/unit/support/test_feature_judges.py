@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.features import cancels, keys, overdue, rates, retries
+from tests.faults.features import cancels, keys, overdue, retries
 from tests.faults.features.cancels import Told
 from tests.faults.features.keys import KEYS
 from tests.support.account import Account, Arrival, Window
@@ -125,26 +125,6 @@ def test_failed_messages_come_as_often_as_configured(
         found.assert_kept()
 
 
-def test_a_copy_of_what_failed_is_excused_by_a_fault() -> None:
-    found = retries.judged(account(6, window=FAULT), FAILED | {(0, 0): [SENT_MS, SENT_MS + 900]}, PARKED)
-    assert (found.twice, found.copies) == ([], 1)
-
-
-@pytest.mark.parametrize("start", [0.0, SENT_MS])
-def test_more_than_the_rate_is_found_in_any_stretch(start: float) -> None:
-    even = [start + 10.0 * n for n in range(2_000)]  # a hundred a second
-    assert rates.excess(even, 1) is None
-    bunched = [at + 1_500 if 5_000 <= at - start < 6_500 else at for at in even]  # held up on the way
-    assert rates.excess(bunched, 1) is None
-    assert rates.excess(even[::2] * 3, 1) is not None
-    flood = even + [start + 9_000.0] * 300
-    found = rates.excess(flood, 1)
-    assert found is not None
-    assert found.messages > found.most
-    assert rates.excess(even, 2) is None
-    assert rates.excess([start + 3.0 * n for n in range(2_000)], 2) is not None
-
-
 LONG_AFTER_MS = SENT_MS + 1_000 + overdue.LIMIT_MS + 60_000
 
 
@@ -170,17 +150,6 @@ def test_late_messages_are_held(came_ms: float | None, held: set[int], window: W
         return judgement.assert_kept()
     with pytest.raises(AssertionError, match=broken):
         judgement.assert_kept()
-
-
-@pytest.mark.parametrize("window", [None, FAULT], ids=["no fault", "a fault"])
-def test_messages_late_at_their_publish_never_come(window: Window | None) -> None:
-    one = Account()
-    one.windows = [window] if window else []
-    one.owe(Form.EPOCH, int(SENT_MS) - overdue.OVERDUE_MS, -overdue.OVERDUE_MS)
-    overdue.judged(one, {0}).assert_kept()
-    one.take(0, Arrival(SENT_MS, b"1", int(SENT_MS) - overdue.OVERDUE_MS, False))
-    with pytest.raises(AssertionError, match="came though they were too late"):
-        overdue.judged(one, {0}).assert_kept()
 
 
 def test_under_as_many_ids_as_it_was_read_at_intake() -> None:
