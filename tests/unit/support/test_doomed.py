@@ -81,7 +81,7 @@ def changes() -> Iterator[tuple[str, Props, bool]]:
             yield f"{field.name} is {value!r}", replace(props, **{field.name: value}), False
     for at, (name, had) in enumerate(headers):
         before, behind = headers[:at], headers[at + 1 :]
-        for value in (VOID, text(""), number("l", 5), octets(had.raw[4:])):
+        for value in (VOID, text(""), number("l", 6), *([octets(had.raw[4:])] if at < own else [])):
             yield f"{name!r} is {value}", replace(props, headers=(*before, (name, value), *behind)), False
         yield f"no {name!r}", replace(props, headers=before + behind), False
         yield f"{name!r} twice", replace(props, headers=(headers[at], *headers)), True
