@@ -41,7 +41,7 @@ from delayer.amqp.properties import (
     value_at,
 )
 from delayer.core import cascade
-from delayer.core.delay_headers import DELAY, DelayRequest, UnreadableDelay, read_delay_ms
+from delayer.core.delay_headers import DELAY, OPT_TIME, DelayRequest, UnreadableDelay, read_delay_ms
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
 from delayer.core.message import SHORT_STRING, Delivery, Outgoing, Parcel, Target
@@ -76,7 +76,10 @@ ROUTING_KEY: Final = b"x-delayer-routing-key"
 PROPERTIES: Final = b"x-delayer-properties"
 ENVELOPE: Final = b"x-delayer-envelope"
 """The header that marks an envelope; its value is the format."""
-_OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY})
+DELIVERY_TIME: Final = b"x-delayer-delivery-time"
+"""The ``x-opt-delivery-time`` of a refused message. RabbitMQ 4.4 would hide the message in the refused queue until
+then, or end the queue by a time of more than 292 years ahead."""
+_OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY, DELIVERY_TIME})
 """The headers that a refused message gained. A release removes them. Without the first of them, the other two are the
 publisher's own."""
 _REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
@@ -231,10 +234,11 @@ def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
     """Properties of a refused message, and its token.
 
-    ``expiration`` and ``user_id`` become headers: the first would delete the message from the refused queue, the second
-    would make the broker close the channel. If the header table is malformed, or the result exceeds the frame's limit,
-    one header carries the original properties. If they do not fit in a header, they go without the note. Malformed
-    properties that do not fit are dropped, and only the note goes.
+    ``expiration``, ``user_id`` and ``x-opt-delivery-time`` become headers of ours: the first would delete the message
+    from the refused queue, the second would make the broker close the channel, the third would delay the message. If
+    the header table is malformed, or the result exceeds the frame's limit, one header carries the original properties.
+    If they do not fit in a header, they go without the note. Malformed properties that do not fit are dropped, and only
+    the note goes.
     """
     notes = (
         entry(ID, long_string(id))
@@ -246,7 +250,9 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
         kept = _with_notes(Properties.parse(delivery.properties), notes)
         if len(kept) <= max_properties:
             return kept, id
-        fallback = splice(delivery.properties, remove=_OF_THE_REFUSED | {ID, X_DEATH}, drop=("user_id", "expiration"))
+        fallback = splice(
+            delivery.properties, remove=_OF_THE_REFUSED | {ID, X_DEATH, OPT_TIME}, drop=("user_id", "expiration")
+        )
     except (MalformedProperties, MalformedTable):
         fallback = encode_headers(notes)
     wrapped = encode_headers(notes + entry(PROPERTIES, byte_array(delivery.properties)))
@@ -259,9 +265,12 @@ def _with_notes(properties: Properties, notes: bytes) -> bytes:
         notes += entry(EXPIRATION, long_string(properties.expiration))
     if properties.user_id is not None:
         notes += entry(USER_ID, long_string(properties.user_id))
+    delivery_time = properties.get(OPT_TIME)
+    if delivery_time is not None:
+        notes += entry(DELIVERY_TIME, delivery_time.type_and_value)
     return splice(
         properties,
-        remove=_OF_THE_REFUSED | {ID},
+        remove=_OF_THE_REFUSED | {ID, OPT_TIME},
         append=notes,
         drop=("user_id", "expiration"),
     )

@@ -5,7 +5,8 @@ It reads topologies as values. Parts that another system owns (``shared``) are d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -30,11 +31,14 @@ from delayer.broker.brief import (
     queue_look,
     unbinding_frame,
 )
-from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
-from delayer.broker.link import Link
-from delayer.broker.management_api import Management
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
+from delayer.broker.link import DELAYS_FROM, Link
+from delayer.broker.management_api import COUNTS_AGE, Management
 from delayer.broker.verify import Finding, Verifier
 from delayer.core.topology import Binding, Exchange, Queue, Topology
+
+Delayed = Callable[[Collection[str]], Awaitable[dict[str, int | None]]]
+"""See :meth:`Admin.delayed`."""
 
 
 class QueueState(NamedTuple):
@@ -65,9 +69,10 @@ class Remover:
     first, and removes each exchange before the last count of its queue.
     """
 
-    def __init__(self, link: Link, topology: Topology, *, force: bool) -> None:
+    def __init__(self, link: Link, topology: Topology, delayed: Delayed, *, force: bool) -> None:
         self._link = link
         self._topology = topology
+        self._delayed = delayed
         self._force = force
         self._result = Removal()
 
@@ -94,8 +99,10 @@ class Remover:
 
     async def _reasons_against(self, queues: list[str]) -> dict[str, str]:
         states = {name: await queue_state(self._link, name) for name in queues}
-        reasons = {f"queue {name}": _reason(state) for name, state in states.items() if state is not None}
-        return {what: reason for what, reason in reasons.items() if reason}
+        reasons = {name: _reason(state) for name, state in states.items() if state is not None}
+        if not any(reasons.values()):
+            reasons = {name: _delayed_reason(count) for name, count in (await self._delayed(reasons)).items()}
+        return {f"queue {name}": reason for name, reason in reasons.items() if reason}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
         if isinstance(await self._link.ask(exchange_look(exchange.name)), ChannelClosed):
@@ -131,6 +138,12 @@ def _reason(state: QueueState) -> str:
     if state.messages:
         return f"holds {state.messages} message{'s' * (state.messages != 1)}"
     return f"has {state.consumers} consumers" if state.consumers else ""
+
+
+def _delayed_reason(count: int | None) -> str:
+    if count is None:
+        return "may hold messages that this broker delays itself, and only broker.management_url can show them"
+    return f"holds {count} message{'s' * (count != 1)} that the broker itself delays" if count else ""
 
 
 def _raise_unless_gone(answer: object) -> None:
@@ -222,6 +235,23 @@ class Admin:
         """Messages and consumers of a queue; None as in :meth:`depths`."""
         return await queue_state(self._link, queue)
 
+    async def delayed(self, queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
+        """The messages of each queue that the broker itself delays, which AMQP does not show. None: unknown, because
+        the management API is not configured, or out of reach.
+
+        ``fresh``: wait until the broker's counts are no older than this call.
+        """
+        if not queues or self._link.version < DELAYS_FROM:
+            return dict.fromkeys(queues, 0)
+        try:
+            if self._management is None:
+                return dict.fromkeys(queues)
+            await asyncio.sleep(COUNTS_AGE if fresh else 0)
+            found = await self._management.delayed()
+        except (BrokerRefused, BrokerUnreachable):
+            return dict.fromkeys(queues)
+        return {name: found.get(name, 0) for name in queues}
+
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
         """Bind a queue. Returns False if the queue or exchange is missing, or another connection owns the queue."""
         answer = await self._link.ask(binding_frame(Binding(exchange, queue, "queue", key)))
@@ -247,12 +277,12 @@ class Admin:
         """Remove our parts in the order of the topology: a cascade from its top, each exchange before its queue. So no
         message enters a level after its queue is gone.
 
-        Without ``force`` this removes nothing while a queue holds messages or has consumers. An exchange stays if
-        others bound something to it. If a message enters a level meanwhile, its queue and all levels below stay; call
-        this again when the message has left. The broker's counts do not include unacknowledged messages, and those in
-        a dead-letter worker, so stop the daemon first.
+        Without ``force`` this removes nothing while a queue holds messages or has consumers, or may hold messages that
+        nobody can see. An exchange stays if others bound something to it. If a message enters a level meanwhile, its
+        queue and all levels below stay; call this again when the message has left. The broker's counts do not include
+        unacknowledged messages, and those in a dead-letter worker, so stop the daemon first.
         """
-        return await Remover(self._link, topology, force=force).run()
+        return await Remover(self._link, topology, self.delayed, force=force).run()
 
 
 def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch | None:

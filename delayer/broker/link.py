@@ -7,8 +7,9 @@ does not reconnect on purpose: an administrator wants to know that it is gone.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import aio_pika
 import aio_pika.connection
@@ -21,6 +22,9 @@ from delayer.amqp.address import Address
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, translated
 
 T = TypeVar("T")
+
+DELAYS_FROM: Final = (4, 3)
+"""The first version of RabbitMQ whose quorum queues delay messages: returned ones, and from 4.4 on published ones."""
 
 
 class Link:
@@ -50,9 +54,17 @@ class Link:
     @property
     def cluster(self) -> str:
         """The name of the broker's cluster; "" if the broker does not send it."""
+        return self._said("cluster_name")
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
+        return tuple(int(part) for part in re.findall(r"\d+", self._said("version"))[:3])
+
+    def _said(self, name: str) -> str:
         transport = self._connection.transport
-        name = transport.connection.server_properties.get("cluster_name") if transport is not None else None
-        return name if isinstance(name, str) else ""
+        value = transport.connection.server_properties.get(name) if transport is not None else None
+        return value if isinstance(value, str) else ""
 
     async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
         """Run one method of the driver's channel.

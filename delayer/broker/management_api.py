@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
@@ -27,6 +27,10 @@ class ExchangeInfo:
     internal: bool = False
     alternate: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+COUNTS_AGE: Final = 12.0
+"""Seconds that the broker's counts may be old: two ticks of a quorum queue, and the pause of the management API."""
 
 
 class Policy(NamedTuple):
@@ -108,6 +112,18 @@ class Management:
             found[row["name"]] = arguments
         return found
 
+    async def delayed(self) -> dict[str, int]:
+        """For every queue of the vhost the messages that are neither ready nor unacknowledged: the broker itself delays
+        them. The broker counts up to COUNTS_AGE seconds late, and nothing of a new queue."""
+        rows = await self._get(f"queues/{self._vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
+        return {row["name"]: _delayed(row) for row in rows}
+
+    async def down(self) -> frozenset[str]:
+        """The quorum queues of the vhost whose process has ended. RabbitMQ before 4.1 names none."""
+        path = f"health/checks/quorum-queues-without-elected-leaders/vhost/{self._vhost}/pattern/.*"
+        answer = await self._get(path, 503)
+        return frozenset(row["name"] for row in answer.get("queues", ()))
+
     async def policies(self) -> list[Policy]:
         """Every policy and operator policy of the vhost."""
         found = []
@@ -120,12 +136,13 @@ class Management:
                 )
         return found
 
-    async def _get(self, path: str) -> Any:
-        """The decoded answer. Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. A 404 is one
-        of those: a server that does not find existing parts is not our broker."""
-        return await asyncio.to_thread(self._get_blocking, path)
+    async def _get(self, path: str, answers: int = 200) -> Any:
+        """The decoded answer; an error of the code ``answers`` has one too. Raises BrokerRefused (401, 403), and
+        BrokerUnreachable for all other errors. A 404 is one of those: a server that does not find existing parts is not
+        our broker."""
+        return await asyncio.to_thread(self._get_blocking, path, answers)
 
-    def _get_blocking(self, path: str) -> Any:
+    def _get_blocking(self, path: str, answers: int) -> Any:
         request = urllib.request.Request(f"{self._base}/{path}", headers={"Accept": "application/json"})
         request.add_unredirected_header("Authorization", self._authorization)
         try:
@@ -133,6 +150,8 @@ class Management:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             with error:
+                if error.code == answers:
+                    return json.load(error)
                 if error.code in (401, 403):
                     raise BrokerRefused(f"{self.where}: the management API refused the user ({error.code})") from error
                 raise BrokerUnreachable(f"{self.where}: the management API answered {error.code}") from error
@@ -140,6 +159,11 @@ class Management:
             raise BrokerUnreachable(f"{self.where}: {getattr(error, 'reason', error)}") from error
         except ValueError as error:
             raise BrokerUnreachable(f"{self.where}: this is not RabbitMQ's management API") from error
+
+
+def _delayed(row: Mapping[str, Any]) -> int:
+    whole, *shown = (int(row.get(name, 0)) for name in ("messages", "messages_ready", "messages_unacknowledged"))
+    return max(0, whole - sum(shown))
 
 
 def _bindings(rows: Iterable[dict[str, Any]]) -> list[tuple[Binding, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 
 from delayer.broker.brief import exchange_frame, exchange_look, queue_frame, queue_look
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.link import Link
+from delayer.broker.link import DELAYS_FROM, Link
 from delayer.broker.management_api import Management, policies_in_force
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
@@ -22,9 +22,14 @@ Severity = Literal["error", "note", "unknown"]
 
 # These keys of a policy change when, or whether, a message leaves a queue. The smaller of two TTLs applies.
 RISKY_POLICY_KEYS = frozenset(
-    {"message-ttl", "expires", "max-length", "max-length-bytes", "overflow", "delivery-limit"}
+    {"message-ttl", "expires", "max-length", "max-length-bytes", "overflow", "delivery-limit", "consumer-timeout"}
+    | {"delayed-retry-type", "delayed-retry-min", "delayed-retry-max"}
     | {"dead-letter-exchange", "dead-letter-routing-key", "dead-letter-strategy"}
 )
+
+
+DOWN = "down: it gives and takes nothing"
+"""What is found of a queue whose process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,8 @@ class Verifier:
         missing = {finding.name for finding in found if finding.found == "nothing"}
         if self._management is not None:
             try:
-                return found + await self._told(self._management, missing) + await self._governed(self._management)
+                told = await self._told(self._management, missing) + await self._governed(self._management)
+                return found + told + await self._down(self._management)
             except (BrokerRefused, BrokerUnreachable) as error:
                 found.append(self._unseen(f"{error}"))
         else:
@@ -100,7 +106,7 @@ class Verifier:
 
     async def _governed(self, management: Management) -> list[Finding]:
         """Findings about policies that override the queues' arguments."""
-        expected = "no policy about expiry, length or dead letters"
+        expected = "no policy about expiry, length, dead letters, retries or timeouts"
         policies = await management.policies()
         return [
             Finding("policy", queue.name, expected, f"{policy.name!r} with {risky}")
@@ -108,6 +114,11 @@ class Verifier:
             for policy in policies_in_force(policies, queue)
             if (risky := {key: value for key, value in policy.definition.items() if key in RISKY_POLICY_KEYS})
         ]
+
+    async def _down(self, management: Management) -> list[Finding]:
+        """Findings about queues whose process has ended: RabbitMQ 4.4 can lose one by a single message."""
+        down = await management.down() if self._link.version >= DELAYS_FROM else frozenset[str]()
+        return [Finding("queue", one.name, "running", DOWN) for one in self._topology.queues if one.name in down]
 
     def _compared(
         self, source: str, present: set[Binding], everything: set[Binding], missing: set[str]

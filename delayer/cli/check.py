@@ -10,11 +10,12 @@ import click
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
+from delayer.broker.verify import DOWN
 from delayer.cli.errors import BROKER_RIGHTS, DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config import Settings, duration_text
-from delayer.config.topology import cascade_of, topology_of, uses_cascade, without_effect
+from delayer.config.topology import cascade_of, queues_at_work, topology_of, uses_cascade, without_effect
 from delayer.config.values import is_loopback
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.delay_headers import in_words
@@ -125,6 +126,7 @@ async def _broker(settings: Settings) -> tuple[list[Row], str]:
             rows += await _destinations(admin, settings)
             rows += await _taken_over(admin, settings)
             rows += await _left_in_the_cascade(admin, settings)
+            rows += await _delayed_by_the_broker(admin, settings)
             return rows + await _set_aside(admin, settings), mark
     except BrokerLost as lost:
         return [Row("broker", "out of reach", str(lost), broker_advice(lost))], mark
@@ -156,6 +158,10 @@ async def _topology(admin: Admin, settings: Settings) -> list[Row]:
 
 async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[str, str]:
     """The difference, and the next step, which never deletes a queue with messages."""
+    if kind == "policy":
+        return found, "give the policy a pattern that does not match this queue (docs/versions.md)"
+    if found.endswith(DOWN):
+        return found, "see the broker's log; docs/versions.md says which messages end a queue"
     state = await admin.state(name) if kind == "queue" else None
     if state is not None and state.messages:
         advice = 'choose another name; bring them over (docs/operations.md, "An existing queue with other arguments")'
@@ -226,6 +232,24 @@ async def _left_in_the_cascade(admin: Admin, settings: Settings) -> list[Row]:
     found = f"left from native mode, and this user may not consume it: {quoted(name)}"
     advice = "the rights of native mode until the cascade is empty, or `delayer topology remove --only-cascade`"
     return [Row("cascade", "off", f"{found}. The daemon is not ready", f"{advice} (docs/security.md)")]
+
+
+async def _delayed_by_the_broker(admin: Admin, settings: Settings) -> list[Row]:
+    """Messages that RabbitMQ itself delays in delayer's queues, where nobody can list, cancel or bound them."""
+    delayed = await admin.delayed(queues_at_work(settings), fresh=False)
+    if None in delayed.values():
+        found = "RabbitMQ 4.3 and later can delay messages in these queues, and only its management API shows them"
+        return [Row("broker's delays", "note", found, "set broker.management_url")]
+    return [
+        Row(
+            "broker's delays",
+            "note",
+            f"{count} in {quoted(name)}: not parked, listed, cancellable or bounded by max_delay before they are due",
+            "let publishers send x-deliver-at instead of x-opt-delivery-time (docs/versions.md)",
+        )
+        for name, count in delayed.items()
+        if count
+    ]
 
 
 async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:

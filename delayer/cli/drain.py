@@ -72,9 +72,14 @@ async def look_around(settings: Settings, levels: Cascade) -> Around:
     return Around({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays, 0))
 
 
-def left_of(around: Around) -> list[Left]:
+async def left_of(settings: Settings, levels: Cascade, around: Around) -> list[Left]:
     """The messages that do not go into the store, and why."""
-    return rules.left_in_cascade(around.levels, around.due, around.strays, LOWEST)
+    names = [*(level.name for level in levels.levels()), settings.native.due_queue, levels.strays]
+    async with await Admin.connect(settings.broker_url, management_url=settings.management_url, name=NAME) as admin:
+        delayed = await admin.delayed(names)
+    if None in delayed.values():
+        note("Note: the broker may delay messages itself in these queues; only broker.management_url would show them.")
+    return rules.left_in_cascade(around.levels, around.due, around.strays, LOWEST) + rules.left_delayed(delayed)
 
 
 async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
@@ -252,7 +257,8 @@ async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int
         return count, rules.left_in_store(rows._replace(rows=rows.rows - count), 0, keys_too=keys_too)
     around = await look_around(settings, cascade_of(settings))
     count = sum(depth for level, depth in around.levels.items() if level >= LOWEST)
-    return count, left_of(around._replace(levels={n: of for n, of in around.levels.items() if n < LOWEST}))
+    below = around._replace(levels={n: of for n, of in around.levels.items() if n < LOWEST})
+    return count, await left_of(settings, cascade_of(settings), below)
 
 
 async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[Left]]:
@@ -262,7 +268,8 @@ async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, 
         rows = await standing(url, keys_too=keys_too)
         return moved.messages, rules.left_in_store(rows, moved.unsound, keys_too=keys_too)
     levels = cascade_of(settings)
-    return await levels_to_store(settings, url, levels), left_of(await look_around(settings, levels))
+    done = await levels_to_store(settings, url, levels)
+    return done, await left_of(settings, levels, await look_around(settings, levels))
 
 
 def _tell(target: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool, as_json: bool) -> int:

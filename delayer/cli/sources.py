@@ -86,6 +86,7 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
         wanted.rewrites,
         open=opened,
         to_exchange=None if to is None else to.encode("utf-8", "surrogateescape"),
+        management_url=None if given["from_url"] else wanted.settings.management_url,
     )
 
 

@@ -82,6 +82,15 @@ def read_instant_ms(value: object) -> int:
     )
 
 
+def read_delivery_time_ms(value: object) -> int:
+    """The due time of ``x-opt-delivery-time`` in epoch ms. Integers that can only be seconds are refused: in
+    milliseconds they are in 1970 to 1973, and the message would leave at once. Raises UnreadableDelay.
+    """
+    if type(value) is int and 10**8 <= value < 10**11:
+        raise UnreadableDelay(f"expected epoch milliseconds, found {value}: these are seconds")
+    return read_instant_ms(value)
+
+
 def _rfc3339_ms(text: str) -> int | None:
     found = _RFC3339.fullmatch(text)
     if found is None:
@@ -209,6 +218,9 @@ DELAY: Final = b"x-delay"
 DELIVER_AT: Final = b"x-deliver-at"
 OPT_DELAY: Final = b"x-opt-delivery-delay"
 OPT_TIME: Final = b"x-opt-delivery-time"
+LONGEST_TIMER_MS: Final = (1 << 63) // 1_000_000
+"""The last epoch millisecond, in the year 2262, that is safe in ``x-opt-delivery-time``: a build of RabbitMQ 4.4 lost
+the queue by a time of more than 2^63 nanoseconds ahead."""
 ROUTING_KEY: Final = b"x-delay-routing-key"
 EXCHANGE: Final = b"x-delay-exchange"
 KEY: Final = b"x-delay-key"

@@ -31,7 +31,9 @@ UNGIVEN: Final = "not delivered by their broker in time: not examined"
 CONSUMED: Final = "in queues with other consumers: not examined, unless you name the queue"
 UNHELD: Final = "in queues that delay nothing: not examined, unless you name the queue"
 OWN: Final = "in queues of delayer's own ({}): never taken"
-FOR_PEOPLE: Final = frozenset({UNREADABLE, BEHIND, UNGIVEN, CONSUMED})
+DELAYED: Final = "that their broker delays itself: not examined before they are due"
+UNSEEN: Final = "queues may hold messages that their broker delays itself: a management URL would show them"
+FOR_PEOPLE: Final = frozenset({UNREADABLE, BEHIND, UNGIVEN, CONSUMED, DELAYED})
 """The reasons that an operator must see: these messages stay against the operator's wish."""
 MOST_REASONS: Final = 100
 """Reasons that are reported one by one. A file may have another reason for each of its messages."""

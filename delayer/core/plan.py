@@ -40,6 +40,7 @@ from delayer.core.delay_headers import (
     in_words,
     instant_in_json_ms,
     read_delay_ms,
+    read_delivery_time_ms,
     read_instant_ms,
     seconds_until,
     shown,
@@ -297,7 +298,8 @@ def declared_due_ms(
                     return found
             elif (value := headers.get(header, _ABSENT)) is not _ABSENT:
                 if form in ABSOLUTE:
-                    return read_instant_ms(value), now_lower_ms
+                    read = read_delivery_time_ms if header == OPT_TIME else read_instant_ms
+                    return read(value), now_lower_ms
                 return counted(read_delay_ms(value), request, now_ms, now_lower_ms)
     except UnreadableDelay as unreadable:
         raise UnreadableDelay(f"{form}: {unreadable}") from unreadable

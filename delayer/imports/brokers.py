@@ -27,10 +27,10 @@ async def asked(question: Awaitable[T]) -> T:
         raise SourceLost(str(error)) from error
 
 
-async def admin_of(url: str) -> Admin:
+async def admin_of(url: str, management_url: str | None = None) -> Admin:
     """A connection to the source's broker; the caller closes it. Raises BadSource, SourceLost."""
     address_of(url)
-    return await asked(Admin.connect(url, name=NAME))
+    return await asked(Admin.connect(url, management_url=management_url, name=NAME))
 
 
 def address_of(url: str) -> Address:

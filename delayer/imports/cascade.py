@@ -84,8 +84,9 @@ class CascadeLevels(Queues):
         *,
         open: Open,
         to_exchange: bytes | None = None,
+        management_url: str | None = None,
     ) -> None:
-        super().__init__(NAME, url, meant, now, rewrites)
+        super().__init__(NAME, url, meant, now, rewrites, management_url=management_url)
         self._cascade = cascade
         self._open = open
         self._to_exchange = to_exchange

@@ -80,6 +80,12 @@ def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: in
     return [one for one in found if one.messages > 0]
 
 
+def left_delayed(delayed: Mapping[str, int | None]) -> list[Left]:
+    """The messages of each queue that the broker itself delays, so that a drain cannot read them."""
+    why, step = "the broker itself delays them", "none: they come out when they are due"
+    return [Left(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items() if count]
+
+
 def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Outgoing:
     """The publish that moves a row, in an envelope, to the daemon's due queue. It keeps its id. A message whose delay
     exceeds the cascade's longest passes the due queue and enters the cascade again."""

@@ -157,7 +157,7 @@ class HoldQueues(Queues):
         own: Mapping[str, str] | None = None,
     ) -> None:
         """``own``: names of queues that are never read, and their role in delayer's configuration."""
-        super().__init__(NAME, url, meant, now, rewrites)
+        super().__init__(NAME, url, meant, now, rewrites, management_url=management_url)
         self._management = None
         if management_url:
             address = address_of(url)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Protocol
 
@@ -18,7 +18,9 @@ from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import (
     BEHIND,
+    DELAYED,
     UNGIVEN,
+    UNSEEN,
     Batch,
     Item,
     Meant,
@@ -301,9 +303,12 @@ class Queues(ABC):
         meant: Meant,
         now: Callable[[], Awaitable[int]],
         rewrites: Sequence[Rewrite] = (),
+        *,
+        management_url: str | None = None,
     ) -> None:
         self.name = name
         self._url = url
+        self._management_url = management_url
         self._meant = meant
         self._now = now
         self._rewrites = rewrites
@@ -340,6 +345,8 @@ class Queues(ABC):
         async with await admin_of(self._url) as admin:
             readers = {reader.queue: reader for reader in await self._visits.readers(admin)}
             depths = await asked(admin.depths(readers))
+        for why, count in (await self._delayed(readers, fresh=False)).items():
+            survey.leave(why, count)
         for name, depth in depths.items():
             if not depth:
                 continue
@@ -424,7 +431,14 @@ class Queues(ABC):
         """See Source."""
         await self._visits.leave()
         passed_over = (Counter({why: depth}) for why, depth in self.passed_over.values())
-        return dict(sum([*self._visits.left.values(), *passed_over], Counter()))
+        delayed = await self._delayed(self._visits.left, fresh=True)
+        return dict(sum([*self._visits.left.values(), *passed_over, delayed], Counter()))
+
+    async def _delayed(self, queues: Collection[str], *, fresh: bool) -> Counter[str]:
+        """The messages in these queues that their broker delays itself, or the number of queues that may hold some."""
+        async with await admin_of(self._url, self._management_url) as admin:
+            counts = (await asked(admin.delayed(queues, fresh=fresh))).values()
+        return Counter({DELAYED: sum(filter(None, counts)), UNSEEN: list(counts).count(None)})
 
     async def put_back(self, run: Run) -> None:
         """See Source. Messages that are not committed are in their queue. Committed ones that are still there are

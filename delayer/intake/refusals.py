@@ -1,7 +1,7 @@
 """Refused messages: the reason and the origin that their headers tell, and the way back to the intake. Pure.
 
-A retry undoes the refusal (edits.refused): it removes the added headers and restores the expiration. The added id
-stays, because it names the publish; the daemon removes it at its next edit.
+A retry undoes the refusal (edits.refused): it removes the added headers, and restores the expiration and
+``x-opt-delivery-time``. The added id stays, because it names the publish; the daemon removes it at its next edit.
 
 The daemon writes the origin of a message into headers of ours when it refuses the message. The broker writes it into
 ``x-death`` when the intake queue itself gives the message up. A publisher may forge both. So a message goes back only
@@ -15,11 +15,12 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from delayer.amqp.edits import EXPIRATION, ID, USER_ID
+from delayer.amqp.edits import DELIVERY_TIME, EXPIRATION, ID, USER_ID
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
-from delayer.core.message import Delivery, Outgoing
+from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME
+from delayer.core.message import Delivery, Outgoing, Timestamp
 
 _REASON: Final = b"x-delayer-refused"
 _EXCHANGE: Final = b"x-delayer-exchange"
@@ -27,7 +28,7 @@ _ROUTING_KEY: Final = b"x-delayer-routing-key"
 _WRAPPED: Final = b"x-delayer-properties"
 _LONGEST_ID: Final = 64
 """Bytes of an id that are kept of one that a publisher may have written."""
-_GAINED: Final = frozenset({_REASON, _EXCHANGE, _ROUTING_KEY, EXPIRATION})
+_GAINED: Final = frozenset({_REASON, _EXCHANGE, _ROUTING_KEY, EXPIRATION, DELIVERY_TIME})
 
 
 class EntryPoints(NamedTuple):
@@ -100,6 +101,12 @@ def again(delivery: Delivery, entries: EntryPoints) -> Outgoing | str:
     append, remove = header(ID, long_string(token)), _GAINED | {ID} if was_refused else {ID}
     if properties.user_id is not None:  # The broker refuses a user_id of another user.
         append, remove = append + header(USER_ID, long_string(properties.user_id)), remove | {USER_ID}
+    delivery_time = properties.get(DELIVERY_TIME) if was_refused else None
+    if delivery_time is not None:
+        when = delivery_time.value
+        if isinstance(when, int) and int(when) * (1000 if isinstance(when, Timestamp) else 1) > LONGEST_TIMER_MS:
+            return "its x-opt-delivery-time is too far ahead: RabbitMQ 4.4 would end the queue that it comes to"
+        append += header(OPT_TIME, delivery_time.type_and_value)
     raw = splice(properties, remove=remove, append=append, drop=("user_id",))
     expiration = _expiration(properties) if was_refused else None
     if expiration is not None:

@@ -33,7 +33,7 @@ DAEMON, BROKER, POSTGRES, BROKER_CUT, STORE_CUT = "daemon", "broker", "postgres"
 
 WORKER = {"dead_letter_worker_publisher_confirm_timeout": 10_000}
 """Milliseconds, where RabbitMQ has three minutes: so long may wait what falls due in the cascade while the broker comes
-back, because it is tried before the bindings are there again (docs/brokers.md)."""
+back, because it is tried before the bindings are there again (docs/versions.md)."""
 
 Copies = tuple[int, int]
 """How often a message arrives: at least, at most."""

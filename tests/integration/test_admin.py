@@ -137,7 +137,7 @@ async def test_depths_and_the_picture(vhost: str) -> None:
 
 async def test_remove_leaves_nothing(rabbitmq: RabbitMQ, vhost: str) -> None:
     cascade = Cascade()
-    async with await Admin.connect(vhost) as admin:
+    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
         await admin.declare(whole(cascade))
         removal = await admin.remove(whole(cascade))
         assert removal.left == {}
@@ -149,7 +149,7 @@ async def test_remove_leaves_nothing(rabbitmq: RabbitMQ, vhost: str) -> None:
 
 async def test_messages_keep_everything_standing_unless_forced(rabbitmq: RabbitMQ, vhost: str) -> None:
     topology = whole(Cascade())
-    async with await Admin.connect(vhost) as admin:
+    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
         await admin.declare(topology)
         before = inventory(rabbitmq, vhost)
         await publish(vhost, "delayer.delay-level-25")
@@ -171,7 +171,7 @@ async def test_a_message_that_slips_in_stops_the_removal_there(
         return {}
 
     monkeypatch.setattr(Remover, "_reasons_against", saw_nothing)
-    async with await Admin.connect(vhost) as admin:
+    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
         await admin.declare(cascade.topology())
         await publish(vhost, cascade.level(10))
         removal = await admin.remove(cascade.topology())
@@ -182,8 +182,9 @@ async def test_a_message_that_slips_in_stops_the_removal_there(
     assert set(left["exchanges"]) == {cascade.level(n) for n in range(10)} | {cascade.delivery, cascade.strays}
 
 
-async def test_a_consumer_keeps_everything_standing(vhost: str) -> None:
-    async with await aio_pika.connect(vhost) as other, await Admin.connect(vhost) as admin:
+async def test_a_consumer_keeps_everything_standing(rabbitmq: RabbitMQ, vhost: str) -> None:
+    admin_too = Admin.connect(vhost, management_url=rabbitmq.management_url)
+    async with await aio_pika.connect(vhost) as other, await admin_too as admin:
         await admin.declare(intake_topology())
         queue = await (await other.channel()).get_queue("delays")
         await queue.consume(ignore)
@@ -192,7 +193,7 @@ async def test_a_consumer_keeps_everything_standing(vhost: str) -> None:
 
 
 async def test_an_exchange_that_others_bound_to_stays(rabbitmq: RabbitMQ, vhost: str) -> None:
-    async with await Admin.connect(vhost) as admin:
+    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
         await admin.declare(intake_topology() + Topology(queues=(Queue("audit"),)))
         assert await admin.bind_queue("audit", "delayer.in", "#")
         removal = await admin.remove(intake_topology())
@@ -205,7 +206,7 @@ async def test_an_exchange_that_others_bound_to_stays(rabbitmq: RabbitMQ, vhost:
 @pytest.mark.parametrize("force", [False, True])
 async def test_shared_parts_are_never_removed(rabbitmq: RabbitMQ, vhost: str, kind: str, force: bool) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]
-    async with await Admin.connect(vhost) as admin:
+    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
         await admin.declare(cascade.topology())
         before = inventory(rabbitmq, vhost)
         await admin.declare(whole(cascade))

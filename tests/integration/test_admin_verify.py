@@ -201,12 +201,15 @@ async def test_a_policy_that_shortens_delays_is_found(rabbitmq: RabbitMQ, vhost:
     await declared(vhost)
     name = quote(urlsplit(vhost).path[1:], safe="")
     harmless = {"pattern": "", "definition": {"alternate-exchange": "x"}, "apply-to": "exchanges", "priority": 9}
-    short = {"pattern": "^delays$", "definition": {"message-ttl": 500}, "apply-to": "queues"}
+    kept: dict[str, object] = {"message-ttl": 500}
+    if rabbitmq.version >= (4, 3):  # earlier ones refuse such a policy
+        kept |= {"delayed-retry-type": "all", "delayed-retry-min": 1000, "consumer-timeout": 60_000}
+    short = {"pattern": "^delays$", "definition": kept, "apply-to": "queues"}
     await asyncio.to_thread(rabbitmq.api, "PUT", f"/api/policies/{name}/harmless", harmless)
     await asyncio.to_thread(rabbitmq.api, "PUT", f"/api/policies/{name}/short", short)
     (finding,) = await look(rabbitmq, vhost, told=True)
     assert (finding.severity, finding.kind, finding.name) == ("error", "policy", "delays")
-    assert finding.found == "'short' with {'message-ttl': 500}"
+    assert all(f"'{key}': " in finding.found for key in kept)
 
 
 async def test_a_user_of_the_management_api_needs_no_more_than_that_tag(rabbitmq: RabbitMQ, vhost: str) -> None:

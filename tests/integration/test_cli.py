@@ -18,7 +18,7 @@ from tests.support.servers import Postgres, RabbitMQ
 LEVELS = 28
 
 
-def test_apply_verify_show_remove_in_store_mode(delayer: Run) -> None:
+def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ) -> None:
     missing = delayer("topology", "verify", expect=1)
     assert "delayer topology apply" in missing.stderr
     applied = delayer("topology", "apply")
@@ -43,11 +43,11 @@ def test_apply_verify_show_remove_in_store_mode(delayer: Run) -> None:
         ["delayer.delay-strays", *unused],
         ["cascade", *unused],
     ]
-    delayer("topology", "remove")
+    delayer("topology", "remove", DELAYER_BROKER__MANAGEMENT_URL=rabbitmq.management_url)
     delayer("topology", "verify", expect=1)
 
 
-def test_the_cascade_belongs_to_native_mode(delayer: Run) -> None:
+def test_the_cascade_belongs_to_native_mode(delayer: Run, rabbitmq: RabbitMQ) -> None:
     delayer("--mode", "native", "topology", "apply")
     delayer("--mode", "native", "topology", "verify")
     shown = delayer("--mode", "native", "topology", "show").stdout
@@ -56,7 +56,8 @@ def test_the_cascade_belongs_to_native_mode(delayer: Run) -> None:
     assert ["0", "delayer.delay-level-00", "1", "s", "0"] in rows
     picture = json.loads(delayer("--mode", "native", "topology", "show", "--json").stdout)
     assert [level["ttl_ms"] for level in picture["levels"]] == [2**level * 1000 for level in reversed(range(LEVELS))]
-    removed = delayer("--mode", "native", "topology", "remove", "--only-cascade")
+    told = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    removed = delayer("--mode", "native", "topology", "remove", "--only-cascade", **told)
     assert removed.stdout.startswith("Removed 60; 0 left.")
     delayer("topology", "verify")
     delayer("--mode", "native", "topology", "verify", expect=1)

@@ -22,6 +22,8 @@ ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in", b"other.in"}))
         Props(headers=((b"x-delay", number("l", 5)), (b"who", text("me")))),
         Props(headers=(), expiration=b"60000", message_id=b"m", timestamp=5, type=b"t", app_id=b"a"),
         Props(expiration=b"1", cluster_id=b"c"),
+        Props(headers=((b"x-opt-delivery-time", number("l", 1_800_000_000_000)),)),
+        Props(headers=((b"x-opt-delivery-time", text("1800000000000")),)),
     ],
 )
 def test_a_refused_message_goes_back_as_it_came(props: Props) -> None:
@@ -107,6 +109,15 @@ def test_straight_to_the_intake_queue_it_goes_back_straight() -> None:
 )
 def test_forged_headers_lead_nowhere(stands: Delivery, why: str) -> None:
     assert why in str(again(stands, ENTRIES))
+
+
+@pytest.mark.parametrize("when", [number("l", 1_800_000_000_000_000), number("T", 1_800_000_000_000)])
+def test_no_retry_carries_a_time_that_ends_a_queue_of_rabbitmq_44(when: Value) -> None:
+    came = Delivery(1, False, b"delayer.in", b"k", Props(headers=((b"x-opt-delivery-time", when),)).encode(), b"")
+    properties, _ = edits.refused(came, "too long", b"abc", LIMIT)
+    assert b"x-opt-delivery-time" not in properties, "it would end the refused queue as well"
+    back = again(Delivery(2, True, b"delays.refused", b"k", properties, b""), ENTRIES)
+    assert isinstance(back, str) and "too far ahead" in back
 
 
 def test_a_refused_message_that_stays_has_a_reason() -> None:
