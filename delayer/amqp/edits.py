@@ -234,11 +234,11 @@ def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
     """Properties of a refused message, and its token.
 
-    ``expiration``, ``user_id`` and ``x-opt-delivery-time`` become headers of ours: the first would delete the message
-    from the refused queue, the second would make the broker close the channel, the third would delay the message. If
-    the header table is malformed, or the result exceeds the frame's limit, one header carries the original properties.
-    If they do not fit in a header, they go without the note. Malformed properties that do not fit are dropped, and only
-    the note goes.
+    ``expiration``, ``user_id`` and an integer ``x-opt-delivery-time`` become headers of ours. The first would delete
+    the message from the refused queue, the second would make the broker close the channel, and the third would delay
+    the message. If the header table is malformed, or the result exceeds the frame's limit, one header carries the
+    original properties. If they do not fit in a header, they go without the note. Malformed properties that do not fit
+    are dropped, and only the note goes.
     """
     notes = (
         entry(ID, long_string(id))
@@ -265,12 +265,14 @@ def _with_notes(properties: Properties, notes: bytes) -> bytes:
         notes += entry(EXPIRATION, long_string(properties.expiration))
     if properties.user_id is not None:
         notes += entry(USER_ID, long_string(properties.user_id))
+    remove = _OF_THE_REFUSED | {ID}
     delivery_time = properties.get(OPT_TIME)
-    if delivery_time is not None:
+    if delivery_time is not None and isinstance(delivery_time.value, int):  # The broker ignores any other.
         notes += entry(DELIVERY_TIME, delivery_time.type_and_value)
+        remove |= {OPT_TIME}
     return splice(
         properties,
-        remove=_OF_THE_REFUSED | {ID, OPT_TIME},
+        remove=remove,
         append=notes,
         drop=("user_id", "expiration"),
     )
