@@ -31,9 +31,10 @@ def delaying(rabbitmq: RabbitMQ) -> RabbitMQ:
 
 
 async def publish(vhost: str, *queues: str, when: int | None = None) -> None:
-    """A message to each queue, which the broker delays by an hour."""
+    """A message to each queue, which the broker delays by an hour; and the destination, so that `check` misses none."""
     at = time.time_ns() // 1_000_000 + HOUR_MS if when is None else when
     async with channel_to(vhost) as channel:
+        await channel.declare_exchange("delayer.out", "topic", durable=True)
         for queue in queues:
             message = aio_pika.Message(b"hidden", headers={"x-opt-delivery-time": at}, message_id=queue)
             await channel.default_exchange.publish(message, queue)
