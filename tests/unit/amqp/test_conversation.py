@@ -208,17 +208,12 @@ async def test_a_full_buffer_holds_publishes_back() -> None:
         assert await publishing == [CONFIRMED] * len(LARGE)
 
 
-async def test_a_cut_while_the_buffer_is_full() -> None:
-    async with publishing_into_a_full_buffer() as (publishing, channel, peer):
-        peer.writer.transport.abort()
-        with pytest.raises(ConnectionLost):
-            await publishing
-        await asyncio.wait({channel.closed})
-
-
-async def test_a_timeout_while_the_buffer_is_full() -> None:
-    async with publishing_into_a_full_buffer(timeout=0.2) as (publishing, channel, peer):
-        with pytest.raises(ConfirmTimeout):
+@pytest.mark.parametrize(("timeout", "failure"), [(30, ConnectionLost), (0.2, ConfirmTimeout)])
+async def test_a_cut_or_a_timeout_while_the_buffer_is_full(timeout: float, failure: type[Exception]) -> None:
+    async with publishing_into_a_full_buffer(timeout) as (publishing, channel, peer):
+        if failure is ConnectionLost:
+            peer.writer.transport.abort()
+        with pytest.raises(failure):
             await publishing
         peer.writer.transport.abort()
         await asyncio.wait({channel.closed})

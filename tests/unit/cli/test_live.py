@@ -17,13 +17,9 @@ def settings(listen: str) -> Settings:
     return Settings.model_validate({"http": {"listen": listen}})
 
 
-async def test_a_daemon_that_serves(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_alarm_of_the_broker_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     async with served(Inside()) as web:
         found = await status.look(settings(web.address))
-        assert found["error"] is None
-        assert found["last"]["60"]["rates"]["released"] == 0
-    status.show(found)
-    assert capsys.readouterr().out.split()[-6:] == ["min", "0.0", "0.0", "-", "-", "-"]
     status.show(found | {"blocked": True})
     assert "BLOCKED: a resource alarm of the broker" in capsys.readouterr().out
 
@@ -74,15 +70,3 @@ async def test_another_service_at_the_address(answer: bytes) -> None:
         found = await status.look(settings(f"{host}:{port}"))
         assert found["error"]
         assert found["last"] == {}
-
-
-def test_watching_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-
-    def interrupted(_seconds: float) -> None:
-        if len(looks) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(status.time, "sleep", interrupted)
-    assert status.again_and_again(lambda: looks.append(1) or 3, 0.2) == 3
-    assert len(looks) == 3

@@ -70,11 +70,3 @@ def test_other_mistakes_are_told_all_the_same(config: Path) -> None:
 def test_the_daemon_needs_them(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"broker\.url_file: expected a file that can be read.*Permission denied"):
         load(config, {"CREDENTIALS_DIRECTORY": str(config.parent / "credentials")}, {})
-
-
-def test_a_sealed_store_is_enough_for_a_takeover(config: Path) -> None:
-    config.write_text(
-        f'mode = "native"\n{CONFIG}[[takeover]]\ncascade = "celery"\n'.replace("/nowhere/client.pem", str(config))
-    )
-    code, output = checked(config)
-    assert code == 0, output

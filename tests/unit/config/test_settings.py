@@ -173,13 +173,6 @@ def test_foreign_environment_variables_are_ignored() -> None:
     assert load(None, environ, {}) == load(None, {}, {})
 
 
-def test_route_from() -> None:
-    settings = load(None, {"DELAYER_ROUTE": '[{"from": ""}, {"from": "a", "to": "b"}]'}, {})
-    assert settings.route_from("a") is settings.routes[1]
-    assert settings.route_from("") is settings.routes[0]
-    assert settings.route_from("c") is None
-
-
 @pytest.mark.parametrize(
     ("mode", "flags", "expected"),
     [
@@ -336,12 +329,6 @@ def test_the_examples_are_valid(file: Path) -> None:
     settings = load(file, {}, {})
     assert settings.mode == "store"
     assert settings != load(None, {}, {"store.url": "postgresql://localhost/delayer"})
-
-
-def test_errors_do_not_come_one_at_a_time() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(Path("/nowhere/at/all.toml"), {"DELAYER_MODE": "x"}, {"log.level": "y", "nope": "z"})
-    assert len(caught.value.problems) == 4
 
 
 def test_a_token_is_read_from_its_file_and_shown_nowhere(tmp_path: Path) -> None:

@@ -42,14 +42,6 @@ def heard(*said: bytes) -> Readings:
     return readings
 
 
-def test_deliveries_are_counted_by_number() -> None:
-    readings = heard(delivery(1) + delivery(2, again=True), delivery(1), delivery(1, CASCADE, CARRIED))
-    assert [readings.read(number) for number in range(4)] == [0, 2, 1, 0]
-    assert [readings.again(number) for number in range(4)] == [False, False, True, False]
-    assert [readings.due(number) for number in range(4)] == [0, 1, 0, 0]
-    assert (readings.read(1 << 20), readings.due(1 << 20)) == (0, 0)
-
-
 def test_a_connection_is_heard_in_whatever_pieces_it_comes() -> None:
     acknowledgement = frame.marshal(commands.Basic.Ack(9, True), 1)
     said = acknowledgement + delivery(5, pieces=[b"x" * 100, b"y" * 50, b""]) + frame.marshal(
