@@ -123,11 +123,13 @@ def audit(
         note(remark)
     _tell(audited.report, as_json=as_json)
     failures = [failure(audited.unkept)] if audited.unkept is not None else []
-    try:
-        if html is not None:
-            _write_page(audited.report, html)
-    except Misused as error:
-        failures.append(error)
+    if html is not None:
+        from delayer.audit import report_html  # noqa: PLC0415
+
+        try:
+            report_html.write(audited.report, html)
+        except OSError as error:
+            failures.append(Misused(f"--html {html}: {error.strerror}"))
     for one in failures:
         note(f"delayer: {one.message}")
     if any(rule.violations for rule in audited.report.rules):
@@ -156,15 +158,6 @@ def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:
     tasks.step_back()
     with progress() as say, spark.session("delayer audit", master=master, work=options.work, more=conf) as session:
         return job.run(session, options, say)
-
-
-def _write_page(report: Report, html: Path) -> None:
-    from delayer.audit import report_html  # noqa: PLC0415
-
-    try:
-        report_html.write(report, html)
-    except OSError as error:
-        raise Misused(f"--html {html}: {error.strerror}") from error
 
 
 def _tell(report: Report, *, as_json: bool) -> None:

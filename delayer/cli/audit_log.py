@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import click
 
 from delayer.amqp.reading import iso
-from delayer.cli.options import as_json, limit_option, request_of, store_url
+from delayer.cli.options import as_json, ask_store, limit_option, request_of, store_url
 from delayer.cli.output import print_json, print_table
 from delayer.store.admin import audit_log as trail
-from delayer.store.admin import listing
 
 
 @click.command("audit-log", short_help="Show the changes that operators made: who, when, what, how many.")
@@ -29,7 +26,7 @@ def audit_log(context: click.Context, *, limit: int, before: int | None, as_json
       delayer audit-log --limit 5 --json
     """
     url = store_url(request_of(context).settings())
-    found = asyncio.run(_entries(url, limit, before))
+    found = ask_store(url, "audit-log", lambda connection: trail.listed(connection, limit, before))
     if as_json:
         print_json([one._asdict() for one in found])
         return
@@ -38,8 +35,3 @@ def audit_log(context: click.Context, *, limit: int, before: int | None, as_json
         print_table(["", "when", "who", "command", "messages", "arguments"], rows, right=(0, 4))
     else:
         click.echo("The audit log is empty.")
-
-
-async def _entries(url: str, limit: int, before: int | None) -> list[trail.Act]:
-    async with listing.looking(url, "audit-log") as connection:
-        return list(await trail.listed(connection, limit, before))

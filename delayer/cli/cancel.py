@@ -16,9 +16,11 @@ from delayer.cli.list import say_native
 from delayer.cli.options import (
     agreed,
     as_json,
+    ask_store,
     change_options,
     filter_options,
     instant,
+    read_as,
     request_of,
     selected,
     store_url,
@@ -26,10 +28,11 @@ from delayer.cli.options import (
     whoami,
 )
 from delayer.cli.output import counted, note, print_json, progress
-from delayer.config import duration_ms, duration_text
+from delayer.config import duration_text
+from delayer.config.values import shift_ms
 from delayer.core.filters import Filter, Token
 from delayer.store.admin import actions, listing
-from delayer.store.admin.actions import Counted, Do, Found, When
+from delayer.store.admin.actions import Do, Found, When
 
 
 @click.command(short_help="Cancel messages: they are not delivered.")
@@ -57,21 +60,14 @@ def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool,
     _act(context, "cancel", actions.cancel, tokens, {}, as_json=as_json, **given)
 
 
-def _by(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
-    except ValueError as error:
-        raise click.BadParameter(f"expected {error}, or the same with a - before it, found {text!r}") from None
-
-
 @click.command(short_help="Give messages another due instant.")
 @tokens
 @click.option(
     "--at", "at_ms", callback=instant, metavar="INSTANT", help="The new instant: RFC 3339, or how long from now."
 )
-@click.option("--by", "by_ms", callback=_by, metavar="DURATION", help="Later by this, or earlier with a -.")
+@click.option(
+    "--by", "by_ms", callback=read_as(shift_ms), metavar="DURATION", help="Later by this, or earlier with a -."
+)
 @filter_options
 @as_json
 @change_options
@@ -133,14 +129,11 @@ def _named(
     url: str, verb: str, do: Do, tokens: Sequence[Token], new: Mapping[str, Any], *, dry_run: bool, as_json: bool
 ) -> int:
     async def work() -> dict[int, Found]:
-        if dry_run:
-            async with actions.acting(url, verb) as connection:
-                return await actions.whereabouts(connection, tokens)
         asked = {"ids": [str(token) for token in tokens], **new}
         async with actions.recorded(url, whoami(), verb, asked) as (connection, act):
             return await actions.named(connection, do, tokens, act)
 
-    found = asyncio.run(work())
+    found = ask_store(url, verb, lambda one: actions.whereabouts(one, tokens)) if dry_run else asyncio.run(work())
     if as_json:
         print_json({str(token): found[token.id].value for token in tokens})
     else:
@@ -171,13 +164,10 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], ne
         due_ms = new["at_ms"] if by_ms is None else None if token.due_ms is None else token.due_ms + by_ms
         return Token(token.id, due_ms)
 
-    async def look() -> list[Token]:
-        async with actions.acting(url, "look") as connection:
-            entries, _ = await listing.named(connection, list(map(named, waiting)))
-            return [entry.place.token for entry in entries]
-
-    for token in asyncio.run(look()) if waiting else []:
-        click.echo(f"{token.id} is due {iso(token.due_ms or 0)}; its id is {token} now.")
+    if waiting:
+        entries, _ = ask_store(url, "look", lambda connection: listing.named(connection, list(map(named, waiting))))
+        for token in (entry.place.token for entry in entries):
+            click.echo(f"{token.id} is due {iso(token.due_ms or 0)}; its id is {token} now.")
 
 
 PAST = {"cancel": "Cancelled", "reschedule": "Rescheduled"}
@@ -196,11 +186,7 @@ def _filtered(
 ) -> int:
     test = reading.header_test(wanted)
 
-    async def look() -> Counted:
-        async with actions.acting(url, f"count for {verb}") as connection:
-            return await actions.count(connection, wanted, test)
-
-    meant = asyncio.run(look())
+    meant = ask_store(url, f"count for {verb}", lambda connection: actions.count(connection, wanted, test))
     if meant.broken:
         note(f"{meant.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")
     about = counted(meant.messages, "message")
@@ -220,11 +206,9 @@ def _filtered(
         async with actions.recorded(url, whoami(), verb, {**wanted.as_dict(), **new}) as (connection, act):
             with progress() as say:
                 step = f"{verb.capitalize()} messages"
-
-                def done_so_far(done: int) -> None:
-                    say(step, done, meant.messages)
-
-                return await actions.every(connection, do, wanted, test, act=act, say=done_so_far)
+                return await actions.every(
+                    connection, do, wanted, test, act=act, say=lambda done: say(step, done, meant.messages)
+                )
 
     done = asyncio.run(work())
     late, unreadable = done[Found.NOWHERE], done[Found.UNREADABLE]

@@ -11,7 +11,7 @@ from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.verify import DOWN
-from delayer.cli.errors import BROKER_RIGHTS, DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
+from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config import Settings, duration_text
@@ -35,6 +35,22 @@ class Row(NamedTuple):
     result: Result
     found: str
     advice: str = ""
+
+
+class Report(list[Row]):
+    """The rows so far."""
+
+    def ok(self, what: str, found: str) -> None:
+        self.append(Row(what, "ok", found))
+
+    def note(self, what: str, found: str, advice: str = "") -> None:
+        self.append(Row(what, "note", found, advice))
+
+    def off(self, what: str, found: str, advice: str) -> None:
+        self.append(Row(what, "off", found, advice))
+
+    def away(self, what: str, error: Exception, advice: str) -> None:
+        self.append(Row(what, "out of reach", str(error), advice))
 
 
 @click.command(short_help="Check configuration, broker, topology and store.")
@@ -64,96 +80,94 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     sealed: list[str] = []
     settings = request.settings(sealed if offline else None)
     where = f"read from {request.file}" if request.file else "defaults, environment and flags; no file"
-    rows = [Row("configuration", "ok", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")]
+    report = Report()
+    report.ok("configuration", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")
     if sealed:
-        found = f"not looked into, as only the service may read them: {', '.join(sealed)}"
-        rows.append(Row("credentials", "note", found))
-    rows += _open_to_others(settings) + _paced_and_held(settings) + _unpaced(settings)
+        report.note("credentials", f"not looked into, as only the service may read them: {', '.join(sealed)}")
+    _configuration(report, settings)
     if not offline:
-        of_broker, mark = asyncio.run(_broker(settings))
-        rows += of_broker + asyncio.run(_store(settings, mark))
-    results = {row.result for row in rows}
+        asyncio.run(_servers(report, settings))
+    results = {row.result for row in report}
     code = OUT_OF_REACH if "out of reach" in results else FOUND if "off" in results else DONE
     if as_json:
-        print_json({"ok": code == DONE, "checks": [row._asdict() for row in rows]})
+        print_json({"ok": code == DONE, "checks": [row._asdict() for row in report]})
     else:
-        print_table(["check", "result", "found", "next step"], rows)
+        print_table(["check", "result", "found", "next step"], report)
     if code != DONE:
         note("Not all is well." if code == FOUND else "Something is out of reach.")
     context.exit(code)
 
 
-def _open_to_others(settings: Settings) -> list[Row]:
-    """Whether others than this machine reach the page."""
+def _configuration(report: Report, settings: Settings) -> None:
+    """What the settings alone show: a page that others reach, and rates that make messages late or have no effect."""
     listen = settings.http.listen
-    if not listen or is_loopback(listen.rpartition(":")[0]):
-        return []
-    found = f"listening on {listen}: anyone who can reach this address can read messages without a token"
-    return [Row("http", "note", found, "127.0.0.1, and a proxy with TLS and a login before it (docs/http.md)")]
+    if listen and not is_loopback(listen.rpartition(":")[0]):
+        found = f"listening on {listen}: anyone who can reach this address can read messages without a token"
+        report.note("http", found, "127.0.0.1, and a proxy with TLS and a login before it (docs/http.md)")
+    for route in settings.routes:
+        if route.max_rate and route.late_action == "hold":
+            report.note(
+                "routes",
+                f"{quoted(route.from_)} holds messages that wait longer than late_limit "
+                f"({duration_text(route.late_limit_ms or 0)}), also if only max_rate ({route.max_rate}/s) delays them",
+                "set a late_limit that is longer than a burst takes at that rate, or only one of the two",
+            )
+    if names := ", ".join(map(quoted, without_effect(settings))):
+        found = f"max_rate without effect in native mode: {names}. It limits releases from the store only"
+        report.note("routes", found, 'set mode = "store", or leave max_rate out')
 
 
-def _paced_and_held(settings: Settings) -> list[Row]:
-    """Routes whose rate makes messages late, and whose late limit then holds them."""
-    both = [route for route in settings.routes if route.max_rate and route.late_action == "hold"]
-    return [
-        Row(
-            "routes",
-            "note",
-            f"{quoted(route.from_)} holds messages that wait longer than late_limit "
-            f"({duration_text(route.late_limit_ms or 0)}), also if only max_rate ({route.max_rate}/s) delays them",
-            "set a late_limit that is longer than a burst takes at that rate, or only one of the two",
-        )
-        for route in both
-    ]
-
-
-def _unpaced(settings: Settings) -> list[Row]:
-    """Rates that no process enforces."""
-    names = ", ".join(map(quoted, without_effect(settings)))
-    found = f"max_rate without effect in native mode: {names}. It limits releases from the store only"
-    return [Row("routes", "note", found, 'set mode = "store", or leave max_rate out')] if names else []
-
-
-async def _broker(settings: Settings) -> tuple[list[Row], str]:
-    """The rows about the broker, and its mark for the store's lanes."""
-    shown, mark = str(settings.broker.url), ""
+async def _servers(report: Report, settings: Settings) -> None:
+    mark = ""
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
             mark = broker_mark(admin.cluster, Address.parse(settings.broker_url).vhost)
-            rows = [Row("broker", "ok", shown)]
-            rows += await _topology(admin, settings)
-            rows += await _intake(admin, settings)
-            rows += await _destinations(admin, settings)
-            rows += await _taken_over(admin, settings)
-            rows += await _left_in_the_cascade(admin, settings)
-            rows += await _delayed_by_the_broker(admin, settings)
-            return rows + await _set_aside(admin, settings), mark
-    except BrokerLost as lost:
-        return [Row("broker", "out of reach", str(lost), broker_advice(lost))], mark
-    except BrokerRefused as refused:
-        return [Row("broker", "out of reach", str(refused), BROKER_RIGHTS)], mark
+            rows = Report()  # Lost with the connection: a half of them would read as if all were well.
+            await _broker(rows, admin, settings)
+            report += rows
+    except (BrokerLost, BrokerRefused) as error:
+        report.away("broker", error, broker_advice(error))
+    await _store(report, settings, mark)
 
 
-async def _topology(admin: Admin, settings: Settings) -> list[Row]:
+async def _broker(report: Report, admin: Admin, settings: Settings) -> None:
+    report.ok("broker", str(settings.broker.url))
+    await _topology(report, admin, settings)
+    state = await admin.state(settings.intake.queue)
+    if state is not None and not state.consumers:  # A missing queue was reported already.
+        found = f"no consumer reads {quoted(settings.intake.queue)}; {state.messages} wait in it"
+        report.note("intake", found, "start the daemon, or see in its log what it waits for")
+    ours = {exchange.name for exchange in topology_of(settings).exchanges}
+    for name in dict.fromkeys(route.to for route in settings.routes if route.to):
+        if await admin.exchange_exists(name):
+            report.ok("destination", f"exchange {quoted(name)}")
+        elif name not in ours:  # The daemon declares the others, and a note reports them.
+            advice = "declare it, or change the route's `to`; due messages would be held"
+            report.off("destination", f"exchange {quoted(name)} does not exist", advice)
+    await _taken_over(report, admin, settings)
+    if not uses_cascade(settings):
+        await _left_in_the_cascade(report, admin, settings.native.due_queue)
+    await _delayed_by_the_broker(report, admin, settings)
+    await _set_aside(report, admin, settings)
+
+
+async def _topology(report: Report, admin: Admin, settings: Settings) -> None:
     findings = await admin.verify(topology_of(settings))
-    off = [one for one in findings if one.severity == "error"]
-    rows = []
-    missing = [one for one in off if one.found == "nothing"]
+    wrong = [one for one in findings if one.severity == "error"]
+    missing = [f"{one.kind} {one.name}" for one in wrong if one.found == "nothing"]
     if missing:
-        names = ", ".join(f"{one.kind} {one.name}" for one in missing[:3]) + (", …" if len(missing) > 3 else "")
+        names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         advice = "nothing: the daemon declares it at its start or reload (or you: `delayer topology apply`)"
-        rows.append(Row("topology", "note", f"{len(missing)} missing: {names}", advice))
-    for one in off:
+        report.note("topology", f"{len(missing)} missing: {names}", advice)
+    for one in wrong:
         if one.found != "nothing":
             found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
-            rows.append(Row("topology", "off", *(await _different(admin, one.kind, one.name, found))))
-    rows = rows or [Row("topology", "ok", "everything that could be seen is as it should be")]
-    rows += [
-        Row("topology", "note", one.found if one.name == "*" else f"{one.name}: {one.found}")
-        for one in findings
-        if one.severity != "error"
-    ]
-    return rows
+            report.off("topology", *(await _different(admin, one.kind, one.name, found)))
+    if not wrong:
+        report.ok("topology", "everything that could be seen is as it should be")
+    for one in findings:
+        if one.severity != "error":
+            report.note("topology", one.found if one.name == "*" else f"{one.name}: {one.found}")
 
 
 async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[str, str]:
@@ -170,30 +184,8 @@ async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[st
     return found, f"{how} or choose another name; the broker names the first difference only"
 
 
-async def _intake(admin: Admin, settings: Settings) -> list[Row]:
-    """Whether a consumer reads the intake queue, as the broker knows it."""
-    state = await admin.state(settings.intake.queue)
-    if state is None or state.consumers:
-        return []  # The missing queue was reported already.
-    found = f"no consumer reads {quoted(settings.intake.queue)}; {state.messages} wait in it"
-    return [Row("intake", "note", found, "start the daemon, or see in its log what it waits for")]
-
-
-async def _destinations(admin: Admin, settings: Settings) -> list[Row]:
-    ours = {exchange.name for exchange in topology_of(settings).exchanges}
-    rows = []
-    for name in dict.fromkeys(route.to for route in settings.routes if route.to):
-        if await admin.exchange_exists(name):
-            rows.append(Row("destination", "ok", f"exchange {quoted(name)}"))
-        elif name not in ours:  # The daemon declares the others, and a note reports them.
-            advice = "declare it, or change the route's `to`; due messages would be held"
-            rows.append(Row("destination", "off", f"exchange {quoted(name)} does not exist", advice))
-    return rows
-
-
-async def _taken_over(admin: Admin, settings: Settings) -> list[Row]:
+async def _taken_over(report: Report, admin: Admin, settings: Settings) -> None:
     """The cascades of other systems. Their owners declare missing parts."""
-    rows = []
     for table in settings.takeovers:
         cascade = Cascade(table.cascade, owner=table.prefix)
         of = f"{cascade.owner} {cascade.kind}".lstrip()
@@ -203,146 +195,131 @@ async def _taken_over(admin: Admin, settings: Settings) -> list[Row]:
             missing += [] if await admin.exchange_exists(cascade.delivery) else [f"exchange {cascade.delivery}"]
         except BrokerRefused as refused:
             # RabbitMQ 4.3 shows them only to users that may configure them. The daemon needs no such right.
-            rows.append(Row("takeover", "note", f"{of}: could not be seen: {refused}"))
+            report.note("takeover", f"{of}: could not be seen: {refused}")
             continue
         if missing:
             found = f"{of}: {len(missing)} missing: {missing[0]}" + (", …" if len(missing) > 1 else "")
-            rows.append(Row("takeover", "note", found, "nothing: its owner declares it, and the daemon waits for that"))
+            report.note("takeover", found, "nothing: its owner declares it, and the daemon waits for that")
         else:
             waiting = sum(depth or 0 for depth in depths.values())
-            rows.append(Row("takeover", "ok", f"{of}: {len(depths)} levels, {waiting} messages in them"))
-    return rows
+            report.ok("takeover", f"{of}: {len(depths)} levels, {waiting} messages in them")
 
 
-async def _is_there(admin: Admin, queue: str) -> bool:
-    """Whether the queue exists. Asked first, because a broker also refuses the right to read a missing queue."""
-    try:
-        return await admin.queue_exists(queue)
-    except BrokerRefused:  # RabbitMQ 4.3 shows queues only to users that may configure them, so this one is unknown.
-        return False
-
-
-async def _left_in_the_cascade(admin: Admin, settings: Settings) -> list[Row]:
+async def _left_in_the_cascade(report: Report, admin: Admin, due_queue: str) -> None:
     """Whether a daemon in store mode may consume the rest of native mode. The rights of store mode do not allow it."""
-    if uses_cascade(settings):
-        return []
-    name = settings.native.due_queue
-    if not await _is_there(admin, name) or await admin.may_consume(name):
-        return []
-    found = f"left from native mode, and this user may not consume it: {quoted(name)}"
+    try:
+        # Asked first, because a broker also refuses the right to read a missing queue.
+        if not await admin.queue_exists(due_queue) or await admin.may_consume(due_queue):
+            return
+    except BrokerRefused:  # RabbitMQ 4.3 shows queues only to users that may configure them, so this one is unknown.
+        return
+    found = f"left from native mode, and this user may not consume it: {quoted(due_queue)}. The daemon is not ready"
     advice = "the rights of native mode until the cascade is empty, or `delayer topology remove --only-cascade`"
-    return [Row("cascade", "off", f"{found}. The daemon is not ready", f"{advice} (docs/security.md)")]
+    report.off("cascade", found, f"{advice} (docs/security.md)")
 
 
-async def _delayed_by_the_broker(admin: Admin, settings: Settings) -> list[Row]:
+async def _delayed_by_the_broker(report: Report, admin: Admin, settings: Settings) -> None:
     """Messages that RabbitMQ itself delays in delayer's queues, where nobody can list, cancel or bound them."""
     delayed = await admin.delayed(queues_at_work(settings), fresh=False)
     if None in delayed.values():
         found = "RabbitMQ 4.3 and later can delay messages in these queues, and only its management API shows them"
-        return [Row("broker's delays", "note", found, "set broker.management_url")]
-    return [
-        Row(
-            "broker's delays",
-            "note",
-            f"{count} in {quoted(name)}: not parked, listed, cancellable or bounded by max_delay before they are due",
-            "let publishers send x-deliver-at instead of x-opt-delivery-time (docs/versions.md)",
-        )
-        for name, count in delayed.items()
-        if count
-    ]
+        report.note("broker's delays", found, "set broker.management_url")
+        return
+    for name, count in delayed.items():
+        if count:
+            found = f"{count} in {quoted(name)}: not parked, listed, cancellable or bounded by max_delay before due"
+            advice = "let publishers send x-deliver-at instead of x-opt-delivery-time (docs/versions.md)"
+            report.note("broker's delays", found, advice)
 
 
-async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
+async def _set_aside(report: Report, admin: Admin, settings: Settings) -> None:
     """Messages on the broker that wait for an operator."""
     refused, strays = settings.refused.queue, cascade_of(settings).strays
     depths = await admin.depths([refused])
-    if strays:
-        try:
-            depths |= await admin.depths([strays])
-        except BrokerRefused:
-            # RabbitMQ 4.3 shows it only to users that may configure it. In store mode a daemon needs no such right.
-            if uses_cascade(settings):
-                raise
+    try:
+        depths |= await admin.depths([strays])
+    except BrokerRefused:
+        # RabbitMQ 4.3 shows it only to users that may configure it. In store mode a daemon needs no such right.
+        if uses_cascade(settings):
+            raise
     advice = {
         refused: "`delayer refused list` has the reasons; mend their publisher, then `delayer refused retry` or `drop`",
         strays: "`delayer strays list` has the reasons; `delayer strays retry` puts them back on their way",
     }
-    return [
-        Row("set aside", "note", f"{depth} in {quoted(name)}", advice[name]) for name, depth in depths.items() if depth
-    ]
+    for name, depth in depths.items():
+        if depth:
+            report.note("set aside", f"{depth} in {quoted(name)}", advice[name])
 
 
 UNOWNED_MS: Final = 30_000
 """A message may be overdue for so long in a lane without an owner: daemons take such lanes within seconds."""
 
 
-async def _store(settings: Settings, mark: str) -> list[Row]:
+async def _store(report: Report, settings: Settings, mark: str) -> None:
+    """``mark``: that of our broker; "" if unknown."""
     url = settings.store_url
     if url is None:
         longest = duration_text(min(settings.intake.max_delay_ms, 268_435_455_000))
-        return [Row("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")]
+        report.ok("store", f"none configured: delays up to {longest}, no keys, no cancels")
+        return
     try:
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
+        if (wrong := schema.outdated(seen.schema_found)) is None:
+            wrong_owner, need = await schema.mistaken(url), await schema.looked(url)
     except StoreLost as lost:
-        return [Row("store", "out of reach", str(lost), lost.advice or STORE_RUNS)]
+        report.away("store", lost, lost.advice or STORE_RUNS)
+        return
     except BadStoreUrl as bad:
-        return [Row("store", "off", str(bad), "write the URL as postgresql://user@host:port/database")]
-    rows = [Row("store", "ok", str(settings.store.url or url))]
-    if (wrong := schema.outdated(seen.schema_found)) is not None:
-        return [*rows, Row("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)]
-    rows.append(Row("schema", "ok", schema.HEAD))
-    if (wrong_owner := await schema.mistaken(url)) is not None:
+        report.off("store", str(bad), "write the URL as postgresql://user@host:port/database")
+        return
+    report.ok("store", str(settings.store.url or url))
+    if wrong is not None:
+        report.off("schema", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)
+        return
+    report.ok("schema", schema.HEAD)
+    if wrong_owner is not None:
         found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
         advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
-        rows.append(Row("schema", "note", found, advice))
-    rows.append(_locks(await schema.looked(url)))
-    rows += _lanes(seen) + _shared_lanes(seen, mark)
+        report.note("schema", found, advice)
+    _locks(report, need)
+    _lanes(report, seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
-        rows.append(Row("set aside", "note", f"{seen.held} held in the store", advice))
+        report.note("set aside", f"{seen.held} held in the store", advice)
     if seen.late.segments:
         found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"
-        rows.append(Row("segments", "off", found, "see the daemons' logs, or run `delayer restore`"))
+        report.off("segments", found, "see the daemons' logs, or run `delayer restore`")
     if seen.segments.broken:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
-        rows.append(Row("segments", "off", found, "see docs/backlog.md; their bytes are kept"))
-    return rows
+        report.off("segments", found, "see docs/backlog.md; their bytes are kept")
 
 
-def _locks(need: schema.LockNeed) -> Row:
+def _locks(report: Report, need: schema.LockNeed) -> None:
     """Whether the server's lock table is large enough for all locks that the store may take at once."""
     found = f"max_locks_per_transaction is {need.allowed}"
     if need.enough:
-        return Row("locks", "ok", f"{found}; needed: {need.needed}")
-    found += f"; {need.lanes} lanes and {need.partitions} partitions may need {need.needed}"
-    advice = (
+        report.ok("locks", f"{found}; needed: {need.needed}")
+        return
+    report.note(
+        "locks",
+        f"{found}; {need.lanes} lanes and {need.partitions} partitions may need {need.needed}",
         f"ALTER SYSTEM SET max_locks_per_transaction = {need.needed}, and restart Postgres: a full lock table fails "
-        "transactions of every database of the server"
+        "transactions of every database of the server",
     )
-    return Row("locks", "note", found, advice)
 
 
-def _shared_lanes(seen: stats.StoreOverview, mark: str) -> list[Row]:
-    """Whether daemons of another broker or virtual host own lanes. ``mark``: that of our broker; "" if unknown."""
-    strange = [lane for lane in seen.lanes if lane.alive and lane.broker and mark and lane.broker != mark]
-    if not strange:
-        return []
-    owned = f"{len(strange)} owned by {', '.join(sorted({lane.owner for lane in strange}))}"
-    return [Row("lanes", "off", f"{owned} for another broker or virtual host", ONE_BROKER)]
-
-
-def _lanes(seen: stats.StoreOverview) -> list[Row]:
-    """Whether every due message has a daemon that releases it."""
-    rows = []
-    owners = {lane.owner for lane in seen.lanes if lane.alive}
-    if owners:
-        rows.append(
-            Row("lanes", "ok", f"{sum(lane.alive for lane in seen.lanes)} owned by {', '.join(sorted(owners))}")
-        )
+def _lanes(report: Report, seen: stats.StoreOverview, mark: str) -> None:
+    """Whether every due message has a daemon that releases it, and whether all of them are of our broker."""
+    owned = [lane for lane in seen.lanes if lane.alive]
+    if owned:
+        report.ok("lanes", f"{len(owned)} owned by {', '.join(sorted({lane.owner for lane in owned}))}")
     left = [lane for lane in seen.lanes if not lane.alive and lane.overdue_ms(seen.store_now_ms) > UNOWNED_MS]
     if left:
         since = in_words(max(lane.overdue_ms(seen.store_now_ms) for lane in left))
         lanes = f"lane {left[0].number}" if len(left) == 1 else f"{len(left)} lanes"
         found = f"messages are overdue by {since} in {lanes} that no daemon owns"
-        rows.append(Row("lanes", "off", found, "start a daemon: it takes them within seconds; or see its log"))
-    return rows
+        report.off("lanes", found, "start a daemon: it takes them within seconds; or see its log")
+    strange = [lane for lane in owned if lane.broker and mark and lane.broker != mark]
+    if strange:
+        owners = ", ".join(sorted({lane.owner for lane in strange}))
+        report.off("lanes", f"{len(strange)} owned by {owners} for another broker or virtual host", ONE_BROKER)

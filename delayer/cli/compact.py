@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from delayer.audit.words import size
 from delayer.cli.errors import FOUND, Unreached
 from delayer.cli.options import as_json, conf_option, duration, master_option, request_of, store_url
-from delayer.cli.output import in_bytes, note, per_second, print_json, progress
+from delayer.cli.output import note, per_second, print_json, progress
 
 if TYPE_CHECKING:
     from delayer.audit.compact import Done, Numbers, Plan
@@ -97,9 +98,9 @@ def _tell_plan(planned: Plan, counted: Numbers, rows: int, *, as_json: bool) -> 
         print_json(figures)
         return
     click.echo(
-        f"{counted.messages:,} messages ({in_bytes(counted.raw_bytes)}) would go into about {figures['segments']:,} "
+        f"{counted.messages:,} messages ({size(counted.raw_bytes)}) would go into about {figures['segments']:,} "
         f"segments; {counted.keyed:,} with a key and {counted.large:,} of more than 1 MiB would stay.\n"
-        f"On disk: {in_bytes(counted.disk_bytes)}, the messages that are due sooner among them."
+        f"On disk: {size(counted.disk_bytes)}, the messages that are due sooner among them."
     )
 
 
@@ -126,11 +127,11 @@ def _tell(done: Done, *, as_json: bool) -> None:
         click.echo("Nothing to pack.")
     else:
         click.echo(
-            f"{messages:,} messages ({in_bytes(done.total('raw_bytes'))}) are in {done.total('segments'):,} segments "
-            f"({in_bytes(packed)}); {done.seconds:.1f} s, {per_second(messages, done.seconds)}."
+            f"{messages:,} messages ({size(done.total('raw_bytes'))}) are in {done.total('segments'):,} segments "
+            f"({size(packed)}); {done.seconds:.1f} s, {per_second(messages, done.seconds)}."
         )
     click.echo(
-        f"Rows on disk: {in_bytes(shrunk.bytes_before)} before, {in_bytes(shrunk.bytes_after)} now; "
+        f"Rows on disk: {size(shrunk.bytes_before)} before, {size(shrunk.bytes_after)} now; "
         f"{len(shrunk.dropped)} partitions dropped, {len(shrunk.vacuumed)} vacuumed."
     )
     if shrunk.left:

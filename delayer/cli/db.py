@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from delayer.cli.errors import FOUND, Misused
-from delayer.cli.options import Request, as_json, store_url
+from delayer.cli.options import Request, as_json, request_of, store_url
 from delayer.cli.output import note, print_json
 from delayer.store import schema
 from delayer.store.admin.stats import LaneOverview, overview
@@ -65,12 +65,9 @@ def current(context: click.Context, as_json: bool) -> None:
       delayer db current
       delayer db current --json
     """
-    url = store_url(context.find_object(Request).settings())  # type: ignore[union-attr]
+    url = store_url(request_of(context).settings())
 
-    async def work() -> tuple[str | None, str]:
-        return await schema.current(url), schema.HEAD
-
-    found, needed = asyncio.run(work())
+    found, needed = asyncio.run(schema.current(url)), schema.HEAD
     wrong = schema.outdated(found)
     if as_json:
         advice = None if wrong is None else wrong.advice

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import asyncpg
@@ -14,38 +13,30 @@ from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.brief import briefly
 from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.consumer import AmqpConsumer
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.publisher import AmqpPublisher
+from delayer.broker.publisher import MAX_PROPERTIES, AmqpPublisher
 from delayer.cli.errors import DONE, FOUND, Misused
+from delayer.cli.importing import import_failures
 from delayer.cli.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
 from delayer.cli.output import Say, note, print_json, print_table, progress
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, native_of
-from delayer.core.cascade import LEVELS, Cascade
+from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
-from delayer.core.faultpoint import reach
 from delayer.core.filters import Filter
+from delayer.core.importing import Meant
 from delayer.core.message import Confirmed, Due
 from delayer.imports import draining as rules
+from delayer.imports import state_machine
+from delayer.imports.brokers import Destinations
+from delayer.imports.cascade import CascadeLevels
 from delayer.imports.draining import Left
 from delayer.store.admin import actions, audit_log, draining, listing
-from delayer.store.postgres import PostgresStore
+from delayer.store.admin.importing import ImportStore
 
 NAME: Final = "delayer drain"
 PORTION: Final = 500
-"""Messages of one transaction, or of one acknowledgement."""
-
-
-@asynccontextmanager
-async def connection_of(settings: Settings) -> AsyncIterator[ReconnectingConnection]:
-    """A connection to the broker, closed at the end."""
-    reconnecting = ReconnectingConnection(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
-    reconnecting.start()
-    try:
-        yield reconnecting
-    finally:
-        await reconnecting.close()
+"""Rows of one transaction."""
 
 
 LOWEST: Final = 5
@@ -83,55 +74,29 @@ async def left_of(settings: Settings, levels: Cascade, around: Around) -> list[L
 
 
 async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
-    """Move the levels into the store. Returns the number of messages."""
-    store = await PostgresStore.connect(url)
-    done = 0
-    try:
-        with progress("draining") as say:
-            recorded = actions.recorded(url, whoami(), "drain to store", {})
-            async with recorded as (connection, act), connection_of(settings) as reconnecting:
-                # From the top down, so that it meets messages that fall meanwhile.
-                for level in reversed(range(LOWEST, LEVELS)):
-                    if not (await look_around(settings, levels)).levels[level]:
-                        continue
-                    due_queue = settings.native.due_queue.encode()
-                    async for moved in _portions_in(store, reconnecting, levels, level, due_queue=due_queue):
-                        await audit_log.add(connection, act, moved)
-                        done += moved
-                        say("draining", done, None)
-    finally:
-        await store.close()
-    return done
-
-
-async def _portions_in(
-    store: PostgresStore, reconnecting: ReconnectingConnection, levels: Cascade, level: int, *, due_queue: bytes
-) -> AsyncIterator[int]:
-    """Park the messages of one level in portions, and acknowledge each after its commit. Yields their sizes."""
-    connection = await reconnecting.connection(10.0)
-    subscription = await AmqpConsumer(reconnecting).subscribe(levels.level(level), PORTION)
-    try:
-        empty = 0
-        # After two seconds without a message a level counts as empty: its messages are gone, or another consumer has
-        # them.
-        while empty < 2:
-            batch = await subscription.next_batch(PORTION, 0.02)
-            empty = 0 if batch else empty + 1
-            if batch:
-                now_ms = store.now_upper_ms()
-                most = connection.frame_max - 20
-                parcels = [
-                    rules.into_store(one, levels, level, now_ms, due_queue=due_queue, max_properties=most)
-                    for one in batch
-                ]
-                reach("drain.read")
-                await store.park(None, parcels, [])
-                reach("drain.parked")
-                subscription.ack(batch[-1].tag, multiple=True)
-                reach("drain.acked")
-                yield len(batch)
-    finally:
-        await subscription.close()
+    """Import the levels into the store. Returns the number of messages, also of runs that were interrupted. A message
+    of another publisher goes where the cascade ends."""
+    due_queue = settings.native.due_queue.encode()
+    async with ImportStore.open(url) as book:
+        source = CascadeLevels(
+            settings.broker_url,
+            levels,
+            Meant(),
+            book.now_ms,
+            open=lambda delivery: rules.carried(delivery, due_queue, MAX_PROPERTIES),
+            to_exchange=levels.delivery.encode(),
+            management_url=settings.management_url,
+            lowest=LOWEST,
+        )
+        judge = Destinations(settings.broker_url, None, verified=False)
+        try:
+            async with actions.recorded(url, whoami(), "drain to store", {}) as (connection, act):
+                with progress() as say:
+                    report = await state_machine.run(source, book, judge, whoami(), say)
+                await audit_log.add(connection, act, report.run.committed)
+        finally:
+            await source.close()
+    return report.run.committed
 
 
 MARGIN_MS: Final = 60_000
@@ -156,14 +121,17 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Mo
     """Move rows into the cascade. The broker confirms a portion before it leaves the store. Raises BrokerLost."""
     async with await Admin.connect(settings.broker_url, name=NAME) as admin:
         await admin.declare(native_of(settings))
-    recorded = actions.recorded(url, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
-    async with connection_of(settings) as reconnecting, recorded as (connection, act):
-        publisher = AmqpPublisher(reconnecting)
-        try:
+    reconnecting = ReconnectingConnection(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
+    reconnecting.start()
+    publisher = AmqpPublisher(reconnecting)
+    asked = {"keys_too": True} if keys_too else {}
+    try:
+        async with actions.recorded(url, whoami(), "drain to native", asked) as (connection, act):
             with progress("draining") as say:
                 return await _portions_out(connection, publisher, settings, act, say, keys_too=keys_too)
-        finally:
-            await publisher.close()
+    finally:
+        await publisher.close()
+        await reconnecting.close()
 
 
 async def _portions_out(
@@ -245,7 +213,8 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
         if not agreed(f"Move {count:,} messages into the {into}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
             note("Nothing was changed.")
             context.exit(DONE)
-        done, left = asyncio.run(_moved(settings, url, keys_too=keys_too))
+        with import_failures():
+            done, left = asyncio.run(_moved(settings, url, keys_too=keys_too))
     context.exit(_tell(target, count, done, left, dry_run=dry_run, as_json=as_json))
 
 

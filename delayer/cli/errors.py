@@ -24,7 +24,9 @@ STORE_RUNS = "check store.url, and that Postgres runs"
 
 
 def broker_advice(lost: Exception) -> str:
-    """The next step for a broker that is out of reach for this reason."""
+    """The next step for a broker that is out of reach, or that refuses, for this reason."""
+    if isinstance(lost, BrokerRefused):
+        return BROKER_RIGHTS
     return errors.certificate_advice(str(lost), *errors.OF_BROKER) or BROKER_RUNS
 
 

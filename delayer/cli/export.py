@@ -6,13 +6,14 @@ import asyncio
 import errno
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 import click
 
 from delayer.amqp import reading
-from delayer.cli.errors import Failure, Misused, Off, Unreached
+from delayer.cli.errors import Misused, Off, Unreached
 from delayer.cli.options import filter_of, filter_options, request_of, store_url
 from delayer.cli.output import note
 from delayer.core import lines
@@ -51,52 +52,32 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     wanted = filter_of(given)
     with_held = wanted.everything
     url = store_url(request_of(context).settings())
-    if str(file) == "-":
-        try:
-            found = _written(url, wanted, sys.stdout.buffer, with_held=with_held)
-            sys.stdout.flush()  # Before the command reports them as written.
-        except (NotWritten, OSError) as error:
-            raise Unreached(f"stdout: {_why(error)}: the output is incomplete") from error
-        _say(*found)
-        return
-    if file.is_file() and not force:
+    to_stdout = str(file) == "-"
+    if not to_stdout and file.is_file() and not force:
         raise Misused(f"{file} exists already: --force replaces it")
     opened = False
     try:
-        with replacing(file, mode=0o600) as out:
+        with nullcontext(sys.stdout.buffer) if to_stdout else replacing(file, mode=0o600) as out:
             opened = True
-            count, broken = _written(url, wanted, out, with_held=with_held)
+            count, broken = asyncio.run(_write(url, wanted, out, with_held=with_held))
+            out.flush()  # Before the command reports them as written.
     except (NotWritten, OSError) as error:
-        if isinstance(error, OSError) and not opened:
-            raise _not_opened(file, error) from error
-        kept = _NOTHING_KEPT if file.is_file() or not file.exists() else "the output is incomplete"
-        raise Unreached(f"{file}: {_why(error)}: {kept}") from error
-    _say(count, broken)
-
-
-class NotWritten(Exception):
-    """The file or the pipe takes no more. No OSError: in the store's session that would count as the store's."""
-
-
-def _why(error: NotWritten | OSError) -> str:
-    return str(error) if isinstance(error, NotWritten) else error.strerror or str(error)
-
-
-def _not_opened(file: Path, error: OSError) -> Failure:
-    if error.errno in _FULL:
-        return Unreached(f"{file}: {_why(error)}: {_NOTHING_KEPT}")
-    return Misused(f"{file}: {_why(error)}")
-
-
-def _say(count: int, broken: BrokenSegments | None) -> None:
+        where = f"{'stdout' if to_stdout else file}: {error.strerror or error}"
+        if not opened and error.errno not in _FULL:
+            raise Misused(where) from error
+        kept = not to_stdout and (file.is_file() or not file.exists())
+        raise Unreached(f"{where}: {_NOTHING_KEPT if kept else 'the output is incomplete'}") from error
     note(f"{count:,} messages were written.")
     if broken is not None:
         raise Off(str(broken))
 
 
-def _written(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -> tuple[int, BrokenSegments | None]:
-    """Write the messages. Returns their number, and the segments that do not read back."""
-    return asyncio.run(_write(url, wanted, out, with_held=with_held))
+class NotWritten(Exception):
+    """The file or the pipe takes no more. No OSError: in the store's session that would count as the store's."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.errno, self.strerror = error.errno, error.strerror
 
 
 async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -> tuple[int, BrokenSegments | None]:
@@ -127,4 +108,4 @@ def _append(out: IO[bytes], text: bytes) -> None:
     try:
         out.write(text)
     except OSError as error:
-        raise NotWritten(error.strerror) from error
+        raise NotWritten(error) from error

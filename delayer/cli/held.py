@@ -16,6 +16,7 @@ from delayer.cli.errors import FOUND
 from delayer.cli.list import json_of
 from delayer.cli.options import (
     as_json,
+    ask_store,
     change_options,
     filter_of,
     filter_options,
@@ -29,7 +30,7 @@ from delayer.cli.options import (
 )
 from delayer.cli.output import counted, note, print_json, print_table
 from delayer.core.filters import MAX_ID, Filter, Token
-from delayer.store.admin import actions, detail, listing
+from delayer.store.admin import actions, detail
 from delayer.store.admin.detail import HeldEntry
 
 
@@ -56,7 +57,12 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
       delayer held list --json | jq -r '.messages[].reason' | sort | uniq -c
     """
     wanted = filter_of(given)
-    page = asyncio.run(_page(store_url(request_of(context).settings()), wanted, limit, after))
+    test = reading.header_test(wanted)
+    page = ask_store(
+        store_url(request_of(context).settings()),
+        "list held messages",
+        lambda connection: detail.held_page(connection, wanted, test, limit, after),
+    )
     if as_json:
         rows = [{**json_of(one.entry), "held": one.held._asdict()} for one in page.messages]
         print_json({"messages": rows, "after": page.after, "bounded": page.bounded})
@@ -81,11 +87,6 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
         "by hand" if hold.retry_ms is None else iso(hold.retry_ms),
         hold.reason,
     )
-
-
-async def _page(url: str, wanted: Filter, limit: int, after: int) -> detail.HeldPage:
-    async with listing.looking(url, "list held messages") as connection:
-        return await detail.held_page(connection, wanted, reading.header_test(wanted), limit, after)
 
 
 @held.command()
@@ -141,7 +142,7 @@ def _act(
     url = store_url(request_of(context).settings())
     ids = {token.id for token in tokens}
     meant = Meant(wanted, ids)
-    messages, last, missing = asyncio.run(_count(url, meant))
+    messages, last, missing = ask_store(url, "look at held messages", lambda connection: _count(connection, meant))
     question = f"{verb.capitalize()} {counted(messages, 'held message')}"
     go_on(context, question, map(str, missing), some=messages > 0, named=bool(tokens), dry_run=dry_run, yes=yes)
     click.echo(f"{PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
@@ -170,15 +171,14 @@ async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[
         after = page.after
 
 
-async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int]]:
+async def _count(connection: asyncpg.Connection, meant: Meant) -> tuple[int, int, Set[int]]:
     """The number of matches, the last id, and the ids that are not held."""
-    async with listing.looking(url, "look at held messages") as connection:
-        messages, last, missing = 0, 0, set(meant.ids)
-        async for page in _pages(connection, meant):
-            numbers = [one.entry.place.id for one in page]
-            messages += len(numbers)
-            last = max([last, *numbers])
-            missing -= set(numbers)
+    messages, last, missing = 0, 0, set(meant.ids)
+    async for page in _pages(connection, meant):
+        numbers = [one.entry.place.id for one in page]
+        messages += len(numbers)
+        last = max([last, *numbers])
+        missing -= set(numbers)
     return messages, last, missing
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import click
 
 from delayer.amqp.reading import address, iso
-from delayer.cli.errors import DONE, FOUND, Failure, Misused, Off, Unreached
+from delayer.cli.errors import DONE, FOUND, Misused, Off, Unreached
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config import Settings
@@ -29,20 +30,22 @@ from delayer.imports.state_machine import (
 from delayer.store.admin.importing import ImportBusy, ImportStore
 
 
-def failure_of(error: Exception) -> Failure:
-    """The failure for an error, with its exit code and the next step."""
-    match error:
-        case SourceLost():
-            return Unreached(
-                f"the source is out of reach: {error}. Next: correct that, and run the same again; "
-                "an import that had begun goes on where it stopped."
-            )
-        case BadSource():
-            return Misused(f"{error}.")
-        case ImportBusy() | ImportImpossible():
-            return Off(f"{error}.")
-        case _:
-            return Off(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.")
+@contextmanager
+def import_failures() -> Iterator[None]:
+    """Raise the errors of imports as Failure, with the next step."""
+    try:
+        yield
+    except SourceLost as error:
+        raise Unreached(
+            f"the source is out of reach: {error}. Next: correct that, and run the same again; "
+            "an import that had begun goes on where it stopped."
+        ) from error
+    except BadSource as error:
+        raise Misused(f"{error}.") from error
+    except (ImportBusy, ImportImpossible) as error:
+        raise Off(f"{error}.") from error
+    except CountMismatch as error:
+        raise Off(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.") from error
 
 
 SUPERSEDED = "because a message waits under their key already, and stays"
@@ -326,10 +329,8 @@ def _with(
                 note(f"Note: {remark}.")
             return done
 
-    try:
+    with import_failures():
         return asyncio.run(work())
-    except (SourceLost, ImportImpossible, CountMismatch, ImportBusy) as error:
-        raise failure_of(error) from error
 
 
 _VERBS: Mapping[str, tuple[Callable[..., None], str, Sequence[Option]]] = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import asyncpg
 import click
 
 from delayer.amqp import reading
@@ -14,6 +14,7 @@ from delayer.amqp.reading import address, iso
 from delayer.cli.errors import FOUND, Misused
 from delayer.cli.options import (
     as_json,
+    ask_store,
     filter_of,
     filter_options,
     limit_option,
@@ -23,7 +24,7 @@ from delayer.cli.options import (
 )
 from delayer.cli.output import note, print_json, print_table, when
 from delayer.config import Settings
-from delayer.core.filters import MAX_ID, Filter, Token, read_token
+from delayer.core.filters import MAX_ID, Token, read_token
 from delayer.store.admin import detail, listing
 from delayer.store.admin.actions import Found
 from delayer.store.admin.detail import Whole
@@ -102,14 +103,19 @@ def list_(
     wanted = filter_of(given)
     if tokens and not (wanted.everything and after is None):
         raise click.UsageError("give either ids or a filter")
-    if tokens:
-        found, entries = asyncio.run(_named(store_url(settings), tokens))
-        for token in {
-            token.id: token for token in tokens if token.id not in {one.place.id for one in entries}
-        }.values():
-            note(f"{token} is not waiting. Next: `delayer show {token}`.")
-    else:
-        found, entries = asyncio.run(_page(store_url(settings), wanted, limit, _behind(after)))
+    begin = _behind(after)
+
+    async def look(connection: asyncpg.Connection) -> tuple[listing.Found, list[Entry]]:
+        if tokens:
+            entries, broken = await listing.named(connection, tokens)
+            return listing.Found([one.place for one in entries], {}, None, bounded=False, broken=broken), entries
+        found = await listing.find(connection, wanted, reading.header_test(wanted), limit, begin)
+        return found, await listing.entries(connection, found)
+
+    found, entries = ask_store(store_url(settings), "list", look)
+    there = {one.place.id for one in entries}
+    for token in {token.id: token for token in tokens if token.id not in there}.values():
+        note(f"{token} is not waiting. Next: `delayer show {token}`.")
     token_after = None if found.after is None else _token_of(found.after)
     if as_json:
         print_json(
@@ -160,18 +166,6 @@ def _token_of(after: tuple[int, int]) -> str:
     return str(Token(number, due_us // 1000))
 
 
-async def _page(url: str, wanted: Filter, limit: int, after: tuple[int, int]) -> tuple[listing.Found, list[Entry]]:
-    async with listing.looking(url, "list") as connection:
-        found = await listing.find(connection, wanted, reading.header_test(wanted), limit, after)
-        return found, await listing.entries(connection, found)
-
-
-async def _named(url: str, tokens: Sequence[Token]) -> tuple[listing.Found, list[Entry]]:
-    async with listing.looking(url, "list") as connection:
-        entries, broken = await listing.named(connection, tokens)
-    return listing.Found([one.place for one in entries], {}, None, bounded=False, broken=broken), entries
-
-
 @click.command(short_help="Show one message: where it is, and what will happen.")
 @click.argument("token", metavar="ID")
 @click.option("--body", "whole_body", is_flag=True, help="Write the body to stdout as it is, and nothing else.")
@@ -194,7 +188,7 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
     except ValueError as error:
         raise Misused(f"expected {error}, found {token!r}") from None
     settings = request_of(context).settings()
-    found = asyncio.run(_show(store_url(settings), asked))
+    found = ask_store(store_url(settings), "show", lambda connection: detail.show(connection, asked))
     if isinstance(found, Found):
         elsewhere = " at that instant. Next: the id without @… finds it if it was moved" if asked.due_ms else ""
         text = "may be in a segment that cannot be read: see docs/backlog.md"
@@ -207,11 +201,6 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
         print_json(_json_of(found))
     else:
         _print(found)
-
-
-async def _show(url: str, token: Token) -> Whole | Found:
-    async with listing.looking(url, "show") as connection:
-        return await detail.show(connection, token)
 
 
 def fate(found: Whole) -> str:

@@ -53,6 +53,7 @@ class Verbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in VERBS and cmd_name not in self.commands:
+            _load_structlog()
             module, _, name = VERBS[cmd_name].partition(":")
             verb: click.Command = getattr(importlib.import_module(f"delayer.cli.{module}"), name or module)
             self.add_command(verb)
@@ -87,10 +88,13 @@ class Verbs(click.Group):
             raise failure(error) from error
 
 
-def _assigned(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    from delayer.cli.options import assignments  # noqa: PLC0415 - loaded with the verb, not for --version
-
-    return assignments("intake.prefetch=1000")(context, option, given)
+def _load_structlog() -> None:
+    """Load structlog without rich, a fifth of the time until a verb begins. structlog would use rich for tracebacks,
+    which delayer formats itself."""
+    if not {"structlog", "rich"} & sys.modules.keys():
+        sys.modules["rich"] = None  # type: ignore[assignment]
+        importlib.import_module("structlog")
+        del sys.modules["rich"]
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -105,7 +109,6 @@ def _assigned(context: click.Context, option: click.Parameter, given: tuple[str,
     "--set",
     "assignments",
     multiple=True,
-    callback=_assigned,
     metavar="KEY=VALUE",
     help="Set one key, such as intake.max_delay=30d. Lists and tables as JSON. May be repeated.",
 )
@@ -120,7 +123,7 @@ def cli(
     context: click.Context,
     *,
     config: Path | None,
-    assignments: dict[str, str],
+    assignments: tuple[str, ...],
     mode: str | None,
     broker_url: str | None,
     store_url: str | None,
@@ -144,12 +147,13 @@ def cli(
     Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 something that is needed is out of reach.
     Examples of the last: broker, store, a program that is not installed, room on a disk.
     """
-    from delayer.cli.options import Request  # noqa: PLC0415 - loaded with the verb, not for --version
+    from delayer.cli.options import Request, pair  # noqa: PLC0415 - loaded with the verb, not for --version
     from delayer.config import logs  # noqa: PLC0415 - not for --version
 
     logs.configure("console", "error")
     shortcuts = {"mode": mode, "broker.url": broker_url, "store.url": store_url}
-    flags = assignments | {key: value for key, value in shortcuts.items() if value is not None}
+    flags = dict(pair(text, "--set KEY=VALUE") for text in assignments)
+    flags |= {key: value for key, value in shortcuts.items() if value is not None}
     context.obj = Request(config, flags)
 
 
@@ -189,7 +193,4 @@ def _end(unwritten: OSError) -> NoReturn:
         what = "The command may have done its work; its output is cut off."
         with suppress(OSError):  # stderr may be on the same disk.
             click.echo(f"delayer: nothing more can be written{where}: {unwritten.strerror}. {what}", err=True)
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # Otherwise the interpreter would try to write the rest, and complain.
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-    sys.exit(OUT_OF_REACH if unwritten.errno in NO_ROOM else FOUND)
+    os._exit(OUT_OF_REACH if unwritten.errno in NO_ROOM else FOUND)  # The interpreter would try to write the rest.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import os
-import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import asyncpg
 import click
 
 from delayer import config as configuration
@@ -24,8 +24,7 @@ from delayer.config import Settings, duration_ms, values
 from delayer.config.errors import Expected, show
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.secret import SecretUrl
-
-_DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+from delayer.store.admin import listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,72 +50,57 @@ def request_of(context: click.Context) -> Request:
     return request
 
 
-def instant_ms(text: str) -> int | None:
-    """Epoch milliseconds of an RFC 3339 text, rounded up so that no message is early. A date means its midnight in UTC.
-    None for another text, and for an instant without an offset, which is another one elsewhere."""
-    try:
-        found = datetime.fromisoformat(f"{text}T00:00:00Z" if _DATE.fullmatch(text) else text)
-    except ValueError:
-        return None
-    if found.tzinfo is None:
-        return None
-    since = found - datetime(1970, 1, 1, tzinfo=UTC)
-    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
-
-
-Callback = Callable[[click.Context, click.Parameter, tuple[str, ...]], dict[str, str]]
-
-
-def assignments(example: str) -> Callback:
-    """The callback of an option that may be repeated; ``example`` stands in its error."""
-
-    def read(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-        pairs = {}
-        for text in given:
-            key, equals, value = text.partition("=")
-            if not equals or not key:
-                raise click.BadParameter(f"expected KEY=VALUE, such as {example}")
-            pairs[key] = value
-        return pairs
-
-    return read
-
-
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def bytes_of(_context: click.Context, _option: click.Parameter, text: str | None) -> bytes | None:
-    return None if text is None else text.encode("utf-8", "surrogateescape")
+def ask_store(url: str, name: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
+    """The answer to one question about the store. ``name``: what the session is called there. Raises StoreLost,
+    BadStoreUrl, SchemaOutdated."""
+
+    async def asked() -> T:
+        async with listing.looking(url, name) as connection:
+            return await question(connection)
+
+    return asyncio.run(asked())
 
 
-def instant(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    """Epoch milliseconds of an RFC 3339 text, or of a duration from now."""
-    if text is None:
-        return None
-    try:
-        sign, amount = (-1, text[1:]) if text.startswith("-") else (1, text)
-        return time.time_ns() // 1_000_000 + sign * duration_ms(amount)
-    except ValueError:
-        pass
-    found = instant_ms(text)
-    if found is None:
-        raise click.BadParameter(
-            "expected an instant with its offset, such as 2031-01-31T08:00:00Z, a date (in UTC), or how long from now, "
-            f"such as 2h or -30m, found {text!r}"
-        )
-    return found
+def pair(text: str, expected: str) -> tuple[str, str]:
+    """The two parts of an option such as NAME=VALUE. Raises click.BadParameter."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.BadParameter(f"expected {expected}, found {show(text)}")
+    return name, value
+
+
+def raw(text: str) -> bytes:
+    """A name as AMQP has it."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def read_as(read: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
+    """The callback of an option whose text ``read`` understands, or raises ValueError with the expected form."""
+
+    def callback(_context: click.Context, _option: click.Parameter, text: str | None) -> T | None:
+        try:
+            return None if text is None else read(text)
+        except ValueError as error:
+            raise click.BadParameter(f"expected {error}, found {text!r}") from None
+
+    return callback
+
+
+duration = read_as(duration_ms)
+instant = read_as(lambda text: values.instant_ms(text, time.time_ns() // 1_000_000))
+fixed_instant = read_as(values.instant_ms)
+"""Not from now on."""
+bytes_of = read_as(raw)
 
 
 def _headers(
     _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
 ) -> tuple[tuple[bytes, str], ...]:
-    pairs = []
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise click.BadParameter(f"expected NAME=VALUE, found {text!r}")
-        pairs.append((name.encode("utf-8", "surrogateescape"), value))
-    return tuple(pairs)
+    return tuple((raw(name), value) for name, value in (pair(text, "NAME=VALUE") for text in given))
 
 
 def _tokens(_context: click.Context, _argument: click.Parameter, given: tuple[str, ...]) -> tuple[Token, ...]:
@@ -164,33 +148,21 @@ def filter_of(given: dict[str, Any]) -> Filter:
     return Filter(**{name: given[name] for name in Filter.__dataclass_fields__})
 
 
-def duration(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    """Milliseconds of an option's text."""
-    try:
-        return None if text is None else duration_ms(text)
-    except ValueError as error:
-        raise click.BadParameter(f"expected {error}, found {text!r}") from None
-
-
-def fixed_instant(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    """Like :func:`instant`, without durations from now."""
-    found = None if text is None else instant_ms(text)
-    if text is not None and found is None:
-        raise click.BadParameter(
-            f"expected an instant with its offset, such as 2031-01-31T08:00:00Z, or a date (in UTC), found {text!r}"
-        )
-    return found
-
-
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing.")
 all_option = click.option("--all", "everything", is_flag=True, help="All messages, without a filter.")
+
+
+def _conf(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    return dict(pair(text, "KEY=VALUE") for text in given)
+
+
 master_option = click.option(
     "--master", metavar="URL", help="Spark's master, such as spark://host:7077. [default: all cores of this machine]"
 )
 conf_option = click.option(
-    "--conf", multiple=True, callback=assignments("spark.driver.memory=4g"), metavar="KEY=VALUE",
+    "--conf", multiple=True, callback=_conf, metavar="KEY=VALUE",
     help="Set one of Spark's settings.",
 )  # fmt: skip
 

@@ -8,11 +8,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import click
 
 from delayer.config.errors import readable
+from delayer.core.delay_headers import in_words
 from delayer.core.lines import escaped
+
+if TYPE_CHECKING:
+    from delayer.broker.brief import Picture
+    from delayer.config import Settings
 
 Say = Callable[[str, int, int | None], None]
 """Reports progress: the step, the amount done, and the whole amount if it is known."""
@@ -99,14 +105,29 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def depth_text(depth: int | None, *, used: bool = True, hidden: bool = False) -> str:
-    """The depth of a queue in words. ``used``: whether this configuration needs the queue. ``hidden``: the broker does
-    not show it to this user."""
-    if depth is None and used:
-        return "hidden from this user" if hidden else "missing"
-    if depth is None:
-        return "not used in store mode"
-    return str(depth)
+def print_queues(settings: Settings, seen: Picture, *, used: bool, every_level: bool) -> None:
+    """Print the depths of the cascade and of the queues around it. ``used``: whether new delays take the cascade.
+    ``every_level``: also those without messages."""
+    intake = (settings.intake.queue, settings.refused.queue)
+
+    def depth(name: str, messages: int | None) -> str:
+        if messages is not None:
+            return str(messages)
+        if not used and name not in intake:
+            return "not used in store mode"
+        return "hidden from this user" if name in seen.hidden else "missing"
+
+    rows: list[tuple[object, ...]] = [
+        (one.level, one.name, in_words(one.ttl_ms), depth(one.name, one.depth))
+        for one in seen.levels
+        if every_level or one.depth != 0
+    ]
+    if all(one.depth is None for one in seen.levels):
+        rows = [("", "cascade", "", depth(seen.levels[0].name, None))]
+    elif not every_level:
+        rows.append(("", "cascade, all levels", "", sum(one.depth or 0 for one in seen.levels)))
+    rows += [("", name, "", depth(name, messages)) for name, messages in seen.queues.items()]
+    print_table(["level", "queue", "waits", "messages"], rows, right=(0, 2, 3))
 
 
 def when(due_ms: int | None, now_ms: int | None = None) -> str:
@@ -128,15 +149,6 @@ def roughly(seconds: int) -> str:
         if seconds >= 2 * size:
             return f"{seconds // size}{unit}"
     return f"{seconds}s"
-
-
-def in_bytes(count: float) -> str:
-    """Bytes with decimal prefixes, such as 1.5 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def per_second(count: int, seconds: float) -> str:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from delayer.audit.words import size
 from delayer.cli.errors import FOUND, Misused, Unreached
 from delayer.cli.options import as_json, conf_option, duration, master_option, request_of, store_url
-from delayer.cli.output import in_bytes, note, per_second, print_json, progress, when
+from delayer.cli.output import note, per_second, print_json, progress, when
 
 if TYPE_CHECKING:
     from delayer.audit.restore import Done, Plan
@@ -90,7 +91,7 @@ def _tell_plan(planned: Plan, *, as_json: bool) -> None:
         )
         return
     click.echo(
-        f"{planned.messages:,} messages in {len(segments):,} segments ({in_bytes(packed)}, broken: {broken}) would be "
+        f"{planned.messages:,} messages in {len(segments):,} segments ({size(packed)}, broken: {broken}) would be "
         f"restored; the first is due {when(first_ms, planned.now_ms)}."
     )
 

@@ -10,17 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
 import click
 from pamqp.commands import Basic
 
 from delayer.amqp.channel import TOKEN_HEADER
 from delayer.amqp.errors import NOT_FOUND, ChannelClosed
+from delayer.amqp.reading import iso
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.link import Link
 from delayer.cli.errors import Misused, Off
-from delayer.cli.options import Request, duration, fixed_instant
+from delayer.cli.options import Request, duration, fixed_instant, pair
 from delayer.cli.output import note, progress, quoted, roughly
 from delayer.config import Route, Settings, duration_text
 from delayer.config.errors import readable
@@ -46,8 +47,7 @@ class Message:
     due_ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Untaken:
+class Untaken(NamedTuple):
     """The broker did not take the message: ``reason`` completes "the broker did not take it: …"."""
 
     message_id: str
@@ -67,6 +67,7 @@ async def publish(
     confirmed = 0
     try:
         while confirmed < count:
+            # The first one alone: it shows whether the others have a way.
             ids = [id_of(number) for number in range(confirmed, min(confirmed + (window if confirmed else 1), count))]
             reasons = await _publish_all(link, message, ids)
             confirmed += sum(reason is None for reason in reasons)
@@ -110,11 +111,9 @@ _ABSOLUTE = ("x-deliver-at", "x-opt-delivery-time")
 def _headers(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Value]:
     headers: dict[str, Value] = {}
     for text in given:
-        name, equals, value = text.partition("=")
+        name, value = pair(text, "NAME=VALUE or NAME:TYPE=VALUE")
         name, _, kind = name.rpartition(":") if ":" in name else (name, "", "str")
-        if not equals or not name:
-            raise click.BadParameter(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {text!r}")
-        if kind not in _TYPES:
+        if not name or kind not in _TYPES:
             raise click.BadParameter(
                 f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. A name with a colon needs the type "
                 f"too: {name}:{kind}:str={value}"
@@ -191,9 +190,7 @@ def send(
     message = prepared(route, settings.intake.queue, key, body, headers)
     ask(message, route, delay_ms, at_ms, now_ms=time.time_ns() // 1_000_000)
     first = message_id or str(uuid.uuid4())
-    untaken, confirmed = (_sent_many if count > 1 else _sent)(
-        settings.broker_url, message, count, partial(_id, first, count)
-    )
+    untaken, confirmed = _sent(settings.broker_url, message, count, partial(_id, first, count))
     if untaken is not None:
         already = f" {confirmed:,} others were." if count > 1 else ""
         raise Off(
@@ -222,13 +219,7 @@ def _id(first: str, count: int, number: int) -> str:
 
 
 def _sent(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
-    """Publish messages. Returns the first that was not taken, and the number that were."""
-    untaken = asyncio.run(publish(url, message, count, id_of, lambda _: None))
-    return untaken, count - (untaken is not None)
-
-
-def _sent_many(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
-    """Send many messages, with progress."""
+    """Publish messages, with progress. Returns the first that was not taken, and the number that were."""
     confirmed = 0
     with progress() as say:
 
@@ -240,7 +231,8 @@ def _sent_many(url: str, message: Message, count: int, id_of: Callable[[int], st
         try:
             return asyncio.run(publish(url, message, count, id_of, confirm)), confirmed
         except (KeyboardInterrupt, BrokerLost, BrokerRefused):
-            note(f"{confirmed:,} of {count:,} are confirmed; the broker may have some of the others too.")
+            if count > 1:
+                note(f"{confirmed:,} of {count:,} are confirmed; the broker may have some of the others too.")
             raise
 
 
@@ -299,13 +291,6 @@ def _said(message: Message, first: str, count: int) -> str:
         return f"Sent {what} to {where}; asks to cancel the message under key {quoted(str(message.headers[CANCEL]))}."
     if message.due_ms is None:
         return f"Sent {what} to {where}; its own header says when it is due."
-    due = datetime.fromtimestamp(message.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
-    wait = message.due_ms - time.time_ns() // 1_000_000
-    about = f"in {_about(-(-wait // 1000))}" if wait > 0 else "now"
-    return f"Sent {what} to {where}; due {due.replace('+00:00', 'Z')} ({about})."
-
-
-def _about(seconds: int) -> str:
-    """A whole number of minutes, hours or days if possible; else about two digits."""
-    exact = duration_text(seconds * 1000)
-    return roughly(seconds) if exact.endswith("s") else exact
+    wait_ms = message.due_ms - time.time_ns() // 1_000_000
+    about = f"in {roughly(-(-wait_ms // 1000))}" if wait_ms > 0 else "now"
+    return f"Sent {what} to {where}; due {iso(message.due_ms)} ({about})."

@@ -10,13 +10,12 @@ import click
 from delayer.amqp.address import Address
 from delayer.broker.publisher import MAX_PROPERTIES
 from delayer.cli.errors import Misused
-from delayer.cli.importing import Wanted, import_, rewrites_of, source
-from delayer.cli.options import duration, url_of
-from delayer.config import Settings
+from delayer.cli.importing import Make, Wanted, import_, rewrites_of, source
+from delayer.cli.options import duration, pair, raw, url_of
 from delayer.config.topology import queues_at_work
 from delayer.config.values import broker_url, management_url
 from delayer.core.cascade import KINDS, Cascade
-from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.message import Target
 from delayer.imports.cascade import CascadeLevels
 from delayer.imports.draining import carried
 from delayer.imports.files import DelayedExchange, JsonLines, Plan
@@ -73,10 +72,7 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
     except ValueError as error:
         raise BadSource(str(error)) from None
     to = given["to_exchange"]
-    due_queue = (given["due_queue"] or wanted.settings.native.due_queue).encode("utf-8", "surrogateescape")
-
-    def opened(delivery: Delivery) -> Parcel | None:
-        return carried(delivery, due_queue, MAX_PROPERTIES)
+    due_queue = raw(given["due_queue"] or wanted.settings.native.due_queue)
 
     return CascadeLevels(
         _from_url(given) or wanted.settings.broker_url,
@@ -84,8 +80,8 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
         wanted.meant,
         book.now_ms,
         wanted.rewrites,
-        open=opened,
-        to_exchange=None if to is None else to.encode("utf-8", "surrogateescape"),
+        open=lambda delivery: carried(delivery, due_queue, MAX_PROPERTIES),
+        to_exchange=None if to is None else raw(to),
         management_url=None if given["from_url"] else wanted.settings.management_url,
     )
 
@@ -161,20 +157,11 @@ def _jsonl(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
 def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[bytes, Target]:
     pairs = {}
     for text in given:
-        name, equals, to = text.partition("=")
-        if not equals or not name or not to:
+        name, to = pair(text, "FROM=TO, two exchanges")
+        if not to:
             raise click.BadParameter(f"expected FROM=TO, two exchanges, found {text!r}")
-        pairs[name.encode("utf-8", "surrogateescape")] = Target(to.encode("utf-8", "surrogateescape"), b"")
+        pairs[raw(name)] = Target(raw(to), b"")
     return pairs
-
-
-def _by_routes(settings: Settings) -> dict[bytes, Target]:
-    """The target of each route, by the exchange that it is from."""
-    return {
-        route.from_.encode(): Target(route.to.encode(), route.routing_key.encode())
-        for route in settings.routes
-        if route.from_
-    }
 
 
 @source(
@@ -195,7 +182,12 @@ def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) 
     vhost = given["vhost"]
     if vhost is None:
         vhost = Address.parse(wanted.settings.broker_url).vhost
-    plan = Plan(vhost.encode("utf-8", "surrogateescape"), _by_routes(wanted.settings) | given["exchanges"])
+    by_route = {
+        one.from_.encode(): Target(one.to.encode(), one.routing_key.encode())
+        for one in wanted.settings.routes
+        if one.from_
+    }
+    plan = Plan(raw(vhost), by_route | given["exchanges"])
     return DelayedExchange(given["file"], book, plan, wanted.meant, wanted.rewrites)
 
 
@@ -221,32 +213,29 @@ _database_options = (
 )  # fmt: skip
 
 
-@source(
+def _timeouts(name: str) -> Make:
+    def make(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
+        from delayer.imports.sql import SqlTimeouts  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
+
+        return SqlTimeouts(name, meant=wanted.meant, rewrites=wanted.rewrites, **given)
+
+    return make
+
+
+source(
     "nservicebus-sql",
     "Timeouts of NServiceBus SQL Persistence. All tables …TimeoutData of PostgreSQL, MySQL, MariaDB or "
     "SQL Server, or those that --table names. A timeout manager may go on running: it does not see staged "
     "timeouts.",
     *_database_options,
-)
-def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
-    return _timeouts("nservicebus-sql", wanted, given)
-
-
-def _timeouts(name: str, wanted: Wanted, given: dict[str, Any]) -> Source:
-    from delayer.imports.sql import SqlTimeouts  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
-
-    return SqlTimeouts(name, meant=wanted.meant, rewrites=wanted.rewrites, **given)
-
-
-@source(
+)(_timeouts("nservicebus-sql"))
+source(
     "nservicebus-nhibernate",
     "Timeouts of NServiceBus's NHibernate persistence. The table TimeoutEntity, of one endpoint or of "
     "all, in the same databases. Destinations of old timeouts name a machine: see --rewrite-destination.",
     *_database_options,
     click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint asked for. [default: all]"),
-)
-def _nservicebus_nhibernate(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
-    return _timeouts("nservicebus-nhibernate", wanted, given)
+)(_timeouts("nservicebus-nhibernate"))
 
 
 @source(

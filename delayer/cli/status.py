@@ -12,15 +12,14 @@ from typing import Any, Final
 
 import click
 
-from delayer.broker.brief import briefly
+from delayer.broker.brief import Picture, briefly
 from delayer.broker.errors import BrokerRefused
-from delayer.cli.errors import BROKER_RIGHTS, DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
+from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
-from delayer.cli.output import depth_text, note, print_json, print_table, when
+from delayer.cli.output import note, print_json, print_queues, print_table, when
 from delayer.config import Settings
 from delayer.config.model import service_of
 from delayer.config.topology import cascade_of, uses_cascade
-from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store import schema
 from delayer.store.admin import stats
@@ -147,7 +146,7 @@ def status(context: click.Context, as_json: bool, watch: bool) -> None:
 
 def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> int:
     """Look and print. Returns the exit code."""
-    broker, store, now = asyncio.run(_look(settings))
+    picture, broker, store, now = asyncio.run(_look(settings))
     answer = {"mode": settings.mode, "broker": broker, "store": store, "live": now}
     if as_json and on_one_line:
         click.echo(json.dumps(answer))
@@ -157,7 +156,9 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
         click.echo(f"mode: {settings.mode}")
         _print_store(store)
         show(now)
-        _print_broker(broker, settings)
+        if picture is not None:
+            click.echo()
+            print_queues(settings, picture, used=uses_cascade(settings), every_level=False)
     parts = {"broker": broker, "store": store or {}}
     unreached = {name: part for name, part in parts.items() if part.get("error")}
     for name, part in unreached.items():
@@ -171,25 +172,23 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
     return DONE
 
 
-async def _look(settings: Settings) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+async def _look(
+    settings: Settings,
+) -> tuple[Picture | None, dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
     """Broker, store and daemon, asked at the same time, so that none waits for another's timeout."""
-    broker, store, now = await asyncio.gather(_broker(settings), _store(settings), look(settings))
-    return broker, store, now
+    (picture, broker), store, now = await asyncio.gather(_broker(settings), _store(settings), look(settings))
+    return picture, broker, store, now
 
 
-async def _broker(settings: Settings) -> dict[str, Any]:
+async def _broker(settings: Settings) -> tuple[Picture | None, dict[str, Any]]:
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
     try:
         async with briefly(settings.broker_url, "delayer status") as broker:
-            picture = await broker.picture(cascade_of(settings), queues)
-    except BrokerLost as error:
-        return {"error": str(error), "advice": broker_advice(error)}
-    except BrokerRefused as error:
-        return {"error": str(error), "advice": BROKER_RIGHTS}
-    levels = [
-        {"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in picture.levels
-    ]
-    return {"error": None, "queues": dict(picture.queues), "cascade": levels}
+            seen = await broker.picture(cascade_of(settings), queues)
+    except (BrokerLost, BrokerRefused) as error:
+        return None, {"error": str(error), "advice": broker_advice(error)}
+    levels = [{"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in seen.levels]
+    return seen, {"error": None, "queues": dict(seen.queues), "cascade": levels}
 
 
 async def _store(settings: Settings) -> dict[str, Any] | None:
@@ -197,10 +196,9 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
         return None
     try:
         seen = await stats.overview(settings.store_url, settings.store.restore_ahead_ms)
-    except StoreLost as error:
-        return {"error": str(error), "upgrade_pending": False, "advice": error.advice or STORE_RUNS}
-    except BadStoreUrl as error:
-        return {"error": str(error), "upgrade_pending": False, "advice": ""}
+    except (StoreLost, BadStoreUrl) as error:
+        advice = "" if isinstance(error, BadStoreUrl) else error.advice or STORE_RUNS
+        return {"error": str(error), "upgrade_pending": False, "advice": advice}
     wrong = schema.outdated(seen.schema_found)
     lanes = [
         {
@@ -248,7 +246,8 @@ def _print_store(store: dict[str, Any] | None) -> None:
         return
     now_ms = store["store_now_ms"]
     click.echo(f"parked: {store['waiting']}   held: {store['held']}   next due: {when(store['next_due_ms'], now_ms)}")
-    _print_segments(store["segments"], now_ms)
+    if store["segments"]["count"]:
+        _print_segments(store["segments"], now_ms)
     if store["brokers"] > 1:
         click.echo(f"SHARED: daemons of {store['brokers']} brokers or virtual hosts own lanes; see `delayer check`")
     if not store["lanes"]:
@@ -274,8 +273,6 @@ def _print_store(store: dict[str, Any] | None) -> None:
 
 
 def _print_segments(segments: dict[str, Any], now_ms: int) -> None:
-    if not segments["count"]:
-        return
     click.echo(
         f"compacted: {segments['messages']} in {segments['count']} segments   "
         f"next due: {when(segments['next_due_ms'], now_ms)}"
@@ -290,26 +287,3 @@ def _print_segments(segments: dict[str, Any], now_ms: int) -> None:
             f"BROKEN: {segments['broken']} segments with {segments['broken_messages']} messages do not read back; "
             "their bytes are kept, see docs/backlog.md"
         )
-
-
-def _print_broker(broker: dict[str, Any], settings: Settings) -> None:
-    if broker["error"] is not None:
-        return
-    click.echo()
-    used, intake = uses_cascade(settings), (settings.intake.queue, settings.refused.queue)
-    rows: list[tuple[object, ...]] = [
-        ("", name, "", depth_text(depth, used=used or name in intake)) for name, depth in broker["queues"].items()
-    ]
-    levels = broker["cascade"]
-    if all(one["depth"] is None for one in levels):
-        rows.append(("", "cascade", "", depth_text(None, used=used)))
-    else:
-        # Levels that hold messages, or are missing. The others are zeros.
-        rows += [
-            (one["level"], one["queue"], in_words(one["ttl_ms"]), depth_text(one["depth"], used=used))
-            for one in levels
-            if one["depth"] != 0
-        ]
-        waiting = sum(one["depth"] or 0 for one in levels)
-        rows.append(("", "cascade, all levels", "", str(waiting)))
-    print_table(["level", "queue", "waits", "messages"], rows, right=(0, 2, 3))

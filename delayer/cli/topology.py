@@ -12,10 +12,9 @@ from delayer.broker.admin import Admin, Removal
 from delayer.broker.brief import Picture, briefly
 from delayer.cli.errors import FOUND
 from delayer.cli.options import Request, as_json, request_of
-from delayer.cli.output import depth_text, note, print_json, print_table, quoted
+from delayer.cli.output import note, print_json, print_queues, print_table, quoted
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, intake_of, native_of, topology_of, uses_cascade
-from delayer.core.delay_headers import in_words
 from delayer.core.topology import Topology
 
 T = TypeVar("T")
@@ -124,18 +123,7 @@ def show(request: Request, as_json: bool) -> None:
         print_json(picture.as_dict())
         return
     used = uses_cascade(settings)
-    intake = {queue.name for queue in intake_of(settings).queues}
-
-    def shown(name: str, depth: int | None) -> str:
-        return depth_text(depth, used=used or name in intake, hidden=name in picture.hidden)
-
-    levels: list[tuple[object, ...]] = [
-        (one.level, one.name, in_words(one.ttl_ms), shown(one.name, one.depth)) for one in picture.levels
-    ]
-    if not used and all(one.depth is None for one in picture.levels):
-        levels = [("", "cascade", "", depth_text(None, used=False))]
-    others = [("", name, "", shown(name, depth)) for name, depth in picture.queues.items()]
-    print_table(["level", "queue", "waits", "messages"], [*levels, *others], right=(0, 2, 3))
+    print_queues(settings, picture, used=used, every_level=True)
     if not used:
         note("Store mode without store.park_beyond: new delays do not enter the cascade.")
 
@@ -156,7 +144,13 @@ def remove(context: click.Context, only_cascade: bool, force: bool) -> None:
     """
     settings = request_of(context).settings()
     intake, cascade = intake_of(settings), native_of(settings)
-    whole = _without(cascade, intake) if only_cascade else cascade + intake
+    whole = cascade + intake
+    if only_cascade:
+        whole = Topology(
+            tuple(one for one in cascade.exchanges if one not in intake.exchanges),
+            tuple(one for one in cascade.queues if one not in intake.queues),
+            tuple(one for one in cascade.bindings if one not in intake.bindings),
+        )
     result: Removal = with_admin(settings, lambda admin: admin.remove(whole, force=force))
     click.echo(f"Removed {len(result.removed)}; {len(result.left)} left.")
     if result.left:
@@ -166,11 +160,3 @@ def remove(context: click.Context, only_cascade: bool, force: bool) -> None:
     if not result.left.keys() <= shared:
         note("Next: let the queues drain (`delayer topology show`), stop the daemon, and call this again.")
         context.exit(FOUND)
-
-
-def _without(whole: Topology, other: Topology) -> Topology:
-    return Topology(
-        tuple(one for one in whole.exchanges if one not in other.exchanges),
-        tuple(one for one in whole.queues if one not in other.queues),
-        tuple(one for one in whole.bindings if one not in other.bindings),
-    )

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError, Expected, Problem, show
-from delayer.config.model import Destination, Intake, Native, Refused, Retry, Route, Settings, Takeover
-from delayer.config.sources import Environment, File, Flags, Merged, keys_of, known_keys, unknown_key
+from delayer.config.model import Destination, Retry, Route, Settings, Takeover
+from delayer.config.sources import Merged, keys_of, known_keys, of_environment, of_file, of_flags, unknown_key, value_at
 from delayer.config.values import duration_ms, duration_text
 from delayer.core.cascade import KINDS, Cascade
 
@@ -70,7 +70,7 @@ def load(
 
     Raises ConfigError with every mistake of every source.
     """
-    merged = Merged(Flags(flags), Environment(environ), File(config_file(config, environ)))
+    merged = Merged(of_flags(flags), of_environment(environ), of_file(config_file(config, environ)))
     _read_named_files(merged, environ, sealed)
     settings = None
     try:
@@ -79,9 +79,14 @@ def load(
         merged.problems += [_problem(merged, one) for one in error.errors(include_url=False, include_input=False)]
     merged.problems += between_keys(merged, sealed=bool(sealed))
     if settings is not None and not sealed:
-        merged.problems += store_address(merged, settings, environ)
-        if not merged.problems:
-            merged.problems += broker_address(merged, settings)
+        for expected, found in mistakes(settings.store_url, environ) if settings.store_url else []:
+            merged.note(("store", "url"), expected, found)
+        try:  # The whole address: its parameters, certificates and keys.
+            if not merged.problems:
+                Address.parse(settings.broker_url)
+        except ValueError as error:  # The error names the expected form and never shows the URL.
+            expected, _, found = str(error).removeprefix("broker URL: ").removeprefix("expected ").partition(", found ")
+            merged.note(("broker", "url"), expected, found or show(str(settings.broker.url)))
     if merged.problems or settings is None:
         raise ConfigError(merged.problems)
     return settings
@@ -160,10 +165,11 @@ def _keys_at(loc: Sequence[str | int]) -> dict[str, Any]:
 
 
 Routes = Sequence[Mapping[str, Any]]
-Mistake = tuple[str, str, str, str]
-"""The source ("" for that of the key), the key, expected, found."""
+Mistake = tuple[str, str, str]
+"""The key, expected, found."""
 
-_QUEUES = {"intake.queue": Intake().queue, "native.due_queue": Native().due_queue, "refused.queue": Refused().queue}
+_QUEUES = {"intake.queue": "delays", "native.due_queue": "delays.due", "refused.queue": "delays.refused"}
+"""The queues that must differ, and their defaults."""
 _NOT_OURS = "a name that is not one of the cascade's"
 
 _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
@@ -185,11 +191,7 @@ def between_keys(merged: Merged, *, sealed: bool) -> list[Problem]:
     routes = _tables(merged, "route")
     mistakes = [*_same_queue(merged, queues), *_of_routes(routes, queues, merged), *_circles(routes)]
     mistakes += [*_in_the_cascade(routes, queues, merged), *_takeovers(routes, queues, merged, sealed=sealed)]
-    return [Problem(source or _origin(merged, key), key, *rest) for source, key, *rest in mistakes]
-
-
-def _origin(merged: Merged, key: str) -> str:
-    return merged.origin(tuple(key.partition("[")[0].split(".")))
+    return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in mistakes]
 
 
 def _tables(merged: Merged, name: str) -> list[Mapping[str, Any]]:
@@ -203,8 +205,8 @@ def _same_queue(merged: Merged, queues: Mapping[str, str]) -> Iterator[Mistake]:
     for key, name in queues.items():
         other = first.setdefault(name, key)
         if other != key:
-            where = key if value_at(merged.values, key.split(".")) else other
-            yield _origin(merged, where), key, f"another queue than {other}", show(name)
+            set_, kept = (key, other) if value_at(merged.values, key.split(".")) else (other, key)
+            yield set_, f"another queue than {kept}", show(name)
 
 
 def _of_routes(routes: Routes, queues: Mapping[str, str], merged: Merged) -> Iterator[Mistake]:
@@ -213,22 +215,22 @@ def _of_routes(routes: Routes, queues: Mapping[str, str], merged: Merged) -> Ite
     for index, route in enumerate(routes):
         at, start = f"route[{index}]", _text(route.get("from"))
         if start is not None and seen.setdefault(start, index) != index:
-            yield "", f"{at}.from", f"an exchange that no other route has (route[{seen[start]}])", show(start)
+            yield f"{at}.from", f"an exchange that no other route has (route[{seen[start]}])", show(start)
         for end in ("from", "to"):
             if route.get(end) == refused:
-                yield "", f"{at}.{end}", "another name than refused.queue, whose exchange takes it", show(refused)
+                yield f"{at}.{end}", "another name than refused.queue, whose exchange takes it", show(refused)
         key = route.get("routing_key")
         if not route.get("to", "") and key == queues["intake.queue"]:
-            yield "", f"{at}.routing_key", "a queue other than the intake queue", show(key)
+            yield f"{at}.routing_key", "a queue other than the intake queue", show(key)
         with suppress(Expected):  # The tables report it.
             longest_ms = duration_ms(value_at(merged.values, ("intake", "max_delay")) or "3650d")
             if duration_ms(route.get("default_delay", "0s")) > longest_ms:
                 limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
-                yield "", f"{at}.default_delay", limit, show(route["default_delay"])
+                yield f"{at}.default_delay", limit, show(route["default_delay"])
         # The daemon consumes these queues, or puts other messages into them.
         exhausted = value_at(route, ("retry", "exhausted"))
         for taken in [name for name, queue in queues.items() if queue == exhausted][:1]:
-            yield "", f"{at}.retry.exhausted", f"another queue than {taken}", show(exhausted)
+            yield f"{at}.retry.exhausted", f"another queue than {taken}", show(exhausted)
 
 
 def _circles(routes: Routes) -> Iterator[Mistake]:
@@ -242,7 +244,7 @@ def _circles(routes: Routes) -> Iterator[Mistake]:
             at = leads[at]
         if start is not None and at == start and len(path) > 1:
             way = " to ".join(map(show, [*path, start]))
-            yield "", f"route[{index}].to", f"an exchange that does not lead back here ({way})", show(leads[start])
+            yield f"route[{index}].to", f"an exchange that does not lead back here ({way})", show(leads[start])
 
 
 def _in_the_cascade(routes: Routes, queues: Mapping[str, str], merged: Merged) -> Iterator[Mistake]:
@@ -257,15 +259,15 @@ def _in_the_cascade(routes: Routes, queues: Mapping[str, str], merged: Merged) -
         named += [(f"route[{index}].{end}", _text(route.get(end)) or "") for end in ("from", "to")]
         key = _text(route.get("routing_key"))
         if not route.get("to") and key in taken | {queues["native.due_queue"]}:
-            yield "", f"route[{index}].routing_key", _NOT_OURS, show(key)
-    yield from (("", key, _NOT_OURS, show(name)) for key, name in named if name in taken)
+            yield f"route[{index}].routing_key", _NOT_OURS, show(key)
+    yield from ((key, _NOT_OURS, show(name)) for key, name in named if name in taken)
 
 
 def _takeovers(routes: Routes, queues: Mapping[str, str], merged: Merged, *, sealed: bool) -> Iterator[Mistake]:
     """Takeovers that stand twice or have no store, and our names that are names of a cascade of another system."""
     tables, native = _tables(merged, "takeover"), merged.values.get("mode") == "native"
     if tables and native and not sealed and not value_at(merged.values, ("store", "url")):
-        yield "", "takeover", "a store for what is taken over: store.url, where the mode is native", "none"
+        yield "takeover", "a store for what is taken over: store.url, where the mode is native", "none"
     ours = dict(queues) | {f"route[{index}].from": str(route.get("from")) for index, route in enumerate(routes)}
     seen: set[Cascade] = set()
     for index, one in enumerate(tables):
@@ -277,38 +279,21 @@ def _takeovers(routes: Routes, queues: Mapping[str, str], merged: Merged, *, sea
         if cascade.kind == "delayer":
             continue  # as above
         if cascade in seen:
-            yield "", f"takeover[{index}].cascade", "a cascade that no other takeover has", show(kind)
+            yield f"takeover[{index}].cascade", "a cascade that no other takeover has", show(kind)
             continue
         seen.add(cascade)
         taken = {level.name for level in cascade.levels()} | {cascade.delivery}
         expected = f"a name that is not one of cascade {kind}'s, which is its owner's"
-        yield from (("", key, expected, show(name)) for key, name in ours.items() if name in taken)
+        yield from ((key, expected, show(name)) for key, name in ours.items() if name in taken)
 
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def broker_address(merged: Merged, settings: Settings) -> list[Problem]:
-    """Mistakes of the whole broker address: its parameters, certificates and keys."""
-    try:
-        Address.parse(settings.broker_url)
-    except ValueError as error:  # The error names the expected form and never shows the URL.
-        expected, _, found = str(error).removeprefix("broker URL: ").removeprefix("expected ").partition(", found ")
-        found = found or show(str(settings.broker.url))
-        return [Problem(merged.origin(("broker", "url")), "broker.url", expected, found)]
-    return []
-
-
-def store_address(merged: Merged, settings: Settings, environ: Mapping[str, str]) -> list[Problem]:
-    """Mistakes in the parameters of the store's URL. The driver would report them late, as a store out of reach."""
-    source = merged.origin(("store", "url"))
-    found = [] if settings.store_url is None else mistakes(settings.store_url, environ)
-    return [Problem(source, "store.url", *mistake) for mistake in found]
-
-
 def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The mistakes in the parameters of a store's URL: expected and found."""
+    """The mistakes in the parameters of a store's URL: expected and found. The driver would report them late, as a
+    store out of reach."""
     query = urlsplit(url).query
     if urlsplit(url).netloc.count("@") > 1:  # The driver takes the host to begin behind the first @.
         return [("a URL in which an @ of user or password is written %40", "another one (not shown)")]
@@ -345,12 +330,3 @@ def _unreadable(file: Path) -> str:
             return ""
     except OSError as error:
         return error.strerror or type(error).__name__
-
-
-def value_at(values: Any, loc: Sequence[str | int]) -> object:
-    for part in loc:
-        try:
-            values = values[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return values

@@ -42,9 +42,6 @@ POINTS = frozenset(
         "drain.taken",  # The rows are deleted in an open transaction; nothing is published.
         "drain.published",  # The cascade confirmed the messages; the transaction is open.
         "drain.committed",  # The transaction is committed.
-        "drain.read",  # A level's messages are read; nothing is parked.
-        "drain.parked",  # The messages are parked and committed, but not acknowledged.
-        "drain.acked",  # The acknowledgement is in the transport's buffer.
     }
 )
 

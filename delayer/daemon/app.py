@@ -165,12 +165,6 @@ def calm_the_collector(allocations: int = 200_000) -> None:
     gc.set_threshold(allocations, 10, 10)
 
 
-def _heed_no_signals() -> None:
-    """Ignore further signals, so that the process ends with its own exit code."""
-    for signum in (*STOPS, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-
-
 async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     notifier = Notifier()
     daemon = Daemon(settings, notifier)
@@ -190,7 +184,9 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     try:
         await daemon.run()
     finally:
-        _heed_no_signals()
+        # Further signals are ignored, so that the process ends with its own exit code.
+        for signum in (*STOPS, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
 
 
 def run_loop(main: Coroutine[Any, Any, T], *, leave: float = 0.5) -> T:

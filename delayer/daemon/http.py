@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,7 +14,7 @@ from delayer.config import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
 from delayer.daemon.wiring import Daemon
-from delayer.http.recent import Recent
+from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, RefusedRow, State
 from delayer.intake.refusals import EntryPoints
@@ -30,8 +29,8 @@ class DaemonInside:
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
-        self.recent = Recent(daemon.counters)
-        self._started_ms = time.time_ns() // 1_000_000
+        self.recent = Recent(daemon.counters, host_ms())
+        self._started_ms = host_ms()
 
     @property
     def settings(self) -> Settings:
@@ -51,7 +50,7 @@ class DaemonInside:
             "lanes": lanes.numbers,
             "usable": lanes.usable,
             "stalled": daemon.stalled(),
-            "recent": list(self.recent.notes),
+            "recent": list(self.recent.steps),
             "figures": daemon.counters.figures(),
         }
 

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 
@@ -82,6 +82,12 @@ class Notifier:
             self._trouble = text
             self._send("", self._words)
 
+    async def watch(self, look: Callable[[], str], stopping: asyncio.Event, every: float = 1.0) -> None:
+        """Report the daemon's trouble whenever it changes, until stopping is set. ``every``: seconds between looks."""
+        while not stopping.is_set():
+            self.trouble(look())
+            await _set_within(stopping, every)
+
     @property
     def _words(self) -> str:
         return "; ".join(text for text in (self._status, self._trouble) if text)
@@ -100,20 +106,12 @@ class Notifier:
         if not self._address or not lines:
             return
         try:
-            with self._connected() as line:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+                line.setblocking(False)
+                line.connect(self._address)
                 line.send("\n".join(lines).encode(), socket.MSG_DONTWAIT)
         except OSError as error:
             log.warning("notify failed", state=state.partition("\n")[0], reason=error.strerror or str(error))
-
-    def _connected(self) -> socket.socket:
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        try:
-            line.setblocking(False)
-            line.connect(self._address)
-        except OSError:
-            line.close()
-            raise
-        return line
 
 
 def _watchdog_seconds(environ: Mapping[str, str]) -> float | None:
@@ -164,55 +162,26 @@ class Watchdog:
             await _set_within(stopping, interval)
 
 
-class Condition(NamedTuple):
-    """The state of the daemon. ``blocked``: by a resource alarm of the broker. ``store``: whether one is configured,
-    ``usable``: whether the daemon owns a lane of it; ``spare``: whether there are more processes than lanes."""
-
-    connected: bool
-    blocked: bool
-    store: bool
-    usable: bool
-    consuming: bool
-    spare: bool = False
-
-
-def trouble(seen: Condition) -> str:
+def trouble(*, connected: bool, blocked: bool, store: bool, usable: bool, consuming: bool, spare: bool = False) -> str:
     """The reasons why the daemon does not do its work, in words; empty where all is well. Pure.
 
-    >>> trouble(Condition(connected=False, blocked=False, store=True, usable=False, consuming=False))
+    ``blocked``: by a resource alarm of the broker. ``store``: whether one is configured, ``usable``: whether the daemon
+    owns a lane of it; ``spare``: whether there are more processes than lanes.
+
+    >>> trouble(connected=False, blocked=False, store=True, usable=False, consuming=False)
     'the broker is out of reach; the store is out of reach, or gives us no lane'
     """
     found = []
-    if not seen.connected:
+    if not connected:
         found.append("the broker is out of reach")
-    elif seen.blocked:
+    elif blocked:
         found.append("the broker takes no publishes (a resource alarm)")
-    if seen.store and seen.spare and not seen.usable:
-        found.append("no lane for this process: there are more processes than lanes")
-    elif seen.store and not seen.usable:
-        found.append("the store is out of reach, or gives us no lane")
-    if not seen.consuming and not found:
+    if store and not usable:
+        none = "no lane for this process: there are more processes than lanes"
+        found.append(none if spare else "the store is out of reach, or gives us no lane")
+    if not consuming and not found:
         found.append("nothing is consumed yet")
     return "; ".join(found)
-
-
-class StatusReporter:
-    """Reports the daemon's trouble for ``systemctl status``, whenever it changes. ``every``: seconds between looks."""
-
-    def __init__(self, notifier: Notifier, look: Callable[[], Condition], every: float = 1.0) -> None:
-        self._notifier = notifier
-        self._look = look
-        self._every = every
-
-    def tell(self) -> None:
-        """Look now."""
-        self._notifier.trouble(trouble(self._look()))
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Until stopping is set."""
-        while not stopping.is_set():
-            self.tell()
-            await _set_within(stopping, self._every)
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:

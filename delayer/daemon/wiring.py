@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -17,7 +17,7 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AmqpConsumer, Fitting, Inflow
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
-from delayer.broker.ports import Heartbeat, Lane, Parking, Store
+from delayer.broker.ports import Lane, Store
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, topology_of, uses_cascade
@@ -27,7 +27,7 @@ from delayer.core.errors import BrokerLost
 from delayer.core.topology import Topology
 from delayer.daemon.live_settings import LiveSettings
 from delayer.daemon.services import ServiceGroup
-from delayer.daemon.systemd import Condition, Notifier, StatusReporter, Watchdog
+from delayer.daemon.systemd import Notifier, Watchdog, trouble
 from delayer.intake.consume import Handle, Intake, QueueConsumer
 from delayer.intake.handle import Dispatch, DueHandler, IntakeHandler, new_id
 from delayer.intake.holding import Holding
@@ -39,48 +39,6 @@ from delayer.store.lanes.locks import broker_mark
 from delayer.store.postgres import PostgresStore
 
 log = structlog.get_logger(__name__)
-
-
-def levels_of(settings: Settings) -> Iterator[tuple[Cascade, int]]:
-    """The levels that are taken over, the longest first."""
-    for table in settings.takeovers:
-        cascade = Cascade(table.cascade, owner=table.prefix)
-        for level in reversed(range(table.levels_from, LEVELS)):
-            yield cascade, level
-
-
-def takeovers_of(
-    settings: Settings,
-    connection: ReconnectingConnection,
-    *,
-    parking: Parking,
-    prepare: Callable[[], Awaitable[None]],
-    now_ms: Callable[[], int],
-    heartbeat: Heartbeat,
-    counters: Counters,
-) -> list[LevelTakeover]:
-    """A takeover for each level. They share ``connection``, which has no other use, and 16 MiB of messages read ahead.
-
-    A batch of one level has at most 1 MiB: two parks of each of some twenty levels may be open at once.
-    """
-    all_bytes = 16 << 20
-    inflow, levels = Inflow(all_bytes), list(levels_of(settings))
-
-    def takeover(cascade: Cascade, level: int) -> LevelTakeover:
-        return LevelTakeover(
-            cascade,
-            level,
-            consumer=AmqpConsumer(
-                connection, batch_bytes=1 << 20, inflow=inflow, fitting=Fitting(all_bytes // len(levels))
-            ),
-            parking=parking,
-            prepare=prepare,
-            now_ms=now_ms,
-            heartbeat=heartbeat,
-            counters=counters,
-        )
-
-    return [takeover(cascade, level) for cascade, level in levels]
 
 
 class Connections:
@@ -98,9 +56,6 @@ class Connections:
 
     def __getitem__(self, use: str) -> ReconnectingConnection:
         return self._connections[use]
-
-    def __contains__(self, use: str) -> bool:
-        return use in self._connections
 
     def start(self) -> None:
         """Connect, and stay so."""
@@ -148,21 +103,11 @@ class Connections:
         }
 
 
-async def connect_admin(url: str) -> Admin:
-    """An administrative connection. Raises BrokerLost."""
-    try:
-        return await Admin.connect(url)
-    except BrokerRefused as refused:
-        raise BrokerLost(str(refused)) from refused
-
-
 async def declare_in_detail(url: str, topology: Topology) -> None:
-    """Declare over the connection that reports each mismatch in detail. Raises BrokerLost, TopologyMismatch."""
-    admin = await connect_admin(url)
-    try:
+    """Declare over the connection that reports each mismatch in detail. Raises BrokerLost, BrokerRefused,
+    TopologyMismatch."""
+    async with await Admin.connect(url) as admin:
         await admin.declare(topology)
-    finally:
-        await admin.close()
 
 
 STORE_WAIT: Final = 2.0
@@ -177,7 +122,6 @@ class Daemon:
         self._notifier = notifier
         self.services = ServiceGroup()
         self._watchdog = Watchdog(notifier)
-        self._reporter = StatusReporter(notifier, self._seen)
         self.connections = Connections(settings)
         self._cascade = cascade_of(settings)
         self._publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)
@@ -216,7 +160,7 @@ class Daemon:
         self.services.add("watchdog", self._watchdog.feed)
         self.services.add("readiness", self._announce)
         self._notifier.status("starting")
-        self.services.add("condition", self._reporter.run)
+        self.services.add("condition", lambda stopping: self._notifier.watch(self._trouble, stopping))
         try:
             await self.services.run()
         finally:
@@ -250,8 +194,8 @@ class Daemon:
         sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
         return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
 
-    def _seen(self) -> Condition:
-        return Condition(
+    def _trouble(self) -> str:
+        return trouble(
             connected=self.connections.connected(),
             blocked=self.connections.blocked(),
             store=self.lanes.configured,
@@ -321,7 +265,7 @@ class Daemon:
 
     def _report_ready(self) -> None:
         self._begun = True
-        self._reporter.tell()
+        self._notifier.trouble(self._trouble())
         self._notifier.ready(f"mode {self.settings.mode}")
 
     def _session(self, use: str, queue: str, handle: Handle) -> QueueConsumer:
@@ -335,17 +279,31 @@ class Daemon:
         return QueueConsumer(intake, consumer, handle, prepare=prepare, heartbeat=self._watchdog)
 
     def _takeovers(self) -> list[LevelTakeover]:
-        if "takeover" not in self.connections:
-            return []
-        return takeovers_of(
-            self.settings,
-            self.connections["takeover"],
-            parking=self.lanes,
-            prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
-            now_ms=self._live.now_upper_ms,
-            heartbeat=self._watchdog,
-            counters=self.counters,
-        )
+        """A takeover for each level, the longest first. They share a connection of their own, and 16 MiB of messages
+        read ahead. A batch of one level has at most 1 MiB: two parks of each of some twenty levels may be open at
+        once."""
+        cascades = [(Cascade(one.cascade, owner=one.prefix), one.levels_from) for one in self.settings.takeovers]
+        levels = [(cascade, level) for cascade, lowest in cascades for level in reversed(range(lowest, LEVELS))]
+        all_bytes = 16 << 20
+        inflow = Inflow(all_bytes)
+        return [
+            LevelTakeover(
+                cascade,
+                level,
+                consumer=AmqpConsumer(
+                    self.connections["takeover"],
+                    batch_bytes=1 << 20,
+                    inflow=inflow,
+                    fitting=Fitting(all_bytes // len(levels)),
+                ),
+                parking=self.lanes,
+                prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
+                now_ms=self._live.now_upper_ms,
+                heartbeat=self._watchdog,
+                counters=self.counters,
+            )
+            for cascade, level in levels
+        ]
 
     def _release(self, lane: Lane) -> Release:
         publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)

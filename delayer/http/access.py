@@ -8,7 +8,6 @@ sites cannot send). The token is never part of a URL.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import secrets
@@ -100,37 +99,25 @@ class Session(NamedTuple):
 
 
 class Sessions:
-    """Sessions, at most ``most`` of them, and the token that opens them.
-
-    A wrong token costs ``wrong_seconds`` at least: the daemon answers wrong tokens one after another. Beyond
-    ``waiting`` of them it answers at once, so that wrong tokens do not fill the server.
-    """
+    """Sessions, at most ``most`` of them, and the token that opens them. A token of at least 16 characters is not
+    guessed, so a wrong one costs nothing but its answer."""
 
     def __init__(
-        self,
-        token: Callable[[], Secret | None],
-        clock: Callable[[], float] = monotonic,
-        *,
-        most: int = 1_000,
-        wrong_seconds: float = 0.5,
-        waiting: int = 8,
+        self, token: Callable[[], Secret | None], clock: Callable[[], float] = monotonic, *, most: int = 1_000
     ) -> None:
-        self._most, self._wrong_seconds, self._most_waiting = most, wrong_seconds, waiting
+        self._most = most
         self._token = token
         self._clock = clock
         self._sessions: dict[bytes, Session] = {}
-        self._wrongs = asyncio.Lock()
-        self._waiting = 0
 
     @property
     def can_open(self) -> bool:
         """Whether there is a token at all."""
         return self._token() is not None
 
-    async def open(self, said: str, who: str) -> str | None:
-        """Open a session with the right token. Returns its name; None for a wrong token, after a while."""
+    def open(self, said: str, who: str) -> str | None:
+        """Open a session with the right token. Returns its name; None for a wrong token."""
         if not self._is_token(said):
-            await self._wrong()
             return None
         name = secrets.token_urlsafe(32)
         while len(self._sessions) >= self._most:
@@ -156,26 +143,13 @@ class Sessions:
         self._sessions[key] = found._replace(last=now)
         return found
 
-    async def who(self, request: Request) -> str | None:
+    def who(self, request: Request) -> str | None:
         """The client that wants to change something; None without the token."""
         kind, _, said = request.headers.get("authorization", "").partition(" ")
         if kind:
-            if kind.lower() == "bearer" and self._is_token(said.strip()):
-                return _program(request)
-            await self._wrong()
-            return None
+            return _program(request) if kind.lower() == "bearer" and self._is_token(said.strip()) else None
         session = self.session(request)
         return None if session is None else session.who
-
-    async def _wrong(self) -> None:
-        """Wait after a wrong token. Right tokens do not wait; a token of at least 16 characters is not guessed."""
-        if self._waiting < self._most_waiting:
-            self._waiting += 1
-            try:
-                async with self._wrongs:
-                    await asyncio.sleep(self._wrong_seconds)
-            finally:
-                self._waiting -= 1
 
     def _is_token(self, said: str) -> bool:
         token = self._token()

@@ -74,7 +74,7 @@ class Actions:
         as_json = "application/json" in request.headers.get("accept", "")
         form: dict[str, list[str]] = {}
         try:
-            who = await self.pages.sessions.who(request)
+            who = self.pages.sessions.who(request)
             line = _WRONG if "authorization" in request.headers else _LOCKED
             told: Told | Response = Told("Locked", [line], 0, "/login", 403)
             if who is not None:

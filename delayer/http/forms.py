@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import UTC
+from typing import Final, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
 from starlette.requests import Request
 
 from delayer.amqp.reading import iso
-from delayer.config import duration_ms
+from delayer.config.values import instant_ms, shift_ms
 from delayer.core.filters import FIRST_MS, LAST_MS, MAX_ID, Filter, Token, read_token
 
 FIELDS: Final = ("route", "to", "to_key", "key", "header", "due_after", "due_before")
@@ -23,7 +23,7 @@ MOST_NAMED: Final = 1_000
 """Messages that one form names."""
 _PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
 _NUMBER: Final = re.compile(r"[0-9]{1,19}")
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+T = TypeVar("T")
 
 
 class Wrong(ValueError):
@@ -99,40 +99,25 @@ def fixed(asked: Search) -> dict[str, str]:
 
 
 def instant(text: str, now_ms: int, name: str) -> int:
-    """Epoch milliseconds of an RFC 3339 text or a duration from now ("2h", "-30m"). No offset means UTC. Raises
-    Wrong."""
-    text = text.strip()
-    sign, amount = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
-    try:
-        return now_ms + sign * duration_ms(amount)
-    except ValueError:
-        pass
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        raise Wrong(
-            f"{name}: expected an instant such as 2031-01-31T08:00:00Z, or how long from now, such as 2h; "
-            f"found {text!r}"
-        ) from None
-    since = (found if found.tzinfo else found.replace(tzinfo=UTC)) - _EPOCH
-    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+    """Epoch milliseconds of an RFC 3339 text (without offset: in UTC) or of a duration from now. Raises Wrong."""
+    return _understood(name, text, lambda said: instant_ms(said, now_ms, UTC))
 
 
 def later(text: str) -> int:
     """The milliseconds of a shift: "30m", "-1h". Raises Wrong."""
-    text = text.strip()
-    try:
-        return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
-    except ValueError as error:
-        raise Wrong(f"By: expected {error}, or the same with a - before it; found {text!r}") from None
+    return _understood("By", text, shift_ms)
 
 
 def token(text: str) -> Token:
     """The id of a message. Raises Wrong."""
+    return _understood("Id", text, read_token)
+
+
+def _understood(name: str, text: str, read: Callable[[str], T]) -> T:
     try:
-        return read_token(text)
+        return read(text)
     except ValueError as error:
-        raise Wrong(f"Id: expected {error}; found {text[:80]!r}") from None
+        raise Wrong(f"{name}: expected {error}; found {text[:80]!r}") from None
 
 
 def place(text: str) -> tuple[int, int] | None:

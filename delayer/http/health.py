@@ -57,8 +57,7 @@ class Answers:
         if not self.view.has_store:
             return not_ready(state, intake, None, "")
         seen = await self.view.store.get()
-        overview = None if seen.fresh is None else seen.fresh.overview
-        return not_ready(state, intake, overview, seen.error)
+        return not_ready(state, intake, seen.fresh, seen.error)
 
     async def live(self, _request: Request) -> Response:
         """/health/live: every loop makes progress."""

@@ -22,8 +22,8 @@ from delayer import __version__
 from delayer.config import Settings
 from delayer.core import horizon
 from delayer.core.counters import BY_ROUTE, DURATIONS, shown
-from delayer.http.view import Depths, Snapshot, State, StoreSeen
-from delayer.store.admin.stats import Census
+from delayer.http.view import Depths, Snapshot, State
+from delayer.store.admin.stats import Census, StoreOverview
 
 PREFIX: Final = "delayer_"
 
@@ -105,15 +105,23 @@ METRICS: Final[Mapping[str, Kind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The sources of one answer."""
+    """The sources of one answer; a registry of prometheus_client."""
 
     state: State
-    store: Snapshot[StoreSeen] | None
+    store: Snapshot[StoreOverview] | None
     census: Snapshot[Census] | None
     depths: Snapshot[Depths]
     ready: bool
     roles: Mapping[str, str] = field(default_factory=dict)
     """The role of each queue by its name; every other queue is a strays queue."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family of METRICS, in its order, those without a sample too."""
+        samples: dict[str, list[tuple[list[str], Any]]] = {name: [] for name in METRICS}
+        for name, labels, value in _all(self):
+            samples[name].append((labels, value))
+        for name, kind in METRICS.items():
+            yield _family(name, kind, samples[name])
 
 
 def roles(settings: Settings) -> dict[str, str]:
@@ -127,22 +135,7 @@ def roles(settings: Settings) -> dict[str, str]:
 
 def text(sight: Sight) -> bytes:
     """The metrics in Prometheus's text format."""
-    return generate_latest(Families(sight))
-
-
-class Families:
-    """A registry of prometheus_client."""
-
-    def __init__(self, sight: Sight) -> None:
-        self._sight = sight
-
-    def collect(self) -> Iterator[Metric]:
-        """Every family of METRICS, in its order, those without a sample too."""
-        samples: dict[str, list[tuple[list[str], Any]]] = {name: [] for name in METRICS}
-        for name, labels, value in _all(self._sight):
-            samples[name].append((labels, value))
-        for name, kind in METRICS.items():
-            yield _family(name, kind, samples[name])
+    return generate_latest(sight)
 
 
 Sample = tuple[str, list[str], Any]
@@ -190,11 +183,11 @@ def _of_process(state: State) -> Iterator[Sample]:
     yield from ((f"{name}_seconds", [], figures["seconds"][name]) for name in DURATIONS)
 
 
-def _of_store(seen: Snapshot[StoreSeen]) -> Iterator[Sample]:
+def _of_store(seen: Snapshot[StoreOverview]) -> Iterator[Sample]:
     yield "store_up", [], int(seen.fresh is not None)
     if seen.fresh is None:
         return
-    overview, late = seen.fresh
+    overview = seen.fresh
     yield "store_schema_current", [], int(not overview.upgrade_pending)
     if overview.upgrade_pending:
         return
@@ -210,10 +203,12 @@ def _of_store(seen: Snapshot[StoreSeen]) -> Iterator[Sample]:
     for kind, number in overview.counters.items():
         if kind not in GO_DOWN:
             yield "store_messages_total", [kind], number
-    packed = overview.segments
+    packed, late = overview.segments, overview.late
     for state, segments, messages in (
-        ("all", packed.segments, packed.messages), ("broken", packed.broken, packed.broken_messages), ("late", *late),
-    ):  # fmt: skip
+        ("all", packed.segments, packed.messages),
+        ("broken", packed.broken, packed.broken_messages),
+        ("late", late.segments, late.messages),
+    ):
         yield "segments", [state], segments
         yield "segment_messages", [state], messages
 

@@ -73,7 +73,7 @@ class Pages:
         view = self.answers.view
         state, depths = self.answers.inside.state(), await view.depths.get()
         store = await view.store.get() if view.has_store else None
-        overview = None if store is None or store.fresh is None else store.fresh.overview
+        overview = None if store is None else store.fresh
         usable = None if overview is None or overview.upgrade_pending else overview
         seen = depths.fresh
         settings = self.answers.inside.settings
@@ -92,13 +92,13 @@ class Pages:
             "has_store": view.has_store,
             "cascade_used": settings.mode == "native" or settings.store.park_beyond_ms > 0,
             "always": (settings.intake.queue, settings.refused.queue),
-            "now": recent.summary(recent.steps(state["recent"]), 60.0),
+            "now": recent.summary(state["recent"], 60.0),
         }
 
     async def live_json(self, _request: Request) -> Response:
         """Rates and lateness of the last minutes, for the chart and for `delayer status`."""
         state = self.answers.inside.state()
-        steps = recent.steps(state["recent"])
+        steps = state["recent"]
         summaries = {str(seconds): recent.summary(steps, seconds)._asdict() for seconds in (60, 300, 900)}
         return JSONResponse(
             {
@@ -255,7 +255,7 @@ class Pages:
         if not who:
             return self.html(request, "login.html", 400, wrong="Say who you are.", who=who)
         host = request.client.host if request.client else "?"
-        session = await self.sessions.open(token, f"{who} (page, {host})")
+        session = self.sessions.open(token, f"{who} (page, {host})")
         if session is None:
             return self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
         answer = RedirectResponse("/", status_code=303)

@@ -1,7 +1,4 @@
-"""Rates and lateness of the last minutes, from notes of this process's counters every five seconds.
-
-Pure, except Recent.
-"""
+"""Rates and lateness of the last minutes, from this process's counters every five seconds. Pure, except Recent."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from math import ceil, inf
 from typing import Final, NamedTuple
 
@@ -19,13 +15,13 @@ STEP_MS: Final = 5_000
 KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
-class Note(NamedTuple):
-    """The counts of this process at the end of a step, of all routes together. ``below``: messages within each bound of
-    LATENESS. ``late``: all delivered messages. ``total``: the sum of their lateness in seconds."""
+class Step(NamedTuple):
+    """The counts of one step, of all routes together. ``below``: messages within each bound of LATENESS. ``late``: all
+    delivered messages. ``total``: the sum of their lateness in seconds."""
 
-    step: int
-    counts: tuple[int, ...]
-    below: tuple[int, ...]
+    at_ms: int
+    counts: Mapping[str, int]
+    below: Sequence[int]
     late: int
     total: float
 
@@ -35,59 +31,40 @@ def host_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def note(counters: Counters, now_ms: int) -> Note:
-    """A note of ``counters`` as they are now."""
-    counts = counters.as_dict()
-    tallies = list(counters.lateness.values())
-    below = tuple(sum(tally.below[at] for tally in tallies) for at in range(len(LATENESS)))
-    late, total = sum(tally.count for tally in tallies), sum(tally.total for tally in tallies)
-    return Note(now_ms // STEP_MS, tuple(counts[kind] for kind in KINDS), below, late, total)
-
-
 class Recent:
-    """The notes of this process, of the last quarter of an hour and one before."""
+    """The steps of this process, of the last quarter of an hour."""
 
-    def __init__(self, counters: Counters, kept: int = 181) -> None:
+    def __init__(self, counters: Counters, now_ms: int, kept: int = 180) -> None:
         self._counters = counters
-        self.notes: deque[Note] = deque([note(counters, host_ms())], kept)
+        self._at_ms = now_ms
+        self._totals = self._now()
+        self.steps: deque[Step] = deque(maxlen=kept)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Make a note at the end of each step until ``stopping`` is set."""
+        """End a step every five seconds until ``stopping`` is set."""
         while not stopping.is_set():
             try:
                 await asyncio.wait_for(stopping.wait(), (STEP_MS - host_ms() % STEP_MS) / 1000)
             except TimeoutError:
-                now = note(self._counters, host_ms())
-                if now.step > self.notes[-1].step:
-                    self.notes.append(now)
+                self.note(host_ms())
 
+    def note(self, now_ms: int) -> None:
+        """End a step, unless one has ended within these five seconds."""
+        at_ms = now_ms // STEP_MS * STEP_MS
+        if at_ms <= self._at_ms:
+            return
+        totals = self._now()
+        *new, late, total = (now - before for now, before in zip(totals, self._totals, strict=True))
+        counts = dict(zip(KINDS, map(int, new), strict=False))
+        self.steps.append(Step(at_ms, counts, list(map(int, new[len(KINDS) :])), int(late), total))
+        self._at_ms, self._totals = at_ms, totals
 
-class Step(NamedTuple):
-    """The counts of one step. Lateness in seconds; None where nothing was delivered."""
-
-    at_ms: int
-    counts: Mapping[str, int]
-    below: Sequence[int]
-    late: int
-    total: float
-
-
-def steps(notes: Sequence[Note]) -> list[Step]:
-    """The steps between these notes, one after another without a gap."""
-    found: dict[int, Step] = {}
-    for before, after in pairwise(notes):
-        found[after.step] = Step(
-            after.step * STEP_MS,
-            dict(zip(KINDS, (new - old for new, old in zip(after.counts, before.counts, strict=True)), strict=True)),
-            [new - old for new, old in zip(after.below, before.below, strict=True)],
-            after.late - before.late,
-            after.total - before.total,
-        )
-    return [found.get(step) or _nothing(step) for step in range(min(found), max(found) + 1)] if found else []
-
-
-def _nothing(step: int) -> Step:
-    return Step(step * STEP_MS, dict.fromkeys(KINDS, 0), [0] * len(LATENESS), 0, 0.0)
+    def _now(self) -> list[float]:
+        """The totals: of each kind, within each bound, all that were delivered, and the sum of their lateness."""
+        counts, tallies = self._counters.as_dict(), list(self._counters.lateness.values())
+        below = (sum(tally.below[at] for tally in tallies) for at in range(len(LATENESS)))
+        late, total = sum(tally.count for tally in tallies), sum(tally.total for tally in tallies)
+        return [*(counts[kind] for kind in KINDS), *below, late, total]
 
 
 def quantile(share: float, below: Sequence[int], count: int, total: float = inf) -> float | None:

@@ -30,7 +30,7 @@ State = Mapping[str, Any]
     lanes        numbers of the lanes that it releases
     usable       whether there is a lane to park into
     stalled      names of the loops without progress
-    recent       http.recent.Recent.notes
+    recent       http.recent.Recent.steps
     figures      core.counters.Counters.figures()
 """
 
@@ -127,10 +127,6 @@ class Cached(Generic[T]):
             await asyncio.wait([self._task], timeout=patience)
             if self._task.done():
                 self._task.result()  # It raises a bug.
-        return self.last()
-
-    def last(self) -> Snapshot[T]:
-        """The last result, without a new look."""
         now = monotonic()
         waits = 0.0 if self._began is None else now - self._began
         error = self._error or (f"no answer for {waits:.0f} s" if waits > self._late else "")
@@ -161,13 +157,6 @@ class Cached(Generic[T]):
             await asyncio.wait([self._task])
 
 
-class StoreSeen(NamedTuple):
-    """``late_segments``: how many segments should have been restored by now, and their messages."""
-
-    overview: StoreOverview
-    late_segments: tuple[int, int]
-
-
 class View:
     """The cached looks."""
 
@@ -191,9 +180,8 @@ class View:
             raise StoreLost("no store is configured")
         return url
 
-    async def _store(self) -> StoreSeen:
-        seen = await stats.overview(self._url(), self._inside.settings.store.restore_ahead_ms)
-        return StoreSeen(seen, (seen.late.segments, seen.late.messages))
+    async def _store(self) -> StoreOverview:
+        return await stats.overview(self._url(), self._inside.settings.store.restore_ahead_ms)
 
     async def _census(self) -> Census:
         async with listing.looking(self._url(), "count the backlog") as connection:

@@ -85,11 +85,14 @@ class CascadeLevels(Queues):
         open: Open,
         to_exchange: bytes | None = None,
         management_url: str | None = None,
+        lowest: int = 0,
     ) -> None:
+        """``lowest``: the lowest level to read."""
         super().__init__(NAME, url, meant, now, rewrites, management_url=management_url)
         self._cascade = cascade
         self._open = open
         self._to_exchange = to_exchange
+        self._lowest = lowest
 
     def more_parameters(self) -> Mapping[str, object]:
         """See Queues."""
@@ -110,5 +113,5 @@ class CascadeLevels(Queues):
 
     async def readers(self, admin: Admin) -> list[Reader]:
         """See Queues."""
-        up = [Level(self._cascade, number, self._to_exchange, self._open) for number in range(LEVELS)]
+        up = [Level(self._cascade, number, self._to_exchange, self._open) for number in range(self._lowest, LEVELS)]
         return [*up, *reversed(up[:-1])]

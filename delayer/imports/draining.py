@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.amqp.properties import Properties, value_at
+from delayer.amqp.properties import Properties
 from delayer.core import cascade
 from delayer.core.cascade import MAX_SECONDS, Cascade
 from delayer.core.delay_headers import seconds_until
-from delayer.core.levels import CONSULTED, due_at_level
-from delayer.core.message import Delivery, Due, Outgoing, Parcel, Target
+from delayer.core.message import Delivery, Due, Outgoing, Parcel
+from delayer.store.admin.draining import Standing
 
 AGAIN: Final = "the same once more"
 
@@ -25,23 +25,6 @@ class Left(NamedTuple):
     why: str
     next_step: str
     by_itself: bool = False
-
-
-class Standing(Protocol):
-    """The backlog of a store; see store.admin.draining."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def keyed(self) -> int: ...
-    @property
-    def soon(self) -> int: ...
-    @property
-    def held(self) -> int: ...
-    @property
-    def packed(self) -> int: ...
-    @property
-    def broken(self) -> int: ...
 
 
 def left_in_store(now: Standing, unsound: int, *, keys_too: bool) -> list[Left]:
@@ -107,36 +90,3 @@ def carried(delivery: Delivery, due_queue: bytes, max_properties: int) -> Parcel
         return edits.opened(Properties.parse(delivery.properties), delivery.body, max_properties).parcel
     except (edits.NoEnvelope, MalformedProperties, MalformedTable):
         return None
-
-
-def into_store(
-    delivery: Delivery, levels: Cascade, level: int, now_ms: int, *, due_queue: bytes, max_properties: int
-) -> Parcel:
-    """The message to park for a delivery from a level of our own cascade: the content of its envelope. Without an
-    envelope, the message goes where the cascade ends, by its own key."""
-    inside = carried(delivery, due_queue, max_properties)
-    if inside is not None:
-        return inside
-    due_ms = due_at_level(levels, level, delivery.routing_key, _said(delivery), now_ms)
-    return Parcel(
-        due_ms,
-        delivery.exchange,
-        delivery.exchange,
-        delivery.routing_key,
-        Target(levels.delivery.encode(), delivery.routing_key),
-        delivery.properties,
-        delivery.body,
-    )
-
-
-def _said(delivery: Delivery) -> dict[bytes, object]:
-    """The headers that declare the due instant; none if the bytes of the message are broken."""
-    found: dict[bytes, object] = {}
-    try:
-        properties = Properties.parse(delivery.properties)
-        for name, type_at, stop in properties.entries():
-            if name in CONSULTED and name not in found:
-                found[name] = value_at(properties.raw, type_at, stop)
-    except (MalformedProperties, MalformedTable):
-        return {}
-    return found

@@ -35,7 +35,8 @@ from delayer.core.importing import UNREADABLE, Batch, Item, Meant, Rewrite, Run,
 from delayer.core.lines import End, NotALine
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
-from delayer.imports.state_machine import ImportImpossible, Notes, SourceLost
+from delayer.imports.state_machine import ImportImpossible, SourceLost
+from delayer.store.admin.importing import ImportStore
 from delayer.store.rows.envelope import checksum
 
 T = TypeVar("T")
@@ -50,12 +51,6 @@ def reading(path: Path) -> Iterator[None]:
         raise SourceLost(f"{path}: {error.strerror}") from error
 
 
-def lines_in(path: Path) -> Iterator[bytes]:
-    """All lines of the file, with their line ends. Raises SourceLost."""
-    with reading(path), path.open("rb") as file:
-        yield from file
-
-
 def seen_now(path: Path) -> tuple[int, int, int]:
     """The inode, size and time of change (ns), which differ if the file is another one or was written to."""
     with reading(path):
@@ -64,7 +59,7 @@ def seen_now(path: Path) -> tuple[int, int, int]:
 
 
 def portions(records: Iterable[T]) -> Iterator[list[T]]:
-    """The records in lists of 10,000, each for one call of :class:`Notes`."""
+    """The records in lists of 10,000, each for one statement."""
     records = iter(records)
     while some := list(islice(records, 10_000)):
         yield some
@@ -105,7 +100,7 @@ class FileSource(ABC):
         self,
         name: str,
         path: Path,
-        notes: Notes,
+        notes: ImportStore,
         meant: Meant,
         rewrites: Sequence[Rewrite] = (),
         *,
@@ -207,24 +202,25 @@ class FileSource(ABC):
         survey = Survey() if survey is None else survey
         self._messages, self._ends = 0, []
         position = unreadable = 0
-        for number, line in enumerate(lines_in(self.path), 1):
-            try:
-                found = self._checked(line)
-            except Unreadable as why:
-                found = Skipped(UNREADABLE)
-                unreadable += 1
-                if unreadable <= NAMED:
-                    survey.doubt(f"line {number} is unreadable: {why}")
-            self._messages += isinstance(found, Item | Skipped)
-            if isinstance(found, int):
-                self._ends.append(found)
-            elif isinstance(found, Skipped):
-                survey.leave(found.why)
-            elif found is not None and self._meant.includes(found.parcel.due_ms):
-                yield number, position, len(line), found
-            elif found is not None:
-                survey.leave(BEFORE_DUE)
-            position += len(line)
+        with reading(self.path), self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    found = self._checked(line)
+                except Unreadable as why:
+                    found = Skipped(UNREADABLE)
+                    unreadable += 1
+                    if unreadable <= NAMED:
+                        survey.doubt(f"line {number} is unreadable: {why}")
+                self._messages += isinstance(found, Item | Skipped)
+                if isinstance(found, int):
+                    self._ends.append(found)
+                elif isinstance(found, Skipped):
+                    survey.leave(found.why)
+                elif found is not None and self._meant.includes(found.parcel.due_ms):
+                    yield number, position, len(line), found
+                elif found is not None:
+                    survey.leave(BEFORE_DUE)
+                position += len(line)
 
     def _checked(self, line: bytes) -> Reading:
         found = self.read(line.rstrip(b"\r\n"))
@@ -307,7 +303,7 @@ NOT_SOUND = unfit("the bytes do not fit the checksum that was exported with them
 class JsonLines(FileSource):
     """A file of `delayer export`."""
 
-    def __init__(self, path: Path, notes: Notes, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
+    def __init__(self, path: Path, notes: ImportStore, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
         super().__init__(JSONL, path, notes, meant, rewrites)
 
     def read(self, line: bytes) -> Reading:
@@ -397,7 +393,9 @@ def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
 class DelayedExchange(FileSource):
     """A dump, or the dumps of several nodes one behind the other."""
 
-    def __init__(self, path: Path, notes: Notes, plan: Plan, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
+    def __init__(
+        self, path: Path, notes: ImportStore, plan: Plan, meant: Meant, rewrites: Sequence[Rewrite] = ()
+    ) -> None:
         super().__init__(DELAYED_EXCHANGE, path, notes, meant, rewrites, more=plan.as_dict())
         self._plan = plan
 

@@ -153,145 +153,9 @@ class Reader(Protocol):
         """The message. ``properties``: None where their bytes are broken."""
 
 
-class Visits:
-    """Reads the queues one after another. ``readers`` is asked once. ``doubt``: messages that may come back."""
-
-    def __init__(
-        self,
-        url: str,
-        meant: Meant,
-        now: Callable[[], Awaitable[int]],
-        readers: Callable[[Admin], Awaitable[list[Reader]]],
-        doubt: Doubt,
-    ) -> None:
-        self._url = url
-        self._meant = meant
-        self._now = now
-        self._ask = readers
-        self._doubt = doubt
-        self._readers: list[Reader] | None = None
-        self._at = 0
-        self._reconnecting: ReconnectingConnection | None = None
-        self.subscription: AmqpSubscription | None = None
-        self._acknowledged = False
-        self._kept = 0
-        self._unread = 0
-        self.left: dict[str, Counter[str]] = {}
-        """By queue: the messages that stay, with their reasons."""
-
-    async def readers(self, admin: Admin) -> list[Reader]:
-        """The readers of all queues."""
-        if self._readers is None:
-            self._readers = await self._ask(admin)
-        return self._readers
-
-    def only(self, readers: list[Reader]) -> None:
-        """Visit these instead."""
-        self._readers = readers
-
-    @property
-    def reader(self) -> Reader:
-        """The reader of the queue that is read."""
-        assert self._readers is not None
-        return self._readers[self._at]
-
-    def none_meant(self, reader: Reader, now_ms: int) -> bool:
-        """Whether all messages of the queue are due before the cutoff, so that it need not be read."""
-        latest_ms = reader.latest_ms(now_ms)
-        # The clocks of the broker's host and of the store may differ by a minute.
-        return latest_ms is not None and not self._meant.includes(latest_ms + 60_000)
-
-    def keep(self, why: str) -> None:
-        """Leave a message unacknowledged, and count the reason."""
-        self._kept += 1
-        self.left[self.reader.queue][why] += 1
-
-    def acknowledge(self, subscription: AmqpSubscription, tag: int) -> None:
-        """Acknowledge a committed message."""
-        self._acknowledged = True
-        subscription.ack(tag, multiple=False)
-
-    async def next_subscription(self) -> AmqpSubscription | None:
-        """The subscription of the queue that is read; None when there is no queue left."""
-        if self.subscription is not None:
-            return self.subscription
-        now_ms = await self._now()
-        async with await admin_of(self._url) as admin:
-            readers = await self.readers(admin)
-            while self._at < len(readers):
-                reader = readers[self._at]
-                depth = (await asked(admin.depths([reader.queue])))[reader.queue] or 0
-                # A second visit to a queue replaces the first one's list: it meets again the messages that the first
-                # one left.
-                self.left[reader.queue] = Counter()
-                if depth and not self.none_meant(reader, now_ms):
-                    # A run that died may have messages in hand that are on their way back into the queue.
-                    self._unread = depth + self._doubt.total()
-                    break
-                self.left[reader.queue] += Counter({BEFORE_CUTOFF: depth})
-                self._at += 1
-            else:
-                return None
-        try:
-            if self._reconnecting is None:
-                self._reconnecting = ReconnectingConnection(address_of(self._url), NAME, heartbeat=HEARTBEAT)
-                self._reconnecting.start()
-            prefetch = PREFETCH + (KEPT if self._meant.cutoff_ms is not None else 0)
-            self.subscription = await AmqpConsumer(self._reconnecting).subscribe(self.reader.queue, prefetch)
-        except BrokerLost as lost:
-            raise SourceLost(str(lost)) from lost
-        return self.subscription
-
-    async def deliveries(self, subscription: AmqpSubscription) -> list[Delivery]:
-        """The next messages. Empty at the end of the queue, which the reader then leaves. Raises SourceLost."""
-        try:
-            # After three empty answers, a second each, another consumer holds the rest of the queue.
-            for _ in range(3 if self._unread > 0 else 0):
-                if some := await subscription.next_batch(min(BATCH, self._unread), 0.05):
-                    self._unread -= len(some)
-                    return some
-                if self._kept >= KEPT or not await self._ready():
-                    break
-        except BrokerLost as lost:
-            raise SourceLost(str(lost)) from lost
-        if self._unread > 0 and (unseen := min(await self._ready(), self._unread)):
-            self.left[self.reader.queue][BEHIND if self._kept >= KEPT else UNGIVEN] += unseen
-        await self.leave()
-        self._at += 1
-        return []
-
-    async def _ready(self) -> int:
-        """The number of messages that wait in the queue that is read, without those that a consumer holds."""
-        async with await admin_of(self._url) as admin:
-            return (await asked(admin.depths([self.reader.queue])))[self.reader.queue] or 0
-
-    async def leave(self) -> None:
-        """Stop reading. Unacknowledged messages are back in the queue. Acknowledged ones are gone, or reported as
-        unknown."""
-        subscription, self.subscription = self.subscription, None
-        self._kept = 0
-        if subscription is None:
-            return
-        await subscription.close(END_SECONDS)
-        if self._acknowledged and not subscription.in_order:
-            raise SourceLost(f"queue {self.reader.queue}: {_UNHEARD}")
-        self._acknowledged = False
-        self._doubt.over()
-
-    async def close(self) -> None:
-        """Stop reading, and close the connection."""
-        subscription, self.subscription = self.subscription, None
-        try:
-            if subscription is not None:
-                await subscription.close()
-        finally:
-            reconnecting, self._reconnecting = self._reconnecting, None
-            if reconnecting is not None:
-                await reconnecting.close()
-
-
 class Queues(ABC):
-    """Satisfies state_machine.Source. It reads ``readers`` in their order. ``now``: the store's clock, epoch ms."""
+    """Satisfies state_machine.Source. It reads the queues of ``readers`` one after another. ``now``: the store's clock,
+    epoch ms."""
 
     falling = False
     """Whether messages move between the queues by themselves."""
@@ -313,7 +177,16 @@ class Queues(ABC):
         self._now = now
         self._rewrites = rewrites
         self._doubt = Doubt(falling=self.falling)
-        self._visits = Visits(url, meant, now, self.readers, self._doubt)
+        self._readers: list[Reader] | None = None
+        self._at = 0
+        self._reconnecting: ReconnectingConnection | None = None
+        self._subscription: AmqpSubscription | None = None
+        self._acknowledged = False
+        self._kept = 0
+        """Messages that this subscription leaves unacknowledged."""
+        self._unread = 0
+        self._left: dict[str, Counter[str]] = {}
+        """By queue: the messages that stay, with their reasons."""
         self._tags: list[int] = []
         """Delivery tags of the last batch: its own, and those of messages that were met again."""
         self._count = 0
@@ -343,14 +216,14 @@ class Queues(ABC):
         survey = Survey()
         now_ms = await self._now()
         async with await admin_of(self._url) as admin:
-            readers = {reader.queue: reader for reader in await self._visits.readers(admin)}
+            readers = {reader.queue: reader for reader in await self._all_readers(admin)}
             depths = await asked(admin.depths(readers))
         for why, count in (await self._delayed(readers, fresh=False)).items():
             survey.leave(why, count)
         for name, depth in depths.items():
             if not depth:
                 continue
-            if self._visits.none_meant(readers[name], now_ms):
+            if self._none_meant(readers[name], now_ms):
                 survey.leave(BEFORE_CUTOFF, depth)
                 continue
             survey.messages = (survey.messages or 0) + depth
@@ -384,17 +257,17 @@ class Queues(ABC):
         """See Source."""
         self._tags = []
         while not self._full():
-            subscription = await self._visits.next_subscription()
+            subscription = await self._next_subscription()
             if subscription is None:
                 return None
-            deliveries = await self._visits.deliveries(subscription)
+            deliveries = await self._deliveries(subscription)
             if deliveries and (batch := await self._batch(deliveries, subscription.prefetch)):
                 return batch
         return None
 
     async def _batch(self, deliveries: Sequence[Delivery], prefetch: int) -> Batch | None:
         """The new messages among these that are to be imported. The others stay unacknowledged."""
-        reader = self._visits.reader
+        reader = self._reader
         now_ms = await self._now()
         items: list[Item] = []
         digests: list[str] = []
@@ -404,10 +277,10 @@ class Queues(ABC):
             if not self._doubt.met_again(delivery, properties, digest):
                 item = redirected(reader.item(delivery, properties, now_ms), self._rewrites)
                 if not self._meant.includes(item.parcel.due_ms):
-                    self._visits.keep(BEFORE_CUTOFF)
+                    self._keep(BEFORE_CUTOFF)
                     continue
                 if self._full(len(items)):
-                    self._visits.keep("beyond the limit")
+                    self._keep("beyond the limit")
                     continue
                 items.append(item)
             self._tags.append(delivery.tag)
@@ -420,19 +293,19 @@ class Queues(ABC):
 
     async def remove(self, batch: Batch) -> None:
         """See Source."""
-        subscription = self._visits.subscription
+        subscription = self._subscription
         assert subscription is not None
         for tag in self._tags:
-            self._visits.acknowledge(subscription, tag)
+            self._acknowledge(subscription, tag)
         if subscription.lost:
-            raise SourceLost(f"queue {self._visits.reader.queue}: {_UNHEARD}")
+            raise SourceLost(f"queue {self._reader.queue}: {_UNHEARD}")
 
     async def finish(self) -> dict[str, int]:
         """See Source."""
-        await self._visits.leave()
+        await self._leave()
         passed_over = (Counter({why: depth}) for why, depth in self.passed_over.values())
-        delayed = await self._delayed(self._visits.left, fresh=True)
-        return dict(sum([*self._visits.left.values(), *passed_over, delayed], Counter()))
+        delayed = await self._delayed(self._left, fresh=True)
+        return dict(sum([*self._left.values(), *passed_over, delayed], Counter()))
 
     async def _delayed(self, queues: Collection[str], *, fresh: bool) -> Counter[str]:
         """The messages in these queues that their broker delays itself, or the number of queues that may hold some."""
@@ -452,14 +325,14 @@ class Queues(ABC):
             return
         queue = str(json.loads(str(run.progress))["queue"])
         async with await admin_of(self._url) as admin:
-            self._visits.only(self.reached_from(queue, await self._visits.readers(admin)))
-        while self._doubt.total() and (subscription := await self._visits.next_subscription()) is not None:
-            for delivery in await self._visits.deliveries(subscription):
+            self._readers = self.reached_from(queue, await self._all_readers(admin))
+        while self._doubt.total() and (subscription := await self._next_subscription()) is not None:
+            for delivery in await self._deliveries(subscription):
                 properties = parsed(delivery.properties)
                 digest = fingerprint(delivery, properties, falling=self.falling)
                 if self._doubt.met_again(delivery, properties, digest):
-                    self._visits.acknowledge(subscription, delivery.tag)
-        await self._visits.leave()
+                    self._acknowledge(subscription, delivery.tag)
+        await self._leave()
 
     def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
         """The readers of queues that a message of ``queue`` may be in by now."""
@@ -467,7 +340,109 @@ class Queues(ABC):
 
     async def close(self) -> None:
         """See Source."""
-        await self._visits.close()
+        subscription, self._subscription = self._subscription, None
+        try:
+            if subscription is not None:
+                await subscription.close()
+        finally:
+            reconnecting, self._reconnecting = self._reconnecting, None
+            if reconnecting is not None:
+                await reconnecting.close()
+
+    async def _all_readers(self, admin: Admin) -> list[Reader]:
+        """The readers of all queues, asked once."""
+        if self._readers is None:
+            self._readers = await self.readers(admin)
+        return self._readers
+
+    @property
+    def _reader(self) -> Reader:
+        """The reader of the queue that is read."""
+        assert self._readers is not None
+        return self._readers[self._at]
+
+    def _none_meant(self, reader: Reader, now_ms: int) -> bool:
+        """Whether all messages of the queue are due before the cutoff, so that it need not be read."""
+        latest_ms = reader.latest_ms(now_ms)
+        # The clocks of the broker's host and of the store may differ by a minute.
+        return latest_ms is not None and not self._meant.includes(latest_ms + 60_000)
+
+    def _keep(self, why: str) -> None:
+        """Leave a message unacknowledged, and count the reason."""
+        self._kept += 1
+        self._left[self._reader.queue][why] += 1
+
+    def _acknowledge(self, subscription: AmqpSubscription, tag: int) -> None:
+        """Acknowledge a committed message."""
+        self._acknowledged = True
+        subscription.ack(tag, multiple=False)
+
+    async def _next_subscription(self) -> AmqpSubscription | None:
+        """The subscription of the queue that is read; None when there is no queue left."""
+        if self._subscription is not None:
+            return self._subscription
+        now_ms = await self._now()
+        async with await admin_of(self._url) as admin:
+            readers = await self._all_readers(admin)
+            while self._at < len(readers):
+                reader = readers[self._at]
+                depth = (await asked(admin.depths([reader.queue])))[reader.queue] or 0
+                # A second visit to a queue replaces the first one's list: it meets again the messages that the first
+                # one left.
+                self._left[reader.queue] = Counter()
+                if depth and not self._none_meant(reader, now_ms):
+                    # A run that died may have messages in hand that are on their way back into the queue.
+                    self._unread = depth + self._doubt.total()
+                    break
+                self._left[reader.queue] += Counter({BEFORE_CUTOFF: depth})
+                self._at += 1
+            else:
+                return None
+        try:
+            if self._reconnecting is None:
+                self._reconnecting = ReconnectingConnection(address_of(self._url), NAME, heartbeat=HEARTBEAT)
+                self._reconnecting.start()
+            prefetch = PREFETCH + (KEPT if self._meant.cutoff_ms is not None else 0)
+            self._subscription = await AmqpConsumer(self._reconnecting).subscribe(self._reader.queue, prefetch)
+        except BrokerLost as lost:
+            raise SourceLost(str(lost)) from lost
+        return self._subscription
+
+    async def _deliveries(self, subscription: AmqpSubscription) -> list[Delivery]:
+        """The next messages. Empty at the end of the queue, which the reader then leaves. Raises SourceLost."""
+        try:
+            # After three empty answers, a second each, another consumer holds the rest of the queue.
+            for _ in range(3 if self._unread > 0 else 0):
+                if some := await subscription.next_batch(min(BATCH, self._unread), 0.05):
+                    self._unread -= len(some)
+                    return some
+                if self._kept >= KEPT or not await self._ready():
+                    break
+        except BrokerLost as lost:
+            raise SourceLost(str(lost)) from lost
+        if self._unread > 0 and (unseen := min(await self._ready(), self._unread)):
+            self._left[self._reader.queue][BEHIND if self._kept >= KEPT else UNGIVEN] += unseen
+        await self._leave()
+        self._at += 1
+        return []
+
+    async def _ready(self) -> int:
+        """The number of messages that wait in the queue that is read, without those that a consumer holds."""
+        async with await admin_of(self._url) as admin:
+            return (await asked(admin.depths([self._reader.queue])))[self._reader.queue] or 0
+
+    async def _leave(self) -> None:
+        """Stop reading. Unacknowledged messages are back in the queue. Acknowledged ones are gone, or reported as
+        unknown."""
+        subscription, self._subscription = self._subscription, None
+        self._kept = 0
+        if subscription is None:
+            return
+        await subscription.close(END_SECONDS)
+        if self._acknowledged and not subscription.in_order:
+            raise SourceLost(f"queue {self._reader.queue}: {_UNHEARD}")
+        self._acknowledged = False
+        self._doubt.over()
 
     def _full(self, more: int = 0) -> bool:
         return self._meant.limit is not None and self._count + more >= self._meant.limit

@@ -16,8 +16,8 @@ from typing import Any, Final
 from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
 from delayer.core.importing import REPLIES, Item, Meant, Rewrite, rewriting
 from delayer.imports.files import FileSource, Reading, Skipped, Unreadable
-from delayer.imports.state_machine import Notes
 from delayer.imports.timeouts import Timeout, item_of
+from delayer.store.admin.importing import ImportStore
 
 NAME: Final = "nservicebus-raven"
 COLLECTION: Final = "TimeoutDatas"
@@ -107,7 +107,7 @@ class RavenExport(FileSource):
     def __init__(
         self,
         path: Path,
-        notes: Notes,
+        notes: ImportStore,
         meant: Meant,
         rewrites: Sequence[Rewrite] = (),
         *,

@@ -9,14 +9,15 @@ See core/importing.py for the states.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import FOR_PEOPLE, Batch, Goal, Item, Phase, Run, Survey, count_reason
 from delayer.core.message import Target
+from delayer.store.admin.importing import ImportStore
 
 
 class ImportImpossible(Exception):
@@ -75,38 +76,6 @@ class Source(Protocol):
 
     async def close(self) -> None:
         """Close connections and files. Safe to call twice."""
-
-
-class Book(Protocol):
-    """The store of runs, which also commits batches. Satisfied by store.admin.importing.ImportStore."""
-
-    async def now_ms(self) -> int: ...
-
-    async def unfinished(self) -> Run | None: ...
-
-    async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run: ...
-
-    async def staged(self, run: Run, messages: int | None) -> Run: ...
-
-    async def commit(self, run: Run, batch: Batch) -> Run:
-        """Commit the whole batch with its progress, or nothing. Messages whose key is taken count as superseded."""
-
-    async def finish(self, run: Run, phase: Phase) -> Run: ...
-
-
-class Notes(Protocol):
-    """Keeps the order of a source's records in a file. Satisfied by store.admin.importing.ImportStore."""
-
-    async def write_items(self, run: Run, items: Iterable[Sequence[tuple[int, int, int]]]) -> int: ...
-
-    async def keep_items(self, run: Run, limit: int) -> int: ...
-
-    async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]: ...
-
-    async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]: ...
-
-    async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
-        """The keys among these under which a message waits already."""
 
 
 class Judge(Protocol):
@@ -188,7 +157,7 @@ class Report:
         return not (self.run.held or self.run.superseded) and FOR_PEOPLE.isdisjoint(self.left)
 
 
-async def preview(source: Source, book: Book, judge: Judge, *, again: bool = False) -> Preview:
+async def preview(source: Source, book: ImportStore, judge: Judge, *, again: bool = False) -> Preview:
     """Look without changes. ``again``: as for :func:`run`. Raises SourceLost, ImportImpossible, StoreLost."""
     unfinished = await book.unfinished()
     refusal = ""
@@ -212,7 +181,7 @@ def _brought(survey: Survey, again: bool) -> str:
     )
 
 
-async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, again: bool = False) -> Report:
+async def run(source: Source, book: ImportStore, judge: Judge, who: str, say: Say, *, again: bool = False) -> Report:
     """Begin, or go on. ``again``: import also messages that an earlier import brought. Raises SourceLost,
     ImportImpossible, CountMismatch, StoreLost; then run it again."""
     began = time.monotonic()
@@ -255,7 +224,7 @@ async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, a
     return report
 
 
-async def _batches(source: Source, book: Book, judge: Judge, report: Report, say: Say) -> None:
+async def _batches(source: Source, book: ImportStore, judge: Judge, report: Report, say: Say) -> None:
     """Import batch after batch until the source is empty; ``report`` has the progress."""
     while True:
         current = report.run
@@ -296,16 +265,16 @@ async def _judged(batch: Batch, judge: Judge) -> Batch:
     problems = await judge.problems(goals)
     if not problems:
         return batch
-    items: Sequence[Item] = [
-        item
-        if item.hold is not None or item.parcel.target not in problems
-        else Item(item.parcel, Hold(HoldKind.RETURNED, problems[item.parcel.target]))
+    items = [
+        Item(item.parcel, Hold(HoldKind.RETURNED, why))
+        if item.hold is None and (why := problems.get(item.parcel.target))
+        else item
         for item in batch.items
     ]
-    return Batch(items, batch.progress, batch.again)
+    return replace(batch, items=items)
 
 
-async def abort(source: Source, book: Book) -> tuple[Run, int | None]:
+async def abort(source: Source, book: ImportStore) -> tuple[Run, int | None]:
     """End an unfinished run. Committed messages stay, the others go back. Returns the run, and how many went back; None
     where the source cannot count. Raises ImportImpossible if there is no run."""
     found = await book.unfinished()

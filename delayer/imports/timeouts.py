@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
-from functools import lru_cache
-from struct import Struct
 from typing import Final, NamedTuple
 
 from delayer.amqp.properties import FLAGS, entry, long_string
@@ -24,16 +22,6 @@ SAVED_REPLY_TO: Final = "NServiceBus.Timeout.ReplyToAddress"
 UNREAD: Final = b"x-delayer-import-headers"
 """The header for an unreadable headers column, or for a queue name that is too long, unchanged."""
 NET_TYPE: Final = "$type"
-_ALWAYS: Final = FLAGS["headers"] | FLAGS["delivery_mode"]
-_CONTENT_TYPE: Final = FLAGS["content_type"]
-# Other properties of a timeout, in the order of the wire. All of them follow the delivery mode.
-_CORRELATION_ID, _REPLY_TO, _MESSAGE_ID, _TYPE = (
-    FLAGS[name] for name in ("correlation_id", "reply_to", "message_id", "type")
-)
-_PERSISTENT: Final = b"\2"
-_BYTE: Final = tuple(bytes((n,)) for n in range(SHORT_STRING + 1))
-_U16: Final = Struct(">H")
-_U32: Final = Struct(">I")
 _EXPIRE: Final = nservicebus.EXPIRE.decode()
 _REPLY_TO_ADDRESS: Final = nservicebus.REPLY_TO.decode()
 _EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - the columns have no zone, and mean UTC
@@ -137,7 +125,7 @@ def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
 def _properties(id_: str, headers: Mapping[str, object], raw: bytes, replies: Sequence[Rewrite]) -> bytes:
     """The properties as NServiceBus's transport for RabbitMQ fills them in: headers as strings, and properties as well
     where AMQP has one."""
-    texts: dict[str, str] = {name: value if type(value) is str else _text(value) for name, value in headers.items()}
+    texts = {name: _text(value) for name, value in headers.items()}
     texts.setdefault(RELATED, id_)
     if SAVED_REPLY_TO in texts and (saved := texts.pop(SAVED_REPLY_TO)):
         texts[_REPLY_TO_ADDRESS] = saved
@@ -145,39 +133,27 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes, replies: Se
         for rewrite in replies:
             answer = rewrite(answer)
         texts[_REPLY_TO_ADDRESS] = answer
-    parts: list[bytes] = []
-    for name, text in texts.items():
-        value = text.encode("utf-8", "surrogatepass")  # JSON can contain half of a surrogate pair.
-        parts += (_head(name), _U32.pack(len(value)), value)
-    if raw:
-        parts.append(entry(UNREAD, long_string(raw)))
-    table = b"".join(parts)
-    get = texts.get
-    kind = get("NServiceBus.EnclosedMessageTypes", "").partition(";")[0].partition(",")[0].strip()
-    flags = _ALWAYS
-    before = behind = b""
-    for bit, text in (
-        (_CONTENT_TYPE, get("NServiceBus.ContentType", "application/octet-stream")),
-        (_CORRELATION_ID, get("NServiceBus.CorrelationId", "")),
-        (_REPLY_TO, get(_REPLY_TO_ADDRESS, "")),
-        (_MESSAGE_ID, get("NServiceBus.MessageId", "") or id_),
-        (_TYPE, kind),
-    ):
-        value = text.encode("utf-8", "surrogatepass")
-        if 0 < len(value) <= SHORT_STRING:
-            flags |= bit
-            if bit == _CONTENT_TYPE:
-                before = _BYTE[len(value)] + value
-            else:
-                behind += _BYTE[len(value)] + value
-    return b"".join((_U16.pack(flags), before, _U32.pack(len(table)), table, _PERSISTENT, behind))
+    table = [entry(_bytes(name), long_string(_bytes(text))) for name, text in texts.items()]
+    encoded = b"".join([*table, entry(UNREAD, long_string(raw))] if raw else table)
+    said = {
+        "content_type": texts.get("NServiceBus.ContentType", "application/octet-stream"),
+        "correlation_id": texts.get("NServiceBus.CorrelationId", ""),
+        "reply_to": texts.get(_REPLY_TO_ADDRESS, ""),
+        "message_id": texts.get("NServiceBus.MessageId", "") or id_,
+        "type": texts.get("NServiceBus.EnclosedMessageTypes", "").partition(";")[0].partition(",")[0].strip(),
+    }
+    values = {
+        name: bytes((len(value),)) + value
+        for name, text in said.items()
+        if 0 < len(value := _bytes(text)) <= SHORT_STRING
+    }
+    values |= {"headers": len(encoded).to_bytes(4, "big") + encoded, "delivery_mode": b"\2"}
+    flags = sum(FLAGS[name] for name in values)
+    return flags.to_bytes(2, "big") + b"".join(values[name] for name in FLAGS if name in values)
 
 
-@lru_cache(maxsize=1 << 12)
-def _head(name: str) -> bytes:
-    """The bytes before the length of a string header of this name. A system uses a few dozen names."""
-    key = name.encode("utf-8", "surrogatepass")
-    return b"%c%bS" % (len(key), key)
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # JSON can contain half of a surrogate pair.
 
 
 def _text(value: object) -> str:

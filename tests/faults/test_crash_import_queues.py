@@ -160,9 +160,9 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     async def remove(self: Queues, batch: Batch) -> None:
         batches.append(batch)
         if len(batches) == number:
-            assert self._visits.subscription is not None
-            self._visits.subscription._connection._transport.abort()  # type: ignore[union-attr]
-            await asyncio.wait([self._visits.subscription._channel.closed])
+            assert self._subscription is not None
+            self._subscription._connection._transport.abort()  # type: ignore[union-attr]
+            await asyncio.wait([self._subscription._channel.closed])
         await real(self, batch)
 
     monkeypatch.setattr(Queues, "remove", remove)
@@ -205,7 +205,7 @@ async def test_acknowledgements_of_several_batches_that_went_nowhere(
 
         async def remove(self: Queues, batch: Batch) -> None:
             batches.append(batch)
-            subscription = self._visits.subscription
+            subscription = self._subscription
             assert subscription is not None
 
             async def received() -> int:

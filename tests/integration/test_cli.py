@@ -39,9 +39,9 @@ def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ
     delayer("db", "upgrade")
     table = [line.split() for line in delayer("status").stdout.splitlines()]
     assert [line for line in table if line[-1:] == ["mode"]] == [
+        ["cascade", *unused],
         ["delays.due", *unused],
         ["delayer.delay-strays", *unused],
-        ["cascade", *unused],
     ]
     delayer("topology", "remove", DELAYER_BROKER__MANAGEMENT_URL=rabbitmq.management_url)
     delayer("topology", "verify", expect=1)

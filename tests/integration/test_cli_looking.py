@@ -183,7 +183,7 @@ async def test_many_held_ones_are_acted_on_page_by_page(
         now = place.now_upper_ms()
         await place.hold(lane, [(parcel(now, b"%d" % n), UNBOUND) for n in range(40)])
         meant = held.Meant(Filter(), frozenset())
-        count, last, missing = await held._count(database, meant)
+        count, last, missing = await held._count(admin, meant)
         assert (count, missing) == (40, set())
         await place.hold(lane, [(parcel(now, b"later"), UNBOUND)])
         sizes = [len(page) async for page in held._pages(admin, meant)]

@@ -19,10 +19,11 @@ from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, To
 from delayer.cli import importing
 from delayer.cli.errors import FOUND, OUT_OF_REACH, USAGE, failure
 from delayer.cli.main import cli
-from delayer.cli.options import instant_ms
 from delayer.cli.output import when
 from delayer.cli.send import Message, ask, prepared
 from delayer.config import ConfigError, Problem, Route, Settings, loading
+from delayer.config.errors import Expected
+from delayer.config.values import instant_ms
 from delayer.core.errors import StoreLost, certificate_advice
 from delayer.daemon import app
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
@@ -142,7 +143,11 @@ def test_usage_and_configuration_exit_2(arguments: list[str]) -> None:
     ],
 )
 def test_an_instant_is_of_one_place_or_a_date_in_utc(text: str, found: int | None) -> None:
-    assert instant_ms(text) == found
+    if found is None:
+        with pytest.raises(Expected, match="an instant with its offset"):
+            instant_ms(text)
+    else:
+        assert instant_ms(text) == found
 
 
 def test_a_misspelt_verb_is_answered_with_what_may_be_meant() -> None:

@@ -8,19 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from delayer.config import (
-    ConfigError,
-    Destination,
-    Retry,
-    Route,
-    Settings,
-    Takeover,
-    config_file,
-    duration_ms,
-    duration_text,
-    load,
-    loading,
-)
+from delayer.config import ConfigError, Route, Settings, config_file, duration_ms, duration_text, load, loading
+from delayer.config.model import Destination, Retry, Takeover
 from delayer.config.sources import env_name, keys_of, known_keys
 
 ROOT = Path(__file__).parents[3]

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from delayer.config import Settings
 from delayer.core import horizon
 from delayer.core.counters import Counters
 from delayer.http.metrics import METRICS, PREFIX, Sight, roles, text
-from delayer.http.view import Depths, Snapshot, StoreSeen
-from delayer.store.admin.stats import KINDS, Census, LaneOverview
+from delayer.http.view import Depths, Snapshot
+from delayer.store.admin.stats import KINDS, Census, LaneOverview, Late
 from delayer.store.segments import catalog
 from tests.support.web import samples
 from tests.unit.http.states import overview, state
@@ -44,7 +45,7 @@ def sight(**more: Any) -> Sight:
     counters.batch("claim", 3)
     packed = catalog.Counted(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
     lanes = [lane(1, alive=True, waiting=5, next_due_ms=9_000), lane(2, alive=False, waiting=2, next_due_ms=None)]
-    store = StoreSeen(overview(lanes=lanes, packed=packed), (2, 50))
+    store = replace(overview(lanes=lanes, packed=packed), late=Late(2, 50, None))
     counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}
     whole: dict[str, Any] = {
         "state": state(counters),
@@ -124,7 +125,7 @@ def test_metrics_of_an_unreachable_server_are_missing() -> None:
 
 
 def test_a_store_of_another_schema_is_told_apart_from_one_that_is_away() -> None:
-    seen = StoreSeen(overview("9999"), (0, 0))
+    seen = overview("9999")
     found = shown(sight(store=Snapshot(seen, "", 0.1)))
     assert (found["delayer_store_up",], found["delayer_store_schema_current",]) == (1, 0)
 

@@ -1,4 +1,4 @@
-"""Rates and lateness of the last minutes, from notes."""
+"""Rates and lateness of the last minutes, from the counters."""
 
 from __future__ import annotations
 
@@ -10,30 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core.counters import LATENESS, Counters, Tally
-from delayer.http.recent import KINDS, STEP_MS, Note, note, quantile, series, steps, summary
+from delayer.http.recent import STEP_MS, Recent, quantile, series, summary
 
 NOW = 1_800_000_000_000
 ALL = len(LATENESS)
-EMPTY = (0,) * len(LATENESS)
 
 
-def notes(*parked: int, first: int = 0) -> list[Note]:
-    return [Note(first + at, (n, *[0] * (len(KINDS) - 1)), EMPTY, 0, 0.0) for at, n in enumerate(parked)]
+def test_each_step_has_the_counts_since_the_one_before() -> None:
+    counters = Counters()
+    recent = Recent(counters, 0)
+    for step, parked in ((1, 10), (1, 99), (2, 20)):
+        counters.add("parked", parked)
+        recent.note(step * STEP_MS)
+    assert [(one.at_ms, one.counts["parked"]) for one in recent.steps] == [(STEP_MS, 10), (2 * STEP_MS, 119)]
 
 
-def test_each_step_has_the_counts_between_two_notes() -> None:
-    found = steps(notes(0, 10, 30))
-    assert [one.counts["parked"] for one in found] == [10, 20]
-    assert [one.at_ms for one in found] == [STEP_MS, 2 * STEP_MS]
-
-
-def test_a_gap_is_nothing() -> None:
-    found = steps([*notes(0, 1), *notes(9, first=4)])
-    assert [one.counts["parked"] for one in found] == [1, 0, 0, 8]
-
-
-def test_no_notes_yet() -> None:
-    assert steps(notes(7)) == []
+def test_no_steps_yet() -> None:
     nothing = summary([], 60)
     assert (nothing.rates["parked"], nothing.p50, nothing.worst) == (0, None, None)
 
@@ -70,11 +62,12 @@ def test_a_quantile_is_of_the_size_of_the_lateness(seconds: list[float], share: 
 
 def test_from_counters_to_a_chart() -> None:
     counters = Counters()
-    before = note(counters, NOW)
+    recent = Recent(counters, NOW)
     counters.add("parked", 50)
     counters.add("released", 10)
     counters.delivered([(NOW - 40, b"a")] * 10, NOW)
-    course = steps([before, note(counters, NOW + STEP_MS)])
+    recent.note(NOW + STEP_MS)
+    course = list(recent.steps)
     last = summary(course, 60)
     assert (last.rates["parked"], last.rates["released"], last.seconds) == (10, 2, STEP_MS / 1000)
     assert last.p50 is not None

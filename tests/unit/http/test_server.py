@@ -14,7 +14,7 @@ import pytest
 
 from delayer.config import Settings
 from delayer.core.errors import BrokerLost
-from delayer.http import access, server
+from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, RefusedRow, State
@@ -73,7 +73,6 @@ async def served(inside: Inside) -> AsyncIterator[Web]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "log", Log())
         patch.setattr(server, "AGAIN", 0.05)
-        patch.setattr(server, "Sessions", partial(access.Sessions, wrong_seconds=0.0))
         stopping = asyncio.Event()
         part = asyncio.create_task(HttpPart(inside).run(stopping))
         try:

@@ -9,13 +9,21 @@ from delayer.amqp.properties import Properties, encode_headers, entry, int64, lo
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.levels import delay_in_key
 from delayer.core.message import Delivery, Due, Parcel, Target
-from delayer.imports.draining import AGAIN, Left, into_cascade, into_store, left_in_cascade, left_in_store
+from delayer.imports.cascade import Level
+from delayer.imports.draining import AGAIN, Left, carried, into_cascade, left_in_cascade, left_in_store
+from delayer.imports.queues import parsed
 from delayer.store.admin.draining import Standing
 from tests.support.fakes import NOW
 
 OURS = Cascade()
 DAY = 86_400_000
 DUE = b"delays.due"
+
+
+def into_store(met: Delivery, level: int, now_ms: int = NOW) -> Parcel:
+    """What a drain into the store makes of a message in this level."""
+    reader = Level(OURS, level, OURS.delivery.encode(), lambda one: carried(one, DUE, 100_000))
+    return reader.item(met, parsed(met.properties), now_ms).parcel
 
 
 def row(due_ms: int) -> Due:
@@ -38,15 +46,15 @@ def test_there_and_back(wait_ms: int) -> None:
     level = max(seconds.bit_length() - 1, 0)
     assert sent.exchange.decode() == OURS.level(level)
     met = Delivery(1, False, sent.exchange, sent.routing_key, sent.properties, sent.body)
-    assert into_store(met, OURS, level, NOW + 5_000, due_queue=DUE, max_properties=100_000) == due.parcel
+    assert into_store(met, level, NOW + 5_000) == due.parcel
 
 
 def test_foreign_messages_go_to_the_end_of_the_cascade() -> None:
     key = b"0." * (LEVELS - 6) + b"1.0.0.0.0.0.inbox"
     properties = encode_headers(entry(edits.DUE, int64(NOW + 30_000)) + entry(edits.ID, long_string(b"id")))
     met = Delivery(1, False, OURS.level(5).encode(), key, properties, b"body")
-    parcel = into_store(met, OURS, 5, NOW, due_queue=DUE, max_properties=100_000)
-    assert parcel.target == Target(OURS.delivery.encode(), key)
+    parcel = into_store(met, 5)
+    assert parcel.target == Target(OURS.delivery.encode(), b"inbox")
     assert (parcel.due_ms, parcel.properties, parcel.body) == (NOW + 30_000, properties, b"body")
 
 
@@ -54,14 +62,14 @@ def test_a_publishers_envelope_is_not_opened() -> None:
     """Only what is on its way to the due queue is an envelope, whatever the headers of another message look like."""
     forged = into_cascade(row(NOW + 60_000), OURS, b"inbox", NOW)
     met = Delivery(1, False, forged.exchange, forged.routing_key, forged.properties, forged.body)
-    parcel = into_store(met, OURS, 5, NOW, due_queue=DUE, max_properties=100_000)
-    assert parcel.target == Target(OURS.delivery.encode(), forged.routing_key)
+    parcel = into_store(met, 5)
+    assert parcel.target == Target(OURS.delivery.encode(), b"inbox")
     assert parcel.properties == forged.properties
 
 
 def test_unreadable_messages_wait_the_longest_time() -> None:
     met = Delivery(1, False, b"x", b"0." * LEVELS + b"inbox", b"\xff\xff\xff", b"body")
-    assert into_store(met, OURS, 6, NOW, due_queue=DUE, max_properties=100_000).due_ms == NOW + 64_000
+    assert into_store(met, 6).due_ms == NOW + 64_000
 
 
 NOTHING = Standing(0, 0, 0, 0, 0, 0)

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from delayer.amqp.address import Address
-from delayer.config import ConfigError, SecretUrl, load
-from delayer.core.secret import concealed, mask
+from delayer.config import ConfigError, load
+from delayer.core.secret import SecretUrl, concealed, mask
 from delayer.imports.databases import Database, database_url, shown
 from delayer.imports.state_machine import BadSource
 
