@@ -78,7 +78,7 @@ FILES: list[tuple[str, dict[str, str]]] = [
     ('[broker]\nmanagement_url = "amqp://u:pw@h"', {"broker.management_url": '"amqp://u:***@h"'}),
     ('[intake]\nqueue = ["a"]', {"intake.queue": "a list of 1"}),
     (f'[intake]\nqueue = "{"é" * 128}"', {"intake.queue": json.dumps("é" * 128)[:79] + "…"}),
-    ('[intake]\nqueue = "delays.due"', {"native.due_queue": '"delays.due"'}),
+    ('[intake]\nqueue = "delays.due"', {"intake.queue": '"delays.due"'}),
     (f'[native]\nprefix = "{"p" * 114}"', {"native.prefix": '"' + "p" * 78 + "…"}),
     *((f'native.due_queue = "{name}"', {"native.due_queue": found}) for name, found in LONG.items()),
     ('[native]\ndue_queue = "x"\n[refused]\nqueue = "x"', {"refused.queue": '"x"'}),
