@@ -15,6 +15,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
@@ -298,7 +299,9 @@ class SqlTimeouts:
         self._targets: dict[str, Target] = {}
         self._staged: list[TimeoutTable] = []
         self._removed: dict[str, Place] = {}
-        self._reader: AsyncGenerator[Batch] | None = None
+        # One batch is read while the store commits another one, and one more while that one is removed.
+        self._ahead: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(2)
+        self._reader: asyncio.Task[None] | None = None
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -377,8 +380,21 @@ class SqlTimeouts:
     async def next_batch(self) -> Batch | None:
         """See Source."""
         if self._reader is None:
-            self._reader = self._batches()
-        return await anext(self._reader, None)
+            self._reader = asyncio.create_task(self._read())
+        found = await self._ahead.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def _read(self) -> None:
+        """Read batches ahead of :meth:`next_batch`."""
+        try:
+            async with aclosing(self._batches()) as batches:
+                async for batch in batches:
+                    await self._ahead.put(batch)
+            await self._ahead.put(None)
+        except Exception as error:  # noqa: BLE001 - next_batch raises it
+            await self._ahead.put(error)
 
     async def _batches(self) -> AsyncGenerator[Batch]:
         """The staged rows, the soonest due first."""
@@ -396,6 +412,8 @@ class SqlTimeouts:
                 if len(items) >= BATCH or size >= BATCH_BYTES:
                     yield Batch(items, write_places(upto))
                     items, size = [], 0
+                elif not len(items) % 250:
+                    await asyncio.sleep(0)  # Let the commit of the last batch go on.
         if items:
             yield Batch(items, write_places(upto))
 
@@ -448,7 +466,8 @@ class SqlTimeouts:
     async def close(self) -> None:
         """See Source."""
         if self._reader is not None:
-            await self._reader.aclose()
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
         await self._database.close()
 
     def _names(self, connection: Connection) -> list[str]:
