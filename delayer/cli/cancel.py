@@ -190,7 +190,9 @@ def _filtered(
     if meant.broken:
         note(f"{meant.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")
     about = counted(meant.messages, "message")
-    target = f" to {iso(new['at_ms'])}" if "at_ms" in new else f" by {_shift(new['by_ms'])}" if "by_ms" in new else ""
+    target = f" to {iso(new['at_ms'])}" if "at_ms" in new else ""
+    if "by_ms" in new:
+        target = f" by {'-' if new['by_ms'] < 0 else ''}{duration_text(abs(new['by_ms']))}"
     if dry_run or not meant.messages:
         if as_json:
             print_json({"matched": meant.messages, "done": 0, "broken_segments": meant.broken})
@@ -221,7 +223,3 @@ def _filtered(
             others += f"; {unreadable:,} were delivered, or stand in a segment that does not read back"
         click.echo(f"{PAST[verb]}: {actions.met(done):,}{target}{others}.")
     return DONE
-
-
-def _shift(by_ms: int) -> str:
-    return f"{'-' if by_ms < 0 else ''}{duration_text(abs(by_ms))}"

@@ -251,17 +251,13 @@ def source(name: str, help_text: str, *options: Option) -> Callable[[Make], Make
     return add
 
 
-def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
-    json = given.pop("as_json")
-    _tell(context, _with(context, make, given, state_machine.preview), json)
-
-
 def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
-    json, dry_run, yes, again = (given.pop(name) for name in ("as_json", "dry_run", "yes", "again"))
-    if dry_run or not yes:
+    dry_run, yes, again = (given.pop(name) for name in ("dry_run", "yes", "again"))
+    if dry_run:
+        _preview(context, make, given, again)
+    json = given.pop("as_json")
+    if not yes:
         look = _with(context, make, dict(given), functools.partial(state_machine.preview, again=again))
-        if dry_run:
-            _tell(context, look, json)
         for line in lines_of(look):
             note(line)
         if look.refusal:
@@ -283,9 +279,11 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     context.exit(DONE if report.clean else FOUND)
 
 
-def _tell(context: click.Context, seen: Preview, as_json: bool) -> NoReturn:
+def _preview(context: click.Context, make: Make, given: dict[str, Any], again: bool = False) -> NoReturn:
     """Print the preview, and exit with the code that a run would have."""
-    tell_preview(seen, as_json)
+    json = given.pop("as_json")
+    seen = _with(context, make, given, functools.partial(state_machine.preview, again=again))
+    tell_preview(seen, json)
     context.exit(DONE if seen.clean else FOUND)
 
 

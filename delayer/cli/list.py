@@ -31,21 +31,6 @@ from delayer.store.admin.detail import Whole
 from delayer.store.admin.listing import BEGINNING, Entry
 
 
-def row_of(entry: Entry) -> tuple[object, ...]:
-    """One line of a list."""
-    key = "" if entry.key is None else reading.text(entry.key)
-    where = "" if entry.place.segment is None else str(entry.place.segment)
-    return (
-        str(entry.place.token),
-        iso(entry.place.due_us // 1000),
-        reading.text(entry.route),
-        address(entry.to_exchange, entry.to_key),
-        entry.size,
-        key,
-        where,
-    )
-
-
 def json_of(entry: Entry) -> dict[str, Any]:
     """One entry of a list, for programs."""
     said = reading.read(entry.properties)
@@ -127,9 +112,20 @@ def list_(
             }
         )
         return
-    columns = ["id", "due", "route", "to", "bytes", "key", "segment"]
-    if entries:
-        print_table(columns, [row_of(entry) for entry in entries], right=(4,))
+    rows = [
+        (
+            one.place.token,
+            iso(one.place.due_us // 1000),
+            reading.text(one.route),
+            address(one.to_exchange, one.to_key),
+            one.size,
+            "" if one.key is None else reading.text(one.key),
+            "" if one.place.segment is None else one.place.segment,
+        )
+        for one in entries
+    ]
+    if rows:
+        print_table(["id", "due", "route", "to", "bytes", "key", "segment"], rows, right=(4,))
     else:
         click.echo("No messages match." if not found.bounded else "No messages match so far.")
     say_native(settings)
@@ -251,9 +247,6 @@ def _print(found: Whole) -> None:
         print_table(["header", "type", "value"], said.headers)
     more = f", the first {reading.PREVIEW}" if entry.size > reading.PREVIEW else ""
     click.echo(f"\nbody: {entry.size} bytes{more}")
-    # A message must not be able to control the terminal.
-    click.echo("\n".join(map(_harmless, reading.preview(found.body).splitlines())))
-
-
-def _harmless(line: str) -> str:
-    return "".join(one if one.isprintable() or one == "\t" else f"\\x{ord(one):02x}" for one in line)
+    for line in reading.preview(found.body).splitlines():
+        # A message must not be able to control the terminal.
+        click.echo("".join(one if one.isprintable() or one == "\t" else f"\\x{ord(one):02x}" for one in line))

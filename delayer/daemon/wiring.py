@@ -79,10 +79,6 @@ class Connections:
         self._cluster = cluster
         return broker_mark(cluster, self._vhost)
 
-    def reaching(self) -> bool:
-        """Whether any of them is connected."""
-        return any(connection.current is not None for connection in self._connections.values())
-
     def connected(self) -> bool:
         """Whether all of them are."""
         return all(connection.current is not None for connection in self._connections.values())
