@@ -3,40 +3,104 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import asyncpg
 import click
 
+from delayer.amqp import edits
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.brief import briefly
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.publisher import MAX_PROPERTIES, AmqpPublisher
+from delayer.broker.publisher import AmqpPublisher
 from delayer.cli.errors import DONE, FOUND, Misused
 from delayer.cli.importing import import_failures
 from delayer.cli.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
 from delayer.cli.output import Say, note, print_json, print_table, progress
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, native_of
-from delayer.core.cascade import Cascade
+from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
+from delayer.core.delay_headers import seconds_until
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
 from delayer.core.importing import Meant
-from delayer.core.message import Confirmed, Due
-from delayer.imports import draining as rules
+from delayer.core.message import Confirmed, Due, Outgoing
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.cascade import CascadeLevels
-from delayer.imports.draining import Left
 from delayer.store.admin import actions, audit_log, draining, listing
 from delayer.store.admin.importing import ImportStore
 
 NAME: Final = "delayer drain"
 PORTION: Final = 500
 """Rows of one transaction."""
+
+
+AGAIN: Final = "the same once more"
+
+
+class Left(NamedTuple):
+    """Messages that stay, and why. ``next_step``: how they leave. ``by_itself``: they leave without help."""
+
+    messages: int
+    where: str
+    why: str
+    next_step: str
+    by_itself: bool = False
+
+
+def left_in_store(now: draining.Standing, unsound: int, *, keys_too: bool) -> list[Left]:
+    """The messages that a drain into the cascade leaves, or would leave. ``unsound``: rows with a wrong checksum."""
+    keyed = Left(
+        now.keyed,
+        "store",
+        "they have a key, and the cascade knows no keys",
+        "none: the daemon releases them when due; or --keys-too, and then they cannot be replaced or cancelled",
+        by_itself=True,
+    )
+    others = now.rows - now.soon - unsound - (0 if keys_too else now.keyed)
+    found = [
+        Left(0, "", "", "") if keys_too else keyed,
+        Left(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
+        Left(unsound, "store", "their bytes do not fit their checksum", "delayer audit"),
+        Left(others, "store", "they came in meanwhile, or another session had them locked", AGAIN),
+        Left(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
+        Left(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
+        Left(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
+    ]
+    return [one for one in found if one.messages > 0]
+
+
+def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: int) -> list[Left]:
+    """The messages that a drain into the store leaves. ``levels`` are depths by number; the drain emptied those from
+    ``lowest`` on."""
+    below = sum(depth for level, depth in levels.items() if level < lowest)
+    above = sum(depth for level, depth in levels.items() if level >= lowest)
+    found = [
+        Left(below, "cascade", "they are due within a minute", "none: they come out by themselves", by_itself=True),
+        Left(above, "cascade", "they came in, or down a level, meanwhile", AGAIN),
+        Left(due, "due queue", "they are due", "none: the daemon delivers them", by_itself=True),
+        Left(strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"),
+    ]
+    return [one for one in found if one.messages > 0]
+
+
+def left_delayed(delayed: Mapping[str, int | None]) -> list[Left]:
+    """The messages of each queue that the broker itself delays, so that a drain cannot read them."""
+    why, step = "the broker itself delays them", "none: they come out when they are due"
+    return [Left(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items() if count]
+
+
+def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Outgoing:
+    """The publish that moves a row, in an envelope, to the daemon's due queue. It keeps its id. A message whose delay
+    exceeds the cascade's longest passes the due queue and enters the cascade again."""
+    seconds = min(seconds_until(due.due_ms, now_ms), MAX_SECONDS)
+    token = b"%d" % due.id
+    key = routing_key(seconds, due_queue)
+    return Outgoing(levels.entry(seconds).encode(), key, edits.enveloped(due.parcel, token), due.parcel.body, token)
 
 
 LOWEST: Final = 5
@@ -70,20 +134,19 @@ async def left_of(settings: Settings, levels: Cascade, around: Around) -> list[L
         delayed = await admin.delayed(names)
     if None in delayed.values():
         note("Note: the broker may delay messages itself in these queues; only broker.management_url would show them.")
-    return rules.left_in_cascade(around.levels, around.due, around.strays, LOWEST) + rules.left_delayed(delayed)
+    return left_in_cascade(around.levels, around.due, around.strays, LOWEST) + left_delayed(delayed)
 
 
 async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
     """Import the levels into the store. Returns the number of messages, also of runs that were interrupted. A message
     of another publisher goes where the cascade ends."""
-    due_queue = settings.native.due_queue.encode()
     async with ImportStore.open(url) as book:
         source = CascadeLevels(
             settings.broker_url,
             levels,
             Meant(),
             book.now_ms,
-            open=lambda delivery: rules.carried(delivery, due_queue, MAX_PROPERTIES),
+            due_queue=settings.native.due_queue.encode(),
             to_exchange=levels.delivery.encode(),
             management_url=settings.management_url,
             lowest=LOWEST,
@@ -164,7 +227,7 @@ async def _publish(
 ) -> None:
     now_ms = await connection.fetchval("SELECT clock_timestamp()")
     queue, levels = settings.native.due_queue.encode(), cascade_of(settings)
-    outcomes = await publisher.publish([rules.into_cascade(row, levels, queue, now_ms) for row in rows])
+    outcomes = await publisher.publish([into_cascade(row, levels, queue, now_ms) for row in rows])
     refused = [outcome for outcome in outcomes if not isinstance(outcome, Confirmed)]
     if refused:
         raise BrokerLost(f"the cascade did not take {len(refused)} of {len(rows)} messages: {refused[0]}; they stay")
@@ -223,7 +286,7 @@ async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int
     if settings.mode == "native":
         rows = await standing(url, keys_too=keys_too)
         count = rows.rows - rows.soon - (0 if keys_too else rows.keyed)
-        return count, rules.left_in_store(rows._replace(rows=rows.rows - count), 0, keys_too=keys_too)
+        return count, left_in_store(rows._replace(rows=rows.rows - count), 0, keys_too=keys_too)
     around = await look_around(settings, cascade_of(settings))
     count = sum(depth for level, depth in around.levels.items() if level >= LOWEST)
     below = around._replace(levels={n: of for n, of in around.levels.items() if n < LOWEST})
@@ -235,7 +298,7 @@ async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, 
     if settings.mode == "native":
         moved = await rows_to_cascade(settings, url, keys_too=keys_too)
         rows = await standing(url, keys_too=keys_too)
-        return moved.messages, rules.left_in_store(rows, moved.unsound, keys_too=keys_too)
+        return moved.messages, left_in_store(rows, moved.unsound, keys_too=keys_too)
     levels = cascade_of(settings)
     done = await levels_to_store(settings, url, levels)
     return done, await left_of(settings, levels, await look_around(settings, levels))

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from delayer.amqp.address import Address
-from delayer.broker.publisher import MAX_PROPERTIES
 from delayer.cli.errors import Misused
 from delayer.cli.importing import Make, Wanted, import_, rewrites_of, source
 from delayer.cli.options import duration, pair, raw, url_of
@@ -17,7 +16,6 @@ from delayer.config.values import broker_url, management_url
 from delayer.core.cascade import KINDS, Cascade
 from delayer.core.message import Target
 from delayer.imports.cascade import CascadeLevels
-from delayer.imports.draining import carried
 from delayer.imports.files import DelayedExchange, JsonLines, Plan
 from delayer.imports.hold_queues import HoldQueues, Said
 from delayer.imports.raven import RavenExport
@@ -72,15 +70,13 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
     except ValueError as error:
         raise BadSource(str(error)) from None
     to = given["to_exchange"]
-    due_queue = raw(given["due_queue"] or wanted.settings.native.due_queue)
-
     return CascadeLevels(
         _from_url(given) or wanted.settings.broker_url,
         cascade,
         wanted.meant,
         book.now_ms,
         wanted.rewrites,
-        open=lambda delivery: carried(delivery, due_queue, MAX_PROPERTIES),
+        due_queue=raw(given["due_queue"] or wanted.settings.native.due_queue),
         to_exchange=None if to is None else raw(to),
         management_url=None if given["from_url"] else wanted.settings.management_url,
     )

@@ -6,9 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from delayer.amqp import edits
+from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.broker.admin import Admin
-from delayer.core.cascade import LEVELS, Cascade, strip_prefix
+from delayer.broker.publisher import MAX_PROPERTIES
+from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
 from delayer.core.importing import Item, Meant, Rewrite
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
@@ -19,9 +22,6 @@ NAME: Final = "cascade"
 ARRIVED: Final = b"0." * LEVELS
 """The beginning of a routing key whose delay is over; the address follows."""
 
-Open = Callable[[Delivery], Parcel | None]
-"""The message inside an envelope of delayer's own cascade; None for a message without an envelope."""
-
 
 @dataclass(frozen=True, slots=True)
 class Level:
@@ -30,7 +30,7 @@ class Level:
     cascade: Cascade
     number: int
     to_exchange: bytes | None
-    open: Open
+    due_queue: bytes
 
     @property
     def queue(self) -> str:
@@ -47,7 +47,7 @@ class Level:
 
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
         """See the port. An envelope contains the due instant and the destination of its message."""
-        if self.cascade.kind == "delayer" and (inside := self.open(delivery)) is not None:
+        if (inside := self._inside(delivery, properties)) is not None:
             return Item(inside)
         headers = decoded(properties, CONSULTED)
         due_ms = min(due_at_level(self.cascade, self.number, delivery.routing_key, headers, now_ms), LATEST_MS)
@@ -58,6 +58,20 @@ class Level:
                 delivery.properties, delivery.body,
             )
         )  # fmt: skip
+
+    def _inside(self, delivery: Delivery, properties: Properties | None) -> Parcel | None:
+        """The message in an envelope of delayer's own cascade; None without an envelope.
+
+        Only a message on its way to the daemon's own due queue is an envelope. Any other message is a publisher's, on
+        its way to some queue, and its headers prove nothing.
+        """
+        ours = self.cascade.kind == "delayer" and leads_to(delivery.routing_key, self.due_queue)
+        if properties is None or not ours:
+            return None
+        try:
+            return edits.opened(properties, delivery.body, MAX_PROPERTIES).parcel
+        except (edits.NoEnvelope, MalformedProperties, MalformedTable):
+            return None
 
     def _target(self, address: bytes) -> Target:
         """Celery's addresses are routing keys, bound to its delivery exchange. Other addresses are queues."""
@@ -82,15 +96,15 @@ class CascadeLevels(Queues):
         now: Callable[[], Awaitable[int]],
         rewrites: Sequence[Rewrite] = (),
         *,
-        open: Open,
+        due_queue: bytes,
         to_exchange: bytes | None = None,
         management_url: str | None = None,
         lowest: int = 0,
     ) -> None:
-        """``lowest``: the lowest level to read."""
+        """``due_queue``: that of delayer's own cascade. ``lowest``: the lowest level to read."""
         super().__init__(NAME, url, meant, now, rewrites, management_url=management_url)
         self._cascade = cascade
-        self._open = open
+        self._due_queue = due_queue
         self._to_exchange = to_exchange
         self._lowest = lowest
 
@@ -113,5 +127,7 @@ class CascadeLevels(Queues):
 
     async def readers(self, admin: Admin) -> list[Reader]:
         """See Queues."""
-        up = [Level(self._cascade, number, self._to_exchange, self._open) for number in range(self._lowest, LEVELS)]
+        up = [
+            Level(self._cascade, number, self._to_exchange, self._due_queue) for number in range(self._lowest, LEVELS)
+        ]
         return [*up, *reversed(up[:-1])]

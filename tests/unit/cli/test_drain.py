@@ -6,11 +6,11 @@ import pytest
 
 from delayer.amqp import edits
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.cli.drain import AGAIN, Left, into_cascade, left_in_cascade, left_in_store
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.levels import delay_in_key
 from delayer.core.message import Delivery, Due, Parcel, Target
 from delayer.imports.cascade import Level
-from delayer.imports.draining import AGAIN, Left, carried, into_cascade, left_in_cascade, left_in_store
 from delayer.imports.queues import parsed
 from delayer.store.admin.draining import Standing
 from tests.support.fakes import NOW
@@ -22,7 +22,7 @@ DUE = b"delays.due"
 
 def into_store(met: Delivery, level: int, now_ms: int = NOW) -> Parcel:
     """What a drain into the store makes of a message in this level."""
-    reader = Level(OURS, level, OURS.delivery.encode(), lambda one: carried(one, DUE, 100_000))
+    reader = Level(OURS, level, OURS.delivery.encode(), DUE)
     return reader.item(met, parsed(met.properties), now_ms).parcel
 
 
