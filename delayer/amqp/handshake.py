@@ -50,10 +50,10 @@ def start_ok(start: commands.Connection.Start, address: Address, name: str) -> c
     )
 
 
-def property_of(start: commands.Connection.Start, name: str) -> str:
-    """A text that the broker tells of itself; "" if the broker does not send it."""
-    value = start.server_properties.get(name) if isinstance(start.server_properties, dict) else None
-    return value if isinstance(value, str) else ""
+def cluster_of(start: commands.Connection.Start) -> str:
+    """The name of the broker's cluster; "" if the broker does not send it."""
+    name = start.server_properties.get("cluster_name") if isinstance(start.server_properties, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> Limits:
@@ -79,12 +79,12 @@ class Dialogue:
         self._write = write
         self._reply: tuple[type[Frame], asyncio.Future[Frame]] | None = None
 
-    async def greet(self, address: Address, name: str, heartbeat: float) -> tuple[str, str, Limits]:
-        """Log in. Returns the name of the broker's cluster, its version, and the limits. Raises AccessRefused."""
+    async def greet(self, address: Address, name: str, heartbeat: float) -> tuple[str, Limits]:
+        """Log in. Returns the name of the broker's cluster, and the limits. Raises AccessRefused."""
         start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
         hello = start_ok(start, address, name)
         tune = await self._ask(framing.marshal(hello, 0), commands.Connection.Tune)
-        return property_of(start, "cluster_name"), property_of(start, "version"), agree(tune, heartbeat)
+        return cluster_of(start), agree(tune, heartbeat)
 
     async def enter(self, limits: Limits, vhost: str) -> None:
         """Agree to the limits, and open the virtual host."""

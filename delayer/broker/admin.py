@@ -1,4 +1,4 @@
-"""Administration of a broker, with one question at a time: declare, verify, show, bind, remove. Not for the hot path.
+"""Administration of a broker, over aio-pika: declare, verify, show, bind, remove. Not for the hot path.
 
 It reads topologies as values. Parts that another system owns (``shared``) are declared if missing and never removed.
 """
@@ -11,11 +11,16 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from aiormq.exceptions import (
+    ChannelClosed,
+    ChannelLockedResource,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+)
 from pamqp.commands import Basic as BasicMethods
 from pamqp.commands import Queue as QueueMethods
 
 from delayer.amqp.address import Address
-from delayer.amqp.errors import NOT_FOUND, PRECONDITION_FAILED, RESOURCE_LOCKED, ChannelClosed
 from delayer.broker.brief import (
     ExchangeDelete,
     QueueDelete,
@@ -142,7 +147,7 @@ def _delayed_reason(count: int | None) -> str:
 
 
 def _raise_unless_gone(answer: object) -> None:
-    if isinstance(answer, ChannelClosed) and answer.code != NOT_FOUND:
+    if isinstance(answer, ChannelClosed) and not isinstance(answer, ChannelNotFoundEntity):
         raise BrokerRefused(str(answer)) from answer
 
 
@@ -250,7 +255,7 @@ class Admin:
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
         """Bind a queue. Returns False if the queue or exchange is missing, or another connection owns the queue."""
         answer = await self._link.ask(binding_frame(Binding(exchange, queue, "queue", key)))
-        return not _locked(answer) and _exists(answer)
+        return not isinstance(answer, ChannelLockedResource) and _exists(answer)
 
     async def may_consume(self, queue: str) -> bool:
         """Whether this user may read the queue, without reading a message. The broker checks the permission first, and
@@ -263,7 +268,7 @@ class Admin:
 
     async def queue_exists(self, name: str) -> bool:
         answer = await self._link.ask(queue_look(name))
-        return _locked(answer) or _exists(answer)
+        return isinstance(answer, ChannelLockedResource) or _exists(answer)
 
     async def exchange_exists(self, name: str) -> bool:
         return not name or _exists(await self._link.ask(exchange_look(name)))
@@ -285,17 +290,13 @@ def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch 
     resolve it. Raises BrokerRefused for any other refusal."""
     if not isinstance(answer, ChannelClosed):
         return None
-    if answer.code not in (PRECONDITION_FAILED, RESOURCE_LOCKED):
+    if not isinstance(answer, ChannelPreconditionFailed | ChannelLockedResource):
         raise BrokerRefused(f"{kind} {name!r}: {answer}") from answer
     return Mismatch(kind, name, str(wanted), str(answer))
 
 
-def _locked(answer: object) -> bool:
-    """Whether another connection owns the queue exclusively."""
-    return isinstance(answer, ChannelClosed) and answer.code == RESOURCE_LOCKED
-
-
 def _exists(answer: object) -> bool:
     """Whether the broker agreed; False if the part is missing. Raises BrokerRefused for any other refusal."""
-    _raise_unless_gone(answer)
-    return not isinstance(answer, ChannelClosed)
+    if isinstance(answer, ChannelClosed) and not isinstance(answer, ChannelNotFoundEntity):
+        raise BrokerRefused(str(answer)) from answer
+    return not isinstance(answer, ChannelNotFoundEntity)

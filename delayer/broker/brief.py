@@ -1,4 +1,4 @@
-"""Short requests to a broker, pipelined: declare, check, and count.
+"""Short requests to a broker with delayer's own AMQP client, pipelined: declare, check, and count.
 
 pamqp accepts only the names that AMQP 0-9-1 allows. RabbitMQ accepts any 255 bytes of UTF-8, and users need them, so
 these frames leave the check to the broker.
@@ -16,11 +16,11 @@ from pamqp.base import Frame
 from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
+from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import ACCESS_REFUSED, ChannelClosed
+from delayer.amqp.errors import ACCESS_REFUSED, AccessRefused, ChannelClosed
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.link import Link
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
@@ -117,7 +117,6 @@ def queue_look(name: str) -> QueueDeclare:
 
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Frame)
 
 PATIENCE: Final = 30.0
 """Seconds without an answer after which the broker counts as unreachable. A quorum queue waits for an election."""
@@ -196,21 +195,16 @@ class Brief:
         return _depths(answers)
 
     async def _ask(self, queues: Collection[str]) -> list[int | ChannelClosed]:
-        answers = await self.look([queue_look(queue) for queue in queues], QueueMethods.DeclareOk)
-        return [one if isinstance(one, ChannelClosed) else one.message_count or 0 for one in answers]
-
-    async def look(self, questions: Sequence[Frame], reply: type[F]) -> list[F | ChannelClosed]:
-        """The answer to each question, in their order. The broker may answer by closing the channel."""
         room = asyncio.Semaphore(min(CHANNELS, self._connection.channel_max))
 
-        async def one(question: Frame) -> F:
+        async def look(queue: str) -> int:
             async with room:
                 channel = await self._connection.channel()
-                found = await channel.call(question, reply)
+                found = await channel.call(queue_look(queue), QueueMethods.DeclareOk)
                 await channel.close()
-                return found
+                return found.message_count or 0
 
-        return await self._all([one(question) for question in questions])
+        return await self._all([look(queue) for queue in queues])
 
     async def _channel(self) -> Channel:
         opened = (await self._all([self._connection.channel()]))[0]
@@ -267,8 +261,12 @@ async def briefly(url: str, name: str, *, patience: float = PATIENCE) -> AsyncIt
 
     Raises BrokerLost, BrokerRefused (for login or vhost), and ValueError for an invalid URL.
     """
-    link = await Link.open(url, name=name, patience=patience)
+    address = Address.parse(url)
     try:
-        yield Brief(link.connection, patience)
+        connection = await Connection.open(address, name=name, timeout=patience)
+    except AccessRefused as refused:
+        raise BrokerRefused(f"{address}: {refused}") from refused
+    try:
+        yield Brief(connection, patience)
     finally:
-        await link.close()
+        await connection.close()

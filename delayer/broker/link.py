@@ -1,4 +1,4 @@
-"""One connection for administration. Its channel opens again after the broker closed it.
+"""One plain connection for administration. Its channel opens again after the broker closed it.
 
 The broker closes the channel when a question concerns a missing part, so here that is a normal answer. The connection
 does not reconnect on purpose: an administrator wants to know that it is gone.
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
+import aio_pika
+import aio_pika.connection
+from aio_pika.abc import AbstractChannel, AbstractConnection
+from aiormq.channel import Channel as Wire
+from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
 from pamqp.base import Frame
 
 from delayer.amqp.address import Address
-from delayer.amqp.channel import Channel
-from delayer.amqp.connection import Connection
-from delayer.amqp.errors import ACCESS_REFUSED, AccessRefused, ChannelClosed
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.core.errors import BrokerLost
-from delayer.core.message import Outcome, Outgoing
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, translated
+
+T = TypeVar("T")
 
 DELAYS_FROM: Final = (4, 3)
 """The first version of RabbitMQ whose quorum queues delay messages: returned ones, and from 4.4 on published ones."""
@@ -29,69 +30,92 @@ DELAYS_FROM: Final = (4, 3)
 class Link:
     """One connection. ``patience``: seconds for each call; be generous, since a new quorum queue elects a leader."""
 
-    def __init__(self, connection: Connection, where: str, patience: float) -> None:
+    def __init__(self, connection: AbstractConnection, where: str, patience: float) -> None:
         self.where = where
-        self.connection = connection
+        self._connection = connection
         self._patience = patience
-        self._channel: Channel | None = None
+        self._channel: AbstractChannel | None = None
 
     @classmethod
     async def open(cls, url: str, *, name: str, patience: float) -> Link:
         """Connect. Raises BrokerUnreachable, BrokerRefused, and ValueError for an invalid URL."""
         address = Address.parse(url)
         where = f"{address.host}:{address.port} vhost {address.vhost!r}"
+        connection = _prepared(address, name)
         try:
-            return cls(await Connection.open(address, name=name, timeout=patience), where, patience)
-        except AccessRefused as refused:
-            raise BrokerRefused(f"{where}: {refused}") from refused
-        except BrokerLost as lost:
-            raise BrokerUnreachable(f"{where}: {lost}") from lost
+            with translated(where):
+                await connection.connect(timeout=patience if address.timeout is None else address.timeout)
+        except BaseException:
+            # Otherwise the driver would close it during garbage collection, perhaps without a loop.
+            await connection.close()
+            raise
+        return cls(connection, where, patience)
 
     @property
     def cluster(self) -> str:
         """The name of the broker's cluster; "" if the broker does not send it."""
-        return self.connection.cluster
+        return self._said("cluster_name")
 
     @property
     def version(self) -> tuple[int, ...]:
         """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
-        return tuple(int(part) for part in re.findall(r"\d+", self.connection.version)[:3])
+        return tuple(int(part) for part in re.findall(r"\d+", self._said("version"))[:3])
 
-    async def ask(self, method: Frame) -> Frame | ChannelClosed:
-        """The broker's answer to one method. A refusal is a value, except for a missing permission: not found,
-        precondition failed, or locked. Raises BrokerRefused, BrokerUnreachable."""
+    def _said(self, name: str) -> str:
+        transport = self._connection.transport
+        value = transport.connection.server_properties.get(name) if transport is not None else None
+        return value if isinstance(value, str) else ""
+
+    async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
+        """Run one method of the driver's channel.
+
+        Raises ChannelClosed (the broker's answer: not found, precondition failed, or locked), BrokerRefused if a
+        permission is missing, BrokerUnreachable.
+        """
+        with translated(self.where):
+            try:
+                async with asyncio.timeout(self._patience):
+                    return await method(await self._open_channel())
+            except ChannelAccessRefused as error:
+                raise BrokerRefused(f"{self.where}: {error}") from error
+
+    async def ask(self, method: Frame) -> Frame | ChannelClosed | None:
+        """The broker's answer to one method; a refusal is a value. Raises as :meth:`call`."""
         try:
-            async with self._using() as channel:
-                return await channel.call(method, Frame)
-        except ChannelClosed as closed:
-            return closed
+            return await self.call(lambda channel: channel.rpc(method))
+        except ChannelClosed as error:
+            return error
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
-        """The broker's answer to each message. Raises ChannelClosed, BrokerRefused, BrokerUnreachable."""
-        async with self._using() as channel:
-            await channel.confirm_select()
-            return await channel.publish(batch, timeout=self._patience)
-
-    @asynccontextmanager
-    async def _using(self) -> AsyncIterator[Channel]:
-        try:
-            async with asyncio.timeout(self._patience):
-                if self._channel is None:
-                    self._channel = await self.connection.channel()
-                yield self._channel
-        except ChannelClosed as closed:
-            self._channel = None
-            if closed.code == ACCESS_REFUSED:
-                raise BrokerRefused(f"{self.where}: {closed}") from closed
-            if not closed.objects:
-                raise BrokerUnreachable(f"{self.where}: {closed}") from closed
-            raise
-        except TimeoutError as late:
-            self._channel = None  # The answer may still come, and would be taken for that to the next question.
-            raise BrokerUnreachable(f"{self.where}: no answer in time") from late
-        except BrokerLost as lost:
-            raise BrokerUnreachable(f"{self.where}: {lost}") from lost
+    async def _open_channel(self) -> Wire:
+        if self._connection.is_closed:
+            raise BrokerUnreachable(f"{self.where}: the connection is closed")
+        if self._channel is None or self._channel.is_closed:
+            try:
+                self._channel = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
+            except RuntimeError as error:  # The driver raises this for a connection that is closing.
+                raise BrokerUnreachable(f"{self.where}: the connection is closed") from error
+        channel = await self._channel.get_underlay_channel()
+        assert isinstance(channel, Wire), channel
+        return channel
 
     async def close(self) -> None:
-        """Close, without an error. Safe to call twice."""
-        await self.connection.close()
+        with translated(self.where):
+            await self._connection.close()
+
+
+def _prepared(address: Address, name: str) -> aio_pika.Connection:
+    """A connection that is not open yet and does not reconnect, with the parameters of delayer's own AMQP client."""
+    url = aio_pika.connection.make_url(
+        host=address.host,
+        port=address.port,
+        login=address.user,
+        password=address.password,
+        virtualhost=address.vhost,
+        ssl=address.tls is not None,
+        auth=address.auth_mechanism.lower(),
+        heartbeat=None if address.heartbeat is None else int(address.heartbeat),
+    )
+    connection = aio_pika.Connection(url, ssl_context=address.tls, client_properties={"connection_name": name})
+    if address.tls is not None and address.server_name is not None:
+        connection.kwargs["server_hostname"] = address.server_name
+    return connection

@@ -8,20 +8,17 @@ queue. :func:`ask` gathers exchanges and bindings from the broker for every dist
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from typing import Any, Final, Self
 
-from pamqp.base import Frame
-
 from delayer.amqp.address import Address
-from delayer.amqp.errors import NOT_FOUND, RESOURCE_LOCKED, ChannelClosed
-from delayer.broker.brief import Brief, briefly, exchange_look, queue_look
+from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import ExchangeInfo, Management
-from delayer.core.errors import BrokerLost
-from delayer.core.message import is_direct_reply
 from delayer.core.topology import Binding
 
 
@@ -264,8 +261,9 @@ def _judged(walk: _Walk) -> Route:
 
 
 NAME: Final = "delayer audit"
-_AT_A_STRETCH: Final = 1000
-"""Queues that are asked about at once, and keys that are matched before other tasks of the loop run."""
+_KEYS_AT_A_STRETCH: Final = 1000
+"""Keys that are matched before other tasks of the loop run."""
+_DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to."
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +280,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of an inquiry: ``seconds`` for all questions, ``patience`` for each, ``targets`` checked, and
-    ``exchanges`` on the ways from one destination."""
+    """Limits of an inquiry: ``seconds`` for all questions, ``patience`` for each, ``at_once`` connections, ``targets``
+    checked, and ``exchanges`` on the ways from one destination."""
 
     seconds: float = 60.0
     patience: float = 10.0
+    at_once: int = 4
     targets: int = 100_000
     exchanges: int = 1_000
 
@@ -340,6 +339,15 @@ def not_asked(targets: Iterable[Target], reason: str) -> Asked:
     return Asked(tuple((one, Route(Verdict.NOT_ASKED)) for one in waiting), (reason,))
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """An exchange with all its targets, or one queue with its one target."""
+
+    name: str
+    is_queue: bool
+    targets: tuple[Target, ...]
+
+
 class _Inquiry:
     def __init__(self, management: Management | None, limits: Limits, name: str) -> None:
         self._name = name
@@ -353,78 +361,89 @@ class _Inquiry:
         if text not in self.remarks:
             self.remarks.append(text)
 
-    async def ask(self, broker_url: str, targets: Iterable[Target]) -> None:
-        queues: dict[str, list[Target]] = {}
-        exchanges: dict[str, list[Target]] = {}
-        for one in targets:
-            if (name := self._askable(one)) is not None:
-                (exchanges if one.exchange else queues).setdefault(name, []).append(one)
-        if self._management is None and exchanges:
+    async def ask(self, broker_url: str, targets: list[Target]) -> None:
+        questions = deque(self._questions(targets))
+        if self._management is None and any(not one.is_queue for one in questions):
             self.remark("no broker.management_url is configured, so the routing of these keys is unknown")
-        if not queues and not exchanges:
-            return
-        try:
-            async with briefly(broker_url, self._name, patience=self._limits.patience) as broker:
-                names = list(queues)
-                for start in range(0, len(names), _AT_A_STRETCH):
-                    some = names[start : start + _AT_A_STRETCH]
-                    for name, answer in zip(
-                        some, await broker.look([queue_look(one) for one in some], Frame), strict=True
-                    ):
-                        self._all(queues[name], _existence(answer))
-                for name, keys in exchanges.items():
-                    await self._exchange(broker, name, keys)
-        except (BrokerLost, BrokerRefused) as error:
-            self.remark(f"the broker could not be asked: {error}")
+        workers = min(self._limits.at_once, len(questions))
+        await asyncio.gather(*(self._work(broker_url, questions) for _ in range(workers)))
 
-    def _askable(self, one: Target) -> str | None:
-        """The exchange to ask about, or the queue at the default exchange; None for an answer without a question."""
-        name = one.exchange or one.routing_key
-        if is_direct_reply(one.exchange, one.routing_key):
-            gone = "a direct reply works only while the requester stays connected"
-            self.answers[one] = Route(Verdict.UNKNOWN, gone)
+    def _questions(self, targets: list[Target]) -> list[_Question]:
+        """The questions, in the order of their soonest message. Targets that need none are answered here."""
+        found = []
+        by_exchange = sorted(targets, key=lambda one: one.exchange)  # The sort is stable: the soonest stays first.
+        for exchange, group in groupby(by_exchange, key=lambda one: one.exchange):
+            some = tuple(group)
+            if exchange:
+                found += self._askable(exchange, some, is_queue=False)
+            else:
+                for one in some:
+                    found += self._askable(one.routing_key, (one,), is_queue=True)
+        return sorted(found, key=lambda one: one.targets[0].first_due_ms)
+
+    def _askable(self, name: bytes, targets: tuple[Target, ...], *, is_queue: bool) -> list[_Question]:
+        if is_queue and name.startswith(_DIRECT_REPLY):
+            self._all(targets, Route(Verdict.UNKNOWN, "a direct reply works only while the requester stays connected"))
         elif not name or b"\n" in name or b"\r" in name:
             # RabbitMQ removes line ends from a name, so a passive declaration would ask for another name. An empty
             # queue name means the queue that the channel declared last.
-            self.answers[one] = Route(Verdict.MISSING)
+            self._all(targets, Route(Verdict.MISSING))
         else:
             try:
-                return name.decode()
+                return [_Question(name.decode(), is_queue, targets)]
             except UnicodeDecodeError:
-                self.answers[one] = Route(Verdict.UNKNOWN, "the name is not UTF-8, so the broker cannot be asked")
-        return None
+                self._all(targets, Route(Verdict.UNKNOWN, "the name is not UTF-8, so the broker cannot be asked"))
+        return []
 
     def _all(self, targets: Iterable[Target], answer: Route) -> None:
-        self.answers |= dict.fromkeys(targets, answer)
+        for one in targets:
+            self.answers[one] = answer
 
-    async def _exchange(self, broker: Brief, name: str, targets: Sequence[Target]) -> None:
-        [answer] = await broker.look([exchange_look(name)], Frame)
-        found = _existence(answer)
-        if found.verdict is not Verdict.ROUTED:
-            self._all(targets, found)
-            return
+    async def _work(self, broker_url: str, questions: deque[_Question]) -> None:
+        """Answer questions until there are no more. Each worker has its own connection: a refusal closes a channel."""
+        try:
+            async with await Admin.connect(broker_url, name=self._name, patience=self._limits.patience) as admin:
+                while questions:
+                    await self._answer(admin, questions.popleft())
+        except (BrokerUnreachable, BrokerRefused) as error:
+            self.remark(f"the broker could not be asked: {error}")
+
+    async def _answer(self, admin: Admin, question: _Question) -> None:
+        try:
+            if question.is_queue:
+                exists = await admin.queue_exists(question.name)
+                self._all(question.targets, Route(Verdict.ROUTED if exists else Verdict.MISSING))
+            elif not await admin.exchange_exists(question.name):
+                self._all(question.targets, Route(Verdict.MISSING))
+            else:
+                await self._route(admin, question)
+        except BrokerRefused as refused:
+            self._all(question.targets, Route(Verdict.UNKNOWN, str(refused)))
+
+    async def _route(self, admin: Admin, question: _Question) -> None:
         if self._management is None:
-            self._all(targets, Route(Verdict.UNKNOWN, "the exchange exists"))
+            self._all(question.targets, Route(Verdict.UNKNOWN, "the exchange exists"))
             return
         try:
-            stops = await self._reachable(broker, self._management, name)
+            stops = await self._reachable(admin, self._management, question.name)
         except (BrokerRefused, BrokerUnreachable) as error:
+            # This is an error of the management API. An error of the broker's connection would end the next question.
             self.remark(f"bindings could not be read: {error}")
-            self._all(targets, Route(Verdict.UNKNOWN, "the exchange exists; its bindings could not be read"))
+            self._all(question.targets, Route(Verdict.UNKNOWN, "the exchange exists; its bindings could not be read"))
             return
-        for n, one in enumerate(targets, 1):
-            self.answers[one] = route(name, one.routing_key, stops)
-            if n % _AT_A_STRETCH == 0:
+        for n, one in enumerate(question.targets, 1):
+            self.answers[one] = route(question.name, one.routing_key, stops)
+            if n % _KEYS_AT_A_STRETCH == 0:
                 await asyncio.sleep(0)
 
-    async def _reachable(self, broker: Brief, management: Management, start: str) -> dict[str, Stop]:
+    async def _reachable(self, admin: Admin, management: Management, start: str) -> dict[str, Stop]:
         """``start``, and every exchange that its bindings and alternates lead to."""
         found: dict[str, Stop] = {}
         todo, seen = [start], {start}
         while todo:
             name = todo.pop()
             if name not in self._stops:
-                self._stops[name] = await self._stop(broker, management, name)
+                self._stops[name] = await self._stop(admin, management, name)
             stop = self._stops[name]
             if stop is None:
                 continue
@@ -435,16 +454,8 @@ class _Inquiry:
                 raise BrokerUnreachable(f"more than {self._limits.exchanges} exchanges follow {start!r}")
         return found
 
-    async def _stop(self, broker: Brief, management: Management, name: str) -> Stop | None:
+    async def _stop(self, admin: Admin, management: Management, name: str) -> Stop | None:
         """The stop of an exchange; None if it does not exist, since an alternate exchange may be missing."""
-        [answer] = await broker.look([exchange_look(name)], Frame)
-        if isinstance(answer, ChannelClosed):
+        if not await admin.exchange_exists(name):
             return None
         return Stop.of(await management.exchange(name), await management.bindings_from(name))
-
-
-def _existence(answer: Frame | ChannelClosed) -> Route:
-    """ROUTED for a part that exists, perhaps for another connection only."""
-    if not isinstance(answer, ChannelClosed) or answer.code == RESOURCE_LOCKED:
-        return Route(Verdict.ROUTED)
-    return Route(Verdict.MISSING) if answer.code == NOT_FOUND else Route(Verdict.UNKNOWN, str(answer))

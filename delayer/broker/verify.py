@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from delayer.amqp.errors import NOT_FOUND, ChannelClosed
+from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
+
 from delayer.broker.brief import exchange_frame, exchange_look, queue_frame, queue_look
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.link import DELAYS_FROM, Link
@@ -78,9 +79,9 @@ class Verifier:
             answer = await self._ask(wanted)
         except BrokerRefused as error:
             return Finding(kind, wanted.name, str(wanted), str(error), "unknown")
-        if answer is None:
-            return None
-        return Finding(kind, wanted.name, str(wanted), "nothing" if answer.code == NOT_FOUND else str(answer))
+        if isinstance(answer, ChannelNotFoundEntity):
+            return Finding(kind, wanted.name, str(wanted), "nothing")
+        return Finding(kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""

@@ -13,10 +13,10 @@ from functools import partial
 from typing import IO, Final, NamedTuple
 
 import click
+from aiormq.channel import Channel as Wire
+from aiormq.exceptions import ChannelNotFoundEntity, DeliveryError
 from pamqp.commands import Basic
 
-from delayer.amqp.channel import TOKEN_HEADER
-from delayer.amqp.errors import NOT_FOUND, ChannelClosed
 from delayer.amqp.reading import iso
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.link import Link
@@ -26,7 +26,6 @@ from delayer.cli.output import note, progress, quoted, roughly
 from delayer.config import Route, Settings, duration_text
 from delayer.config.errors import readable
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, Outgoing, Returned
 
 WINDOW: Final = 500
 """Messages that wait for their confirms at once, at most."""
@@ -69,7 +68,7 @@ async def publish(
         while confirmed < count:
             # The first one alone: it shows whether the others have a way.
             ids = [id_of(number) for number in range(confirmed, min(confirmed + (window if confirmed else 1), count))]
-            reasons = await _publish_all(link, message, ids)
+            reasons = await link.call(partial(_publish_all, message=message, ids=ids))
             confirmed += sum(reason is None for reason in reasons)
             say(confirmed)
             for message_id, reason in zip(ids, reasons, strict=True):
@@ -80,27 +79,40 @@ async def publish(
     return None
 
 
-async def _publish_all(link: Link, message: Message, ids: Sequence[str]) -> list[str | None]:
-    """For each message None if it is confirmed, else the reason."""
-    try:
-        outcomes = await link.publish([_outgoing(message, message_id) for message_id in ids])
-    except ChannelClosed as closed:
-        reason = f'exchange "{message.exchange}" does not exist' if closed.code == NOT_FOUND else str(closed)
-        return [reason] * len(ids)
-    reasons = ("nothing is bound for it" if isinstance(one, Returned) else "a queue refused it" for one in outcomes)
-    return [None if one is CONFIRMED else reason for one, reason in zip(outcomes, reasons, strict=True)]
+async def _publish_all(channel: Wire, message: Message, ids: Sequence[str]) -> list[str | None]:
+    """For each message None if it is confirmed, else the reason. Raises the first error that is no such reason."""
+    publishes = [_publish(channel, message, message_id) for message_id in ids]
+    # All have ended then, whether they failed or not.
+    outcomes = await asyncio.gather(*publishes, return_exceptions=True)
+    if any(isinstance(one, ChannelNotFoundEntity) for one in outcomes):
+        missing = f'exchange "{message.exchange}" does not exist'
+        return [missing if isinstance(one, BaseException) else one for one in outcomes]
+    for one in outcomes:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in outcomes if not isinstance(one, BaseException)]
 
 
-def _outgoing(message: Message, message_id: str) -> Outgoing:
-    """The publish. The header x-delayer-id identifies it if the broker returns it; the daemon replaces this header."""
+async def _publish(channel: Wire, message: Message, message_id: str) -> str | None:
+    """None when it is confirmed, else the reason why not."""
     properties = Basic.Properties(
-        headers={**message.headers, TOKEN_HEADER.decode(): message_id},
+        headers={**message.headers} or None,
         delivery_mode=2,
         message_id=message_id,
         timestamp=None if message.timestamp is None else datetime.fromtimestamp(message.timestamp, UTC),
     )
-    exchange, routing_key = message.exchange.encode(), message.routing_key.encode()
-    return Outgoing(exchange, routing_key, properties.marshal(), message.body, message_id.encode())
+    try:
+        await channel.basic_publish(
+            message.body,
+            exchange=message.exchange,
+            routing_key=message.routing_key,
+            properties=properties,
+            mandatory=True,
+            wait=False,  # Only the window limits the publishes, not the socket.
+        )
+    except DeliveryError as error:
+        return "nothing is bound for it" if isinstance(error.frame, Basic.Return) else "a queue refused it"
+    return None
 
 
 CANCEL: Final = "x-delay-cancel"

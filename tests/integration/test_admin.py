@@ -216,13 +216,13 @@ async def test_shared_parts_are_never_removed(rabbitmq: RabbitMQ, vhost: str, ki
 
 
 async def test_a_wrong_password_is_refused_and_not_repeated(vhost: str) -> None:
-    with pytest.raises(BrokerRefused, match="Login was refused") as caught:
+    with pytest.raises(BrokerRefused, match="login was refused") as caught:
         await Admin.connect(vhost.replace("guest:guest", "guest:s3cret"))
     assert "s3cret" not in str(caught.value)
 
 
 async def test_a_vhost_that_does_not_exist_is_named(vhost: str) -> None:
-    with pytest.raises(BrokerRefused, match=r"vhost '.*-nope'.*not found"):
+    with pytest.raises(BrokerRefused, match=r"vhost '.*-nope'.*does not exist"):
         await Admin.connect(f"{vhost}-nope")
 
 
@@ -243,7 +243,7 @@ async def test_nobody_listens() -> None:
 async def test_a_server_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"amqp://guest:s3cret@127.0.0.1:{silent.getsockname()[1]}/"
-        with pytest.raises(BrokerUnreachable, match=r"no connection to .* within 0\.2 s") as caught:
+        with pytest.raises(BrokerUnreachable, match="no answer in time") as caught:
             await Admin.connect(url, patience=0.2)
     assert "s3cret" not in str(caught.value)
 

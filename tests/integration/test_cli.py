@@ -111,7 +111,7 @@ async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str)
     assert "delayer status" in sent.stderr
     (message,) = await take(vhost, "delays")
     assert (message.exchange, message.routing_key, message.body) == ("delayer.in", "orders.new", b"\x00\xff body")
-    assert said(message) == {"x-delay": 10_000, "tries": 3, "who": "me", "a:b": "c:d=e", "x-delayer-id": "one"}
+    assert said(message) == {"x-delay": 10_000, "tries": 3, "who": "me", "a:b": "c:d=e"}
     assert (message.message_id, message.delivery_mode, message.expiration) == ("one", 2, None)
     assert (message.timestamp, message.content_type) == (None, None)
 
@@ -131,8 +131,7 @@ async def test_send_straight_to_the_queue(delayer: Run, vhost: str) -> None:
     delayer("send", "--to", "", "--key", "orders.new", "--at", "2031-01-31T09:00:00.0001+01:00", DELAYER_ROUTE=routes)
     (message,) = await take(vhost, "delays")
     assert (message.exchange, message.routing_key) == ("", "delays")
-    asked = {"x-delay-routing-key": "orders.new", "x-deliver-at": 1_927_612_800_001}
-    assert said(message) == asked | {"x-delayer-id": message.message_id}
+    assert said(message) == {"x-delay-routing-key": "orders.new", "x-deliver-at": 1_927_612_800_001}
 
 
 async def test_send_many_more_than_wait_at_once(delayer: Run, vhost: str) -> None:
@@ -322,7 +321,7 @@ def test_a_wrong_password_is_not_shown(delayer: Run, vhost: str) -> None:
     parts = urlsplit(vhost)
     url = f"amqp://someone:hunter2@{parts.hostname}:{parts.port}{parts.path}"
     refused = delayer("check", "--json", expect=3, DELAYER_BROKER__URL=url)
-    assert "Login was refused" in refused.stdout
+    assert "login" in refused.stdout
     assert "hunter2" not in refused.stdout + refused.stderr
     refused = delayer("topology", "apply", expect=3, DELAYER_BROKER__URL=url)
     assert "hunter2" not in refused.stdout + refused.stderr

@@ -76,8 +76,8 @@ def test_level_and_format_change_live(stream: io.StringIO) -> None:
 
 def test_libraries_come_the_same_way_and_only_with_warnings(stream: io.StringIO) -> None:
     configure("json", "debug", stream)
-    logging.getLogger("sqlalchemy.engine").info("chatter")
-    logging.getLogger("pamqp.frame").debug("a frame with the login in it")
+    logging.getLogger("aio_pika.robust").info("chatter")
+    logging.getLogger("aiormq.connection").debug("Sending a frame with the login in it")
     logging.getLogger("asyncpg.pool").warning("Failed to restore the pool connection floor", exc_info=True)
     logging.getLogger("alembic.runtime.migration").warning("to %s", "amqp://u:hunter2@h")
     with warnings.catch_warnings():

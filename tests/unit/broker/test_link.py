@@ -1,0 +1,41 @@
+"""The connection for administration, where there is no broker."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import warnings
+
+import pytest
+
+from delayer.broker.errors import BrokerUnreachable
+from delayer.broker.link import Link
+
+
+def test_a_connection_that_came_to_nothing_leaves_no_warning_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver would close it when it is collected, which may be in a thread that has no loop."""
+    monkeypatch.setattr(logging.getLogger("aiormq"), "disabled", True)  # pytest keeps the errors that are logged
+    monkeypatch.setattr(logging.getLogger("aiormq.connection"), "disabled", True)
+    kept: list[BaseException] = []
+
+    async def open_it(port: int) -> None:
+        try:
+            await Link.open(f"amqp://127.0.0.1:{port}/", name="test", patience=5)
+        except BrokerUnreachable as error:
+            kept.append(error)
+
+    def collect_it() -> None:
+        kept.clear()
+        gc.collect()
+
+    loop = asyncio.new_event_loop()
+    with socket.socket() as taken, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        loop.run_until_complete(open_it(taken.getsockname()[1]))
+        assert kept
+        loop.run_until_complete(asyncio.to_thread(collect_it))
+    loop.close()
+    assert [str(one.message) for one in told if issubclass(one.category, RuntimeWarning)] == []
