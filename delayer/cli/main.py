@@ -53,7 +53,6 @@ class Verbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in VERBS and cmd_name not in self.commands:
-            _load_structlog()
             module, _, name = VERBS[cmd_name].partition(":")
             verb: click.Command = getattr(importlib.import_module(f"delayer.cli.{module}"), name or module)
             self.add_command(verb)
@@ -86,15 +85,6 @@ class Verbs(click.Group):
             if not isinstance(error, EXPECTED_ERRORS):
                 raise
             raise failure(error) from error
-
-
-def _load_structlog() -> None:
-    """Load structlog without rich, a fifth of the time until a verb begins. structlog would use rich for tracebacks,
-    which delayer formats itself."""
-    if not {"structlog", "rich"} & sys.modules.keys():
-        sys.modules["rich"] = None  # type: ignore[assignment]
-        importlib.import_module("structlog")
-        del sys.modules["rich"]
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError, Expected, Problem, show
 from delayer.config.model import Destination, Retry, Route, Settings, Takeover
-from delayer.config.sources import Merged, keys_of, known_keys, of_environment, of_file, of_flags, unknown_key, value_at
+from delayer.config.sources import Environment, File, Flags, Merged, keys_of, known_keys, unknown_key, value_at
 from delayer.config.values import duration_ms, duration_text
 from delayer.core.cascade import KINDS, Cascade
 
@@ -70,7 +70,7 @@ def load(
 
     Raises ConfigError with every mistake of every source.
     """
-    merged = Merged(of_flags(flags), of_environment(environ), of_file(config_file(config, environ)))
+    merged = Merged(Flags(flags), Environment(environ), File(config_file(config, environ)))
     _read_named_files(merged, environ, sealed)
     settings = None
     try:

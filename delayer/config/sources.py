@@ -1,7 +1,7 @@
 """The sources of the settings: the TOML file, the environment, and the flags of the command line.
 
-The tables of a source with higher priority are merged over the others key by key. A list (the routes) is replaced as a
-whole. Each source keeps its mistakes, so that all of them are reported together.
+pydantic-settings asks the sources in the order of their priority, and merges their tables key by key. It replaces a
+list (the routes) as a whole. Each source keeps its mistakes, so that all of them are reported together.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from delayer.config.errors import Problem
 from delayer.config.model import Settings
@@ -45,9 +45,9 @@ def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def known_keys() -> dict[Key, FieldInfo]:
     """Every key that environment and flags can set, sections included; the routes are one key."""
     known: dict[Key, FieldInfo] = {}
-    for name, outer in keys_of(Settings).items():
-        known[(name,)] = outer
-        section = section_of(outer)
+    for name, field in keys_of(Settings).items():
+        known[(name,)] = field
+        section = section_of(field)
         if section is not None:
             known |= {(name, inner): inner_field for inner, inner_field in keys_of(section).items()}
     return known
@@ -63,104 +63,142 @@ def unknown_key(source: str, key: str, name: str, candidates: Iterable[str], hin
     return Problem(source, key, "a known key", "an unknown one", f"did you mean {near[0]}?" if near else hint)
 
 
-@dataclass(slots=True)
-class Source:
-    """One source: its raw values, its mistakes, and the place where it sets a key, for people."""
+class Source(PydanticBaseSettingsSource):
+    """One source: its raw values, the name of the place of each, and its mistakes."""
 
-    place: Callable[[Key], str]
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(Layers)
+        self.values: dict[str, Any] = {}
+        self.problems: list[Problem] = []
 
-    def below(self, above: Mapping[str, Any]) -> dict[str, Any]:
-        """The values, without a URL or token that ``above`` sets by itself or by its file."""
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """See pydantic-settings."""
+        return self.values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """The values, without a URL or token that a source of higher priority sets by itself or by its file."""
         values = dict(self.values)
         for section, name in IN_FILES.items():
-            table, pair = values.get(section), (name, f"{name}_file")
+            table, above = values.get(section), self.current_state.get(section)
             if not isinstance(table, dict):
                 continue
-            if all(one in table for one in pair):
-                where, key = self.place((section, pair[1])), f"{section}.{pair[1]}"
-                self.problems.append(Problem(where, key, f"either {name} or {pair[1]}", "both"))
-            if not above.get(section, {}).keys().isdisjoint(pair):
-                values[section] = {key: value for key, value in table.items() if key not in pair}
+            file = f"{name}_file"
+            if name in table and file in table:
+                self.problems.append(
+                    Problem(self.place((section, file)), f"{section}.{file}", f"either {name} or {file}", "both")
+                )
+            if isinstance(above, dict) and (name in above or file in above):
+                values[section] = {key: value for key, value in table.items() if key not in (name, file)}
         return values
 
+    def place(self, key: Key) -> str:
+        """The place where this source sets ``key``, for people."""
+        raise NotImplementedError
 
-def of_file(path: Path | None) -> Source:
+
+class File(Source):
     """The TOML file."""
-    source = Source(lambda _key: str(path))
-    if path is None:
-        return source
-    place, expected = str(path), "TOML that can be read"
-    try:
-        source.values = tomllib.loads(path.read_text("utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        # "Expected '=' after a key in a key/value pair (at line 3, column 5)", or "… (at end of document)".
-        what, _, where = str(error).rpartition(" (at ")
-        line = re.match(r"line ([0-9]+)", where)
-        place += f", line {line[1]}" if line else ", end"
-        expected, found = "TOML", f"a syntax error: {what or where}"
-    except UnicodeDecodeError as error:
-        expected, found = "TOML in UTF-8", f"other bytes from position {error.start} on"
-    except RecursionError:
-        found = "thousands of brackets"
-    except ValueError as error:  # TOML allows a number of thousands of digits, and Python does not convert it.
-        found = str(error).partition(":")[0]
-    except OSError as error:
-        expected, found = "a readable configuration file", error.strerror or str(error)
-    else:
-        return source
-    source.problems.append(Problem(place, "", expected, found))
-    return source
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self._path = path
+        if path is not None:
+            self.values = self._read(path)
+
+    def place(self, key: Key) -> str:
+        """See Source."""
+        return str(self._path)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        place, expected = str(path), "TOML that can be read"
+        try:
+            return tomllib.loads(path.read_text("utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            # "Expected '=' after a key in a key/value pair (at line 3, column 5)", or "… (at end of document)".
+            what, _, where = str(error).rpartition(" (at ")
+            line = re.match(r"line ([0-9]+)", where)
+            place += f", line {line[1]}" if line else ", end"
+            expected, found = "TOML", f"a syntax error: {what or where}"
+        except UnicodeDecodeError as error:
+            expected, found = "TOML in UTF-8", f"other bytes from position {error.start} on"
+        except RecursionError:
+            found = "thousands of brackets"
+        except ValueError as error:  # TOML allows a number of thousands of digits, and Python does not convert it.
+            found = str(error).partition(":")[0]
+        except OSError as error:
+            expected, found = "a readable configuration file", error.strerror or str(error)
+        self.problems.append(Problem(place, "", expected, found))
+        return {}
 
 
-def _of_texts(texts: Iterable[tuple[Key, str, str]]) -> Source:
-    """A source of keys, their texts, and the place of each. Lists and tables are JSON."""
-    places: dict[Key, str] = {}
-    source = Source(lambda key: places.get(key) or places.get(key[:1]) or "")
-    known = known_keys()
-    # A section comes before its keys, because the text of a key has priority.
-    for key, text, place in sorted(texts):
-        value = _read_text(known[key], text)
-        if value is None:
-            kind = "table" if section_of(known[key]) else "list"
-            source.problems.append(Problem(place, ".".join(key), f"a JSON {kind}", "something else"))
-            continue
-        table = source.values
-        for name in key[:-1]:
-            table = table.setdefault(name, {})
-        table[key[-1]] = value
-        places[key] = place
-    return source
+class Texts(Source):
+    """A source whose values are texts. Lists and tables are JSON."""
+
+    def __init__(self, texts: Sequence[tuple[Key, str, str]]) -> None:
+        """``texts``: keys, texts, and the place of each."""
+        super().__init__()
+        self._places: dict[Key, str] = {}
+        known = known_keys()
+        # A section comes before its keys, because the text of a key has priority.
+        for key, text, place in sorted(texts):
+            value = _read_text(known[key], text)
+            if value is None:
+                kind = "table" if section_of(known[key]) else "list"
+                self.problems.append(Problem(place, ".".join(key), f"a JSON {kind}", "something else"))
+                continue
+            table = self.values
+            for name in key[:-1]:
+                table = table.setdefault(name, {})
+            table[key[-1]] = value
+            self._places[key] = place
+
+    def place(self, key: Key) -> str:
+        """See Source."""
+        return self._places.get(key) or self._places.get(key[:1]) or ""
 
 
-def of_environment(environ: Mapping[str, str]) -> Source:
+class Environment(Texts):
     """The environment variables ``DELAYER_…``."""
-    names = {env_name(key): key for key in known_keys()}
-    ours = [
-        name
-        for name in sorted(environ)
-        if name.startswith(ENV_PREFIX) and name not in NOT_KEYS and not _KUBERNETES.fullmatch(name)
-    ]
-    place = "environment variable {}".format
-    source = _of_texts((names[name], environ[name], place(name)) for name in ours if name in names)
-    for name in ours:
-        if name.startswith("DELAYER_ROUTE_"):
-            hint = "routes are set together: DELAYER_ROUTE='[{…}]'"
-            source.problems.append(unknown_key(place(name), "", name, (), hint))
-        elif name not in names:
-            source.problems.append(unknown_key(place(name), "", name, names))
-    return source
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        names = {env_name(key): key for key in known_keys()}
+        ours = [
+            name
+            for name in sorted(environ)
+            if name.startswith(ENV_PREFIX) and name not in NOT_KEYS and not _KUBERNETES.fullmatch(name)
+        ]
+        place = "environment variable {}".format
+        super().__init__([(names[name], environ[name], place(name)) for name in ours if name in names])
+        for name in ours:
+            if name.startswith("DELAYER_ROUTE_"):
+                hint = "routes are set together: DELAYER_ROUTE='[{…}]'"
+                self.problems.append(unknown_key(place(name), "", name, (), hint))
+            elif name not in names:
+                self.problems.append(unknown_key(place(name), "", name, names))
 
 
-def of_flags(given: Mapping[str, str]) -> Source:
+class Flags(Texts):
     """The flags of the command line. A flag maps a dotted key to a text, as ``--set`` does."""
-    names = {".".join(key): key for key in known_keys()}
-    source = _of_texts(
-        (names[name], text, f"flag {FLAGS.get(name, '--set')}") for name, text in given.items() if name in names
-    )
-    source.problems += [unknown_key("flag --set", name, name, names) for name in given if name not in names]
-    return source
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        names = {".".join(key): key for key in known_keys()}
+        super().__init__(
+            [(names[name], text, f"flag {FLAGS.get(name, '--set')}") for name, text in given.items() if name in names]
+        )
+        self.problems += [unknown_key("flag --set", name, name, names) for name in given if name not in names]
+
+
+class Layers(BaseSettings):
+    """The merged raw values of all sources, before they are validated as Settings."""
+
+    model_config = SettingsConfigDict(extra="allow", hide_input_in_errors=True)
+
+    def __init__(self, sources: tuple[Source, ...]) -> None:
+        super().__init__(_build_sources=(sources, {}))
+
+    @classmethod
+    def _settings_log_debug(cls, states: dict[str, dict[str, Any]]) -> None:
+        """PYDANTIC_SETTINGS_DEBUG would log the values, passwords included."""
 
 
 class Merged:
@@ -169,12 +207,8 @@ class Merged:
     def __init__(self, *sources: Source) -> None:
         """``sources``: the one with the highest priority first."""
         self._sources = sources
-        self.values: dict[str, Any] = {}
-        for source in sources:
-            for key, value in source.below(self.values).items():
-                above = self.values.setdefault(key, value)
-                if isinstance(above, dict) and isinstance(value, dict):
-                    self.values[key] = value | above
+        layers = Layers(sources)
+        self.values: dict[str, Any] = layers.model_extra or {}
         self.problems = [problem for source in reversed(sources) for problem in source.problems]
         self._contents: dict[Key, str] = {}
 

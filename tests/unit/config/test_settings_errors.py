@@ -318,3 +318,12 @@ def test_an_at_sign_in_a_vhost_is_escaped_as_well() -> None:
         "amqp://me:secret@host/a%40b"
     )
     assert load(None, {}, {"store.url": "postgresql://host/d?user=me@azure"}).store_url is not None
+
+
+def test_the_debug_log_of_the_library_shows_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYDANTIC_SETTINGS_DEBUG", "1")
+    caplog.set_level("DEBUG", "pydantic_settings")
+    load(None, {}, {"broker.url": "amqp://u:hunter2@h"})
+    assert "hunter2" not in caplog.text + "".join(capfd.readouterr())
