@@ -105,6 +105,8 @@ class Isolation:
         self._reconnecting = reconnecting
         self._timeout = timeout
         self._connection: Connection | None = None
+        self._spare: Channel | None = None
+        """A channel of the second connection that the last portion left open: another one costs two round trips."""
         self._connecting = asyncio.Lock()
         self._bisecting = asyncio.Lock()
         self._unshared = asyncio.Event()
@@ -262,17 +264,22 @@ class Isolation:
         """Publish all of these on one channel. Enters the known outcomes, also when it raises."""
         began = _now()
         async with self._using(case.deadline, 1, own=case.own) as connection:
-            channel = await connection.confirming_channel()
+            spare, self._spare = self._spare, None
+            usable = spare is not None and connection is self._connection and not spare.closed.done()
+            channel = spare if spare is not None and usable else await connection.confirming_channel()
             case.written.update(some)
             answers: Sequence[Outcome | None] = ()
             try:
                 messages = [case.batch[index] for index in some]
                 answers = await channel.publish(messages, timeout=min(PATIENCE, left(case.deadline)))
+                if connection is self._connection and self._spare is None:
+                    self._spare = channel
             except (ChannelClosed, ConnectionLost) as lost:
                 answers = lost.outcomes
                 raise
             finally:
-                channel.abandon()
+                if channel is not self._spare:
+                    channel.abandon()
                 known = zip(some, answers, strict=bool(answers))
                 case.outcomes.update((index, outcome) for index, outcome in known if outcome is not None)
                 if CONFIRMED in answers:
@@ -284,7 +291,8 @@ class Isolation:
         """Enter the outcome of the one message for which the broker closed something. A missing exchange concerns all
         messages for it, a missing permission those with the same key."""
         if isinstance(lost, ConnectionLost):
-            self.isolating_until = _now() + ISOLATING
+            if not case.own:  # Known messages end the second connection only, at each retry.
+                self.isolating_until = _now() + ISOLATING
             case.outcomes[index] = ClosedConnection(lost.code, lost.text)
             return
         outcome = case.outcomes[index] = ClosedChannel(lost.code, lost.text)

@@ -17,6 +17,7 @@ from delayer.amqp.edits import ID
 from delayer.amqp.errors import AccessRefused
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import BATCH, AmqpPublisher
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost
@@ -136,15 +137,17 @@ async def test_direct_replies_end_nobody_s_connection(place: Place) -> None:
 
 
 async def test_isolated_messages_end_no_other_connection(place: Place) -> None:
-    """However often it is tried, and by whomever, though that one never met it."""
+    """However often it is tried, and by whomever, though that one never met it. Other batches are not isolated then."""
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
         for round_ in range(3):
-            publisher = AmqpPublisher(reconnecting)
+            isolation = Isolation(reconnecting, timeout=8.0)
+            publisher = AmqpPublisher(reconnecting, isolation=isolation)
             good = [message(f"{round_}-{n}", "q") for n in range(50)]
             ender = poisonous(f"{round_}-bad")._replace(isolated=True)
             outcomes = await publisher.publish([*good[:20], ender, *good[20:]])
             assert codes(outcomes) == [*[CONFIRMED] * 20, 541, *[CONFIRMED] * 30]
             assert publisher.batch_limit == BATCH
+            assert isolation.isolating_until == -math.inf
         assert reconnecting.connects == 1
         assert len(await world.hand.drain("q")) == 150
 
