@@ -94,6 +94,19 @@ async def test_a_retry_by_hand_is_never_early(database: str) -> None:
         await lane.give_up()
 
 
+async def test_after_a_retry_by_hand_the_pauses_begin_anew(database: str) -> None:
+    """The destination was repaired, and its circuit breaker is open for half a minute more: not for another hour."""
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.hold(lane, [(parcel(store.now_upper_ms()), NO_CONFIRM)])
+        await admin.execute("UPDATE held SET attempts = 12")
+        id = await admin.fetchval("SELECT id FROM held")
+        assert await detail.retry(admin, [id], await audit_log.begin(admin, "test", "held retry", {})) == 1
+        await lane.wait(3600.0)
+        rows = await lane.claim(MANY, ROOM)
+        await lane.settle([], [(due, NO_CONFIRM) for due in rows])
+        assert await admin.fetchval("SELECT retry_at - now() < interval '21 seconds' FROM held")
+
+
 SMALL_ROOM = 100_000
 
 

@@ -160,8 +160,9 @@ FROM held
 """
 _NEXT: Final = f"{_HELD_ENTRY} WHERE id > $1 ORDER BY id LIMIT $2"
 _NAMED: Final = f"{_HELD_ENTRY} WHERE id = ANY($1) ORDER BY id"
+# The pauses begin anew: if a circuit breaker is still open, the message is held again, and retried soon.
 _RETRY: Final = (
-    "UPDATE held SET retry_at = greatest(due_at, statement_timestamp())"
+    "UPDATE held SET retry_at = greatest(due_at, statement_timestamp()), attempts = 1"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING lane, retry_at"
 )
 
