@@ -96,8 +96,8 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
 def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
     """Try held messages again now, by their ids or by a filter.
 
-    A message that its destination still does not take stays held, with its next pause. A message that an import held
-    before its due instant is tried at that instant.
+    A message that its destination still does not take stays held, and its pauses begin anew. A message that an import
+    held before its due instant is tried at that instant.
 
     \b
     Examples:
