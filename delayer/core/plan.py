@@ -1,6 +1,6 @@
 """The decision about one message. Total: every input has exactly one answer, and no input raises.
 
-    decide(request, policy, now_ms) -> Cascade | Park | AtOnce | TooLate | Cancel | Refuse
+    decide(request, policy, now_ms) -> EnterCascade | Park | AtOnce | TooLate | Cancel | Refuse
 
 Start here to understand the system: this module decides, and all other modules carry out its decisions.
 """
@@ -117,7 +117,7 @@ class Refused(Exception):
     """An internal exception with a reason; decide() turns it into a Refuse."""
 
 
-class Cascade(NamedTuple):
+class EnterCascade(NamedTuple):
     """Publish into the broker's TTL cascade: ``seconds`` from now, towards ``target``.
 
     ``failed``, here and below: the message is a queue's dead letter, and gets a note of the failure.
@@ -168,7 +168,7 @@ class Refuse:
     reason: str
 
 
-Plan = Cascade | Park | AtOnce | TooLate | Cancel | Refuse
+Plan = EnterCascade | Park | AtOnce | TooLate | Cancel | Refuse
 
 
 def has_key(plan: Plan) -> bool:
@@ -254,11 +254,11 @@ def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, request
     return TooLate(due_ms, target, hold)
 
 
-def _cascade(due_ms: int, now_ms: int, target: Target) -> Cascade:
+def _cascade(due_ms: int, now_ms: int, target: Target) -> EnterCascade:
     seconds = seconds_until(due_ms, now_ms)
     if seconds > MAX_SECONDS:
         raise Refused(f"the delay is too long for the cascade: expected at most {MAX_SECONDS} s, found {seconds} s")
-    return Cascade(due_ms, seconds, target)
+    return EnterCascade(due_ms, seconds, target)
 
 
 def _no_route(request: DelayRequest, policy: Policy) -> NoReturn:

@@ -30,7 +30,7 @@ from delayer.core.errors import NotTaken, StoreLost, Unconfirmed
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Limits, hold_for, too_late
 from delayer.core.message import Confirmed, Delivery, KeyGroup, Outcome, Outgoing, Parcel, Target
-from delayer.core.plan import AtOnce, Cancel, Cascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
+from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
 from delayer.intake import replies
 from delayer.intake.consume import AckTracker
 from delayer.intake.holding import Holding, Objection
@@ -135,7 +135,7 @@ def classify(
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
     plan = decide(ask, policy, now_ms, now_lower_ms)
-    if dead and isinstance(plan, Park | Cascade | AtOnce) and plan.failed is not None:
+    if dead and isinstance(plan, Park | EnterCascade | AtOnce) and plan.failed is not None:
         noted = edits.failed(properties, plan.failed, max_properties)
         return Classified(delivery._replace(properties=noted), Properties.parse(noted), plan)
     return Classified(delivery, properties, plan)
@@ -164,7 +164,7 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
                 released = edits.released(properties, token, plan.due_ms)
                 due = parcel(delivery, plan.due_ms, plan.target)
                 work.publications.append(to_target(delivery, due, token, released))
-            case Cascade() if properties is not None:
+            case EnterCascade() if properties is not None:
                 carried = parcel(delivery, plan.due_ms, plan.target)
                 outgoing = into_cascade(carried, new_id(), plan.seconds, names)
                 work.publications.append(Publication(delivery, outgoing))

@@ -17,7 +17,7 @@ from delayer.core.plan import (
     LATEST_MS,
     AtOnce,
     Cancel,
-    Cascade,
+    EnterCascade,
     Mode,
     Park,
     Policy,
@@ -246,8 +246,8 @@ def test_refused(asked: DelayRequest, policy: Policy, reason: str) -> None:
     assert reason in plan.reason
 
 
-def cascade(seconds: int, due_ms: int, target: Target = OUT) -> Cascade:
-    return Cascade(due_ms, seconds, target)
+def cascade(seconds: int, due_ms: int, target: Target = OUT) -> EnterCascade:
+    return EnterCascade(due_ms, seconds, target)
 
 
 INBOX = Target(b"", b"inbox")
@@ -363,11 +363,11 @@ policies = st.builds(
 @given(asks, policies, st.integers(0, LATEST_MS))
 def test_every_message_has_a_plan_that_can_be_carried_out(asked: DelayRequest, policy: Policy, now_ms: int) -> None:
     plan = decide(asked, policy, now_ms)
-    if isinstance(plan, Park | Cascade | AtOnce):
+    if isinstance(plan, Park | EnterCascade | AtOnce):
         assert 0 <= plan.due_ms <= LATEST_MS
         assert plan.due_ms - now_ms <= policy.max_delay_ms
         assert max(map(len, plan.target)) <= 255
-    if isinstance(plan, Cascade):
+    if isinstance(plan, EnterCascade):
         assert 1 <= plan.seconds <= LONGEST
         assert 0 <= plan.seconds * 1000 - (plan.due_ms - now_ms) < 1000  # never early, and not a second late
     if isinstance(plan, AtOnce):

@@ -27,7 +27,7 @@ from delayer.core.plan import (
     CONSULTED,
     AtOnce,
     Cancel,
-    Cascade,
+    EnterCascade,
     Mode,
     Park,
     Policy,
@@ -147,7 +147,7 @@ ORDERS = Target(b"", b"Sales.Orders")
         (OF_SAGA | {SAGA_ID: "0" * 8}, b"id-1", STORE, Park(NOW + 5_000, ORDERS)),
         # Also below park_beyond: in the cascade it could not be cleared.
         (OF_SAGA, b"id-1", replace(STORE, park_beyond_ms=HOUR_MS), Park(NOW + 5_000, ORDERS, KEY)),
-        (OF_SAGA, b"id-1", NATIVE, Cascade(NOW + 5_000, 5, ORDERS)),
+        (OF_SAGA, b"id-1", NATIVE, EnterCascade(NOW + 5_000, 5, ORDERS)),
         ({CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}, b"x", STORE, Cancel(KeyGroup(f"nservicebus-saga:{SAGA}:".encode()))),
         ({CLEAR_TIMEOUTS: "False"}, b"x", STORE, AtOnce(NOW, Target(b"", b"k"))),
     ],
@@ -198,7 +198,7 @@ BACK = Target(b"", b"orders")
         (dead(3), STORE, AtOnce(NOW, Target(b"", b"parking-lot"), failed(4, exhausted=True))),
         (dead(3), replace(STORE, publishing=False), Park(NOW, Target(b"", b"parking-lot"), None, failed(4, True))),
         (dead(2, "billing"), STORE, Park(NOW + 5_000, BACK, failed=failed(1))),  # it failed elsewhere before
-        (dead(), NATIVE, Cascade(NOW + 5_000, 5, BACK, failed(1))),
+        (dead(), NATIVE, EnterCascade(NOW + 5_000, 5, BACK, failed(1))),
         # It goes to this one queue: of what CC names nothing does.
         (dead()._replace(copies=frozenset({b"delays", b"delays.due"})), STORE,
          Park(NOW + 5_000, BACK, failed=failed(1))),
@@ -317,7 +317,7 @@ asks = st.builds(
 @given(asks, st.sampled_from([STORE, NATIVE, replace(NATIVE, has_store=False)]))
 def test_every_message_has_a_plan(asked: DelayRequest, policy: Policy) -> None:
     plan = decide(asked, policy, NOW)
-    if isinstance(plan, Park | Cascade | AtOnce):
+    if isinstance(plan, Park | EnterCascade | AtOnce):
         assert max(map(len, plan.target)) <= 255
         assert 0 <= plan.due_ms <= NOW + policy.max_delay_ms
     if isinstance(plan, Park | Cancel):
