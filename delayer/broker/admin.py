@@ -21,7 +21,10 @@ from pamqp.commands import Basic as BasicMethods
 from pamqp.commands import Queue as QueueMethods
 
 from delayer.amqp.address import Address
-from delayer.broker.brief import (
+from delayer.broker.admin_connection import DELAYS_FROM, AdminConnection
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
+from delayer.broker.management_api import COUNTS_AGE, Management
+from delayer.broker.pipelined_admin import (
     ExchangeDelete,
     QueueDelete,
     binding_frame,
@@ -31,9 +34,6 @@ from delayer.broker.brief import (
     queue_look,
     unbinding_frame,
 )
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
-from delayer.broker.link import DELAYS_FROM, Link
-from delayer.broker.management_api import COUNTS_AGE, Management
 from delayer.broker.verify import Finding, Verifier
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
@@ -46,9 +46,9 @@ class QueueState(NamedTuple):
     consumers: int
 
 
-async def queue_state(link: Link, name: str) -> QueueState | None:
+async def queue_state(connection: AdminConnection, name: str) -> QueueState | None:
     """The state of a queue; None if it is missing, or another connection owns it exclusively."""
-    answer = await link.ask(queue_look(name))
+    answer = await connection.ask(queue_look(name))
     if not isinstance(answer, QueueMethods.DeclareOk):
         return None
     return QueueState(answer.message_count or 0, answer.consumer_count or 0)
@@ -69,8 +69,8 @@ class Remover:
     first, and removes each exchange before the last count of its queue.
     """
 
-    def __init__(self, link: Link, topology: Topology, delayed: Delayed, *, force: bool) -> None:
-        self._link = link
+    def __init__(self, connection: AdminConnection, topology: Topology, delayed: Delayed, *, force: bool) -> None:
+        self._connection = connection
         self._topology = topology
         self._delayed = delayed
         self._force = force
@@ -98,19 +98,19 @@ class Remover:
         return not shared
 
     async def _reasons_against(self, queues: list[str]) -> dict[str, str]:
-        states = {name: await queue_state(self._link, name) for name in queues}
+        states = {name: await queue_state(self._connection, name) for name in queues}
         reasons = {name: _reason(state) for name, state in states.items() if state is not None}
         if not any(reasons.values()):
             reasons = {name: _delayed_reason(count) for name, count in (await self._delayed(reasons)).items()}
         return {f"queue {name}": reason for name, reason in reasons.items() if reason}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
-        if isinstance(await self._link.ask(exchange_look(exchange.name)), ChannelClosed):
+        if isinstance(await self._connection.ask(exchange_look(exchange.name)), ChannelClosed):
             return
         for binding in self._topology.bindings:
             if binding.source == exchange.name:
                 await self._unbind(binding)
-        answer = await self._link.ask(ExchangeDelete(exchange=exchange.name, if_unused=not self._force))
+        answer = await self._connection.ask(ExchangeDelete(exchange=exchange.name, if_unused=not self._force))
         if isinstance(answer, ChannelClosed):
             self._result.left[f"exchange {exchange.name}"] = str(answer)
         else:
@@ -118,18 +118,18 @@ class Remover:
 
     async def _unbind(self, binding: Binding) -> None:
         """Remove a binding. If its destination is gone, the binding is gone too."""
-        _raise_unless_gone(await self._link.ask(unbinding_frame(binding)))
+        _raise_unless_gone(await self._connection.ask(unbinding_frame(binding)))
 
     async def _remove_queue(self, name: str) -> bool:
         """Remove a queue. Returns False if it has new messages, and so stays."""
-        state = await queue_state(self._link, name)
+        state = await queue_state(self._connection, name)
         if state is None:
             return True
         if not self._force and (reason := _reason(state)):
             self._result.left[f"queue {name}"] = reason
             return False
         # This deletes the queue's messages too: quorum queues have no "if empty".
-        _raise_unless_gone(await self._link.ask(QueueDelete(queue=name)))
+        _raise_unless_gone(await self._connection.ask(QueueDelete(queue=name)))
         self._result.removed.append(f"queue {name}")
         return True
 
@@ -154,8 +154,8 @@ def _raise_unless_gone(answer: object) -> None:
 class Admin:
     """One connection to one vhost. Every method may raise BrokerUnreachable and BrokerRefused."""
 
-    def __init__(self, link: Link, management: Management | None = None) -> None:
-        self._link = link
+    def __init__(self, connection: AdminConnection, management: Management | None = None) -> None:
+        self._connection = connection
         self._management = management
 
     @classmethod
@@ -171,7 +171,7 @@ class Admin:
         if management_url:
             address = Address.parse(url)
             management = Management(management_url, address.vhost, timeout=patience, tls=address.tls)
-        return cls(await Link.open(url, name=name, patience=patience), management)
+        return cls(await AdminConnection.open(url, name=name, patience=patience), management)
 
     async def __aenter__(self) -> Self:
         return self
@@ -182,12 +182,12 @@ class Admin:
         await self.close()
 
     async def close(self) -> None:
-        await self._link.close()
+        await self._connection.close()
 
     @property
     def cluster(self) -> str:
         """The name of the broker's cluster; "" if the broker does not send it."""
-        return self._link.cluster
+        return self._connection.cluster
 
     async def declare(self, topology: Topology) -> None:
         """Declare the topology; existing parts stay as they are.
@@ -204,19 +204,19 @@ class Admin:
             raise TopologyMismatch(mismatches)
 
     async def _declare_exchange(self, wanted: Exchange) -> Mismatch | None:
-        answer = await self._link.ask(exchange_frame(wanted))
+        answer = await self._connection.ask(exchange_frame(wanted))
         return _mismatch("exchange", wanted.name, wanted, answer)
 
     async def _declare_queue(self, wanted: Queue) -> Mismatch | None:
-        answer = await self._link.ask(queue_frame(wanted))
+        answer = await self._connection.ask(queue_frame(wanted))
         found = _mismatch("queue", wanted.name, wanted, answer)
         if found is None:
             return None
-        state = await queue_state(self._link, wanted.name)
+        state = await queue_state(self._connection, wanted.name)
         return replace(found, messages=state and state.messages)
 
     async def _declare_binding(self, wanted: Binding) -> Mismatch | None:
-        answer = await self._link.ask(binding_frame(wanted))
+        answer = await self._connection.ask(binding_frame(wanted))
         return _mismatch("binding", wanted.source, wanted, answer)
 
     async def verify(self, topology: Topology) -> list[Finding]:
@@ -224,16 +224,16 @@ class Admin:
 
         Each part is declared passively, and then actively. A part deleted in the microseconds between is created again.
         """
-        return await Verifier(self._link, topology, self._management).findings()
+        return await Verifier(self._connection, topology, self._management).findings()
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
         """Messages ready in each queue; None if it is missing, or another connection owns it exclusively."""
-        states = {name: await queue_state(self._link, name) for name in queues}
+        states = {name: await queue_state(self._connection, name) for name in queues}
         return {name: state.messages if state else None for name, state in states.items()}
 
     async def state(self, queue: str) -> QueueState | None:
         """Messages and consumers of a queue; None as in :meth:`depths`."""
-        return await queue_state(self._link, queue)
+        return await queue_state(self._connection, queue)
 
     async def delayed(self, queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
         """The messages of each queue that the broker itself delays, which AMQP does not show. None: unknown, because
@@ -241,7 +241,7 @@ class Admin:
 
         ``fresh``: wait until the broker's counts are no older than this call.
         """
-        if not queues or self._link.version < DELAYS_FROM:
+        if not queues or self._connection.version < DELAYS_FROM:
             return dict.fromkeys(queues, 0)
         try:
             if self._management is None:
@@ -254,24 +254,24 @@ class Admin:
 
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
         """Bind a queue. Returns False if the queue or exchange is missing, or another connection owns the queue."""
-        answer = await self._link.ask(binding_frame(Binding(exchange, queue, "queue", key)))
+        answer = await self._connection.ask(binding_frame(Binding(exchange, queue, "queue", key)))
         return not isinstance(answer, ChannelLockedResource) and _exists(answer)
 
     async def may_consume(self, queue: str) -> bool:
         """Whether this user may read the queue, without reading a message. The broker checks the permission first, and
         then refuses the invalid priority of this request. True if the queue is missing."""
         try:
-            await self._link.ask(BasicMethods.Consume(queue=queue, arguments={"x-priority": "none"}))
+            await self._connection.ask(BasicMethods.Consume(queue=queue, arguments={"x-priority": "none"}))
         except BrokerRefused:
             return False
         return True
 
     async def queue_exists(self, name: str) -> bool:
-        answer = await self._link.ask(queue_look(name))
+        answer = await self._connection.ask(queue_look(name))
         return isinstance(answer, ChannelLockedResource) or _exists(answer)
 
     async def exchange_exists(self, name: str) -> bool:
-        return not name or _exists(await self._link.ask(exchange_look(name)))
+        return not name or _exists(await self._connection.ask(exchange_look(name)))
 
     async def remove(self, topology: Topology, *, force: bool = False) -> Removal:
         """Remove our parts in the order of the topology: a cascade from its top, each exchange before its queue. So no
@@ -282,7 +282,7 @@ class Admin:
         queue and all levels below stay; call this again when the message has left. The broker's counts do not include
         unacknowledged messages, and those in a dead-letter worker, so stop the daemon first.
         """
-        return await Remover(self._link, topology, self.delayed, force=force).run()
+        return await Remover(self._connection, topology, self.delayed, force=force).run()
 
 
 def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch | None:

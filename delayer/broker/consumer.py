@@ -40,7 +40,7 @@ class Waiting(Protocol):
         """End the subscription, if it can begin again: its deliveries filled the buffer for too long."""
 
 
-class Inflow:
+class FlowControl:
     """The buffered bytes of one subscription, or of all that share a connection. Sharing subscriptions delay each other
     anyway, and have one bound together."""
 
@@ -113,7 +113,7 @@ WORTH: Final = 2
 """A new subscription is worth its cost if it can buffer so many times as many messages."""
 
 
-class Fitting:
+class AdaptivePrefetch:
     """The prefetch that fits the sizes of a queue's messages. ``room``: bytes that may be buffered."""
 
     def __init__(self, room: int) -> None:
@@ -163,10 +163,10 @@ BATCH_BYTES: Final = 8 << 20
 
 class AmqpConsumer:
     """Satisfies ports.Consumer, over a connection of its own, because pausing one queue must not pause another.
-    Consumers that share a connection share its ``inflow``; otherwise each subscription has ``buffer_bytes``.
+    Consumers that share a connection share its ``flow_control``; otherwise each subscription has ``buffer_bytes``.
 
-    ``fitting``: the size of a queue's messages so far. A subscription may end itself in order (``overrun``) to change
-    how much it reads ahead.
+    ``adaptive_prefetch``: the size of a queue's messages so far. A subscription may end itself in order (``overrun``)
+    to change how much it reads ahead.
     """
 
     def __init__(
@@ -175,22 +175,24 @@ class AmqpConsumer:
         *,
         batch_bytes: int = BATCH_BYTES,
         buffer_bytes: int = BUFFER_BYTES,
-        fitting: Fitting | None = None,
-        inflow: Inflow | None = None,
+        adaptive_prefetch: AdaptivePrefetch | None = None,
+        flow_control: FlowControl | None = None,
     ) -> None:
         self._reconnecting = reconnecting
-        self._inflow = inflow
+        self._flow_control = flow_control
         self._batch_bytes = batch_bytes
         self._buffer_bytes = buffer_bytes
-        self._fitting = fitting
+        self._adaptive_prefetch = adaptive_prefetch
 
     async def subscribe(self, queue: str, prefetch: int) -> AmqpSubscription:
         """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
-        inflow = self._inflow or Inflow(self._buffer_bytes)
-        with inflow.listening(BEGINNING):
-            return await self._begun(await self._reconnecting.connection(ANSWER_SECONDS), inflow, queue, prefetch)
+        flow_control = self._flow_control or FlowControl(self._buffer_bytes)
+        with flow_control.listening(BEGINNING):
+            return await self._begun(await self._reconnecting.connection(ANSWER_SECONDS), flow_control, queue, prefetch)
 
-    async def _begun(self, connection: Connection, inflow: Inflow, queue: str, prefetch: int) -> AmqpSubscription:
+    async def _begun(
+        self, connection: Connection, flow_control: FlowControl, queue: str, prefetch: int
+    ) -> AmqpSubscription:
         channel = await connection.channel()
         subscription = AmqpSubscription(
             connection,
@@ -198,8 +200,8 @@ class AmqpConsumer:
             queue,
             prefetch=prefetch,
             batch_bytes=self._batch_bytes,
-            inflow=inflow,
-            fitting=self._fitting,
+            flow_control=flow_control,
+            adaptive_prefetch=self._adaptive_prefetch,
         )
         try:
             await channel.qos(subscription.prefetch)
@@ -221,20 +223,20 @@ class AmqpSubscription:
         *,
         prefetch: int,
         batch_bytes: int,
-        inflow: Inflow,
-        fitting: Fitting | None,
+        flow_control: FlowControl,
+        adaptive_prefetch: AdaptivePrefetch | None,
     ) -> None:
         self._connection = connection
         self._channel = channel
         self._queue = queue
         self._batch_bytes = batch_bytes
-        self._inflow = inflow
+        self._flow_control = flow_control
         self._consumer_tag: str | None = None
         self._buffer: deque[Delivery] = deque()
         self._bytes = 0
         self._wanted = prefetch
-        self._fitting = fitting
-        self.prefetch = prefetch if fitting is None else fitting.prefetch(prefetch)
+        self._adaptive_prefetch = adaptive_prefetch
+        self.prefetch = prefetch if adaptive_prefetch is None else adaptive_prefetch.prefetch(prefetch)
         self.overrun = False
         self.received = 0
         """Deliveries so far. The broker has as many acknowledgements, less the prefetch."""
@@ -274,7 +276,7 @@ class AmqpSubscription:
     @property
     def behind(self) -> bool:
         """See ports.Subscription."""
-        return bool(self._buffer) or self._inflow.behind(self)
+        return bool(self._buffer) or self._flow_control.behind(self)
 
     @property
     def lost(self) -> bool:
@@ -301,7 +303,7 @@ class AmqpSubscription:
         does not count that as a delivery, but it counts the end of a channel.
         """
         self._stop()
-        with self._inflow.listening(ENDING):
+        with self._flow_control.listening(ENDING):
             await self._end(seconds)
 
     def abandon(self) -> None:
@@ -326,7 +328,7 @@ class AmqpSubscription:
         """Drop the buffer: no caller takes another batch."""
         self._stopped = True
         self._buffer.clear()
-        self._inflow.emptied(self, self._bytes)
+        self._flow_control.emptied(self, self._bytes)
         self._bytes = 0
 
     def _on_delivery(self, delivery: Delivery) -> None:
@@ -338,15 +340,15 @@ class AmqpSubscription:
         self._bytes += size
         if self._full():
             self._filled.set()
-        self._inflow.came(self, self._connection, size)
+        self._flow_control.came(self, self._connection, size)
         self._arrived.set()
 
     def let_go(self) -> None:
         """See Waiting. The buffered deliveries return to their queue when the channel closes, and the next subscription
         reads less ahead."""
-        if self._fitting is None or not self._buffer:
+        if self._adaptive_prefetch is None or not self._buffer:
             return
-        self._fitting.full(len(self._buffer))
+        self._adaptive_prefetch.full(len(self._buffer))
         log.warning("deliveries given back", queue=self._queue, seconds=UNREAD, read_ahead=len(self._buffer))
         self.overrun = True
         self._stop()
@@ -376,7 +378,7 @@ class AmqpSubscription:
             taken += len(delivery.body) + len(delivery.properties)
             batch.append(delivery)
         self._bytes -= taken
-        if self._fitting is not None and self._fitting.took(len(batch), taken, self._wanted):
+        if self._adaptive_prefetch is not None and self._adaptive_prefetch.took(len(batch), taken, self._wanted):
             self.overrun = True
-        self._inflow.went(taken)
+        self._flow_control.went(taken)
         return batch

@@ -11,10 +11,10 @@ from typing import Literal
 
 from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 
-from delayer.broker.brief import exchange_frame, exchange_look, queue_frame, queue_look
+from delayer.broker.admin_connection import DELAYS_FROM, AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.link import DELAYS_FROM, Link
 from delayer.broker.management_api import Management, policies_in_force
+from delayer.broker.pipelined_admin import exchange_frame, exchange_look, queue_frame, queue_look
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
@@ -49,8 +49,8 @@ class Finding:
 class Verifier:
     """One comparison of a broker with a topology."""
 
-    def __init__(self, link: Link, topology: Topology, management: Management | None) -> None:
-        self._link = link
+    def __init__(self, connection: AdminConnection, topology: Topology, management: Management | None) -> None:
+        self._connection = connection
         self._topology = topology
         self._management = management
 
@@ -86,9 +86,11 @@ class Verifier:
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""
         is_queue = isinstance(wanted, Queue)
-        answer = await self._link.ask(queue_look(wanted.name) if is_queue else exchange_look(wanted.name))
+        answer = await self._connection.ask(queue_look(wanted.name) if is_queue else exchange_look(wanted.name))
         if not isinstance(answer, ChannelClosed):
-            answer = await self._link.ask(queue_frame(wanted) if isinstance(wanted, Queue) else exchange_frame(wanted))
+            answer = await self._connection.ask(
+                queue_frame(wanted) if isinstance(wanted, Queue) else exchange_frame(wanted)
+            )
         return answer if isinstance(answer, ChannelClosed) else None
 
     async def _told(self, management: Management, missing: set[str]) -> list[Finding]:
@@ -117,7 +119,7 @@ class Verifier:
 
     async def _down(self, management: Management) -> list[Finding]:
         """Findings about queues whose process has ended: RabbitMQ 4.4 can lose one by a single message."""
-        down = await management.down() if self._link.version >= DELAYS_FROM else frozenset[str]()
+        down = await management.down() if self._connection.version >= DELAYS_FROM else frozenset[str]()
         return [Finding("queue", one.name, "running", DOWN) for one in self._topology.queues if one.name in down]
 
     def _compared(

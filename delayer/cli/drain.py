@@ -12,9 +12,9 @@ import click
 from delayer.amqp import edits
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
-from delayer.broker.brief import briefly
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.errors import BrokerRefused
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.cli.errors import DONE, FOUND, Misused
 from delayer.cli.importing import import_failures
@@ -118,8 +118,8 @@ class Around(NamedTuple):
 async def look_around(settings: Settings, levels: Cascade) -> Around:
     """Look at the depths. Raises BrokerLost, BrokerRefused."""
     due = settings.native.due_queue
-    async with briefly(settings.broker_url, NAME) as broker:
-        seen = await broker.picture(levels, [due])
+    async with pipelined_admin(settings.broker_url, NAME) as broker:
+        seen = await broker.cascade_depths(levels, [due])
     if seen.hidden:
         # A hidden queue may hold messages, and the operator removes the cascade next.
         raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")

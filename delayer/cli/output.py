@@ -17,7 +17,7 @@ from delayer.core.delay_headers import in_words
 from delayer.core.lines import escaped
 
 if TYPE_CHECKING:
-    from delayer.broker.brief import Picture
+    from delayer.broker.pipelined_admin import CascadeDepths
     from delayer.config import Settings
 
 Say = Callable[[str, int, int | None], None]
@@ -105,7 +105,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def print_queues(settings: Settings, seen: Picture, *, used: bool, every_level: bool) -> None:
+def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_level: bool) -> None:
     """Print the depths of the cascade and of the queues around it. ``used``: whether new delays take the cascade.
     ``every_level``: also those without messages."""
     intake = (settings.intake.queue, settings.refused.queue)

@@ -18,8 +18,8 @@ from aiormq.exceptions import ChannelNotFoundEntity, DeliveryError
 from pamqp.commands import Basic
 
 from delayer.amqp.reading import iso
+from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.link import Link
 from delayer.cli.errors import Misused, Off
 from delayer.cli.options import Request, duration, fixed_instant, pair
 from delayer.cli.output import note, progress, quoted, roughly
@@ -62,20 +62,20 @@ async def publish(
     Raises BrokerUnreachable, BrokerRefused.
     """
     window = max(min(WINDOW, WINDOW_BYTES // max(len(message.body), 1)), 1)
-    link = await Link.open(url, name="delayer send", patience=30.0)
+    connection = await AdminConnection.open(url, name="delayer send", patience=30.0)
     confirmed = 0
     try:
         while confirmed < count:
             # The first one alone: it shows whether the others have a way.
             ids = [id_of(number) for number in range(confirmed, min(confirmed + (window if confirmed else 1), count))]
-            reasons = await link.call(partial(_publish_all, message=message, ids=ids))
+            reasons = await connection.call(partial(_publish_all, message=message, ids=ids))
             confirmed += sum(reason is None for reason in reasons)
             say(confirmed)
             for message_id, reason in zip(ids, reasons, strict=True):
                 if reason is not None:
                     return Untaken(message_id, reason)
     finally:
-        await link.close()
+        await connection.close()
     return None
 
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import click
 
-from delayer.broker.brief import Picture, briefly
 from delayer.broker.errors import BrokerRefused
+from delayer.broker.pipelined_admin import CascadeDepths, pipelined_admin
 from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_queues, print_table, when
@@ -146,7 +146,7 @@ def status(context: click.Context, as_json: bool, watch: bool) -> None:
 
 def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> int:
     """Look and print. Returns the exit code."""
-    picture, broker, store, now = asyncio.run(_look(settings))
+    depths, broker, store, now = asyncio.run(_look(settings))
     answer = {"mode": settings.mode, "broker": broker, "store": store, "live": now}
     if as_json and on_one_line:
         click.echo(json.dumps(answer))
@@ -156,9 +156,9 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
         click.echo(f"mode: {settings.mode}")
         _print_store(store)
         show(now)
-        if picture is not None:
+        if depths is not None:
             click.echo()
-            print_queues(settings, picture, used=uses_cascade(settings), every_level=False)
+            print_queues(settings, depths, used=uses_cascade(settings), every_level=False)
     parts = {"broker": broker, "store": store or {}}
     unreached = {name: part for name, part in parts.items() if part.get("error")}
     for name, part in unreached.items():
@@ -174,17 +174,17 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
 
 async def _look(
     settings: Settings,
-) -> tuple[Picture | None, dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+) -> tuple[CascadeDepths | None, dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
     """Broker, store and daemon, asked at the same time, so that none waits for another's timeout."""
-    (picture, broker), store, now = await asyncio.gather(_broker(settings), _store(settings), look(settings))
-    return picture, broker, store, now
+    (depths, broker), store, now = await asyncio.gather(_broker(settings), _store(settings), look(settings))
+    return depths, broker, store, now
 
 
-async def _broker(settings: Settings) -> tuple[Picture | None, dict[str, Any]]:
+async def _broker(settings: Settings) -> tuple[CascadeDepths | None, dict[str, Any]]:
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
     try:
-        async with briefly(settings.broker_url, "delayer status") as broker:
-            seen = await broker.picture(cascade_of(settings), queues)
+        async with pipelined_admin(settings.broker_url, "delayer status") as broker:
+            seen = await broker.cascade_depths(cascade_of(settings), queues)
     except (BrokerLost, BrokerRefused) as error:
         return None, {"error": str(error), "advice": broker_advice(error)}
     levels = [{"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in seen.levels]

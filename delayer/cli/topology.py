@@ -9,7 +9,7 @@ from typing import TypeVar
 import click
 
 from delayer.broker.admin import Admin, Removal
-from delayer.broker.brief import Picture, briefly
+from delayer.broker.pipelined_admin import CascadeDepths, pipelined_admin
 from delayer.cli.errors import FOUND
 from delayer.cli.options import Request, as_json, request_of
 from delayer.cli.output import note, print_json, print_queues, print_table, quoted
@@ -114,16 +114,16 @@ def show(request: Request, as_json: bool) -> None:
     settings = request.settings()
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
 
-    async def look() -> Picture:
-        async with briefly(settings.broker_url, "delayer topology") as broker:
-            return await broker.picture(cascade_of(settings), queues)
+    async def look() -> CascadeDepths:
+        async with pipelined_admin(settings.broker_url, "delayer topology") as broker:
+            return await broker.cascade_depths(cascade_of(settings), queues)
 
-    picture = asyncio.run(look())
+    seen = asyncio.run(look())
     if as_json:
-        print_json(picture.as_dict())
+        print_json(seen.as_dict())
         return
     used = uses_cascade(settings)
-    print_queues(settings, picture, used=used, every_level=True)
+    print_queues(settings, seen, used=used, every_level=True)
     if not used:
         note("Store mode without store.park_beyond: new delays do not enter the cascade.")
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import structlog
 
 from delayer.amqp import reading
-from delayer.broker.brief import briefly
 from delayer.broker.errors import BrokerRefused, QueueMissing
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.config import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
@@ -59,11 +59,11 @@ class DaemonInside:
         settings = self.settings
         queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
         try:
-            async with briefly(settings.broker_url, "delayer look", patience=5.0) as broker:
-                picture = await broker.picture(cascade_of(settings), queues)
+            async with pipelined_admin(settings.broker_url, "delayer look", patience=5.0) as broker:
+                seen = await broker.cascade_depths(cascade_of(settings), queues)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
-        return Depths(picture.queues, {level.level: level.depth for level in picture.levels})
+        return Depths(seen.queues, {level.level: level.depth for level in seen.levels})
 
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
         """See the port."""

@@ -12,11 +12,11 @@ import structlog
 
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
-from delayer.broker.brief import briefly
 from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.consumer import BUFFER_BYTES, AmqpConsumer, Fitting, Inflow
+from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.ports import Lane, Store
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
 from delayer.config import Settings
@@ -212,7 +212,7 @@ class Daemon:
         """Declare the topology. Raises BrokerLost, TopologyMismatch."""
         wanted = settings or self.settings
         try:
-            async with briefly(self.settings.broker_url, "delayer admin") as broker:
+            async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
                 if not await broker.declared(topology_of(wanted)):
                     await declare_in_detail(self.settings.broker_url, topology_of(wanted))
                 # Messages may still be on their way through a cascade that new delays do not take any more.
@@ -271,7 +271,7 @@ class Daemon:
         if use == "due":
             intake = replace(intake, gather=0.005)  # All its messages are due, and late by this.
         prepare = self._prepare if use == "intake" else self._declare_again
-        consumer = AmqpConsumer(self.connections[use], fitting=Fitting(BUFFER_BYTES))
+        consumer = AmqpConsumer(self.connections[use], adaptive_prefetch=AdaptivePrefetch(BUFFER_BYTES))
         return QueueConsumer(intake, consumer, handle, prepare=prepare, heartbeat=self._watchdog)
 
     def _takeovers(self) -> list[LevelTakeover]:
@@ -281,7 +281,7 @@ class Daemon:
         cascades = [(Cascade(one.cascade, owner=one.prefix), one.levels_from) for one in self.settings.takeovers]
         levels = [(cascade, level) for cascade, lowest in cascades for level in reversed(range(lowest, LEVELS))]
         all_bytes = 16 << 20
-        inflow = Inflow(all_bytes)
+        flow_control = FlowControl(all_bytes)
         return [
             LevelTakeover(
                 cascade,
@@ -289,8 +289,8 @@ class Daemon:
                 consumer=AmqpConsumer(
                     self.connections["takeover"],
                     batch_bytes=1 << 20,
-                    inflow=inflow,
-                    fitting=Fitting(all_bytes // len(levels)),
+                    flow_control=flow_control,
+                    adaptive_prefetch=AdaptivePrefetch(all_bytes // len(levels)),
                 ),
                 parking=self.lanes,
                 prepare=lambda: self.lanes.wait_usable(STORE_WAIT),

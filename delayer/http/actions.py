@@ -35,7 +35,7 @@ _WRONG: Final = "That is not the token: expected `Authorization: Bearer TOKEN`."
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ActionResult:
     """The result of a change, for a page and for programs."""
 
     heading: str
@@ -69,46 +69,46 @@ class Actions:
         return await self._answer(request, self._filtered)
 
     async def _answer(
-        self, request: Request, do: Callable[[Request, str, Mapping[str, Any]], Awaitable[Told | Response]]
+        self, request: Request, do: Callable[[Request, str, Mapping[str, Any]], Awaitable[ActionResult | Response]]
     ) -> Response:
         as_json = "application/json" in request.headers.get("accept", "")
         form: dict[str, list[str]] = {}
         try:
             who = self.pages.sessions.who(request)
             line = _WRONG if "authorization" in request.headers else _LOCKED
-            told: Told | Response = Told("Locked", [line], 0, "/login", 403)
+            result: ActionResult | Response = ActionResult("Locked", [line], 0, "/login", 403)
             if who is not None:
                 form = await forms.said(request)
                 # A change goes on when its client closes the connection.
-                told = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
+                result = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
         except Wrong as wrong:
             back = forms.back(form, request.url.path)
             if not as_json and form.get("verb") == ["reschedule"] and {"id", "all", *forms.FIELDS} & form.keys():
-                told = self._mend(request, form, str(wrong), back)
+                result = self._mend(request, form, str(wrong), back)
             else:
-                told = Told("Not understood", [str(wrong)], 0, back, 400)
+                result = ActionResult("Not understood", [str(wrong)], 0, back, 400)
         except (BrokerLost, *STORE_ERRORS) as error:
-            told = Told("Not done", [str(error)], 0, "/", 503)
-        if isinstance(told, Response):
-            return told
+            result = ActionResult("Not done", [str(error)], 0, "/", 503)
+        if isinstance(result, Response):
+            return result
         # Not after a refused request, because a look at a backlog is expensive.
-        if told.done or told.status == 503:
+        if result.done or result.status == 503:
             view = self.pages.answers.view
             for part in (view.store, view.census, view.depths):
                 part.forget()
         if as_json:
             return JSONResponse(
-                {"heading": told.heading, "lines": list(told.lines), "done": told.done}, status_code=told.status
+                {"heading": result.heading, "lines": list(result.lines), "done": result.done}, status_code=result.status
             )
         return self.pages.html(
-            request, "done.html", told.status, heading=told.heading, lines=told.lines, back=told.back
+            request, "done.html", result.status, heading=result.heading, lines=result.lines, back=result.back
         )
 
-    async def _in_turn(self, deed: Awaitable[Told | Response]) -> Told | Response:
+    async def _in_turn(self, change: Awaitable[ActionResult | Response]) -> ActionResult | Response:
         async with self.turns:
-            return await deed
+            return await change
 
-    async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+    async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
         forms.known(form, ("verb", "id", "at", "by", "back", "confirmed"))
         verb, tokens = forms.verb(form, "cancel", "reschedule", "retry"), forms.tokens(form)
         back = forms.back(form, request.url.path)
@@ -128,16 +128,16 @@ class Actions:
             for token in tokens
             if found[token.id] in (Found.NOWHERE, Found.UNREADABLE)
         ]
-        return Told(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
+        return ActionResult(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
 
-    async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+    async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
         forms.known(form, ("verb", "id", "back", "confirmed"))
         verb, tokens = forms.verb(form, "retry", "drop"), forms.tokens(form)
         if (question := self._sure(request, verb, form, "/held")) is not None:
             return question
         return await self._retry(who, verb, tokens, "/held")
 
-    async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> Told:
+    async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> ActionResult:
         ids = [token.id for token in tokens]
         async with actions.recorded(self.pages._url(), who, f"held {verb}", {"ids": ids}) as (connection, act):
             if verb == "retry":
@@ -146,9 +146,9 @@ class Actions:
                 some = await detail.held_named(connection, ids)
                 done = await actions.patiently(lambda: detail.drop(connection, some, act))
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
-        return Told(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
+        return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
 
-    async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+    async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
         forms.known(form, ("verb", "id", "back", "confirmed"))
         verb = forms.verb(form, "retry", "drop")
         ids = forms.ids(form)
@@ -159,9 +159,9 @@ class Actions:
         lines = [f"{name or 'One without an id'} stays refused: {why}." for name, why in left]
         missing = len(ids) - done - len(left)
         lines += [f"{missing} are not there any more."] if missing > 0 else []
-        return Told(f"{past}: {done} of {len(ids)}", lines, done, "/refused")
+        return ActionResult(f"{past}: {done} of {len(ids)}", lines, done, "/refused")
 
-    async def _filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+    async def _filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
         forms.known(form, ("verb", *forms.FIELDS, "all", "at", "by", "confirmed", "counted"))
         verb = forms.verb(form, "cancel", "reschedule")
         filter_ = forms.meant(form, host_ms())
@@ -183,7 +183,7 @@ class Actions:
         counted = form.get("counted", [""])[0]
         if counted.isdecimal() and counted != str(done):
             lines.append(f"{render.number(int(counted[:15]))} were counted before: others came or went meanwhile.")
-        return Told(f"{PAST[verb]}: {render.number(done)}", lines, done, _waiting(filter_))
+        return ActionResult(f"{PAST[verb]}: {render.number(done)}", lines, done, _waiting(filter_))
 
     def _confirm(
         self, request: Request, verb: str, filter_: Search, new: Mapping[str, Any], meant: actions.Counted
@@ -208,7 +208,7 @@ class Actions:
             broken=meant.broken,
             facts=list(given.items()) or [("filter", "none: everything that waits")],
             to=moved if at_ms is None else f" to {iso(at_ms)}",
-            path="/deeds/filtered",
+            path="/actions/filtered",
             fields=fields,
             back=_waiting(filter_),
         )

@@ -186,6 +186,6 @@ def back(form: Mapping[str, Sequence[str]], path: str) -> str:
     Browsers drop tabs and line ends, so "/<TAB>/host" would lead to another server.
     """
     wish = form.get("back", [""])[0]
-    list_of = {"/deeds/held": "/held", "/deeds/refused": "/refused"}.get(path, "/waiting")
+    list_of = {"/actions/held": "/held", "/actions/refused": "/refused"}.get(path, "/waiting")
     local = wish.startswith("/") and not wish.startswith(("//", "/\\")) and wish.isprintable()
     return wish if local else list_of

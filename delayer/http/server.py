@@ -57,7 +57,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
     settings = answers.inside
     sessions = Sessions(lambda: settings.settings.http.token)
     pages = Pages(answers, sessions)
-    deeds = Actions(pages, asyncio.Semaphore(at_once))
+    actions = Actions(pages, asyncio.Semaphore(at_once))
 
     async def nowhere(request: Request, _error: Exception) -> Response:
         line = "No page of delayer has this address."
@@ -90,10 +90,10 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/audit-log", in_turn(looks, pages.audit_log)),
             Route("/login", pages.login, methods=["GET", "POST"]),
             Route("/logout", pages.logout, methods=["POST"]),
-            Route("/deeds/messages", deeds.messages, methods=["POST"]),
-            Route("/deeds/held", deeds.held, methods=["POST"]),
-            Route("/deeds/refused", deeds.refused, methods=["POST"]),
-            Route("/deeds/filtered", deeds.filtered, methods=["POST"]),
+            Route("/actions/messages", actions.messages, methods=["POST"]),
+            Route("/actions/held", actions.held, methods=["POST"]),
+            Route("/actions/refused", actions.refused, methods=["POST"]),
+            Route("/actions/filtered", actions.filtered, methods=["POST"]),
             Mount("/static", Files(directory=STATIC)),
         ],
         middleware=[Middleware(Guard, listen=lambda: settings.settings.http.listen)],

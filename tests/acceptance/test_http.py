@@ -118,7 +118,7 @@ async def test_without_a_store_the_log_says_who_dropped_what_was_refused(place: 
         await daemon.event("message refused")
         ids = ["one"]
         allowed = {"Authorization": f"Bearer {token}", "X-Delayer-Who": "nightly"}
-        done = await web.post("/deeds/refused", {"verb": "drop", "id": ids}, **allowed)
+        done = await web.post("/actions/refused", {"verb": "drop", "id": ids}, **allowed)
         assert done.status == 200, done.text
         told = await daemon.event("refused acted on")
         assert (told["verb"], told["messages"], told["ids"]) == ("drop", 1, ids)

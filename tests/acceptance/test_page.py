@@ -63,7 +63,7 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         assert await result(page) == "Cancelled: 2 of 2"
         assert len(await this.waiting()) == 7
 
-        await page.get_by_role("link", name="Go on").click()
+        await page.get_by_role("link", name="Back").click()
         moved = (await this.waiting())[-1]
         await page.get_by_label(f"Choose {moved['id']}").check()
         await page.locator("#at").fill("2h")
@@ -118,7 +118,7 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.locator("tbody input").nth(0).check()
         await page.get_by_role("button", name="Try again now").click()
         assert await result(page) == "To be tried again now: 1 of 1"
-        await page.get_by_role("link", name="Go on").click()
+        await page.get_by_role("link", name="Back").click()
         await page.get_by_label("All of this page").check()
         assert await page.locator("tbody input:not(:checked)").count() == 0
         await page.get_by_role("button", name="Drop").click()
@@ -281,29 +281,31 @@ async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(
             {"Authorization": f"Bearer {TOKEN}", "Origin": "https://evil.example"},
             {"Authorization": f"Bearer {TOKEN}", "Sec_Fetch_Site": "cross-site"},
         ):  # fmt: skip
-            assert (await this.web.post("/deeds/messages", form, **more)).status == 403
-        assert (await this.web.get(f"/deeds/messages?token={TOKEN}&verb=cancel&id={rows[0]['id']}")).status == 405
+            assert (await this.web.post("/actions/messages", form, **more)).status == 403
+        assert (await this.web.get(f"/actions/messages?token={TOKEN}&verb=cancel&id={rows[0]['id']}")).status == 405
         assert (await this.web.get("/", Host="evil.example")).status == 421
         for slip in ("rout=in", "route=in&route=out", "after=9", "due_before=soon"):
             assert (await this.web.get(f"/waiting?{slip}")).status == 400
         assert len(await this.waiting()) == 3
         allowed = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
-        answer = await this.web.post("/deeds/messages", form, **allowed)
+        answer = await this.web.post("/actions/messages", form, **allowed)
         assert (answer.status, answer.json["done"]) == (200, 1)
-        again = await this.web.post("/deeds/messages", form, **allowed)
+        again = await this.web.post("/actions/messages", form, **allowed)
         assert again.json["done"] == 0
         for wrong in ({"verb": "drop"}, {"verb": "cancel"}, {"verb": "cancel", "id": "x"},
                       {"verb": "reschedule", "id": rows[1]["id"]}):  # fmt: skip
-            assert (await this.web.post("/deeds/messages", wrong, **allowed)).status == 400
-        counted = await this.web.post("/deeds/filtered", {"verb": "cancel", "route": "in"}, **allowed)
+            assert (await this.web.post("/actions/messages", wrong, **allowed)).status == 400
+        counted = await this.web.post("/actions/filtered", {"verb": "cancel", "route": "in"}, **allowed)
         assert counted.json == {"matched": 2, "broken_segments": 0, "confirmed": False}
         for slip in ({"rout": "in"}, {"key": ""}, {}, {"route": ["in", "else"]}):
-            answer = await this.web.post("/deeds/filtered", {"verb": "cancel", "confirmed": "yes", **slip}, **allowed)
+            answer = await this.web.post("/actions/filtered", {"verb": "cancel", "confirmed": "yes", **slip}, **allowed)
             assert answer.status == 400, answer.text
-        empty = await this.web.post("/deeds/filtered", {"verb": "cancel", "confirmed": "yes", "route": ""}, **allowed)
+        empty = await this.web.post("/actions/filtered", {"verb": "cancel", "confirmed": "yes", "route": ""}, **allowed)
         assert empty.json["done"] == 0, "the empty route is one of the routes"
         assert len(await this.waiting()) == 2
-        done = await this.web.post("/deeds/filtered", {"verb": "cancel", "route": "in", "confirmed": "yes"}, **allowed)
+        done = await this.web.post(
+            "/actions/filtered", {"verb": "cancel", "route": "in", "confirmed": "yes"}, **allowed
+        )
         assert done.json["done"] == 2
         assert {one["who"] for one in await this.acts()} == {"a program (http, 127.0.0.1)"}
         assert await asyncio.to_thread(this.config.read_text)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from delayer.broker.consumer import ENOUGH, AmqpConsumer, AmqpSubscription, Fitting, Inflow
+from delayer.broker.consumer import ENOUGH, AdaptivePrefetch, AmqpConsumer, AmqpSubscription, FlowControl
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Delivery
 from tests.conformance.broker_world import (
@@ -226,7 +226,7 @@ async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place, mo
     size, bound = 1 << 16, 1 << 18
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
         await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
-        reader = AmqpConsumer(reconnecting, buffer_bytes=bound, fitting=Fitting(bound))
+        reader = AmqpConsumer(reconnecting, buffer_bytes=bound, adaptive_prefetch=AdaptivePrefetch(bound))
         with monkeypatch.context() as patch:
             patch.setattr("delayer.broker.consumer.UNREAD", 0.3)
             first = await reader.subscribe("q", 32)
@@ -263,7 +263,7 @@ async def test_queues_that_share_a_relay_share_its_bound(place: Place) -> None:
     size, count, bound, queues = 1 << 16, 5, 1 << 18, ("a", "b", "c", "d")
     async with place.world(*queues) as world, relay_to(place.address) as reconnecting:
         connection = await reconnecting.connection(30)
-        reader = AmqpConsumer(reconnecting, inflow=Inflow(bound))
+        reader = AmqpConsumer(reconnecting, flow_control=FlowControl(bound))
         subscriptions = [await reader.subscribe(name, count) for name in queues]
         for name in queues:
             await world.publisher.publish([message(n, name, body=bytes((n,)) * size) for n in range(count)])

@@ -12,8 +12,8 @@ import aio_pika
 import pytest
 
 from delayer.broker.admin import Admin, Remover
-from delayer.broker.brief import CHANNELS, briefly
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
+from delayer.broker.pipelined_admin import CHANNELS, pipelined_admin
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.errors import BrokerLost
 from delayer.core.topology import Exchange, Queue, Topology, arguments
@@ -126,13 +126,13 @@ async def test_depths_and_the_picture(vhost: str) -> None:
         await publish(vhost, cascade.level(20))
         await publish(vhost, "delays")
         assert await admin.depths(["delays", "nowhere"]) == {"delays": 1, "nowhere": None}
-    async with briefly(vhost, "test") as broker:
-        picture = await broker.picture(cascade, ["delays", "nowhere"])
-    assert [level.level for level in picture.levels] == list(range(27, -1, -1))
-    assert {level.name: level.depth for level in picture.levels if level.depth} == {cascade.level(20): 1}
-    assert picture.levels[0].ttl_ms == 2**27 * 1000
-    assert picture.queues == {"delays": 1, "nowhere": None, "delayer.delay-strays": 0}
-    assert picture.as_dict()["levels"][27] == {"level": 0, "name": cascade.level(0), "ttl_ms": 1000, "depth": 0}
+    async with pipelined_admin(vhost, "test") as broker:
+        seen = await broker.cascade_depths(cascade, ["delays", "nowhere"])
+    assert [level.level for level in seen.levels] == list(range(27, -1, -1))
+    assert {level.name: level.depth for level in seen.levels if level.depth} == {cascade.level(20): 1}
+    assert seen.levels[0].ttl_ms == 2**27 * 1000
+    assert seen.queues == {"delays": 1, "nowhere": None, "delayer.delay-strays": 0}
+    assert seen.as_dict()["levels"][27] == {"level": 0, "name": cascade.level(0), "ttl_ms": 1000, "depth": 0}
 
 
 async def test_remove_leaves_nothing(rabbitmq: RabbitMQ, vhost: str) -> None:
@@ -266,7 +266,7 @@ CASCADE = Cascade()
 
 
 async def test_a_brief_declaration_is_what_the_topology_says(rabbitmq: RabbitMQ, vhost: str) -> None:
-    async with briefly(vhost, "test") as broker:
+    async with pipelined_admin(vhost, "test") as broker:
         assert await broker.declared(whole(CASCADE))
         first = inventory(rabbitmq, vhost)
         assert await broker.declared(whole(CASCADE)), "twice is once"
@@ -278,7 +278,7 @@ async def test_a_brief_declaration_is_what_the_topology_says(rabbitmq: RabbitMQ,
 
 async def test_a_mismatch_prevents_every_brief_binding(rabbitmq: RabbitMQ, vhost: str) -> None:
     wrong = Queue(CASCADE.level(9), arguments({"x-queue-type": "quorum", "x-message-ttl": 511_000}))
-    async with briefly(vhost, "test") as broker:
+    async with pipelined_admin(vhost, "test") as broker:
         assert await broker.declared(Topology((), (wrong,)))
         assert not await broker.declared(CASCADE.topology())
         assert inventory(rabbitmq, vhost)["bindings"] == []
@@ -286,7 +286,7 @@ async def test_a_mismatch_prevents_every_brief_binding(rabbitmq: RabbitMQ, vhost
 
 
 async def test_a_brief_binding_to_nothing_is_a_no(vhost: str) -> None:
-    async with briefly(vhost, "test") as broker:
+    async with pipelined_admin(vhost, "test") as broker:
         assert not await broker.declared(due_topology(CASCADE))
 
 
@@ -294,17 +294,17 @@ async def test_depths_are_those_of_the_admin(vhost: str) -> None:
     """More queues than channels, those that are there between those that are not: each question has its own answer."""
     there = [f"q{number}" for number in range(0, 3 * CHANNELS, 3)]
     asked = [f"q{number}" for number in range(3 * CHANNELS)]
-    async with briefly(vhost, "test") as broker:
+    async with pipelined_admin(vhost, "test") as broker:
         assert await broker.declared(Topology((), tuple(map(Queue, there))))
         await publish(vhost, there[1])
         found = await broker.depths(asked)
         assert found == {name: (0 if name in there else None) for name in asked} | {there[1]: 1}
         assert await broker.exists(there[0])
         assert not await broker.exists("q1")
-        drawn = await broker.picture(CASCADE, ["q0", "q1"])
+        drawn = await broker.cascade_depths(CASCADE, ["q0", "q1"])
         assert await broker.declared(whole(CASCADE))
         await publish(vhost, CASCADE.level(20))
-        full = await broker.picture(CASCADE, ["q0", "q1"])
+        full = await broker.cascade_depths(CASCADE, ["q0", "q1"])
     assert {level.depth for level in drawn.levels} == {None}
     assert [level.level for level in full.levels if level.depth] == [20]
     async with await Admin.connect(vhost) as admin:
@@ -313,42 +313,42 @@ async def test_depths_are_those_of_the_admin(vhost: str) -> None:
 
 async def test_a_declaration_without_permission_is_refused(rabbitmq: RabbitMQ, vhost: str) -> None:
     rabbitmq.add_user("reader", "reader", vhost=urlsplit(vhost).path[1:], read=".*")
-    async with briefly(vhost.replace("guest:guest", "reader:reader"), "test") as broker:
+    async with pipelined_admin(vhost.replace("guest:guest", "reader:reader"), "test") as broker:
         assert not await broker.declared(Topology((Exchange("mine", "topic"),)))
         assert not await broker.exists("nowhere")
 
 
 async def test_queues_without_permission_are_hidden(rabbitmq: RabbitMQ, vhost: str) -> None:
     """Unless that is everything."""
-    async with briefly(vhost, "test") as broker:
+    async with pipelined_admin(vhost, "test") as broker:
         assert await broker.declared(whole(CASCADE) + Topology((), (Queue("q0"), Queue("q1"))))
     hidden = None if rabbitmq.hides_queues else 0
     for user, rights in (("q0-alone", "^q0$"), ("nothing", "^$")):
         rabbitmq.add_user(user, user, vhost=urlsplit(vhost).path[1:], configure=rights, read=rights)
-    async with briefly(vhost.replace("guest:guest", "q0-alone:q0-alone"), "test") as broker:
-        seen = await broker.picture(CASCADE, ["q0", "q1"])
+    async with pipelined_admin(vhost.replace("guest:guest", "q0-alone:q0-alone"), "test") as broker:
+        seen = await broker.cascade_depths(CASCADE, ["q0", "q1"])
     assert (seen.queues["q0"], seen.queues["q1"], seen.queues[CASCADE.strays]) == (0, hidden, hidden)
     assert {level.depth for level in seen.levels} == {hidden}
     levels = [level.name for level in CASCADE.levels()]
     assert set(seen.hidden) == ({"q1", CASCADE.strays, *levels} if hidden is None else set())
-    async with briefly(vhost.replace("guest:guest", "nothing:nothing"), "test") as broker:
+    async with pipelined_admin(vhost.replace("guest:guest", "nothing:nothing"), "test") as broker:
         if hidden is None:
             with pytest.raises(BrokerRefused, match="ACCESS_REFUSED"):
-                await broker.picture(CASCADE, ["q0"])
+                await broker.cascade_depths(CASCADE, ["q0"])
         else:
-            assert (await broker.picture(CASCADE, ["q0"])).queues["q0"] == 0
+            assert (await broker.cascade_depths(CASCADE, ["q0"])).queues["q0"] == 0
 
 
 async def test_a_wrong_password_is_refused_at_once(vhost: str) -> None:
     with pytest.raises(BrokerRefused, match="ACCESS_REFUSED"):
-        async with briefly(vhost.replace("guest:guest", "guest:wrong"), "test"):
+        async with pipelined_admin(vhost.replace("guest:guest", "guest:wrong"), "test"):
             raise AssertionError("let in")
 
 
 async def test_a_broker_that_falls_silent_is_out_of_reach(rabbitmq: RabbitMQ, vhost: str) -> None:
     async with Proxy(rabbitmq.port) as proxy:
         url = vhost.replace(f":{rabbitmq.port}", f":{proxy.port}")
-        async with briefly(url, "test", patience=0.5) as broker:
+        async with pipelined_admin(url, "test", patience=0.5) as broker:
             proxy.stall()
             with pytest.raises(BrokerLost, match=r"no answer within 0\.5 s"):
                 await broker.declared(whole(CASCADE))
@@ -358,7 +358,7 @@ async def test_a_broker_that_falls_silent_is_out_of_reach(rabbitmq: RabbitMQ, vh
 async def test_a_connection_that_is_cut_ends_every_question(rabbitmq: RabbitMQ, vhost: str) -> None:
     async with Proxy(rabbitmq.port) as proxy:
         url = vhost.replace(f":{rabbitmq.port}", f":{proxy.port}")
-        async with briefly(url, "test") as broker:
+        async with pipelined_admin(url, "test") as broker:
             proxy.stall(to_server=False)
             asking = asyncio.create_task(broker.depths(["a", "b"]))
             await asyncio.sleep(0)

@@ -211,5 +211,5 @@ async def test_commands_that_are_answered_load_only_what_they_need(vhost: str, d
         assert "asyncpg" in modules
         assert not modules & STORE, verb
     modules = loaded(tmp_path, *there, "status", expect=0)
-    assert "delayer.broker.brief" in modules
+    assert "delayer.broker.pipelined_admin" in modules
     assert not modules & STATUS

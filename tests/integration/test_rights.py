@@ -93,17 +93,19 @@ async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgr
             props = Props(headers=((b"x-delay", text("soon")),), delivery_mode=2)
             await raw.publish(Message("delayer.in", b"nobody", props, b"body"))
             (lost,) = await eventually(held, lambda ids: len(ids) == 1)
-            assert (await told("/deeds/filtered", verb="reschedule", by="1h", all="yes", confirmed="yes"))["done"] == 2
-            assert (await told("/deeds/filtered", verb="cancel", route="delayer.in", confirmed="yes"))["done"] == 2
-            assert (await told("/deeds/held", verb="drop", id=str(lost)))["done"] == 1
+            assert (await told("/actions/filtered", verb="reschedule", by="1h", all="yes", confirmed="yes"))[
+                "done"
+            ] == 2
+            assert (await told("/actions/filtered", verb="cancel", route="delayer.in", confirmed="yes"))["done"] == 2
+            assert (await told("/actions/held", verb="drop", id=str(lost)))["done"] == 1
             row = re.search(r'data-label="id" class="wide">([^<]+)<', (await web.get("/refused")).text)
             assert row is not None
-            stays = await told("/deeds/refused", verb="retry", id=row[1])
+            stays = await told("/actions/refused", verb="retry", id=row[1])
             assert stays["done"] == 0
             assert "ACCESS_REFUSED" in str(stays["lines"])
             whole = patterns_of("store")
             user_url(rabbitmq, vhost, whole._replace(write=whole.write.replace("(", r"(delayer\.in|")), "delayer-page")
-            assert (await told("/deeds/refused", verb="retry", id=row[1]))["done"] == 1
+            assert (await told("/actions/refused", verb="retry", id=row[1]))["done"] == 1
             assert (await web.get("/audit-log")).status == 200
             assert await daemon.stop() == 0
     finally:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from delayer.broker.consumer import ENOUGH, Fitting, Inflow
+from delayer.broker.consumer import ENOUGH, AdaptivePrefetch, FlowControl
 
 ROOM = 100
 
@@ -25,7 +25,7 @@ class Socket:
 class Waiting:
     """Lets go as a subscription does."""
 
-    def __init__(self, flow: Inflow, socket: Socket) -> None:
+    def __init__(self, flow: FlowControl, socket: Socket) -> None:
         self.flow, self.socket, self.bytes = flow, socket, 0
 
     def gets(self, size: int) -> None:
@@ -41,8 +41,8 @@ class Waiting:
         self.flow.emptied(self, size)
 
 
-def several(count: int) -> tuple[Inflow, Socket, list[Waiting]]:
-    flow, socket = Inflow(ROOM), Socket()
+def several(count: int) -> tuple[FlowControl, Socket, list[Waiting]]:
+    flow, socket = FlowControl(ROOM), Socket()
     return flow, socket, [Waiting(flow, socket) for _ in range(count)]
 
 
@@ -93,17 +93,17 @@ WANTED, WHOLE = 5_000, 32 << 20
 
 
 def test_the_full_prefetch_while_messages_fit() -> None:
-    fitting = Fitting(WHOLE)
-    assert fitting.prefetch(WANTED) == WANTED
-    assert not fitting.took(1_000_000, 1_000_000, WANTED)
-    assert fitting.prefetch(WANTED) == WANTED
+    adaptive_prefetch = AdaptivePrefetch(WHOLE)
+    assert adaptive_prefetch.prefetch(WANTED) == WANTED
+    assert not adaptive_prefetch.took(1_000_000, 1_000_000, WANTED)
+    assert adaptive_prefetch.prefetch(WANTED) == WANTED
 
 
 @pytest.mark.parametrize(("found", "next_time"), [(64, 64), (1, 1), (0, 1), (9_000, WANTED)])
 def test_the_prefetch_shrinks_to_the_number_that_filled_the_room(found: int, next_time: int) -> None:
-    fitting = Fitting(WHOLE)
-    fitting.full(found)
-    assert fitting.prefetch(WANTED) == next_time
+    adaptive_prefetch = AdaptivePrefetch(WHOLE)
+    adaptive_prefetch.full(found)
+    assert adaptive_prefetch.prefetch(WANTED) == next_time
 
 
 @pytest.mark.parametrize(
@@ -116,20 +116,20 @@ def test_the_prefetch_shrinks_to_the_number_that_filled_the_room(found: int, nex
     ],
 )
 def test_smaller_ones_are_told_by_many(size: int, more: bool, next_time: int) -> None:
-    fitting = Fitting(WHOLE)
-    fitting.full(64)
-    fitting.prefetch(WANTED)
+    adaptive_prefetch = AdaptivePrefetch(WHOLE)
+    adaptive_prefetch.full(64)
+    adaptive_prefetch.prefetch(WANTED)
     for _ in range(ENOUGH * 64 - 1):
-        assert not fitting.took(1, size, WANTED)
-    assert fitting.took(1, size, WANTED) is more
-    assert fitting.prefetch(WANTED) == next_time
+        assert not adaptive_prefetch.took(1, size, WANTED)
+    assert adaptive_prefetch.took(1, size, WANTED) is more
+    assert adaptive_prefetch.prefetch(WANTED) == next_time
 
 
 def test_the_prefetch_stays_between_one_and_the_limit() -> None:
     chance = random.Random(1)
-    fitting = Fitting(WHOLE)
+    adaptive_prefetch = AdaptivePrefetch(WHOLE)
     for _ in range(20_000):
         if chance.random() < 0.01:
-            fitting.full(chance.randrange(10_000))
-        fitting.took(chance.randrange(200), chance.randrange(1 << 27), WANTED)
-        assert 1 <= fitting.prefetch(WANTED) <= WANTED
+            adaptive_prefetch.full(chance.randrange(10_000))
+        adaptive_prefetch.took(chance.randrange(200), chance.randrange(1 << 27), WANTED)
+        assert 1 <= adaptive_prefetch.prefetch(WANTED) <= WANTED

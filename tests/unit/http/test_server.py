@@ -104,7 +104,7 @@ async def served(inside: Inside) -> AsyncIterator[Web]:
         ("/static/../guard.py", 404, "There is nothing here"),
         ("/static/%2e%2e/guard.py", 404, "There is nothing here"),
         ("/nowhere", 404, "There is nothing here"),
-        ("/deeds/refused", 405, "Not Allowed"),
+        ("/actions/refused", 405, "Not Allowed"),
     ],
 )
 async def test_every_path(path: str, status: int, says: str) -> None:
@@ -137,7 +137,7 @@ async def test_every_path(path: str, status: int, says: str) -> None:
 async def test_changes_need_the_token(headers: dict[str, str], status: int) -> None:
     inside = Inside()
     async with served(inside) as web:
-        answer = await web.post("/deeds/refused", {"verb": "retry", "id": "id-1"}, **headers)
+        answer = await web.post("/actions/refused", {"verb": "retry", "id": "id-1"}, **headers)
         assert answer.status == status, answer.text
         who = "a program (http, 127.0.0.1)"
         assert inside.done == ([("retry", frozenset({"id-1"}), who)] if status == 200 else [])
@@ -151,7 +151,7 @@ async def test_a_program_says_who_acts_by_it(said: str, who: str) -> None:
     inside = Inside()
     async with served(inside) as web:
         headers = {"Authorization": f"Bearer {TOKEN}", "X-Delayer-Who": said}
-        await web.post("/deeds/refused", {"verb": "retry", "id": "id-1"}, **headers)
+        await web.post("/actions/refused", {"verb": "retry", "id": "id-1"}, **headers)
         assert [one for _, _, one in inside.done] == [f"{who} (http, 127.0.0.1)"]
 
 
@@ -167,15 +167,15 @@ async def test_a_session_is_a_cookie_that_nobody_else_sees() -> None:
         assert {"HttpOnly", "Path=/", "SameSite=strict"} <= set(re.split("; ?", cookie))
         assert cookie.startswith(f"delayer_session_{web.address.rpartition(':')[2]}=")
         session = {"Cookie": cookie.partition(";")[0]}
-        asked = await web.post("/deeds/refused", {"verb": "drop", "id": "id-1"}, **session)
+        asked = await web.post("/actions/refused", {"verb": "drop", "id": "id-1"}, **session)
         assert (asked.status, "Drop 1 message?" in asked.text, inside.done) == (200, True, []), (
             "a person is asked first"
         )
-        done = await web.post("/deeds/refused", {"verb": "drop", "id": "id-1", "confirmed": "yes"}, **session)
+        done = await web.post("/actions/refused", {"verb": "drop", "id": "id-1", "confirmed": "yes"}, **session)
         assert (done.status, "Dropped: 1 of 1" in done.text) == (200, True)
         assert inside.done == [("drop", frozenset({"id-1"}), "ada (page, 127.0.0.1)")]
         await web.post("/logout", {}, **session)
-        assert (await web.post("/deeds/refused", {"verb": "drop", "id": "id-1"}, **session)).status == 403
+        assert (await web.post("/actions/refused", {"verb": "drop", "id": "id-1"}, **session)).status == 403
 
 
 async def test_a_broker_that_is_away_is_said() -> None:
@@ -221,7 +221,7 @@ async def test_refused_clients_trigger_no_look() -> None:
             ({}, 403, 1), ({"Authorization": "Bearer wrong"}, 403, 1), ({"Authorization": f"Bearer {TOKEN}"}, 200, 2),
         ):  # fmt: skip
             await web.get("/metrics")
-            answer = await web.post("/deeds/refused", form, **more)
+            answer = await web.post("/actions/refused", form, **more)
             await web.get("/metrics")
             assert (answer.status, inside.looks) == (status, looks)
             assert ("not the token" in answer.text) == ("wrong" in str(more))
@@ -248,7 +248,7 @@ async def ended(reader: asyncio.StreamReader) -> bool:
     return True
 
 
-HEAD = b"POST /deeds/refused HTTP/1.1\r\nHost: localhost\r\n"
+HEAD = b"POST /actions/refused HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize(

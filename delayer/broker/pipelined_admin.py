@@ -36,7 +36,7 @@ class LevelState:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class CascadeDepths:
     """The output of ``topology show``. ``queues``: depths of the queues around the cascade, None for a missing one.
     ``hidden``: queues that the broker does not show to this user; their depths are None too."""
 
@@ -124,8 +124,8 @@ CHANNELS: Final = 32
 """The most open channels for questions that the broker may answer by closing the channel."""
 
 
-class Brief:
-    """One connection; see :func:`briefly`. Every method may raise BrokerLost."""
+class PipelinedAdmin:
+    """One connection; see :func:`pipelined_admin`. Every method may raise BrokerLost."""
 
     def __init__(self, connection: Connection, patience: float) -> None:
         self._connection = connection
@@ -162,7 +162,7 @@ class Brief:
         asked = list(queues)
         return dict(zip(asked, await self._look(asked), strict=True))
 
-    async def picture(self, cascade: Cascade, queues: Iterable[str] = ()) -> Picture:
+    async def cascade_depths(self, cascade: Cascade, queues: Iterable[str] = ()) -> CascadeDepths:
         """Levels with their depths, and the depths of ``queues`` and of the strays queue.
 
         A cascade without its first and its last level counts as missing, because the broker logs each request for a
@@ -182,7 +182,7 @@ class Brief:
         hidden = [name for name in every if _forbidden(answers[name])]
         depths = dict(zip(answers, _depths(answers.values()), strict=True))
         levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())
-        return Picture(
+        return CascadeDepths(
             cascade.kind, cascade.delivery, tuple(levels), {name: depths[name] for name in around}, tuple(hidden)
         )
 
@@ -256,7 +256,7 @@ def _answer(task: asyncio.Task[T]) -> T | ChannelClosed:
 
 
 @asynccontextmanager
-async def briefly(url: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[Brief]:
+async def pipelined_admin(url: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[PipelinedAdmin]:
     """Connect; the URL's scheme and query configure TLS. ``patience``: seconds without any answer.
 
     Raises BrokerLost, BrokerRefused (for login or vhost), and ValueError for an invalid URL.
@@ -267,6 +267,6 @@ async def briefly(url: str, name: str, *, patience: float = PATIENCE) -> AsyncIt
     except AccessRefused as refused:
         raise BrokerRefused(f"{address}: {refused}") from refused
     try:
-        yield Brief(connection, patience)
+        yield PipelinedAdmin(connection, patience)
     finally:
         await connection.close()

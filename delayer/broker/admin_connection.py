@@ -27,7 +27,7 @@ DELAYS_FROM: Final = (4, 3)
 """The first version of RabbitMQ whose quorum queues delay messages: returned ones, and from 4.4 on published ones."""
 
 
-class Link:
+class AdminConnection:
     """One connection. ``patience``: seconds for each call; be generous, since a new quorum queue elects a leader."""
 
     def __init__(self, connection: AbstractConnection, where: str, patience: float) -> None:
@@ -37,7 +37,7 @@ class Link:
         self._channel: AbstractChannel | None = None
 
     @classmethod
-    async def open(cls, url: str, *, name: str, patience: float) -> Link:
+    async def open(cls, url: str, *, name: str, patience: float) -> AdminConnection:
         """Connect. Raises BrokerUnreachable, BrokerRefused, and ValueError for an invalid URL."""
         address = Address.parse(url)
         where = f"{address.host}:{address.port} vhost {address.vhost!r}"

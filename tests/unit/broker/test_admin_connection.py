@@ -10,8 +10,8 @@ import warnings
 
 import pytest
 
+from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerUnreachable
-from delayer.broker.link import Link
 
 
 def test_a_connection_that_came_to_nothing_leaves_no_warning_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_a_connection_that_came_to_nothing_leaves_no_warning_behind(monkeypatch:
 
     async def open_it(port: int) -> None:
         try:
-            await Link.open(f"amqp://127.0.0.1:{port}/", name="test", patience=5)
+            await AdminConnection.open(f"amqp://127.0.0.1:{port}/", name="test", patience=5)
         except BrokerUnreachable as error:
             kept.append(error)
 
