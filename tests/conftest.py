@@ -174,9 +174,23 @@ def vhost(rabbitmq: RabbitMQ, vhost_name: str) -> str:
     return rabbitmq.url(vhost_name)
 
 
+@pytest.fixture(scope="session")
+def template(postgres: Postgres) -> str:
+    """The name of a database with our schema, to copy: an upgrade takes as long as many a test."""
+    return postgres.add_store()
+
+
 @pytest.fixture
-def database(postgres: Postgres) -> Iterator[str]:
-    """The postgresql:// URL of a fresh, empty database."""
+def database(postgres: Postgres, template: str) -> Iterator[str]:
+    """The postgresql:// URL of a fresh database with our schema."""
+    name = postgres.add_database(template=template)
+    yield postgres.url(name)
+    postgres.drop_database(name)
+
+
+@pytest.fixture
+def empty_database(postgres: Postgres) -> Iterator[str]:
+    """The postgresql:// URL of a fresh database with nothing in it."""
     name = postgres.add_database()
     yield postgres.url(name)
     postgres.drop_database(name)

@@ -1,4 +1,4 @@
-"""Databases with a schema, and one world for each mode."""
+"""Stores with a password, one world for each mode, and a place for a daemon."""
 
 from __future__ import annotations
 
@@ -10,27 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.place import Place
-from tests.acceptance.world import MODES, World, secret_store_url, upgrade, world
+from tests.acceptance.world import MODES, World, secret_store_url, world
 from tests.integration.cli import delayer
 from tests.support.servers import Postgres, RabbitMQ
 
 __all__ = ["delayer"]
 
 
-@pytest.fixture(scope="session")
-def template(postgres: Postgres) -> str:
-    """The name of a database with our schema, to copy."""
-    name = postgres.add_database()
-    upgrade(postgres.url(name))
-    return name
-
-
 @pytest.fixture
-def schema(postgres: Postgres, template: str) -> Iterator[str]:
+def schema(database: str) -> str:
     """The name of a fresh database with our schema."""
-    name = postgres.add_database(template=template)
-    yield name
-    postgres.drop_database(name)
+    return database.rpartition("/")[2]
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 """The page in a real browser, on real servers, for the tests of it. Needs Debian's chromium (`.ci/setup browser`);
-without it they are skipped. PAGE_PICTURES=DIRECTORY keeps the screenshots, to be looked at.
+without it they are skipped.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,10 +24,9 @@ playwright = pytest.importorskip("playwright.async_api")
 CHROMIUM = shutil.which("chromium")
 TOKEN = "open-sesame-open-sesame"
 HOUR = 3_600_000
-PICTURES = os.environ.get("PAGE_PICTURES", "")
 PAGES = ("/", "/waiting", "/held", "/refused", "/audit-log", "/login")
 
-pytestmark = [
+NEEDS_CHROMIUM = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: `.ci/setup browser`"),
     pytest.mark.deadline(120),
 ]
@@ -107,11 +105,3 @@ def unreadable(body: str) -> Message:
 async def result(page: Any) -> str:
     await page.get_by_role("status").wait_for(state="attached")
     return str(await page.locator("h1").inner_text())
-
-
-async def keep(page: Any, name: str, width: int) -> None:
-    """Of a long list the beginning will do."""
-    height = int(await page.evaluate("() => document.documentElement.scrollHeight"))
-    part = {"x": 0, "y": 0, "width": width, "height": min(height, 1_000 if width > 1_000 else 3_200)}
-    whole = name.startswith("overview") and width > 1_000
-    await page.screenshot(path=Path(PICTURES) / name, full_page=True, **({} if whole else {"clip": part}))

@@ -19,7 +19,7 @@ import pytest
 
 from tests.acceptance.conftest import Notices
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import Things, assert_no_secret, secret_store_url, upgrade, wait_for
+from tests.acceptance.world import Things, assert_no_secret, secret_store_url, wait_for
 from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess, command
 from tests.support.proxy import Proxy
@@ -171,8 +171,7 @@ async def test_servers_that_come_late_and_go(servers: tuple[RabbitMQ, Postgres])
     rabbitmq, postgres = servers
     in_thread = asyncio.to_thread
     await in_thread(postgres.start)
-    schema = await in_thread(postgres.add_database)
-    await in_thread(upgrade, postgres.url(schema))
+    schema = await in_thread(postgres.add_store)
     await in_thread(postgres.stop)
     url = rabbitmq.url("/", user="delayer:Sesame.Broker%2F1")
     environ = Place(rabbitmq, "/", Things(rabbitmq, "/"), url).environ("store", secret_store_url(postgres, schema))
@@ -267,8 +266,7 @@ async def test_a_server_that_hangs_does_not_keep_the_daemon(servers: tuple[Rabbi
     """Stopped in time, exit code 0, while broker or database answer nothing: no goodbye is waited for beyond that."""
     rabbitmq, postgres = servers
     await asyncio.gather(asyncio.to_thread(rabbitmq.start), asyncio.to_thread(postgres.start))
-    schema = await asyncio.to_thread(postgres.add_database)
-    await asyncio.to_thread(upgrade, postgres.url(schema))
+    schema = await asyncio.to_thread(postgres.add_store)
     place = Place.furnished(rabbitmq, "/")
     environ = place.environ("store", postgres.url(schema)) | {"BROKER__URL": rabbitmq.url("/")}
     for hanging in (rabbitmq, postgres):

@@ -69,14 +69,14 @@ async def test_a_bad_file_changes_nothing(place: Place, store: str, tmp_path: Pa
 
 
 async def test_a_first_store_is_taken_up_once_it_is_fit(
-    place: Place, postgres: Postgres, database: str, schema: str, tmp_path: Path
+    place: Place, postgres: Postgres, empty_database: str, schema: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
     async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
         inbox = await raw.inbox("inbox")
         await daemon.ready()
-        place.write(config, "store", {"store": {"url": secret_store_url(postgres, database.rpartition("/")[2])}})
+        place.write(config, "store", {"store": {"url": secret_store_url(postgres, empty_database.rpartition("/")[2])}})
         daemon.reload()
         assert "delayer db upgrade" in (await daemon.event("reload refused"))["reason"]
         seen = len(daemon.events)

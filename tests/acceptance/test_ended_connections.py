@@ -49,7 +49,6 @@ def lines() -> bytes:
 async def test_they_are_held_and_stop_nobody(delayer: Run, vhost: str, database: str, tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_bytes(lines())
-    delayer("db", "upgrade")
     routes = '[{"from": "in", "to": ""}]'
     async with await Admin.connect(vhost) as broker:
         await broker.declare(Topology(queues=(Queue("inbox", arguments({"x-queue-type": "quorum"})),)))

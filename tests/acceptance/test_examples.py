@@ -24,7 +24,7 @@ from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Queue, Topology, arguments
-from tests.acceptance.test_takeover import endpoints, nservicebus_message
+from tests.acceptance.test_takeover import by_kombu, endpoints, nservicebus_message, tasks_of_celery
 from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess
 from tests.support.raw import Arrival, Message, Props, Raw, array, now_ms, number, text
@@ -207,21 +207,14 @@ async def test_nservicebus(rabbitmq: RabbitMQ, store: str) -> None:
 
 
 async def test_celery(rabbitmq: RabbitMQ, store: str) -> None:
-    kombu = pytest.importorskip("kombu")
+    pytest.importorskip("kombu")
     from kombu.transport import native_delayed_delivery as delayed
 
     [takeover] = read("celery")["takeover"]
     assert takeover == {"cascade": "celery", "levels_from": 6}
 
-    def declared(url: str) -> None:
-        with kombu.Connection(url) as connection:
-            delayed.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
-            tasks = kombu.Queue("tasks", kombu.Exchange("tasks", type="topic"), routing_key="tasks")
-            tasks.bind(connection.default_channel).declare()
-            delayed.bind_queue_to_native_delayed_delivery_exchange(connection, tasks)
-
     async def worker_starts(url: str) -> None:
-        await asyncio.to_thread(declared, url)
+        await asyncio.to_thread(by_kombu, url, tasks_of_celery)
 
     shortened = [takeover | {"levels_from": 1}]
     async with example("celery", rabbitmq, store, before=worker_starts, TAKEOVER=shortened) as it:

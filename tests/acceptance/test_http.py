@@ -8,7 +8,7 @@ import time
 import psutil
 
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER, upgrade
+from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Message, Props, text
@@ -86,8 +86,7 @@ async def test_health(place: Place, store: str) -> None:
 
 async def test_the_store_is_a_condition_in_store_mode_only(place: Place) -> None:
     with Postgres() as postgres:
-        name = postgres.add_database()
-        upgrade(postgres.url(name))
+        name = postgres.add_store()
         for mode, status in (("store", 503), ("native", 200)):
             async with DaemonProcess(place.environ(mode, postgres.url(name)) | ANY_PORT) as daemon:
                 web = await Web.of(await daemon.ready())

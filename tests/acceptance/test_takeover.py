@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -225,23 +225,35 @@ async def test_long_delays_are_parked_with_their_due_instant(
             assert waits[1] == 7_000_000 + after
 
 
+def by_kombu(url: str, work: Callable[[Any], None]) -> None:
+    import kombu
+
+    with kombu.Connection(url, transport_options={"confirm_publish": True}) as connection:
+        work(connection)
+
+
+def tasks_of_celery(connection: Any, prefix: str = "") -> None:
+    """What a worker declares at its start: the cascade, and a queue that is bound to it."""
+    import kombu
+    from kombu.transport import native_delayed_delivery as delayed
+
+    delayed.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum", prefix)
+    tasks = kombu.Queue(
+        "tasks", kombu.Exchange("tasks", type="topic"), routing_key="tasks",
+        queue_arguments={"x-queue-type": "quorum"},
+    )  # fmt: skip
+    tasks.bind(connection.default_channel).declare()
+    delayed.bind_queue_to_native_delayed_delivery_exchange(connection, tasks, prefix)
+
+
 @pytest.mark.parametrize("prefix", ["", pytest.param("shop", marks=pytest.mark.long)])
 async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, schema: str, prefix: str) -> None:
     """Declared, bound and published by kombu itself, also where it is told to put something before its names."""
-    kombu = pytest.importorskip("kombu")
+    pytest.importorskip("kombu")
     from kombu.transport import native_delayed_delivery as delayed
 
     async with shop(rabbitmq, postgres, schema) as it:
         dues: dict[bytes, int] = {}
-
-        def declare(connection: Any) -> None:
-            delayed.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum", prefix)
-            tasks = kombu.Queue(
-                "tasks", kombu.Exchange("tasks", type="topic"), routing_key="tasks",
-                queue_arguments={"x-queue-type": "quorum"},
-            )  # fmt: skip
-            tasks.bind(connection.default_channel).declare()
-            delayed.bind_queue_to_native_delayed_delivery_exchange(connection, tasks, prefix)
 
         def publish(connection: Any) -> None:
             producer = connection.Producer(connection.default_channel)
@@ -259,17 +271,12 @@ async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, 
                     if expected:
                         dues[body] = due_ms
 
-        def by_kombu(*work: Any) -> None:
-            options = {"confirm_publish": True}
-            with kombu.Connection(rabbitmq.url(it.vhost), transport_options=options) as connection:
-                for one in work:
-                    one(connection)
-
-        await asyncio.to_thread(by_kombu, declare)
+        url = rabbitmq.url(it.vhost)
+        await asyncio.to_thread(by_kombu, url, lambda connection: tasks_of_celery(connection, prefix))
         inbox = await it.raw.inbox("tasks")
         before = it.topology()
         async with it.daemon("celery", 1, prefix=prefix):
-            await asyncio.to_thread(by_kombu, publish)
+            await asyncio.to_thread(by_kombu, url, publish)
             await inbox.got(list(dues))
             for body, due_ms in dues.items():
                 arrival = inbox.only(body)

@@ -12,12 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import ConnectionLost
+from delayer.broker.admin import Admin
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, secret_store_url, upgrade
+from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, secret_store_url
 from tests.support.daemon import EXECUTABLE, DaemonProcess
 from tests.support.ledger import Ledger
 from tests.support.servers import Certificates, Postgres, RabbitMQ
-from tests.support.tls import BAD, RIGHT, Papers, TlsFront
+from tests.support.tls import BAD, RIGHT, STRANGER, Papers, TlsFront
 
 SECRETS = ("Sesame", "Broker/1", "Broker%2F1", "Store/2", "Store%2F2")
 """Pieces of the passwords, in every spelling."""
@@ -51,7 +54,6 @@ async def test_everything_over_tls(secure: tuple[RabbitMQ, Postgres], papers: Pa
     """Upgrade, check, run, status; every connection of it is encrypted, and both certificates are verified."""
     rabbitmq, postgres = secure
     url = postgres.tls_url(postgres.add_database(), papers.ca)
-    await asyncio.to_thread(upgrade, url)
     client = papers["client"]
     broker = {"url": rabbitmq.tls_url(), "ca_file": str(papers.ca)}
     broker |= {"cert_file": str(client.certificate), "key_file": str(client.key)}
@@ -61,6 +63,8 @@ async def test_everything_over_tls(secure: tuple[RabbitMQ, Postgres], papers: Pa
     for section, table in sections.items():
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     config.write_text("\n".join(lines) + "\n")
+    code, said = await run("--config", str(config), "db", "upgrade")
+    assert code == 0, said
     async with Ledger.open(rabbitmq.url(), random.Random(2)) as ledger, DaemonProcess({}, config=config) as daemon:
         await daemon.ready()
         await ledger.publish(200, longest_ms=1_000)
@@ -77,6 +81,25 @@ async def test_everything_over_tls(secure: tuple[RabbitMQ, Postgres], papers: Pa
         assert [line for line in listed.splitlines() if line.startswith("true") and "delayer intake" in line], listed
         assert not [line for line in listed.splitlines() if line.startswith("false") and "delayer " in line], listed
         assert await daemon.stop() == 0
+
+
+async def test_the_broker_wants_to_see_the_client(secure: tuple[RabbitMQ, Postgres], papers: Papers) -> None:
+    """One URL serves the hot path and the administration, and can say whose certificate to expect."""
+    rabbitmq, _ = secure
+
+    def url(client: str) -> str:
+        proof = f"&certfile={papers[client].certificate}&keyfile={papers[client].key}" if client else ""
+        address = rabbitmq.tls_url(host="127.0.0.1")
+        return f"{address}?cafile={papers.ca}&server_name_indication=localhost{proof}"
+
+    await (await Connection.open(url("client"), name="test")).close()
+    async with await Admin.connect(url("client")) as admin:
+        assert not await admin.queue_exists("nowhere")
+    for stranger in ("", STRANGER):
+        with pytest.raises(ConnectionLost):
+            await Connection.open(url(stranger), name="test")
+    with pytest.raises(ConnectionLost):
+        await Connection.open(f"amqp://127.0.0.1:{rabbitmq.tls_port}", name="test")
 
 
 @pytest.mark.parametrize("bad", BAD)

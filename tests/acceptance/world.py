@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from tests.support.daemon import EXECUTABLE, DaemonProcess
+from tests.support.daemon import DaemonProcess
 from tests.support.raw import Inbox, Raw
 from tests.support.servers import Postgres, RabbitMQ
 
@@ -48,13 +47,6 @@ def assert_no_secret(daemon: DaemonProcess) -> None:
     for secret in (BROKER_SECRET, STORE_SECRET):
         for spelled in (secret, quote(secret, safe=""), json.dumps(secret)[1:-1]):
             assert not [line for line in lines if spelled in line]
-
-
-def upgrade(url: str) -> None:
-    """`delayer db upgrade`, as an operator runs it."""
-    command = [str(EXECUTABLE), "--set", f"store.url={url}", "db", "upgrade"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 async def wait_for(ask: Callable[[], T], timeout: float = 30.0) -> T:

@@ -1,31 +1,18 @@
-"""Stores with the schema in them, by copying one that has it: many tests here want one each. And the crash scenes."""
+"""A fresh store, and the crash scenes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.faults.scenes import Scenes, add_template
+from tests.faults.scenes import Scenes
 from tests.faults.tables import NATIVE, RESTORE, STORE
 from tests.support.servers import Postgres, RabbitMQ
 
-TEMPLATE = "delayer_template"
-
-
-@pytest.fixture(scope="session")
-def template(postgres: Postgres) -> str:
-    """The name of a database with the schema."""
-    add_template(postgres, TEMPLATE)
-    return TEMPLATE
-
 
 @pytest.fixture
-def store(postgres: Postgres, template: str) -> Iterator[str]:
+def store(database: str) -> str:
     """The URL of a fresh store."""
-    name = postgres.add_database(template=template)
-    yield postgres.url(name)
-    postgres.drop_database(name)
+    return database
 
 
 @pytest.fixture(scope="session")

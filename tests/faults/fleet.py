@@ -152,7 +152,7 @@ class Fleet:
         self.bug = bug
         self.vhost = rabbitmq.add_vhost()
         rabbitmq.add_user(USER, PASSWORD, vhost=self.vhost, configure=".*", write=".*", read=".*")
-        self.database = postgres.add_database()
+        self.database = postgres.add_store()
         self.config = directory / "delayer.toml"
         self.mode = ""
         self.more = ""
@@ -172,10 +172,7 @@ class Fleet:
         cls, *arguments: Any, mode: str, seed: int, ledger: type[Ledger] = Ledger, **more: Any
     ) -> AsyncIterator[Self]:
         """With all daemons ready, and a ledger that consumes."""
-        from delayer.store import upgrades  # alembic is slow to import
-
         fleet = cls(*arguments, **more)
-        await asyncio.to_thread(lambda: asyncio.run(upgrades.upgrade(fleet.postgres.url(fleet.database))))
         await fleet.execute(NOTE_NAMED)
         fleet.write_mode(mode)
         await fleet.place.declare()

@@ -17,8 +17,6 @@ from delayer.imports import queues
 from delayer.imports.queues import Queues
 from tests.faults.place import eventually
 from tests.faults.test_crash_import import BATCH, COUNT, delayer, killed, parked, report
-from tests.support.proxy import Proxy
-from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw
 
 LEVEL, SECONDS = 15, 50_000
@@ -97,8 +95,9 @@ def said(words: Iterable[str], verb: str, *more: str) -> tuple[str, ...]:
     return ("import", name, verb, *options, *more, "--unverified", "--yes", "--json")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("fault", STEPS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(step, marks=[pytest.mark.long][: step != "import.committed:2"]) for step in STEPS]
+)
 async def test_run_again(store: str, source: Import, fault: str) -> None:
     broker, words = source
     url = {"DELAYER_BROKER__URL": broker.url}
@@ -136,22 +135,6 @@ async def test_abort_instead(store: str, source: Import, fault: str) -> None:
     assert sorted([*here, *await broker.bodies()]) == sorted(BODIES)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("fault", ["import.committed:2", "import.removed:2"])
-async def test_a_limit_that_was_reached(store: str, source: Import, fault: str) -> None:
-    """No batch comes any more in which what is committed would be met: it is removed all the same."""
-    broker, words = source
-    url = {"DELAYER_BROKER__URL": broker.url}
-    limit = ("--limit", str(2 * BATCH))
-    await broker.fill()
-    await killed(store, *said(words, "run", *limit), fault=fault, **url)
-    await eventually(broker.depth, lambda depth: depth >= COUNT - 2 * BATCH)
-    done = await report(store, *said(words, "run", *limit), **url)
-    assert done["parked"] == 2 * BATCH
-    await eventually(broker.depth, lambda depth: depth == COUNT - 2 * BATCH)
-    assert sorted([*await parked(store), *await broker.bodies()]) == sorted(BODIES)
-
-
 def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Cut the connection between the commit of that batch and its acknowledgements."""
     real: Remove = Queues.remove
@@ -183,53 +166,6 @@ async def test_cut_behind_a_commit(store: str, source: Import, monkeypatch: pyte
     assert (await report(store, *said(words, "run"), **url))["parked"] == COUNT
     assert await parked(store) == sorted(BODIES)
     await eventually(broker.depth, lambda depth: depth == 0)
-
-
-async def test_acknowledgements_of_several_batches_that_went_nowhere(
-    store: str, vhost: str, rabbitmq: RabbitMQ, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind the first commit nothing comes to the broker any more; what it had sent by then is committed as well."""
-    broker, words = Broker(vhost, "hold"), SOURCES["hold-queues"][1]
-    await broker.fill()
-    loop = asyncio.get_running_loop()
-    async with Proxy(rabbitmq.port) as proxy:
-        url = {"DELAYER_BROKER__URL": rabbitmq.url(vhost.rpartition("/")[2], port=proxy.port)}
-        real: Remove = Queues.remove
-        batches = []
-
-        async def in_the_test(what: Callable[[], None]) -> None:
-            async def do() -> None:
-                what()
-
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(do(), loop))
-
-        async def remove(self: Queues, batch: Batch) -> None:
-            batches.append(batch)
-            subscription = self._subscription
-            assert subscription is not None
-
-            async def received() -> int:
-                return subscription.received
-
-            if len(batches) == 1:
-                await eventually(received, lambda count: count == 2 * BATCH)
-                await in_the_test(lambda: proxy.stall(to_client=False))
-            await real(self, batch)
-            if len(batches) == 2:
-                await in_the_test(proxy.cut)
-                await in_the_test(proxy.resume)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Queues, "remove", remove)
-            code, _, told = await delayer(store, *said(words, "run"), **url)
-        assert code == 3, told
-        assert len(await parked(store)) == 2 * BATCH
-        await eventually(broker.depth, lambda depth: depth == COUNT)
-        done = await report(store, *said(words, "run"), **url)
-    this_time = {"parked": COUNT - 2 * BATCH, "held": 0, "superseded": 0, "already_committed": 2 * BATCH}
-    assert done["this_time"] == this_time
-    assert await parked(store) == sorted(BODIES)
-    assert await broker.depth() == 0
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ import pytest
 
 from delayer.audit import compact as compact_job
 from delayer.audit import restore as restore_job
-from delayer.store import pool, upgrades
+from delayer.store import pool
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
@@ -169,8 +169,7 @@ async def looked(url: str, look: Callable[[Any], Awaitable[Any]]) -> Any:
 
 @pytest.mark.deadline(120)
 async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None:
-    url = server.url(server.add_database())
-    await upgrades.upgrade(url)
+    url = server.url(server.add_store())
     async with sql(url) as admin:
         await put(admin, rows(KEPT, NOW + 10 * DAY_MS))
         await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone') ON CONFLICT DO NOTHING")
@@ -196,8 +195,7 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
 
 
 async def test_reported_segments_are_on_disk(server: Postgres) -> None:
-    url = server.url(server.add_database())
-    await upgrades.upgrade(url)
+    url = server.url(server.add_store())
     lazy = await pool.connect(url, "lazy", pool.LAZY)
     try:
         await lazy.execute("INSERT INTO lane (number, epoch, owner) VALUES (99, 0, 'somebody')")

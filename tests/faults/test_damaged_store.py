@@ -11,7 +11,6 @@ from typing import NamedTuple
 import pytest
 
 from delayer.core.segment import Broken, Restored
-from delayer.store import upgrades
 from delayer.store.admin import actions, listing
 from delayer.store.admin.actions import Found
 from delayer.store.rows import partitions
@@ -44,7 +43,6 @@ class Damaged(NamedTuple):
 
 async def fill(url: str) -> None:
     """Segments of bytes that do not compress, some of them on each page of their table."""
-    await upgrades.upgrade(url)
     chance = random.Random(1)
     async with sql(url) as admin:
         start = NOW + 10 * DAY_MS
@@ -56,7 +54,6 @@ async def fill(url: str) -> None:
 
 async def fill_days(url: str) -> None:
     """Two segments of two days, and a row that keeps a place in the index of the first day's partition."""
-    await upgrades.upgrade(url)
     async with sql(url) as admin:
         for day in (FIRST_DAY, FIRST_DAY + 1):
             await partitions.make(admin, day, FIRST_DAY - 10)
@@ -90,9 +87,9 @@ def damaged() -> Iterator[dict[str, Damaged]]:
     """Stores of one server: a page of the bytes of segments is gone, or all of them, or a page of the segments
     themselves, or of what they are restored into."""
     with Postgres() as server:
-        template = server.add_database()
+        template = server.add_store()
         asyncio.run(fill(server.url(template)))
-        days = server.add_database()
+        days = server.add_store()
         asyncio.run(fill_days(server.url(days)))
         stores, places = {}, []
         for name, of, relation, page, content in [

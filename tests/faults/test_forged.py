@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aio_pika
 import pytest
 
 from delayer.core.cascade import Cascade, routing_key
@@ -57,17 +56,6 @@ def met_in_a_level(body: bytes, seconds: int) -> Message:
     return Message(Cascade().entry(seconds), routing_key(seconds, b"mine"), props, body)
 
 
-async def bodies(url: str, queue: str) -> list[bytes]:
-    """What stands there, from the head, without taking it."""
-    found = []
-    async with await aio_pika.connect(url) as connection:
-        channel = await connection.channel()
-        there = await channel.get_queue(queue)
-        while (message := await there.get(fail=False)) is not None:
-            found.append(message.body)
-    return found
-
-
 @pytest.mark.deadline(60)
 async def test_an_envelope_that_strays_is_not_opened(vhost: str) -> None:
     """Nothing is bound for the queue mine, so it comes to where the daemon's own envelopes stand: the command tells
@@ -80,7 +68,7 @@ async def test_an_envelope_that_strays_is_not_opened(vhost: str) -> None:
     assert (row["id"], row["body"], row["reason"][:26]) == ("", "old", "not an envelope of ours: e")
     with pytest.raises(RuntimeError, match="On their way again: 0"):
         await place.delayer("strays", "retry", "--all", "--yes", ROUTE=ROUTES)
-    assert await bodies(place.broker, "h.stolen") == []
+    assert await place.bodies("h.stolen") == []
     assert await place.standing() == {STRAYS: 1}
 
 
@@ -141,10 +129,10 @@ async def test_refused_ones_go_back_to_where_they_came_in(rabbitmq: RabbitMQ, vh
     except RuntimeError as stays:
         told = str(stays)
     assert "exit 1\n" in told, told
-    assert await bodies(place.broker, "h.stolen") == []
-    back = await bodies(place.broker, "delays")
+    assert await place.bodies("h.stolen") == []
+    back = await place.bodies("delays")
     assert {b"nothing", b"with a user id"} <= set(back), told
     # Before RabbitMQ 4.0 the broker goes on writing into notes that a publisher brought.
     assert set(back) - {b"nothing", b"with a user id"} <= {b"a note of another queue", b"a note of the intake queue"}
-    left = await bodies(place.broker, "delays.refused")
+    left = await place.bodies("delays.refused")
     assert sorted(back + left) == sorted([*messages, b"with a user id"]), told

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.faults.place import Place, eventually
-from tests.faults.scenes import add_template
 from tests.faults.villain import delay_header, held_rows
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import VOID, Message, Props, Raw
@@ -61,8 +60,7 @@ def tried(at_least: int) -> Any:
 async def test_through_every_restart_and_out_in_the_end(mode: str) -> None:
     """In native mode with a store beside it, which holds them, and without one: then they wait in the cascade."""
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
-        await asyncio.to_thread(add_template, postgres, "template")
-        store = None if mode == "native alone" else postgres.url(postgres.add_database(template="template"))
+        store = None if mode == "native alone" else postgres.url(postgres.add_store())
         place = Place(mode.partition(" ")[0], rabbitmq.url(), store)
         await place.declare()
         rabbitmq.api("PUT", "/api/exchanges/%2F/h.unbound.out", {"type": "topic", "durable": True})

@@ -11,12 +11,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.faults.injections.broker import LOSSES, take_and_lose
 from tests.faults.place import Place, eventually
 from tests.faults.scenes import work_off
 from tests.support.daemon import DaemonProcess
-from tests.support.proxy import Proxy
-from tests.support.servers import RabbitMQ
 
 MESSAGES = 20_000
 KILLS = 7
@@ -100,26 +97,3 @@ async def test_a_daemon_that_hangs_loses_its_lanes_and_notices(vhost: str, store
         await ledger.all_back()
         await first.event("lane taken", after=first.events.index(lost))
         await place.ended(ledger, repeats=True)
-
-
-@pytest.mark.parametrize(("mode", "queue"), [("store", "delays"), ("native", "delays"), ("native", "delays.due")])
-async def test_no_delivery_limit_takes_messages_away(
-    mode: str, queue: str, rabbitmq: RabbitMQ, vhost: str, store: str
-) -> None:
-    """Fifty connections in a row are lost with the same messages in hand. At the 21st loss they are gone from a quorum
-    queue of RabbitMQ 4 that says nothing."""
-    place = await place_of(mode, vhost, store).declare()
-    async with place.ledger(SEED + 4) as ledger:
-        if queue == "delays":
-            await ledger.publish(HELD, longest_ms=500)
-        else:
-            async with place.working():
-                await ledger.publish(HELD, delay_ms=4_000)
-                await place.ready(0)
-            await place.ready(HELD, queue)
-        async with Proxy(rabbitmq.port) as proxy:
-            url = vhost.replace(f":{rabbitmq.port}", f":{proxy.port}")
-            for _ in range(LOSSES):
-                await take_and_lose(url, proxy, queue, 20.0, messages=HELD)
-        async with place.working():
-            await place.ended(ledger, redelivered=True)

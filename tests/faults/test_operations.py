@@ -13,7 +13,6 @@ import pytest
 
 from delayer.amqp.reading import iso
 from tests.faults.place import Place, eventually
-from tests.faults.scenes import add_template
 from tests.faults.villain import held_rows
 from tests.support import ports
 from tests.support.postgres import SUPERUSER
@@ -78,8 +77,8 @@ async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -
         stack.callback(remove_directory, directory)
         stack.callback(postgres.close)
         await asyncio.to_thread(postgres.start)
-        await asyncio.to_thread(add_template, postgres, "store")
-        place = await Place("store", vhost, postgres.url("store")).declare()
+        name = await asyncio.to_thread(postgres.add_store)
+        place = await Place("store", vhost, postgres.url(name)).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED + 1))
         daemon = await stack.enter_async_context(place.working())
         await ledger.publish(1_000, delay_ms=90_000)
@@ -98,7 +97,7 @@ async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -
         await asyncio.to_thread(copy.recover, f"cp {wal}/%f %p")
         await asyncio.to_thread(copy.start)
         assert await daemon.stop() == 0, daemon.tail()
-        place = replace(place, store=copy.url("store"))
+        place = replace(place, store=copy.url(name))
         await place.delayer("db", "skip-ids")
         await asyncio.sleep(2.0)  # not to wait for anything: they are to be late
         async with place.working(ROUTE=HOLD_LATE):

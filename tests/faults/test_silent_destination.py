@@ -12,7 +12,6 @@ from collections.abc import Collection
 import pytest
 
 from tests.faults.place import Place, eventually
-from tests.faults.scenes import add_template
 from tests.faults.villain import delay_header
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Inbox, Message, Props, Raw
@@ -116,8 +115,7 @@ def most_ids(inbox: Inbox, bodies: Collection[bytes]) -> int:
 async def test_a_broker_that_stands_still_makes_nothing_held() -> None:
     """All of it, for longer than two publishes may take: late, and nothing is held or lost."""
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
-        await asyncio.to_thread(add_template, postgres, "template")
-        place = await Place("store", rabbitmq.url(), postgres.url(postgres.add_database(template="template"))).declare()
+        place = await Place("store", rabbitmq.url(), postgres.url(postgres.add_store())).declare()
         async with place.ledger() as ledger, DaemonProcess(place.environ, program=PROGRAM) as daemon:
             await daemon.ready()
             await ledger.publish(2_000, longest_ms=8_000)

@@ -1,5 +1,4 @@
-"""Postgres in trouble of its own: a standby that is not promoted yet, a disk that is full, and settings of somebody
-else."""
+"""Postgres in trouble of its own: a standby that is not promoted yet, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -8,14 +7,11 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, suppress
-from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
 
-from delayer.store import pool
 from tests.faults.place import Place, eventually
-from tests.faults.scenes import add_template
 from tests.support.flow import flowing
 from tests.support.postgres_kinds import SmallDisk, Standby
 from tests.support.proxy import Proxy
@@ -29,19 +25,6 @@ LONGEST_MS = 6_000
 SOMEBODY_ELSE = "SELECT pg_logical_emit_message(false, 'somebody', repeat('x', 200000))"
 NO_ROOM_FOR_A_TABLE = r"ERROR:  could not extend file .*: No space left on device"
 NO_ROOM_FOR_THE_WAL = r"PANIC:  could not write to file \"pg_wal/.*: No space left on device"
-CONTRARY = {
-    "default_transaction_read_only": "on",
-    "statement_timeout": "1ms",
-    "synchronous_commit": "off",
-    "default_transaction_isolation": "serializable",
-    "idle_in_transaction_session_timeout": "200ms",
-    "idle_session_timeout": "400ms",
-    "lock_timeout": "100ms",
-    "bytea_output": "escape",
-    "DateStyle": "German",
-    "TimeZone": "Australia/Lord_Howe",
-}
-"""What an operator may have set for a database, for whatever reason of his own."""
 
 
 async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhost: str) -> None:
@@ -50,14 +33,12 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         primary = Postgres()
         stack.callback(primary.close)
         await asyncio.to_thread(primary.start)
-        await asyncio.to_thread(add_template, primary, "store")
+        name = await asyncio.to_thread(primary.add_store)
         standby = Standby(primary)
         stack.callback(standby.close)
         await asyncio.to_thread(standby.start)
         proxy = await stack.enter_async_context(Proxy(primary.port))
-        place = await Place(
-            "store", vhost, primary.url("store"), via_store=primary.url("store", port=proxy.port)
-        ).declare()
+        place = await Place("store", vhost, primary.url(name), via_store=primary.url(name, port=proxy.port)).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED))
         daemon = await stack.enter_async_context(place.working())
         await ledger.publish(2_000, delay_ms=4_000)
@@ -77,7 +58,7 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         await eventually(lambda: place.depth("delays"), lambda depth: depth == 500)
         assert ledger.total() == 0
         await asyncio.to_thread(standby.promote)
-        place.store = standby.url("store")
+        place.store = standby.url(name)
         await place.ended(ledger, repeats=True)
 
 
@@ -98,8 +79,8 @@ async def test_a_disk_without_room(postgres_on_a_small_disk: SmallDisk, vhost: s
     """Parking is refused, and goes on when there is room again. Where there is none for the WAL either, Postgres ends
     and cannot start, until somebody makes room and starts it: the daemon waits, and nobody tells it anything."""
     postgres = postgres_on_a_small_disk
-    await asyncio.to_thread(add_template, postgres, "store")
-    place = await Place("store", vhost, postgres.url("store")).declare()
+    name = await asyncio.to_thread(postgres.add_store)
+    place = await Place("store", vhost, postgres.url(name)).declare()
     async with place.ledger(SEED + 1) as ledger, place.daemon() as daemon:
         ledger.account.windows = []
         await daemon.ready()
@@ -136,51 +117,3 @@ async def ended(postgres: SmallDisk) -> None:
         return postgres.ended()
 
     await eventually(has_ended, bool)
-
-
-async def test_settings_of_the_database_have_no_effect(
-    rabbitmq: RabbitMQ, vhost: str, postgres: Postgres, store: str
-) -> None:
-    """It is set while messages pass, and every session begins again: they pass as before. Somebody else, who says
-    nothing of it, may only read now, and is cancelled after a millisecond."""
-    place = await Place("store", vhost, store).declare()
-    database = urlsplit(store).path.lstrip("/")
-    async with place.ledger(SEED + 2) as ledger, place.working() as daemon:
-        await ledger.publish(1_000, longest_ms=3_000)
-        for name, value in CONTRARY.items():
-            await asyncio.to_thread(postgres.execute, f"ALTER DATABASE \"{database}\" SET {name} = '{value}'")
-        ended = await end_connections(store)
-        assert ended > place.lanes, "every lane has a session, and the parks have some"
-        assert await refusals(store) == {asyncpg.ReadOnlySQLTransactionError, asyncpg.QueryCanceledError}
-        await ledger.publish(3_000, longest_ms=2_000)
-        await ledger.all_back()
-        assert await daemon.stop() == 0, daemon.tail()
-        await asyncio.to_thread(postgres.execute, f'ALTER DATABASE "{database}" RESET ALL')
-        await place.ended(ledger, repeats=True)
-
-
-async def end_connections(store: str) -> int:
-    """End the server's processes behind our connections; how many there were."""
-    connection = await pool.connect(store, "test")
-    try:
-        ended: int = await connection.fetchval(
-            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
-            " WHERE application_name LIKE 'delayer%' AND datname = current_database()"
-        )
-        return ended
-    finally:
-        await pool.close(connection)
-
-
-async def refusals(store: str) -> set[type[Exception]]:
-    """How the server answers somebody else who wants to write, and who takes his time."""
-    answers: set[type[Exception]] = set()
-    for statement, own in (("UPDATE lane SET epoch = epoch", {"statement_timeout": "0"}), ("SELECT pg_sleep(1)", {})):
-        connection = await asyncpg.connect(store, server_settings=own)
-        try:
-            await connection.execute(statement)
-        except asyncpg.PostgresError as refused:
-            answers.add(type(refused))
-        finally:
-            await connection.close()
-    return answers

@@ -23,8 +23,8 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def delayer(vhost: str, database: str) -> Iterator[Run]:
-    """Call `delayer …` with a vhost and a database of its own, in this process: a new interpreter for each of some
-    eighty calls would take a minute."""
+    """Call `delayer …` with a vhost and a store of its own, in this process: a new interpreter for each of some eighty
+    calls would take a minute."""
     nothing = {name: None for name in os.environ if name.startswith("DELAYER_")}
     ours = nothing | {"DELAYER_CONFIG": os.devnull, "DELAYER_BROKER__URL": vhost, "DELAYER_STORE__URL": database}
 

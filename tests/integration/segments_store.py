@@ -10,7 +10,6 @@ from typing import Any
 import asyncpg
 
 from delayer.core.segment import Broken, Restored
-from delayer.store import upgrades
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
@@ -23,8 +22,7 @@ START_MS = 1_900_000_000_000 // DAY_MS * DAY_MS
 
 @asynccontextmanager
 async def store(url: str, days: int = 0) -> AsyncIterator[asyncpg.Connection]:
-    """A connection to a store with the newest schema, and partitions for some days from START_MS on."""
-    await upgrades.upgrade(url)
+    """A connection to a store, with partitions for some days from START_MS on."""
     async with sql(url) as admin:
         first = START_MS // DAY_MS
         for day in range(first, first + days):

@@ -212,16 +212,6 @@ async def test_a_policy_that_shortens_delays_is_found(rabbitmq: RabbitMQ, vhost:
     assert all(f"'{key}': " in finding.found for key in kept)
 
 
-async def test_a_user_of_the_management_api_needs_no_more_than_that_tag(rabbitmq: RabbitMQ, vhost: str) -> None:
-    await declared(vhost)
-    name = urlsplit(vhost).path[1:]
-    await asyncio.to_thread(rabbitmq.add_user, "watcher", "watcher", vhost=name, configure=".*", read=".*")
-    await asyncio.to_thread(rabbitmq.api, "PUT", "/api/users/watcher", {"password": "watcher", "tags": "management"})
-    url = rabbitmq.management_url.replace("guest:guest", "watcher:watcher")
-    async with await Admin.connect(vhost, management_url=url) as admin:
-        assert await admin.verify(WHOLE) == []
-
-
 def policy(name: str, pattern: str = "", applies_to: str = "all", priority: int = 0, operator: bool = False) -> Policy:
     return Policy(name, pattern, applies_to, priority, {}, operator)
 

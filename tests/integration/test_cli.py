@@ -36,7 +36,6 @@ def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ
         ["cascade", *unused], ["delays", "0"], ["delays.due", *unused], ["delays.refused", "0"],
         ["delayer.delay-strays", *unused],
     ]  # fmt: skip
-    delayer("db", "upgrade")
     table = [line.split() for line in delayer("status").stdout.splitlines()]
     assert [line for line in table if line[-1:] == ["mode"]] == [
         ["cascade", *unused],
@@ -89,17 +88,6 @@ async def test_no_advice_deletes_a_queue_with_messages(delayer: Run, vhost: str)
         assert "elete it" not in advice and "delete_queue" not in advice
 
 
-async def test_a_queue_with_messages_is_not_removed(delayer: Run, vhost: str) -> None:
-    delayer("topology", "apply")
-    delayer("send", "--key", "k", "--delay", "1h")
-    kept = delayer("topology", "remove", expect=1)
-    assert "holds 1 message\n" in kept.stdout
-    assert [message.routing_key for message in await take(vhost, "delays")] == ["k"]
-    delayer("send", "--key", "k", "--delay", "1h")
-    delayer("topology", "remove", "--force")
-    delayer("topology", "verify", expect=1)
-
-
 async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
     sent = delayer(
@@ -142,22 +130,6 @@ async def test_send_many_more_than_wait_at_once(delayer: Run, vhost: str) -> Non
     assert [message.message_id for message in await take(vhost, "delays")] == [f"n-{n + 1}" for n in range(count)]
 
 
-async def test_sending_says_how_far_it_is(vhost: str) -> None:
-    async with channel_to(vhost) as channel:
-        await channel.declare_queue("q", durable=True)
-    said: list[int] = []
-    message = send.Message("", "q", b"x")
-    assert await send.publish(vhost, message, 1_100, str, said.append) is None
-    assert said == [1, 501, 1_001, 1_100]
-    said.clear()
-    message = send.Message("", "q", bytes(send.WINDOW_BYTES // 2))
-    assert await send.publish(vhost, message, 4, str, said.append) is None
-    assert said == [1, 3, 4]  # and not more bytes than that on their way
-    missing = await send.publish(vhost, send.Message("nowhere", "q", b""), 3, str, said.append)
-    assert missing == send.Untaken("0", 'exchange "nowhere" does not exist')
-    assert said[3:] == [0]
-
-
 async def test_each_message_that_a_queue_refuses_is_reported(delayer: Run, vhost: str) -> None:
     async with channel_to(vhost) as channel:
         full: FieldTable = {"x-max-length": 700, "x-overflow": "reject-publish"}
@@ -197,27 +169,27 @@ async def test_messages_without_a_binding_are_not_sent(delayer: Run, vhost: str)
     assert 'the broker did not take "lost": nothing is bound for it.' in unbound.stderr
 
 
-def test_db(delayer: Run) -> None:
-    before = delayer("db", "current", expect=1)
+def test_db(delayer: Run, empty_database: str) -> None:
+    empty = {"DELAYER_STORE__URL": empty_database}
+    before = delayer("db", "current", expect=1, **empty)
     assert "missing" in before.stdout
     assert "delayer db upgrade" in before.stderr
-    assert "The schema was missing and is " in delayer("db", "upgrade").stdout
-    assert "nothing to do" in delayer("db", "upgrade").stdout
-    found = json.loads(delayer("db", "current", "--json").stdout)
+    assert "The schema was missing and is " in delayer("db", "upgrade", **empty).stdout
+    assert "nothing to do" in delayer("db", "upgrade", **empty).stdout
+    found = json.loads(delayer("db", "current", "--json", **empty).stdout)
     assert found["current"]
     assert found["found"] == found["needed"]
 
 
-async def test_check_finds_one_thing_after_another(delayer: Run, vhost: str) -> None:
-    def off(expect: int) -> dict[str, str]:
-        answer = json.loads(delayer("check", "--json", expect=expect).stdout)
+async def test_check_finds_one_thing_after_another(delayer: Run, empty_database: str, vhost: str) -> None:
+    def off(expect: int, **more: str) -> dict[str, str]:
+        answer = json.loads(delayer("check", "--json", expect=expect, **more).stdout)
         assert answer["ok"] == (expect == 0)
         return {row["what"]: row["advice"] for row in answer["checks"] if row["result"] == "off"}
 
-    found = off(1)
+    found = off(1, DELAYER_STORE__URL=empty_database)
     assert found.keys() == {"destination", "schema"}
     assert "db upgrade" in found["schema"]
-    delayer("db", "upgrade")
     assert off(1).keys() == {"destination"}
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
@@ -231,7 +203,6 @@ async def test_missing_parts_that_the_daemon_declares_are_notes(delayer: Run, vh
     """`delayer --config new.toml check && systemctl reload delayer` has to pass for what a reload brings along."""
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
-    delayer("db", "upgrade")
     delayer("topology", "apply")
     routes = '[{"from": "delayer.in", "to": "delayer.out"}, {"from": "mail.in", "to": "delayer.out"}]'
     for more in ({"DELAYER_MODE": "native"}, {"DELAYER_ROUTE": routes}):
@@ -245,7 +216,6 @@ async def test_check_counts_what_is_set_aside(delayer: Run, vhost: str, database
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
         delayer("--mode", "native", "topology", "apply")
-        delayer("db", "upgrade")
         assert "set aside" not in delayer("check").stdout
         for queue, count in (("delays.refused", 2), ("delayer.delay-strays", 1)):
             for _ in range(count):
@@ -260,7 +230,6 @@ async def test_check_counts_what_is_set_aside(delayer: Run, vhost: str, database
 
 
 def test_a_newer_schema_is_left_alone_and_every_verb_says_so(delayer: Run, postgres: Postgres, database: str) -> None:
-    delayer("db", "upgrade")
     delayer("topology", "apply")
     name = urlsplit(database).path[1:]
     postgres.execute("UPDATE delayer_schema_version SET version_num = '9999'", database=name)
@@ -276,15 +245,19 @@ def test_a_newer_schema_is_left_alone_and_every_verb_says_so(delayer: Run, postg
     assert (current["found"], current["current"], current["advice"]) == ("9999", False, newer)
 
 
-def test_each_refusal_of_the_store_has_its_own_advice(delayer: Run, postgres: Postgres, database: str) -> None:
+def test_each_refusal_of_the_store_has_its_own_advice(delayer: Run, postgres: Postgres, empty_database: str) -> None:
     """What Postgres says to a new user, once each: who are you, not there, not yours."""
     delayer("topology", "apply")
     postgres.execute("DROP ROLE IF EXISTS poor")
     postgres.execute("CREATE ROLE poor LOGIN")
-    poor = database.replace("postgres@", "poor@")
+    poor = empty_database.replace("postgres@", "poor@")
     for url, verbs, advice in (
-        (database.replace("postgres@", "nobody@"), ("upgrade", "current"), "check user and password in store.url"),
-        (f"{database}x", ("upgrade", "current"), "createdb -O"),
+        (
+            empty_database.replace("postgres@", "nobody@"),
+            ("upgrade", "current"),
+            "check user and password in store.url",
+        ),
+        (f"{empty_database}x", ("upgrade", "current"), "createdb -O"),
         (poor, ("upgrade",), "ALTER DATABASE … OWNER TO"),
     ):
         for verb in verbs:
@@ -299,7 +272,7 @@ def test_each_refusal_of_the_store_has_its_own_advice(delayer: Run, postgres: Po
                 ]
             )
             assert advice in delayer("status", expect=3, DELAYER_STORE__URL=url).stderr
-    name = urlsplit(database).path[1:]
+    name = urlsplit(empty_database).path[1:]
     postgres.execute(f'ALTER DATABASE "{name}" OWNER TO poor')
     delayer("db", "upgrade", DELAYER_STORE__URL=poor)
     postgres.execute("DROP OWNED BY poor", database=name)
@@ -327,10 +300,9 @@ def test_a_wrong_password_is_not_shown(delayer: Run, vhost: str) -> None:
     assert "hunter2" not in refused.stdout + refused.stderr
 
 
-def test_status(delayer: Run) -> None:
-    pending = delayer("status", expect=1)
+def test_status(delayer: Run, empty_database: str) -> None:
+    pending = delayer("status", expect=1, DELAYER_STORE__URL=empty_database)
     assert "delayer db upgrade" in pending.stderr
-    delayer("db", "upgrade")
     delayer("topology", "apply")
     delayer("send", "--delay", "1h", "--count", "3")
     told = delayer("status")
@@ -354,7 +326,6 @@ def test_status(delayer: Run) -> None:
 
 
 async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, database: str) -> None:
-    delayer("db", "upgrade")
     delayer("topology", "apply")
     async with sql(database) as connection:
         await connection.execute(
@@ -391,7 +362,6 @@ def test_status_works_with_what_is_left(delayer: Run) -> None:
     assert answer["broker"]["queues"]["delays"] == 0
     assert "Connection" in answer["store"]["error"] or "connect" in answer["store"]["error"]
     assert "hunter2" not in half.stdout + half.stderr
-    delayer("db", "upgrade")
     half = delayer("status", expect=3, DELAYER_BROKER__URL="amqp://u:hunter2@127.0.0.1:1")
     assert "parked: 0" in half.stdout
     assert "The broker is out of reach" in half.stderr

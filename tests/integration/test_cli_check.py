@@ -22,7 +22,6 @@ def rows(run: Run, what: str, *, expect: int = 0, **more: str) -> list[dict[str,
 async def test_a_queue_that_nobody_consumes_is_told(delayer: Run, vhost: str) -> None:
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
-        delayer("db", "upgrade")
         assert rows(delayer, "intake") == [], "the queue is not there yet"
         delayer("topology", "apply")
         await channel.default_exchange.publish(aio_pika.Message(b""), "delays")
@@ -40,7 +39,6 @@ async def test_overdue_messages_of_a_lane_without_owner_are_off(delayer: Run, vh
     """All daemons are gone: an exit code of 0 would be the wrong answer to "is it well?"."""
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
-    delayer("db", "upgrade")
     async with opened(database) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms() - 90_000, b"overdue")], [])
         (row,) = rows(delayer, "lanes")
@@ -61,7 +59,6 @@ async def test_lanes_of_another_virtual_host_are_off(
     for url in (vhost, elsewhere):
         async with channel_to(url) as channel:
             await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
-    delayer("db", "upgrade")
     async with DaemonProcess({"BROKER__URL": elsewhere, "STORE__URL": database}) as daemon:
         await daemon.event("lane taken")
         await daemon.event("ready")
@@ -75,7 +72,6 @@ async def test_lanes_of_another_virtual_host_are_off(
 
 def test_a_destination_that_the_daemon_declares_is_not_off(delayer: Run, tmp_path: Path) -> None:
     """Its absence is a note, as of everything that the daemon makes at its start; that of another one is off."""
-    delayer("db", "upgrade")
     file = tmp_path / "delayer.toml"
     file.write_text("""
 [[route]]

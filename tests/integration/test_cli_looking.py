@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from delayer.cli import held
-from delayer.core.filters import Filter
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel
 from delayer.store.admin import detail
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.upgrades import upgrade
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.cli import Run, ids
 from tests.integration.test_store_lane import opened, sql
@@ -47,7 +44,6 @@ async def filled(database: str) -> tuple[int, dict[bytes, str]]:
 
 
 async def test_list(delayer: Run, database: str) -> None:
-    delayer("db", "upgrade")
     assert "No messages match." in delayer("list").stdout
     _, of = await filled(database)
     whole = [of[b"soon"], of[b"keyed"], of[b"packed"], of[b"far"]]
@@ -74,7 +70,6 @@ async def test_list(delayer: Run, database: str) -> None:
 
 
 async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
-    delayer("db", "upgrade")
     _, of = await filled(database)
     shown = delayer("show", of[b"soon"]).stdout
     for piece in ("waiting", "customer", "string", "x-delay", "int64", "m-1", "body: 4 bytes", "soon", "published to"):
@@ -91,7 +86,6 @@ async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
 
 
 async def test_cancel(delayer: Run, database: str) -> None:
-    delayer("db", "upgrade")
     _, of = await filled(database)
     for wrong in ([], ["1", "--all"], ["1", "--key", "k"], ["x"]):
         delayer("cancel", *wrong, expect=2)
@@ -123,7 +117,6 @@ async def test_cancel(delayer: Run, database: str) -> None:
 
 
 async def test_reschedule(delayer: Run, database: str) -> None:
-    delayer("db", "upgrade")
     now, of = await filled(database)
     delayer("reschedule", of[b"soon"], expect=2)
     delayer("reschedule", of[b"soon"], "--at", "1h", "--by", "1h", expect=2)
@@ -152,7 +145,6 @@ async def test_reschedule(delayer: Run, database: str) -> None:
 
 
 async def test_held(delayer: Run, database: str) -> None:
-    delayer("db", "upgrade")
     assert "No messages are held." in delayer("held", "list").stdout
     _, of = await filled(database)
     assert "nobody is bound" in delayer("held", "list").stdout
@@ -175,33 +167,22 @@ async def test_held(delayer: Run, database: str) -> None:
 async def test_many_held_ones_are_acted_on_page_by_page(
     delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be millions, so never more than a page of them is in memory; each is met once, and none that was held
-    since they were counted."""
+    """There may be millions, so never more than a page of them is in memory; each is met once."""
     monkeypatch.setattr(detail, "AT_ONCE", 7)
-    delayer("db", "upgrade")
-    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+    async with opened(database) as place, owned(place) as [lane]:
         now = place.now_upper_ms()
         await place.hold(lane, [(parcel(now, b"%d" % n), UNBOUND) for n in range(40)])
-        meant = held.Meant(Filter(), frozenset())
-        count, last, missing = await held._count(admin, meant)
-        assert (count, missing) == (40, set())
-        await place.hold(lane, [(parcel(now, b"later"), UNBOUND)])
-        sizes = [len(page) async for page in held._pages(admin, meant)]
-        assert (sum(sizes), max(sizes)) == (41, 7)
-        assert await held._do(database, "retry", meant._replace(last=last)) == 40
-        assert await held._do(database, "drop", meant._replace(last=last)) == 40
-        assert [row["body"] for row in await admin.fetch("SELECT body FROM held")] == [b"later"]
+    assert "To be tried again now: 40." in delayer("held", "retry", "--all", "--yes").stdout
+    assert "Dropped: 40." in delayer("held", "drop", "--all", "--yes").stdout
 
 
 def test_native_mode_says_what_it_cannot(delayer: Run) -> None:
     nothing = delayer("--mode", "native", "list", DELAYER_STORE__URL=None, expect=2)
     assert "no store is configured" in nothing.stderr
-    delayer("db", "upgrade")
     assert "cascade" in delayer("--mode", "native", "list").stderr
 
 
 async def test_commands_that_are_answered_load_only_what_they_need(vhost: str, database: str, tmp_path: Path) -> None:
-    await upgrade(database)
     async with opened(database) as place, owned(place) as [lane]:
         due_ms = place.now_upper_ms() + 86_400_000
         await place.park(lane, [parcel(due_ms, b"one"), parcel(due_ms, b"two")], [])

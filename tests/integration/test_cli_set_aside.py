@@ -121,7 +121,6 @@ async def test_looks_neither_delete_nor_reorder(
 @pytest.fixture
 def applied(delayer: Run) -> Iterator[Run]:
     delayer("topology", "apply")
-    delayer("db", "upgrade")
     yield delayer
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from delayer.cli.errors import DONE
 from delayer.core.filters import Filter
-from delayer.store import upgrades
 from delayer.store.admin import exporting
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
@@ -64,16 +63,11 @@ async def hold(admin: asyncpg.Connection) -> None:
     """Hold some waiting messages: between the two readings of an export, so that it would write them twice."""
     columns = "id, due_at, parked_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,"
     columns += " properties, body, key"
-    moved = "WITH gone AS (DELETE FROM message WHERE id % 7 = (SELECT min(id) % 7 FROM message) RETURNING *)"
-    there = await admin.fetch(
-        "SELECT column_name, data_type FROM information_schema.columns WHERE table_name = 'held'"
-        " AND is_nullable = 'NO' AND column_default IS NULL AND column_name <> ALL(string_to_array($1, ','))",
-        columns.replace(" ", ""),
+    await admin.execute(
+        "WITH gone AS (DELETE FROM message WHERE id % 7 = (SELECT min(id) % 7 FROM message) RETURNING *) "
+        f"INSERT INTO held ({columns}, retry_at, attempts, kind, reason, may_be_delivered, isolated) "
+        f"SELECT {columns}, now(), 1, 'returned', 'why', false, false FROM gone"
     )
-    values = {"timestamp with time zone": "now()", "text": "'returned'", "boolean": "false"}
-    more = [(name, values.get(kind, "1")) for name, kind in there]
-    names, given = ", ".join(name for name, _ in more), ", ".join(value for _, value in more)
-    await admin.execute(f"{moved} INSERT INTO held ({columns}, {names}) SELECT {columns}, {given} FROM gone")
 
 
 async def _all(admin: asyncpg.Connection) -> None:
@@ -87,7 +81,6 @@ async def test_concurrent_changes_leave_no_message_out_of_an_export(
 ) -> None:
     monkeypatch.setattr(exporting, "PAGE", WAITING)
     monkeypatch.setattr(exporting, "PAGE_BYTES", 1_000)  # a page is listed at once, and fetched by portions
-    await upgrades.upgrade(database)
     async with sql(database) as admin:
         there = await fill(admin)
         async with exporting.snapshot(database) as reading:
@@ -104,7 +97,6 @@ async def test_concurrent_changes_leave_no_message_out_of_an_export(
 
 async def test_partitions_stay_until_the_export_ends(database: str) -> None:
     """Of a dropped one no snapshot has the rows; and a day that is attached hides those in the default partition."""
-    await upgrades.upgrade(database)
     async with sql(database) as admin:
         now = await now_ms(admin)
         today = now // DAY_MS
@@ -123,7 +115,6 @@ async def test_partitions_stay_until_the_export_ends(database: str) -> None:
 
 async def test_the_last_line_counts_the_snapshot(database: str, tmp_path: Path) -> None:
     """As a person meets it: into a pipe whose reader rests, and a compaction meanwhile."""
-    await upgrades.upgrade(database)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with ExitStack() as closing:

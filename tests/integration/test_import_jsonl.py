@@ -28,7 +28,6 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Exchange, Topology
 from delayer.imports import files
-from delayer.store import upgrades
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned
 from tests.integration.cli import Run
@@ -45,9 +44,8 @@ _CONTENT = "due_at, checksum, route, exchange, routing_key, to_exchange, to_key,
 
 @asynccontextmanager
 async def other_store(postgres: Postgres) -> AsyncIterator[str]:
-    name = postgres.add_database()
+    name = postgres.add_store()
     try:
-        await upgrades.upgrade(postgres.url(name))
         yield postgres.url(name)
     finally:
         postgres.drop_database(name)
@@ -78,7 +76,6 @@ def letters(count: int, now_ms: int, chance: random.Random) -> list[Parcel]:
 
 async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_path: Path) -> None:
     """Rows, segments and held messages, keys included; and what was not sound stays so, in held."""
-    delayer("db", "upgrade")
     file = tmp_path / "backlog.jsonl"
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
@@ -139,7 +136,6 @@ async def content_unpacked(database: str) -> list[tuple[object, ...]]:
 
 
 async def test_damaged_records_are_held(delayer: Run, tmp_path: Path, database: str) -> None:
-    delayer("db", "upgrade")
     file = tmp_path / "backlog.jsonl"
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         await place.park(lane, letters(3, place.now_upper_ms(), random.Random(1)), [])
@@ -154,7 +150,6 @@ async def test_damaged_records_are_held(delayer: Run, tmp_path: Path, database: 
 
 
 async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_path: Path) -> None:
-    delayer("db", "upgrade")
     delayer("topology", "apply")
     file = tmp_path / "hand-made.jsonl"
     rows = [
@@ -189,7 +184,6 @@ async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_p
 
 
 async def test_files_that_are_none(delayer: Run, tmp_path: Path) -> None:
-    delayer("db", "upgrade")
     assert "No such file" in delayer("import", "jsonl", "preview", str(tmp_path / "nothing"), expect=3).stderr
     cut = tmp_path / "cut.jsonl"
     cut.write_text('{"v":1,"due_ms":1}\n{"v":1,"messages":2}\n')
@@ -201,7 +195,6 @@ async def test_files_that_are_none(delayer: Run, tmp_path: Path) -> None:
 
 def test_a_run_reports_possible_gaps_and_repeats(delayer: Run, tmp_path: Path) -> None:
     """Between lines a cut cannot be seen but by the last one; and a file stays there, for somebody to import again."""
-    delayer("db", "upgrade")
     file = tmp_path / "head.jsonl"
     file.write_text('{"v":1,"due_ms":4000000000000,"routing_key":"queue","body":"text"}\n')
     run = ("import", "jsonl", "run", str(file), "--unverified", "--yes")
@@ -219,28 +212,12 @@ def test_a_run_reports_possible_gaps_and_repeats(delayer: Run, tmp_path: Path) -
     assert "import 1 brought 1 messages of this very file" in delayer(*run, "--again").stderr
 
 
-async def test_a_pipe_that_takes_no_more_is_not_the_store(delayer: Run, database: str) -> None:
-    delayer("db", "upgrade")
-    async with opened(database) as place, owned(place) as [lane]:
-        await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
-    call = [str(EXECUTABLE), "--config", os.devnull, "--store-url", database, "export", "-"]
-    full = os.open("/dev/full", os.O_WRONLY)
-    try:
-        done = await asyncio.create_subprocess_exec(*call, stdout=full, stderr=asyncio.subprocess.PIPE)
-        _, said = await done.communicate()
-    finally:
-        os.close(full)
-    assert done.returncode == OUT_OF_REACH
-    assert said.decode().startswith("delayer: stdout: No space left on device")
-
-
 def names(directory: Path) -> list[str]:
     return [one.name for one in directory.iterdir()]
 
 
 async def test_a_disk_that_takes_no_more_keeps_nothing_of_it(delayer: Run, database: str, tmp_path: Path) -> None:
     """Neither the store's fault nor a wrong word on the command line; and what was there before stays."""
-    delayer("db", "upgrade")
     async with opened(database) as place, owned(place) as [lane]:
         await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
     file = tmp_path / "backlog.jsonl"
@@ -259,7 +236,6 @@ async def test_a_file_that_changes_meanwhile_brings_nothing_of_the_change(
     delayer: Run, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the bodies are others: the places and the due instants are as they were noted."""
-    delayer("db", "upgrade")
     file = tmp_path / "dump"
 
     def line(body: bytes) -> bytes:
@@ -294,7 +270,6 @@ CLEAN = {
 
 
 def test_a_look_ends_as_the_run_will(delayer: Run, tmp_path: Path) -> None:
-    delayer("db", "upgrade")
     for code, some in ((FOUND, UNFIT), (FOUND, UNREADABLE), (DONE, CLEAN)):
         for source, content in some.items():
             file = tmp_path / source
@@ -309,7 +284,6 @@ def test_a_look_ends_as_the_run_will(delayer: Run, tmp_path: Path) -> None:
 
 
 def test_the_soonest_of_a_file_are_told_of_and_no_others(delayer: Run, tmp_path: Path) -> None:
-    delayer("db", "upgrade")
     file = tmp_path / "backlog.jsonl"
     rows = [
         {"v": 1, "due_ms": 4_000_000_000_000 - n, "to_key": f"{n}", "held": {"kind": "nacked", "text": f"why {n}"}}
@@ -333,7 +307,6 @@ def keyed(due_ms: int, key: str, body: str) -> dict[str, object]:
 async def test_a_waiting_message_wins_over_an_imported_one_of_its_key(
     delayer: Run, database: str, tmp_path: Path
 ) -> None:
-    delayer("db", "upgrade")
     file = tmp_path / "backlog.jsonl"
     due_ms = 4_000_000_000_000
     rows = [keyed(due_ms + n, f"order-{n}", "old") for n in range(4)]
@@ -373,7 +346,6 @@ async def test_a_waiting_message_wins_over_an_imported_one_of_its_key(
 
 
 async def test_a_held_message_keeps_its_key_from_an_imported_one(delayer: Run, database: str, tmp_path: Path) -> None:
-    delayer("db", "upgrade")
     file = tmp_path / "backlog.jsonl"
     file.write_text("\n".join(map(json.dumps, [keyed(4_000_000_000_000, "order", "old"), {"v": 1, "messages": 1}])))
     async with sql(database) as admin:
@@ -442,7 +414,6 @@ async def test_the_documented_dump_of_a_real_broker(
     assert dump.read_text().split("\n")[-2] == "5"
     async with await Admin.connect(vhost) as admin:
         await admin.declare(Topology((Exchange("orders.delayed", "topic"), Exchange("orders.out", "topic"))))
-    delayer("db", "upgrade")
     route = json.dumps([{"from": "orders.delayed", "to": "orders.out"}])
     args = ("import", "delayed-exchange", "run", str(dump), "--exchange", "mail.delayed=mail.out", "--yes", "--json")
     report = json.loads(delayer(*args, expect=1, DELAYER_ROUTE=route).stdout)

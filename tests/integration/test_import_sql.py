@@ -142,7 +142,6 @@ async def test_all_tables_into_the_store(
 ) -> None:
     """Everything that is meant arrives once, when it is due, as it was; the rest stays where it was."""
     monkeypatch.setattr(sources, "READ_BYTES", 300)
-    delayer("db", "upgrade")
     for name in ("Sales_TimeoutData", "Mail_Out_TimeoutData", "Orders"):
         await source.create(name)
     soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None)
@@ -212,7 +211,6 @@ async def test_all_tables_into_the_store(
 
 
 async def test_a_row_in_a_timeout_managers_hands_is_passed_over(delayer: Run, source: Source) -> None:
-    delayer("db", "upgrade")
     await source.create("Sales_TimeoutData")
     await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(10)])
     call = run_of(delayer, source)
@@ -226,7 +224,6 @@ async def test_a_row_in_a_timeout_managers_hands_is_passed_over(delayer: Run, so
 
 
 async def test_limit_cutoff_and_what_is_missing(delayer: Run, database: str, source: Source) -> None:
-    delayer("db", "upgrade")
     told = run_of(delayer, source)("preview", expect=1)
     assert "no table matches *TimeoutData" in told
     await source.create("A_TimeoutData")
@@ -250,7 +247,6 @@ async def test_a_move_that_takes_long_takes_nothing_that_is_due_by_then(
 ) -> None:
     """A timeout manager reads without locks, sees all that is being moved until it is, and has in hand what is due.
     And it may store timeouts meanwhile. The move is made again, with more room."""
-    delayer("db", "upgrade")
     await source.create("Sales_TimeoutData")
     monkeypatch.setattr(sources, "SOON_MS", 3_000)
     soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None) + timedelta(seconds=6)
@@ -279,7 +275,6 @@ async def test_a_move_that_takes_long_takes_nothing_that_is_due_by_then(
 
 async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source: Source) -> None:
     """In two tables, in all of one's rows or one's staged rows: what would be held is told by the run's own rules."""
-    delayer("db", "upgrade")
     for name in ("A_TimeoutData", "B_TimeoutData"):
         await source.create(name)
     rows = [source.timeout(n, NOON + timedelta(hours=n), Headers="[7]" if n % 4 == 3 else "{}") for n in range(20)]
@@ -297,7 +292,6 @@ async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source:
 
 
 async def test_a_source_out_of_reach(delayer: Run, source: Source) -> None:
-    delayer("db", "upgrade")
     scheme = source.url.partition(":")[0]
     nowhere = Source(source.kind, f"{scheme}://me:{MariaDB.PASSWORD}@127.0.0.1:1/x")
     assert "the source is out of reach" in run_of(delayer, nowhere)("run", expect=3)
@@ -307,7 +301,6 @@ async def test_a_source_out_of_reach(delayer: Run, source: Source) -> None:
 
 async def test_a_user_who_may_only_look(delayer: Run, source: Source) -> None:
     """He can have a preview; a run is refused by name, and leaves everything where it is."""
-    delayer("db", "upgrade")
     await source.create("Sales_TimeoutData")
     await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(3)])
     user = f"looker_{uuid.uuid4().hex[:8]}"
@@ -330,7 +323,6 @@ async def test_a_user_who_may_only_look(delayer: Run, source: Source) -> None:
 
 
 async def test_nhibernate(delayer: Run, database: str, source: Source) -> None:
-    delayer("db", "upgrade")
     async with source.connected() as connection:
         await connection.execute(text(NHIBERNATE[source.kind]))
     rows = [source.timeout(n, NOON, f"billing@HOST{n}") for n in range(6)]

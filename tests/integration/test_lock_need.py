@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from delayer.cli.check import _locks
-from delayer.store import pool, schema, upgrades
+from delayer.store import pool, schema
 from delayer.store import postgres as parking
 from delayer.store.rows import keys
 from delayer.store.schema import LockNeed
@@ -32,7 +32,6 @@ async def park(connection: asyncpg.Connection, first: int, last: int) -> int:
 
 
 async def test_a_park_takes_few_locks_for_many_keys(database: str) -> None:
-    await upgrades.upgrade(database)
     async with sql(database) as connection:
         assert await park(connection, 0, 3) <= 3
         assert await park(connection, 0, 2_000) == keys.LOCKS == 64
@@ -49,8 +48,7 @@ def small_server() -> Iterator[Postgres]:
 @pytest.mark.slow
 @pytest.mark.deadline(300)
 async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(small_server: Postgres) -> None:
-    url, total, batch = small_server.url(small_server.add_database()), 100_000, 2_000
-    await upgrades.upgrade(url)
+    url, total, batch = small_server.url(small_server.add_store()), 100_000, 2_000
     left = [*range(0, total, batch)] * 2
     left.sort(reverse=True)
 
@@ -68,7 +66,6 @@ async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(
 
 
 async def test_the_size_of_the_lock_table(database: str) -> None:
-    await upgrades.upgrade(database)
     found = await schema.looked(database)
     assert (found.allowed, found.lanes, found.enough) == (64, 4, True)
     assert 200 < found.connections < 300

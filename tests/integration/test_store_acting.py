@@ -7,24 +7,19 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any
 
 import asyncpg
 import pytest
 
 from delayer.core.filters import Filter, Token
 from delayer.core.hold import Hold, unfit
-from delayer.core.segment import Restored
 from delayer.store.admin import actions, audit_log, detail, listing
 from delayer.store.admin.actions import Found, When, cancel, reschedule
-from delayer.store.errors import WORTH_REPEATING
-from delayer.store.lanes import notify
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
-from delayer.store.segments.catalog import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.faults.place import eventually
-from tests.integration.segments_store import START_MS, apart, blocked, restore_all, store
+from tests.integration.segments_store import START_MS, blocked, restore_all, store
 from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import LATE, WHY
 from tests.support.rows import compact, conserved, everything, put, row, rows, waiting
@@ -151,50 +146,26 @@ async def test_a_command_that_stands_still_keeps_its_locks_for_ten_seconds(datab
         assert await connection.fetchval("SHOW idle_in_transaction_session_timeout") == "10s"
 
 
-async def test_cancel_against_a_restore_in_flight(database: str) -> None:
-    """It waits for the restore, and then cancels the row."""
+@pytest.mark.parametrize("kind", ["compacted", "restored"])
+async def test_cancel_against_a_compaction_or_a_restore_in_flight(database: str, kind: str) -> None:
+    """It waits for the end of that, and then finds the message where it is."""
     async with store(database) as admin, sql(database) as holder, sql(database) as one, sql(database) as two:
         await put(admin, rows(10, START_MS))
-        await compact(admin)
-        await admin.execute("INSERT INTO counter VALUES (1, 'restored', 0)")
+        if kind == "restored":
+            await compact(admin)
+        await admin.execute("INSERT INTO counter VALUES (1, $1, 0) ON CONFLICT DO NOTHING", kind)
         await holder.execute("BEGIN")
-        await holder.execute("SELECT FROM counter WHERE kind = 'restored' FOR UPDATE")
-        restoring = asyncio.create_task(catalog.restore_one(one, FOREVER_MS))
+        await holder.execute("SELECT FROM counter WHERE kind = $1 FOR UPDATE", kind)
+        moving = asyncio.create_task(compact(one) if kind == "compacted" else restore_all(one))
         await blocked(admin, "%INSERT INTO counter%")
         cancels = asyncio.create_task(cancel(two, [4]))
-        await blocked(admin, "SELECT id, lane, first_due, messages, format, digest FROM segment%")
+        waits = "%DELETE FROM message AS m%USING unnest%" if kind == "compacted" else "SELECT id, lane, first_due%"
+        await blocked(admin, waits)
         await holder.execute("COMMIT")
-        assert await restoring == Restored(1, 10, min(r.due_us for r in rows(10, START_MS)) // 1000)
-        assert await cancels == {4: Found.SEGMENT}
-        assert len(await waiting(admin)) == 9
-        await conserved(admin)
-
-
-async def test_cancel_against_a_compaction_in_flight(database: str) -> None:
-    """It waits for the compaction, and then finds the message in the segment."""
-    async with store(database) as admin, sql(database) as holder, sql(database) as one, sql(database) as two:
-        await put(admin, rows(10, START_MS))
-        await admin.execute("INSERT INTO counter VALUES (1, 'compacted', 0)")
-        await holder.execute("BEGIN")
-        await holder.execute("SELECT FROM counter WHERE kind = 'compacted' FOR UPDATE")
-        compacts = asyncio.create_task(compact(one))
-        await blocked(admin, "%INSERT INTO counter%")
-        cancels = asyncio.create_task(cancel(two, [4]))
-        await blocked(admin, "%DELETE FROM message AS m%USING unnest%")
-        await holder.execute("COMMIT")
-        assert [made.messages for made in await compacts] == [10]
+        assert [done.messages for done in await moving] == [10]
         assert await cancels == {4: Found.SEGMENT}
         assert len(await everything(admin)) == 9
         await conserved(admin)
-
-
-async def patiently(work: Any, *of: Any, **more: Any) -> Any:
-    """Again, when it lost against another transaction."""
-    while True:
-        try:
-            return await work(*of, **more)
-        except WORTH_REPEATING:
-            continue
 
 
 SOON = 0.9
@@ -317,15 +288,6 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
             assert [due.id for due in released] == [one]
 
 
-async def test_notifications_before_the_reader_opens_are_kept() -> None:
-    mailbox, heard = notify.Inbox(), list[notify.Notification]()
-    mailbox._on_notification(None, 1, "", "waiting 5")
-    mailbox._on_notification(None, 1, "", "nonsense")
-    mailbox.open(heard.append)
-    mailbox._on_notification(None, 1, "", "held 6")
-    assert heard == [(notify.WAITING, 5), (notify.HELD, 6)]
-
-
 async def move(connection: asyncpg.Connection, ids: list[int]) -> dict[int, Found]:
     return await reschedule(connection, ids, When(by_ms=DAY_MS))
 
@@ -363,66 +325,3 @@ async def test_a_claim_waits_for_a_move_and_leaves_it(database: str) -> None:
         await lane.settle(claimed, [])
         assert (await waiting(admin)).keys() == {ids[b"moved"]}
         await conserved(admin)
-
-
-@pytest.mark.deadline(120)
-async def test_everything_at_once(database: str) -> None:
-    """Releasing, compacting, restoring, cancelling and moving at the same time: each message is released once or
-    cancelled, never both, and what stays is there once."""
-    chance = random.Random(11)
-    total = 800
-    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_upper_ms()
-        await put(
-            admin, [row(n, now + chance.choice([-1_000, 5 * DAY_MS + n]), lane.number) for n in range(1, total + 1)]
-        )
-        before = await everything(admin)
-        ids = list(before)
-        chance.shuffle(ids)
-        stop = asyncio.Event()
-        cancelled: dict[int, Found] = {}
-        moved: dict[int, Found] = {}
-        released: list[int] = []
-
-        async def packs(connection: asyncpg.Connection) -> None:
-            while not stop.is_set():
-                await patiently(compact, connection, now + DAY_MS, rows=chance.choice([20, 200]))
-
-        async def restores(connection: asyncpg.Connection) -> None:
-            while not stop.is_set():
-                if await patiently(catalog.restore_one, connection, FOREVER_MS) is None:
-                    await asyncio.sleep(0)
-
-        async def cancels(connection: asyncpg.Connection) -> None:
-            for start in range(0, 150, 15):
-                cancelled.update(await patiently(actions.cancel, connection, ids[start : start + 15]))
-
-        async def moves(connection: asyncpg.Connection) -> None:
-            for start in range(100, 400, 20):
-                when = When(at_ms=chance.choice([now - 2_000, now + 6 * DAY_MS]))
-                moved.update(await patiently(reschedule, connection, ids[start : start + 20], when))
-
-        async def releases() -> None:
-            while not stop.is_set() or await lane.sleep_hint() == 0.0:
-                claimed = [due.id for due in (await lane.claim(100, ROOM))]
-                rows_ = lane._claim.rows if lane._claim else []
-                await lane.settle(rows_, [])
-                released.extend(claimed)
-                await asyncio.sleep(0)
-
-        workers = [asyncio.create_task(apart(database, work)) for work in (packs, packs, restores, restores)]
-        release = asyncio.create_task(releases())
-        await asyncio.gather(apart(database, cancels), apart(database, moves))
-        stop.set()
-        await asyncio.gather(*workers, release)
-        gone = {number for number, where in cancelled.items() if where is not Found.NOWHERE}
-        left = await everything(admin)
-        assert len(released) == len(set(released))
-        assert not gone & set(released)
-        assert not gone & left.keys()
-        assert gone | set(released) | left.keys() == set(ids)
-        assert len(gone) + len(released) + len(left) == total
-        assert all(left[n][1:] == before[n][1:] for n in left.keys() - moved.keys()), "but for its lane, to the byte"
-        assert Found.NOWHERE in moved.values() or Found.WAITING in moved.values()
-        counters = await conserved(admin)
-        assert (counters["cancelled"], counters["released"]) == (len(gone), len(released))

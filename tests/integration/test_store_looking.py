@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import asyncpg
@@ -293,24 +291,3 @@ async def test_the_audit_trail_by_pages(database: str) -> None:
         assert [one.verb for one in await audit_log.listed(admin, 9, latest[-1].id)] == ["verb 2", "verb 1", "verb 0"]
         assert Counter(one.who for one in latest) == {"a\N{REPLACEMENT CHARACTER}b": 2}
         assert max(len(one.asked) for one in latest) < 2_100
-
-
-async def test_the_loop_goes_on_while_segments_are_unpacked(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page lists them in the daemon, whose releases are a matter of milliseconds."""
-    threads = set()
-
-    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            threads.add(threading.current_thread())
-            return work(*given)
-
-        return run
-
-    async with store(database) as admin:
-        await put(admin, rows(20, START_MS))
-        await compact(admin)
-        for module, name in ((catalog, "unpacked"), (listing, "_of_table")):
-            monkeypatch.setattr(module, name, noted(getattr(module, name)))
-        assert len((await listing.find(admin, Filter(), None, 50)).packed) == 20
-    assert threads
-    assert threading.main_thread() not in threads

@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 
 from delayer.store import pool as session
-from delayer.store import postgres, upgrades
+from delayer.store import postgres
 from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel, release_all
@@ -31,7 +31,6 @@ async def open_transaction(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database: str) -> None:
     """It comes in between the first look and the lock, so the second look is what keeps it."""
-    await upgrades.upgrade(database)
     async with sql(database) as admin, sql(database) as dropper:
         day = await admin.fetchval("SELECT now()") // DAY_MS + 3
         assert await partitions.make(admin, day, day - 3) is partitions.Making.DONE
@@ -45,7 +44,6 @@ async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database
 
 async def test_a_park_locks_the_epoch_until_its_commit(database: str) -> None:
     """The next owner begins at the watermark that it reads then: a park of the last owner must be seen by it."""
-    await upgrades.upgrade(database)
     async with sql(database) as admin, sql(database) as taker:
         await put(admin, [row(1, 4_000_000_000_000)])
         await taker.execute("SET lock_timeout = '200ms'")
@@ -58,7 +56,6 @@ async def test_a_park_locks_the_epoch_until_its_commit(database: str) -> None:
 
 
 async def test_commits_wait_for_the_disk_whatever_is_set_for_the_database(database: str) -> None:
-    await upgrades.upgrade(database)
     shown = "SHOW synchronous_commit"
     async with sql(database) as admin:
         name = await admin.fetchval("SELECT current_database()")
@@ -83,7 +80,6 @@ async def test_commits_wait_for_the_disk_whatever_is_set_for_the_database(databa
 
 
 async def test_a_released_message_does_not_take_the_key_of_a_newer_one(database: str) -> None:
-    await upgrades.upgrade(database)
     async with sql(database) as admin:
         await put(admin, [row(2, 4_000_000_000_000, key=b"k")])
         await keys.forget(admin, [(b"k", 1)])

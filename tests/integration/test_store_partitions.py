@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -186,28 +185,6 @@ async def test_moving_rows_under_the_lock_is_bounded(database: str, monkeypatch:
         assert await admin.fetchval("SHOW statement_timeout") == "30s"
 
 
-@pytest.mark.parametrize(("day", "made"), [(1, Making.SLOW), (500, Making.NOT_NOW)])
-async def test_attaching_under_the_lock_is_bounded(
-    database: str, monkeypatch: pytest.MonkeyPatch, day: int, made: Making
-) -> None:
-    """What is over the bound because of the rows that were moved stands in the way of their day only."""
-
-    async def slowly(*arguments: Any) -> int:
-        moved = await move(*arguments)
-        await asyncio.sleep(partitions.HELD_SECONDS)
-        return moved
-
-    move = partitions._move
-    monkeypatch.setattr(partitions, "HELD_SECONDS", 1.0)
-    monkeypatch.setattr(partitions, "_move", slowly)
-    async with opened(database) as store, sql(database) as admin:
-        await admin.execute(FILL, 100)
-        await admin.execute(FILL.replace("500 days", "600 days"), 100_000)
-        today = store.now_upper_ms() // DAY_MS
-        assert await partitions.make(admin, today + day, today) is made
-        assert await partitions.existing(admin) == set()
-
-
 async def test_upkeep_remembers_what_failed(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitions, "READ_SECONDS", 0.001)
     async with opened(database) as store, sql(database) as admin:
@@ -220,16 +197,6 @@ async def test_upkeep_remembers_what_failed(database: str, monkeypatch: pytest.M
         monkeypatch.setattr(partitions, "READ_SECONDS", 10.0)
         await partitions.make_ahead(admin, today, days, 31 * 60.0)
         assert await partitions.existing(admin) == set(range(today, today + 8))
-
-
-async def test_far_messages_are_spoken_of_once_an_hour(database: str) -> None:
-    async with opened(database) as store, sql(database) as admin:
-        today, days = store.now_upper_ms() // DAY_MS, partitions.Days(())
-        with capture_logs() as logged:
-            for at in (0.0, 10.0, 3599.0, 3600.0, 7199.0):
-                await days.ensure(store._pool, {today + 401, today + 10**6}, today, at)
-        assert [(entry["reason"], entry["days"]) for entry in logged] == [("farther than 400 days", 2)] * 2
-        assert await partitions.existing(admin) == set()
 
 
 async def test_daemons_that_need_the_same_days_make_each_once(database: str) -> None:

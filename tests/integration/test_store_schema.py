@@ -19,7 +19,6 @@ from tests.integration.test_store_lane import sql
 
 
 async def test_partitions_of_a_day_have_the_storage_options_of_the_default_one(database: str) -> None:
-    await upgrades.upgrade(database)
     async with sql(database) as connection:
         await partitions.make(connection, 20_000, 19_999)
         options = {
@@ -33,7 +32,6 @@ async def test_partitions_of_a_day_have_the_storage_options_of_the_default_one(d
 
 
 async def test_the_store_accepts_every_kind_of_hold(database: str) -> None:
-    await upgrades.upgrade(database)
     async with sql(database) as connection:
         check = await connection.fetchval(
             "SELECT pg_get_constraintdef(oid) FROM pg_constraint WHERE conname = 'held_kind'"
@@ -41,25 +39,25 @@ async def test_the_store_accepts_every_kind_of_hold(database: str) -> None:
     assert set(re.findall(r"'(\w+)'", check)) == {kind.value for kind in HoldKind}
 
 
-async def test_upgrading_twice_at_once_is_upgrading_once(database: str) -> None:
-    code = f"import asyncio; from delayer.store import upgrades; asyncio.run(upgrades.upgrade({database!r}))"
+async def test_upgrading_twice_at_once_is_upgrading_once(empty_database: str) -> None:
+    code = f"import asyncio; from delayer.store import upgrades; asyncio.run(upgrades.upgrade({empty_database!r}))"
     running = [await asyncio.create_subprocess_exec(sys.executable, "-c", code) for _ in range(3)]
     assert [await process.wait() for process in running] == [0, 0, 0]
-    assert await schema.current(database) == schema.HEAD
-    await upgrades.upgrade(database)
+    assert await schema.current(empty_database) == schema.HEAD
+    await upgrades.upgrade(empty_database)
 
 
-async def test_an_outdated_store_is_refused_and_says_what_to_do(database: str) -> None:
+async def test_an_outdated_store_is_refused_and_says_what_to_do(empty_database: str) -> None:
     with pytest.raises(SchemaOutdated, match=r"missing, expected .*: run `delayer db upgrade`") as caught:
-        await PostgresStore.connect(database)
+        await PostgresStore.connect(empty_database)
     assert (caught.value.found, caught.value.expected) == (None, schema.HEAD)
-    seen = await overview(database)
+    seen = await overview(empty_database)
     assert (seen.upgrade_pending, seen.lanes, seen.waiting, seen.next_due_ms) == (True, (), 0, None)
-    await upgrades.upgrade(database)
-    async with sql(database) as admin:
+    await upgrades.upgrade(empty_database)
+    async with sql(empty_database) as admin:
         await admin.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'")
     with pytest.raises(SchemaOutdated, match=r"9999.*newer delayer"):
-        await PostgresStore.connect(database)
+        await PostgresStore.connect(empty_database)
 
 
 @pytest.mark.parametrize(

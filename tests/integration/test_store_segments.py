@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
@@ -252,40 +251,6 @@ async def test_a_segment_is_bounded_by_bytes_but_takes_one(database: str) -> Non
         assert taken == [(2, True), (2, True), (1, True), (1, True), (1, False)]
         assert len(await packed(admin)) == 7
         await conserved(admin)
-
-
-@pytest.mark.parametrize("analyzed", [False, True])
-async def test_the_plans_are_index_ranges_of_one_partition(database: str, analyzed: bool) -> None:
-    async with store(database, 5) as admin:
-        await put(admin, rows(5_000, START_MS, span_ms=5 * DAY_MS))
-        if analyzed:
-            await admin.execute("ANALYZE message")
-        await compact(admin, START_MS + 2 * DAY_MS, rows=100)
-        window = (await compacting.windows(admin, START_MS + DAY_MS, 100))[2]
-        bounds = (window.lane, window.first_ms, window.first_id, *window.end, window.last_ms + 1)
-        delete = (window.lane, window.first_ms, window.last_ms + 1, list(range(100)))
-        async with admin.transaction():
-            await admin.execute(compacting.SETTINGS)
-            plans = [
-                await explained(admin, statements.LOCK_RUN, *bounds, 100, 1 << 20, window.first_ms * 1000, 1 << 20),
-                await explained(admin, statements.MEAN_SIZE, *bounds),
-                await explained(admin, statements.DELETE_RUN, *delete),
-            ]
-        for plan in plans:
-            assert "Seq Scan" not in plan, plan
-            assert "Sort" not in plan, plan
-            assert len(set(re.findall(r"Index Scan using (\w+)", plan))) == 1, plan
-        # The planning of a day sorts nothing either; a lane's rows pass in the order of the key.
-        day = partitions.name_of(window.first_ms // DAY_MS)
-        runs = statements.RUNS.format(partition=day, day="now()", of_day="")
-        await admin.execute("SET enable_seqscan = off; SET enable_bitmapscan = off")
-        plan = await explained(admin, runs, START_MS, 100)
-        assert plan.count("Sort") == 0, plan
-
-
-async def explained(admin: asyncpg.Connection, statement: str, *values: Any) -> str:
-    """The plan, as text."""
-    return "\n".join(line for (line,) in await admin.fetch(f"EXPLAIN {statement}", *values))
 
 
 async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(

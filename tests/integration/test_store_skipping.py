@@ -36,7 +36,6 @@ async def park(database: str, count: int) -> set[int]:
 
 async def test_an_older_copy_gives_ids_again(delayer: Run, database: str) -> None:
     """A copy of the moment before 50 messages stands in for a backup: as it is, it gives their numbers to others."""
-    delayer("db", "upgrade")
     await park(database, 10)
     async with sql(database) as connection:
         then = await connection.fetchval("SELECT last_value FROM message_id")
@@ -57,7 +56,6 @@ async def test_an_older_copy_gives_ids_again(delayer: Run, database: str) -> Non
 
 async def test_beside_daemons_it_never_goes_back(delayer: Run, database: str) -> None:
     """However few are left out: no number comes twice, and none below what was said."""
-    delayer("db", "upgrade")
     given: Counter[int] = Counter()
     over = asyncio.Event()
 
@@ -82,7 +80,6 @@ async def test_beside_a_long_transaction_others_get_their_numbers(
     monkeypatch.setattr(schema, "LOCK_SECONDS", 0.2)
     monkeypatch.setattr(schema, "PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(schema, "TRIES", 100)
-    delayer("db", "upgrade")
     async with sql(database) as long, sql(database) as other, sql(database) as admin:
         async with long.transaction():
             before = await long.fetchval("SELECT nextval('message_id')")
@@ -99,7 +96,7 @@ async def test_beside_a_long_transaction_others_get_their_numbers(
     assert "nothing is changed" in in_vain.stderr and "run this again" in in_vain.stderr
 
 
-async def test_missing_rights_are_reported(delayer: Run, database: str) -> None:
-    refused = delayer("db", "skip-ids", expect=1)
+async def test_missing_rights_are_reported(delayer: Run, empty_database: str) -> None:
+    refused = delayer("db", "skip-ids", expect=1, DELAYER_STORE__URL=empty_database)
     assert "delayer db upgrade" in refused.stderr
     delayer("db", "skip-ids", "--by", "0", expect=2)

@@ -18,7 +18,7 @@ from delayer.broker.management_api import Management
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store import pool
-from tests.support import ports, tls
+from tests.support import tls
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.tls import BAD, RIGHT, WRONG_HOST, Papers, TlsFront
 
@@ -120,15 +120,6 @@ async def test_a_bad_certificate(case: Case, papers: Papers, bad: str) -> None:
             await case.connect(case.url(front.port, papers.ca))
         assert not front.heard
     assert SECRET not in str(refused.value)
-
-
-async def test_an_address_is_another_host(case: Case, papers: Papers) -> None:
-    """The right certificate, reached by a name that does not stand in it."""
-    async with case.front(papers[RIGHT]) as front:
-        reason = "does not match host name" if case.libpq else "CERTIFICATE_VERIFY_FAILED"
-        with pytest.raises((BrokerLost, StoreLost), match=reason):
-            await case.connect(case.url(front.port, papers.ca, host=ports.HOST))
-        assert not front.heard
 
 
 async def test_without_the_authority_the_right_one_is_unknown(case: Case, papers: Papers, client: str) -> None:

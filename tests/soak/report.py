@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from tests.faults.kinds import KINDS
 from tests.soak.result import LARGEST_MB, Result
@@ -40,24 +38,13 @@ async def tell(soak: Soak, console: Console) -> None:
 
 
 def show(result: Result, console: Console) -> None:
-    """The tables."""
-    faults = Table(box=SIMPLE_HEAD, pad_edge=False, title="faults", title_justify="left")
-    for heading, justify in (("whose", "left"), ("kind", "left"), ("times", "right"), ("met nothing", "right")):
-        faults.add_column(heading, justify=justify)
+    """The faults, the figures, and what should not be."""
     for kind in KINDS:
         if (times := result.faults.get(kind, 0)) + (missed := result.missed.get(kind, 0)):
-            faults.add_row(KINDS[kind].heading, kind, f"{times}", f"{missed or ''}")
-    faults.add_section()
-    faults.add_row("", "all", f"{sum(result.faults.values())}", f"{sum(result.missed.values()) or ''}")
-    figures = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False, title="messages", title_justify="left")
-    figures.add_column()
-    figures.add_column(justify="right")
+            console.print(f"{KINDS[kind].heading:8} {kind:32} {times:>5}  met nothing: {missed}")
     for name, value in summary(result).items():
         if not isinstance(value, dict | list):
-            counted = isinstance(value, int | float) and not isinstance(value, bool)
-            figures.add_row(name.replace("_", " "), f"{value:,}" if counted else str(value))
-    console.print(faults)
-    console.print(figures)
+            console.print(f"{name.replace('_', ' '):40} {value}", markup=False)
     _complain(result, console)
 
 

@@ -16,13 +16,13 @@ import asyncpg
 from aiormq.exceptions import AMQPError
 
 from delayer.core.errors import BrokerLost
-from tests.faults.doomed import emptied, refused
+from tests.faults.doomed import refused
 from tests.faults.fault import Fault, Missed, Untouched
+from tests.faults.features.striking import numbers_in
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Planned, schedule, things
 from tests.soak.result import Options, Result
 from tests.soak.traffic import Traffic
-from tests.support.letters import NUMBER
 from tests.support.servers import Postgres, RabbitMQ, StartFailed
 from tests.support.verdict import Window, covered
 
@@ -169,7 +169,7 @@ class Soak:
             back = await fleet.rows_back()
         except AssertionError as error:
             surprises.append(f"the counters are not what the rows say: {error}")
-        aside = await numbers_in(fleet, fleet.strays)
+        aside = set(await numbers_in(fleet, fleet.strays))
         doomed = await refused(fleet)
         standing = {name: depth for name, depth in (await fleet.place.standing()).items() if name not in fleet.aside}
         account = fleet.ledger.account
@@ -198,9 +198,3 @@ class Soak:
             await work
         except (AssertionError, TimeoutError, BrokerLost) as error:
             surprises.append(f"the end: {type(error).__name__}: {error}")
-
-
-async def numbers_in(fleet: Fleet, queue: str) -> set[int]:
-    """Which of the ledger's messages stand in a queue of ours."""
-    inbox = await emptied(fleet, queue)
-    return {NUMBER.unpack_from(one.delivery.body)[0] for one in inbox.arrivals}

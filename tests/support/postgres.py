@@ -115,6 +115,14 @@ class Postgres(Server):
         self.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
         return name
 
+    def add_store(self) -> str:
+        """A fresh database with our schema, to which nobody is connected; returns its name."""
+        from delayer.store import upgrades  # alembic is slow to import
+
+        name = self.add_database()
+        run_apart(upgrades.upgrade(self.url(name)))
+        return name
+
     def drop_database(self, name: str) -> None:
         """Drop it, whoever is connected to it."""
         self.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')

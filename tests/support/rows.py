@@ -114,8 +114,9 @@ async def conserved(admin: asyncpg.Connection) -> dict[str, int]:
     for number, kind, n in await admin.fetch("SELECT lane, kind, n FROM counter"):
         counters.setdefault(number, {})[kind] = n
     for number, of in counters.items():
-        rest = await admin.fetchval("SELECT count(*) FROM message WHERE lane = $1", number)
-        rest += await admin.fetchval("SELECT count(*) FROM held WHERE lane = $1", number)
+        held = await admin.fetchval("SELECT count(*) FROM held WHERE lane = $1", number)
+        assert of.get("held", 0) == held, f"lane {number}: {of}, and {held} are held"
+        rest = held + await admin.fetchval("SELECT count(*) FROM message WHERE lane = $1", number)
         out = sum(of.get(kind, 0) for kind in ("released", "cancelled", "compacted"))
         assert of.get("parked", 0) + of.get("restored", 0) == out + rest, f"lane {number}: {of}, and {rest} stand there"
     total = {kind: sum(of.get(kind, 0) for of in counters.values()) for kind in KINDS}

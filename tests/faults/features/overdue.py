@@ -1,9 +1,6 @@
 """What comes too late is held: of every message it is known whether it came or is held, and what was too late already
-when it was published does not come before a person says so.
-
-It is held in the store, or where that is away among the strays. Those a daemon has in hand again and again, to see
-which of them are to be tried, and then nobody can count them: the queue says that it is empty. So one looks while the
-daemons are stopped and the broker has taken back what they had.
+when it was published does not come before a person says so. It is held in the store, or where that is away among the
+strays.
 """
 
 from __future__ import annotations
@@ -15,16 +12,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import aio_pika
-
-from delayer.core.message import Delivery
 from tests.faults.features.striking import commanded, excused, stopped
 from tests.faults.fleet import Fleet
 from tests.faults.place import eventually
 from tests.support.account import AFTERMATH_MS, Account
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
-from tests.support.raw import Raw
 
 LIMIT_MS: Final = 3_000
 """Longer than native mode is late by its nature."""
@@ -126,55 +119,23 @@ async def everywhere(fleet: Fleet) -> Held:
         found = await looked(fleet)
         if time.monotonic() > until or all(account.arrivals_of(n) for n in set(range(account.sent)) - found.all):
             return found
+        await asyncio.sleep(0.1)
 
 
 async def looked(fleet: Fleet) -> Held:
-    """What is held, with the daemons stopped meanwhile."""
-    async with stopped(fleet):
-        await fleet.ledger.drained()
-        connection = await fleet.connect()
-        try:
-            rows = await connection.fetch(_HELD)
-        finally:
-            await connection.close()
-        return Held([NUMBER.unpack(number)[0] for (number,) in rows], await among(fleet, fleet.strays))
-
-
-async def among(fleet: Fleet, queue: str) -> list[int]:
-    """The numbers that stand there, and stay there, when nobody else has any of them."""
-    ready = await eventually(lambda: _given_back(fleet, queue), lambda found: found is not None)
-    numbers: list[int] = []
-    everything = asyncio.Event()
-
-    def on_delivery(delivery: Delivery) -> None:
-        numbers.append(NUMBER.unpack_from(delivery.body)[0])
-        if len(numbers) == ready:
-            everything.set()
-
-    async with await Raw.connect(fleet.place.broker) as raw:
-        await raw.channel.qos(0)
-        await raw.channel.consume(queue, on_delivery, lambda: None)
-        if ready:
-            await asyncio.wait_for(everything.wait(), 30)
-        await raw.round_trip()
-    return numbers
-
-
-async def _given_back(fleet: Fleet, queue: str) -> int | None:
-    """How many stand there, if nobody consumes."""
-    async with await aio_pika.connect(fleet.place.broker) as connection:
-        found = (await (await connection.channel()).declare_queue(queue, passive=True)).declaration_result
-    return None if found.consumer_count else found.message_count
+    """What is held at the moment."""
+    connection = await fleet.connect()
+    try:
+        rows = await connection.fetch(_HELD)
+    finally:
+        await connection.close()
+    strays = await fleet.place.bodies(fleet.strays)
+    return Held([NUMBER.unpack(number)[0] for (number,) in rows], [NUMBER.unpack_from(body)[0] for body in strays])
 
 
 async def let_go(fleet: Fleet) -> None:
-    """Say that all that is held is to come, and wait until it has. The daemons are away meanwhile: of the strays that
-    one of them has in hand a command knows nothing."""
-    async with stopped(fleet):
-        await eventually(lambda: _given_back(fleet, fleet.strays), lambda found: found is not None)
-        assert (await commanded(fleet, "held", "retry", "--all", "--yes"))[0] == 0
-        assert (await commanded(fleet, "strays", "retry", "--all", "--yes"))[0] == 0
+    """Say that all that is held is to come, and wait until it has, and copies of what came already."""
+    for where in ("held", "strays"):
+        assert (await commanded(fleet, where, "retry", "--all", "--yes"))[0] == 0
     await fleet.ledger.all_back()
-    async with asyncio.timeout(FOUND):
-        while (await looked(fleet)).all:  # copies of what came already
-            await eventually(fleet.place.standing, lambda standing: not standing, timeout=60)
+    await eventually(lambda: looked(fleet), lambda found: not found.all, timeout=FOUND)
