@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Self, cast
@@ -361,6 +362,7 @@ class Connection(asyncio.Protocol):
         self._pulse.read_at = self._loop.time()
         if self._discarding:
             return
+        self._parser.read_at = time.monotonic()
         try:
             self._parser.feed(data)
         except ProtocolError as error:

@@ -288,6 +288,8 @@ ID_BYTES: Final = 32
 """Bytes of the longest id that delayer gives: a UUID in hexadecimal."""
 HOLD_TEXT: Final = 300
 """Bytes of the text of a hold. It is shorter than a refusal's reason, because the rest of the note needs room."""
+_REST: Final = b"x-delayer-rest"
+"""The milliseconds of the delay that the cascade does not count."""
 _ROUTE: Final = b"x-delayer-route"
 _TO: Final = b"x-delayer-to"
 _TO_KEY: Final = b"x-delayer-to-key"
@@ -321,11 +323,13 @@ class Held(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """The content of an envelope. ``held`` is None if no destination has refused the message yet."""
+    """The content of an envelope. ``held`` is None if no destination has refused the message yet. ``rest_ms``: the rest
+    of the delay after the cascade's whole seconds."""
 
     id: bytes
     parcel: Parcel
     held: Held | None = None
+    rest_ms: int = 0
 
     @property
     def next_ms(self) -> int:
@@ -344,11 +348,13 @@ class Endpoints:
     max_properties: int
 
 
-def into_cascade(parcel: Parcel, id: bytes, seconds: int, names: Endpoints, held: Held | None = None) -> Outgoing:
+def into_cascade(
+    parcel: Parcel, id: bytes, seconds: int, names: Endpoints, *, held: Held | None = None, rest_ms: int = 0
+) -> Outgoing:
     """A publish into the cascade, towards the daemon's own due queue."""
     entry_exchange = names.levels.entry(seconds).encode()
     key = cascade.routing_key(seconds, names.due_queue)
-    return Outgoing(entry_exchange, key, enveloped(parcel, id, held), parcel.body, id)
+    return Outgoing(entry_exchange, key, enveloped(parcel, id, held, rest_ms), parcel.body, id)
 
 
 def to_strays(parcel: Parcel, id: bytes, held: Held, names: Endpoints) -> Outgoing:
@@ -372,7 +378,7 @@ def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_pr
         return f"not an envelope of ours: {broken}"
 
 
-def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
+def enveloped(parcel: Parcel, id: bytes, held: Held | None = None, rest_ms: int = 0) -> bytes:
     """Properties of an envelope: one header has the message's own properties verbatim, others have the decisions.
 
     The broker acts on nothing inside the envelope and re-encodes nothing; the body stays as it is.
@@ -388,6 +394,8 @@ def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
         + entry(_TO_KEY, long_string(parcel.target.routing_key))
         + entry(PROPERTIES, byte_array(parcel.properties))
     )
+    if rest_ms:
+        headers += entry(_REST, int64(rest_ms))
     if held is not None:
         headers += _note(held)
     return encode_headers(headers, delivery_mode=2)
@@ -425,7 +433,9 @@ def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope
         content(PROPERTIES, max_properties - ROOM),
         body,
     )
-    return Envelope(content(ID, ID_BYTES), parcel, _held(found) if _HELD in found else None)
+    rest_ms = int.from_bytes(content(_REST, 8), "big", signed=True) if _REST in found else 0
+    held = _held(found) if _HELD in found else None
+    return Envelope(content(ID, ID_BYTES), parcel, held, min(max(rest_ms, 0), 999))
 
 
 def _note(held: Held) -> bytes:

@@ -96,6 +96,8 @@ class Parser:
         self.receivers = receivers
         self.frame_max = frame_max
         self.stopped = False
+        self.read_at = 0.0
+        """The instant at which the bytes of the next call were read, for their deliveries."""
         self._contents: dict[int, _Content] = {}
         # The pieces of an incomplete frame. They are joined once, when the frame is complete.
         self._pieces: list[bytes] = []
@@ -197,12 +199,12 @@ class Parser:
             header_end, body_end = whole
             properties = data[stop + 8 + _CONTENT_BYTES : header_end]
             body = data[header_end + OVERHEAD : body_end]
-            callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body))
+            callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body, self.read_at))
             return body_end + 1
 
         # The content comes in several pieces, is empty, or is malformed: read it frame by frame.
         def complete(properties: bytes, body: bytes) -> None:
-            callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body))
+            callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body, self.read_at))
 
         self._contents[channel] = _Content(complete)
         return stop + 1

@@ -247,6 +247,7 @@ class AmqpSubscription:
         self._arrived = asyncio.Event()
         self._filled = asyncio.Event()
         self._limit = 0  # The limit of the batch that a caller waits for.
+        self._took_at = asyncio.get_running_loop().time()
         # The end of the channel wakes a waiting next_batch too.
         channel.closed.add_done_callback(lambda _: self._arrived.set())
 
@@ -265,12 +266,14 @@ class AmqpSubscription:
                 return []
         # The buffered deliveries are unsettled, so the broker sends only the rest of the prefetch.
         self._limit = min(limit, self.prefetch)
-        if not self._full():
+        now = asyncio.get_running_loop().time
+        if not self._full() and (left := self._took_at + gather - now()) > 0:
             self._filled.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(gather):
+                async with asyncio.timeout(left):
                     await self._filled.wait()
         self._raise_if_lost()
+        self._took_at = now()
         return self._take(limit)
 
     @property

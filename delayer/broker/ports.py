@@ -50,7 +50,7 @@ class Subscription(Protocol):
     """One consumer on one queue, valid until :meth:`next_batch` raises BrokerLost."""
 
     async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
-        """Wait for deliveries. Returns up to ``limit``, gathered for at most ``gather`` seconds after the first.
+        """Wait for deliveries. Returns up to ``limit``, gathered until ``gather`` seconds after the last batch at most.
 
         An empty list means that a second passed without any, so that the caller can do other work.
         Raises BrokerLost if connection, channel or consumer is gone; all unsettled deliveries return to the queue.

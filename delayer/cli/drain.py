@@ -100,7 +100,8 @@ def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Ou
     seconds = min(seconds_until(due.due_ms, now_ms), MAX_SECONDS)
     token = b"%d" % due.id
     key = routing_key(seconds, due_queue)
-    return Outgoing(levels.entry(seconds).encode(), key, edits.enveloped(due.parcel, token), due.parcel.body, token)
+    envelope = edits.enveloped(due.parcel, token, rest_ms=max(due.due_ms - now_ms, 0) % 1000)
+    return Outgoing(levels.entry(seconds).encode(), key, envelope, due.parcel.body, token)
 
 
 LOWEST: Final = 5

@@ -1,7 +1,7 @@
 """Delays and due times from a message's headers or body, in whole milliseconds. Pure.
 
 All values round up, so nothing is ever early. Examples: half a millisecond of a float delay, the fourth digit of an RFC
-3339 fraction, the rest of a second before the cascade. Intake, release, imports and audit all use these functions.
+3339 fraction. Intake, release, imports and audit all use these functions.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def _days_from_epoch(year: int, month: int, day: int) -> int:
 
 
 def seconds_until(due_ms: int, now_ms: int) -> int:
-    """Whole seconds from now to the due time, rounded up; 0 for a due time in the past."""
-    return max(0, -((now_ms - due_ms) // 1000))
+    """Whole seconds from now to the due time, rounded down; 0 for a due time in the past. The daemon keeps a message
+    for the rest of a second."""
+    return max(0, (due_ms - now_ms) // 1000)
 
 
 def in_words(milliseconds: int) -> str:
@@ -280,7 +281,9 @@ def counted(delay_ms: int, request: DelayRequest, now_ms: int, now_lower_ms: int
         # A delay of 0 means the lower bound of the clock: the time now_lower_ms has certainly been reached.
         return now_lower_ms + delay_ms, now_lower_ms
     stamp = _received_ms(request) if RECEIVED_AT in request.headers else None
-    return (now_ms + delay_ms, now_ms) if stamp is None else (stamp + delay_ms, now_lower_ms)
+    if stamp is None:
+        return now_ms + delay_ms, max(now_ms, now_lower_ms)
+    return stamp + delay_ms, now_lower_ms
 
 
 def _received_ms(request: DelayRequest) -> int | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 POINTS = frozenset(
     {
         "intake.read",  # The deliveries are read; nothing is published or parked.
+        "intake.kept",  # Messages that are due soon are in memory; they are not acknowledged.
         "publish.begun",  # Some messages of a batch are written; the others are not due yet.
         "publish.written",  # The frames are in the transport's buffer; there is no confirm yet.
         "intake.confirmed",  # The cascade, destination or refused queue confirmed; the delivery is not acknowledged.

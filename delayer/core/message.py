@@ -29,6 +29,8 @@ class Delivery(NamedTuple):
     routing_key: bytes
     properties: bytes
     body: bytes
+    read_at: float = 0.0
+    """The instant at which it was read from the socket, in monotonic seconds; 0.0 if unknown."""
 
 
 class Outgoing(NamedTuple):

@@ -1,6 +1,6 @@
 """The decision about one message. Total: every input has exactly one answer, and no input raises.
 
-    decide(request, policy, now_ms) -> EnterCascade | Park | AtOnce | TooLate | Cancel | Refuse
+    decide(request, policy, now_ms) -> EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse
 
 Start here to understand the system: this module decides, and all other modules carry out its decisions.
 """
@@ -98,6 +98,9 @@ class Policy:
 
     ``publishing`` is False while the broker accepts no publishes. In store mode all messages are parked then, so that
     no message waits behind others that cannot be published.
+
+    Messages that are due within ``keep_ms`` are kept in memory: to park them would make them late, and the cascade
+    counts whole seconds.
     """
 
     mode: Mode
@@ -105,6 +108,7 @@ class Policy:
     intake_queue: bytes
     max_delay_ms: int
     park_beyond_ms: int = 0
+    keep_ms: int = 0
     has_store: bool = True
     publishing: bool = True
     own_queues: frozenset[bytes] = frozenset()
@@ -118,7 +122,7 @@ class Refused(Exception):
 
 
 class EnterCascade(NamedTuple):
-    """Publish into the broker's TTL cascade: ``seconds`` from now, towards ``target``.
+    """Publish into the broker's TTL cascade: ``seconds`` and ``rest_ms`` from now, towards ``target``.
 
     ``failed``, here and below: the message is a queue's dead letter, and gets a note of the failure.
     """
@@ -127,6 +131,7 @@ class EnterCascade(NamedTuple):
     seconds: int
     target: Target
     failed: Failure | None = None
+    rest_ms: int = 0
 
 
 class Park(NamedTuple):
@@ -140,6 +145,14 @@ class Park(NamedTuple):
 
 class AtOnce(NamedTuple):
     """The message is already due: publish it to the destination."""
+
+    due_ms: int
+    target: Target
+    failed: Failure | None = None
+
+
+class Soon(NamedTuple):
+    """The message is due within moments: keep it in memory, unacknowledged, and publish it at its instant."""
 
     due_ms: int
     target: Target
@@ -168,7 +181,7 @@ class Refuse:
     reason: str
 
 
-Plan = EnterCascade | Park | AtOnce | TooLate | Cancel | Refuse
+Plan = EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse
 
 
 def has_key(plan: Plan) -> bool:
@@ -179,8 +192,8 @@ def has_key(plan: Plan) -> bool:
 def decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int | None = None) -> Plan:
     """The plan for one message.
 
-    The true time is between ``now_lower_ms`` and ``now_ms``; None means that ``now_ms`` is exact. A delay counts from
-    the later one, so it is never too short. A message is due if it is due at the earlier one, so nothing is early.
+    A delay counts from ``now_ms``: the upper bound of the clock when the message was read, so it is never too short. A
+    message is due by ``now_lower_ms``, the lower bound of the clock now, so nothing is early. None: the same.
     """
     try:
         return _decide(request, policy, now_ms, now_ms if now_lower_ms is None else now_lower_ms)
@@ -192,7 +205,7 @@ def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: in
     headers = request.headers
     route = policy.routes.get(request.exchange) or _no_route(request, policy)
     if route.retry is not None:
-        return _retried(request, route, route.retry, policy, now_ms)
+        return _retried(request, route, route.retry, policy, now_ms=now_ms, now_lower_ms=now_lower_ms)
     if CANCEL in headers:
         return Cancel(key_of(CANCEL, request, policy))
     if route.sagas and (saga := cleared_of(request, policy)) is not None:
@@ -228,13 +241,17 @@ def _carried(
         return (
             _due_already(due_ms, from_ms, target, route, request) if failed is None else AtOnce(due_ms, target, failed)
         )
+    if wait_ms <= policy.keep_ms:
+        return Soon(due_ms, target, failed)
     if stored and (wait_ms > policy.park_beyond_ms or wait_ms > MAX_SECONDS * 1000):
         return Park(due_ms, target, None, failed)
     plan = _cascade(due_ms, from_ms, target)
     return plan if failed is None else plan._replace(failed=failed)
 
 
-def _retried(request: DelayRequest, route: Route, retry: Retry, policy: Policy, now_ms: int) -> Plan:
+def _retried(
+    request: DelayRequest, route: Route, retry: Retry, policy: Policy, *, now_ms: int, now_lower_ms: int
+) -> Plan:
     """Send a dead letter back to the queue that dead-lettered it, or, if exhausted, to the queue for those."""
     try:
         failed = failure(request.headers, retry)
@@ -244,7 +261,7 @@ def _retried(request: DelayRequest, route: Route, retry: Retry, policy: Policy, 
     # A retry goes to this one queue only: the keys of CC are ignored.
     check_not_ours(target.exchange, target.routing_key, request._replace(copies=frozenset()), policy)
     due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, request.chance)
-    return _carried((due_ms, now_ms), target, route, request, policy, failed=failed)
+    return _carried((due_ms, max(now_ms, now_lower_ms)), target, route, request, policy, failed=failed)
 
 
 def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, request: DelayRequest) -> Plan:
@@ -258,7 +275,7 @@ def _cascade(due_ms: int, now_ms: int, target: Target) -> EnterCascade:
     seconds = seconds_until(due_ms, now_ms)
     if seconds > MAX_SECONDS:
         raise Refused(f"the delay is too long for the cascade: expected at most {MAX_SECONDS} s, found {seconds} s")
-    return EnterCascade(due_ms, seconds, target)
+    return EnterCascade(due_ms, seconds, target, None, due_ms - now_ms - seconds * 1000)
 
 
 def _no_route(request: DelayRequest, policy: Policy) -> NoReturn:

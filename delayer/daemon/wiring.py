@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -28,7 +27,7 @@ from delayer.core.topology import Topology
 from delayer.daemon.live_settings import LiveSettings
 from delayer.daemon.services import ServiceGroup
 from delayer.daemon.systemd import Notifier, Watchdog, trouble
-from delayer.intake.consume import Handle, Intake, QueueConsumer
+from delayer.intake.consume import Handler, Intake, QueueConsumer
 from delayer.intake.handle import Dispatch, DueHandler, IntakeHandler, new_id
 from delayer.intake.holding import Holding
 from delayer.intake.takeover import LevelTakeover
@@ -264,15 +263,13 @@ class Daemon:
         self._notifier.trouble(self._trouble())
         self._notifier.ready(f"mode {self.settings.mode}")
 
-    def _session(self, use: str, queue: str, handle: Handle) -> QueueConsumer:
+    def _session(self, use: str, queue: str, handler: Handler) -> QueueConsumer:
         intake = Intake(
             queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
         )
-        if use == "due":
-            intake = replace(intake, gather=0.005)  # All its messages are due, and late by this.
         prepare = self._prepare if use == "intake" else self._declare_again
         consumer = AmqpConsumer(self.connections[use], adaptive_prefetch=AdaptivePrefetch(BUFFER_BYTES))
-        return QueueConsumer(intake, consumer, handle, prepare=prepare, heartbeat=self._watchdog)
+        return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self._watchdog)
 
     def _takeovers(self) -> list[LevelTakeover]:
         """A takeover for each level, the longest first. They share a connection of their own, and 16 MiB of messages

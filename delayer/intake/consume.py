@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from typing import Final, Generic, Protocol, TypeVar
 
 import structlog
 
 from delayer.broker.ports import Consumer, Heartbeat, Subscription
 from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
-from delayer.core.errors import NotTaken
+from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.message import Delivery
 
@@ -27,6 +31,8 @@ class AckTracker:
     tag. An acknowledgement therefore waits until every delivery before it is accepted. One frame settles thousands of
     deliveries that way. In return, a crash repeats the finished batches behind the oldest unfinished one.
 
+    A delivery that is kept for its instant would hold up all behind it. So those are acknowledged one by one.
+
     Deliveries that are never accepted return to the queue when the channel closes.
     """
 
@@ -36,50 +42,265 @@ class AckTracker:
         self.progress = progress
         self._order: deque[int] = deque()
         self._accepted: set[int] = set()
+        self._single: set[int] = set()  # Acknowledged one by one, behind one that is not accepted.
+        self._kept: dict[int, int] = {}
+        self.kept_bytes = 0
         self.accepted_any = False
 
     @property
     def outstanding(self) -> int:
         """Deliveries read and not acknowledged yet."""
-        return len(self._order)
+        return len(self._order) - len(self._single)
 
     def read(self, deliveries: Iterable[Delivery]) -> None:
         """Note deliveries in the order in which the broker sent them."""
         self._order.extend(delivery.tag for delivery in deliveries)
 
+    @property
+    def kept(self) -> int:
+        """Deliveries that are kept for their instant, and not accepted yet."""
+        return len(self._kept)
+
+    def keep(self, delivery: Delivery) -> None:
+        """Note that this delivery is kept for its instant."""
+        size = len(delivery.body) + len(delivery.properties)
+        self.kept_bytes += size - self._kept.get(delivery.tag, 0)
+        self._kept[delivery.tag] = size
+
     def accept(self, tags: Iterable[int]) -> None:
         """These are safe: in the store, in the cascade, at their destination, or in the refused queue."""
-        self._accepted.update(tags)
+        accepted = set(tags)
+        self._accepted |= accepted
+        for tag in accepted & self._kept.keys():
+            self.kept_bytes -= self._kept.pop(tag)
         self.accepted_any = self.accepted_any or bool(self._accepted)
         last = None
-        while self._order and self._order[0] in self._accepted:
-            last = self._order.popleft()
-            self._accepted.remove(last)
+        while self._order and (self._order[0] in self._accepted or self._order[0] in self._single):
+            tag = self._order.popleft()
+            if tag in self._single:
+                self._single.remove(tag)
+            else:
+                self._accepted.remove(tag)
+                last = tag
         if last is not None:
             self._subscription.ack(last, multiple=True)
             reach("intake.acked")
+        if self._accepted and self._order and self._order[0] in self._kept:
+            self.flush()
+            reach("intake.acked")
 
     def flush(self) -> None:
-        """Acknowledge one by one the accepted deliveries behind an unaccepted one, at the end of a session. Otherwise
-        the closing channel would requeue messages that are safe already."""
+        """Acknowledge one by one the accepted deliveries behind an unaccepted one. At the end of a session the closing
+        channel would requeue messages that are safe already."""
         for tag in sorted(self._accepted):
             self._subscription.ack(tag, multiple=False)
-        self._order = deque(tag for tag in self._order if tag not in self._accepted)
+        self._single |= self._accepted
         self._accepted.clear()
 
 
-Handle = Callable[[Sequence[Delivery], AckTracker], Coroutine[None, None, None]]
-"""Carries a batch out and accepts every delivery of it. Raises BrokerLost, StoreLost: they end the subscription, which
-returns the rest to the queue."""
+KEPT_BYTES: Final = 16 << 20
+"""The most bytes of messages that a session keeps for their instants."""
+
+
+class Session:
+    """The work for one subscription. ``prefetch``: the most deliveries without an acknowledgement."""
+
+    def __init__(self, subscription: Subscription, progress: Callable[[], None], in_flight: int) -> None:
+        self.acks = AckTracker(subscription, progress)
+        self.prefetch = subscription.prefetch
+        self._in_flight = in_flight
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._punctual: set[asyncio.Task[None]] = set()
+        self._lost: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self.carried = False
+        """Whether some work ended well. The reader sets it back."""
+        self.failed = False
+        """Whether a failure of the work was raised."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any delivery is being worked on."""
+        return bool(self._tasks or self._punctual or self.acks.kept)
+
+    def start(self, work: Coroutine[None, None, None], *, punctual: bool = False) -> None:
+        """Carry out ``work``, which accepts its deliveries. The first failure ends the session. ``punctual`` work does
+        not count against the batches in flight."""
+        tasks = self._punctual if punctual else self._tasks
+        task = asyncio.create_task(work, name="deliveries")
+        tasks.add(task)
+        task.add_done_callback(partial(self._ended, tasks))
+
+    def _ended(self, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        if task.cancelled() or task.exception() is not None:
+            self._lost.add(task)
+        else:
+            self.carried = True
+        self._changed.set()
+
+    async def room(self) -> None:
+        """Wait until another batch may begin. Raises the first failure."""
+        await self._until(lambda: len(self._tasks) < self._in_flight and self.acks.kept_bytes < KEPT_BYTES)
+
+    async def settled(self) -> None:
+        """Wait until all work is done, and no delivery is kept any more. Raises the first failure."""
+        await self._until(lambda: not self.busy)
+
+    async def work_off(self, handler: Handler) -> None:
+        """Carry out all that waits, after other work failed."""
+        handler.flush()
+        while handler.waiting:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        while True:
+            self._changed.clear()
+            if self._lost:
+                lost, self._lost = self._lost, set()
+                self.failed = True
+                raise_first(take_failures(lost))
+            if reached():
+                return
+            await self._changed.wait()
+
+    def cancel(self) -> None:
+        """Cancel all work: its deliveries return to the queue, as after a crash."""
+        for task in self._tasks | self._punctual:
+            task.cancel()
+
+    async def end(self) -> None:
+        """Wait for the work that was begun. Raises a bug in it; losses are expected here."""
+        while tasks := self._tasks | self._punctual:
+            await asyncio.wait(tasks)
+            await asyncio.sleep(0)  # The callbacks of the tasks run now.
+        raise_first(take_failures(self._lost), unless=LOSSES)
+
+
+class Handler(Protocol):
+    """What a consumer does with its deliveries. One session follows another."""
+
+    def begin(self, session: Session) -> None:
+        """A session begins."""
+
+    def take(self, batch: Sequence[Delivery]) -> None:
+        """Start the work for these deliveries in the session. The work accepts every one of them, or raises BrokerLost,
+        StoreLost: that ends the session, which returns the rest to the queue."""
+
+    def flush(self) -> None:
+        """Start the work that waits for company."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether work waits for its instant. It starts by itself."""
+
+    def end(self) -> None:
+        """The session is over: start nothing any more."""
+
+
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """Items that wait in memory for their instants. ``go`` gets the due ones."""
+
+    def __init__(self, now_ms: Callable[[], int], go: Callable[[list[T]], None], set_back: Callable[[], None]) -> None:
+        """``now_ms``: the lower bound of the clock. ``set_back`` is called where that clock was set back: then the
+        items are forgotten."""
+        self._now_ms = now_ms
+        self._go = go
+        self._set_back = set_back
+        self._heap: list[tuple[int, int, T]] = []
+        self._numbers = count()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, due_ms: int, item: T) -> None:
+        """Keep an item that is due within LONGEST_MS."""
+        heapq.heappush(self._heap, (due_ms, next(self._numbers), item))
+        if self._heap[0][0] == due_ms:
+            self._arm()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def clear(self) -> None:
+        """Forget all items."""
+        self._heap.clear()
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._heap:
+            early_ms = max(0, self._heap[0][0] - self._now_ms())
+            self._timer = later(early_ms / 1000, self._look)
+
+    def _look(self) -> None:
+        # Event loops round to milliseconds, some of them down. So the first item may not be due yet.
+        now_ms = self._now_ms()
+        if self._heap[0][0] - now_ms > LONGEST_MS:
+            self._heap.clear()
+            return self._set_back()
+        due: list[T] = []
+        while self._heap and self._heap[0][0] <= now_ms:
+            due.append(heapq.heappop(self._heap)[2])
+        self._arm()
+        if due:
+            self._go(due)
+
+
+def later(seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    """Call it in so many seconds."""
+    return asyncio.get_running_loop().call_later(seconds, call)
+
+
+LONGEST_MS: Final = 1000
+"""The longest time that an item is kept."""
+
+
+Before = asyncio.Future[bool] | None
+"""The turn before, if it is not over yet: done with whether it went well."""
+
+
+class Turns:
+    """The order of batches with keys, while several batches are parked at a time.
+
+    A later message with the same key replaces the waiting one, in the order of the intake queue. So batches with keys
+    park one after another. Batches without keys need no order.
+    """
+
+    def __init__(self) -> None:
+        self._last: Before = None
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Before]:
+        """Take a turn at once, synchronously with the caller; wait for it with :func:`wait`."""
+        before = self._last if self._last is not None and not self._last.done() else None
+        mine: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._last = mine
+        done = False
+        try:
+            yield before
+            done = True
+        finally:
+            mine.set_result(done)
+
+
+async def wait(before: Before) -> None:
+    """Return when the turn before is over. Raises StoreLost if it failed, because its messages come again, and the
+    messages of this turn must come after them."""
+    if before is not None and not await asyncio.shield(before):
+        raise StoreLost("an earlier batch with keys could not be parked: this one is given back too, to keep the order")
 
 
 @dataclass(frozen=True, slots=True)
 class Intake:
     """How a session reads its queue.
 
-    The first delivery of a batch waits up to ``gather`` seconds for others, because a commit costs the same for one
-    message as for many. A message that is due sooner is late by that time. A relative delay without a broker's
-    timestamp counts from the reading of the batch. ``in_flight`` batches overlap each other's waiting.
+    A batch gathers for up to ``gather`` seconds since the last one, because each costs some time. ``in_flight`` pieces
+    of work overlap each other's waiting.
 
     RabbitMQ closes the channel of a consumer that leaves a delivery unacknowledged for 30 minutes. So the subscription
     ends after ``give_back_after`` seconds in which fewer deliveries than ``prefetch`` were begun while more wait. Its
@@ -90,7 +311,7 @@ class Intake:
     prefetch: int
     give_back_after: float = 480.0
     batch: int = 2000
-    gather: float = 0.010
+    gather: float = 0.002
     in_flight: int = 3
 
 
@@ -101,14 +322,14 @@ class QueueConsumer:
         self,
         intake: Intake,
         consumer: Consumer,
-        handle: Handle,
+        handler: Handler,
         *,
         prepare: Callable[[], Awaitable[None]],
         heartbeat: Heartbeat,
     ) -> None:
         self._intake = intake
         self._consumer = consumer
-        self._handle = handle
+        self._handler = handler
         self._prepare = prepare
         self._beat = partial(heartbeat.beat, intake.queue)
         self._forget = partial(heartbeat.forget, intake.queue)
@@ -142,8 +363,8 @@ class QueueConsumer:
         self._forget()
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Retry) -> None:
-        acks = AckTracker(subscription, self._beat)
-        running: set[asyncio.Task[None]] = set()
+        session = Session(subscription, self._beat, self._intake.in_flight)
+        self._handler.begin(session)
         now = asyncio.get_running_loop().time
         last_tag, well_tag, well = 0, 0, now()
         try:
@@ -158,42 +379,33 @@ class QueueConsumer:
                 if batch:
                     last_tag = batch[-1].tag
                     reach("intake.read")
-                    acks.read(batch)
-                    running.add(asyncio.create_task(self._handle(batch, acks), name=f"handle {len(batch)}"))
-                carried = await self._reap(running, at_most=self._intake.in_flight - 1)
-                if carried or not (batch or running):
+                    session.acks.read(batch)
+                    self._handler.take(batch)
+                await session.room()
+                if session.carried or not (batch or session.busy):
+                    session.carried = False
                     retry.succeeded()
             await subscription.stop_deliveries()
-            await self._reap(running, at_most=0)
+            self._handler.flush()
+            await session.settled()
         except asyncio.CancelledError:
             # The time to stop in is over. Deliveries in flight return to the queue, as after a crash.
-            for task in running:
-                task.cancel()
+            session.cancel()
             raise
-        except NotTaken:
+        except LOSSES as lost:
+            if session.failed and (isinstance(lost, NotTaken) or not isinstance(lost, BrokerLost)):
+                # The broker is there. A message that cannot go on must not keep back the others.
+                await session.work_off(self._handler)
             # Some messages wait for room, in a full refused queue for example. The others need not wait longer.
-            if acks.accepted_any:
+            if isinstance(lost, NotTaken) and session.acks.accepted_any:
                 retry.succeeded()
             raise
         finally:
             # A stop or a loss ends the wait for new deliveries. Deliveries in flight are settled first.
             # Each handler has deadlines of its own.
-            if running:
-                await asyncio.wait(running)
-            acks.flush()
-            await subscription.close()
-            raise_first(take_failures(running), unless=LOSSES)  # The session is over: its losses are expected.
-
-    async def _reap(self, running: set[asyncio.Task[None]], at_most: int) -> bool:
-        """Wait until at most ``at_most`` handlers run. Returns whether one finished. Raises the first failure."""
-        carried = False
-        while running:
-            waiting = None if len(running) > at_most else 0
-            done, _ = await asyncio.wait(running, timeout=waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                break
-            running -= done
-            if any(task.cancelled() or task.exception() is not None for task in done):
-                raise_first(take_failures(done))
-            carried = True
-        return carried
+            self._handler.end()
+            try:
+                await session.end()
+            finally:
+                session.acks.flush()
+                await subscription.close()

@@ -1,7 +1,8 @@
 """The handlers of the intake queue and of the due queue.
 
-The intake handler classifies a batch first. Then it writes parcels and cancels to the store, and publishes the other
-messages to the cascade, their destination or the refused queue. A delivery is accepted after the commit or the confirm.
+The intake handler plans deliveries when they arrive. Parcels and cancels wait up to 50 ms for company before they go to
+the store. It publishes other messages to the cascade, their destination or the refused queue. It keeps messages that
+are due soon in memory until their instants. A delivery is accepted after the commit or the confirm.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic, perf_counter
 from typing import Final, NamedTuple
 
 import structlog
@@ -22,23 +22,30 @@ from delayer.amqp.edits import Endpoints, Envelope, Held, NoEnvelope, into_casca
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.broker.ports import Live, Parking, Publisher
-from delayer.broker.retry import raise_first
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import seconds_until
-from delayer.core.errors import NotTaken, StoreLost, Unconfirmed
+from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Limits, hold_for, too_late
 from delayer.core.message import Confirmed, Delivery, KeyGroup, Outcome, Outgoing, Parcel, Target
-from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
+from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, Soon, TooLate, decide, has_key
 from delayer.intake import replies
-from delayer.intake.consume import AckTracker
+from delayer.intake.consume import KEPT_BYTES, AckTracker, Before, Kept, Session, Turns, wait
 from delayer.intake.holding import Holding, Objection
 
 log = structlog.get_logger(__name__)
 
-MOMENT_MS: Final = 1000
-"""A message that comes out of the cascade early by less than this waits here; by more, it goes back in."""
+GATHER: Final = 0.050
+"""Seconds that messages wait for company before they are parked, because a commit costs the same for one message as for
+many."""
+URGENT: Final = 0.010
+"""The same where one of them has a key, cancels another message, or is due soon."""
+SOON_MS: Final = 200
+"""A message that is due within this is urgent."""
+PARK_MESSAGES: Final = 2000
+PARK_BYTES: Final = 8 << 20
+"""A park of so many messages or bytes waits for no company."""
 
 
 def new_id() -> bytes:
@@ -61,12 +68,8 @@ class Publication(NamedTuple):
     earlier: Held | None = None
 
 
-class Classified(NamedTuple):
-    """A delivery, its properties (None where they cannot be used), and the plan for it."""
-
-    delivery: Delivery
-    properties: Properties | None
-    plan: Plan
+Classified = tuple[Delivery, Properties | None, Plan]
+"""A delivery, its properties (None where they cannot be used), and the plan for it."""
 
 
 @dataclass(slots=True)
@@ -87,6 +90,8 @@ class BatchPlan:
 
     steps: list[StoreTransaction] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
+    kept: list[tuple[int, Publication]] = field(default_factory=list)
+    """Publications for their instants."""
     late: list[Objection] = field(default_factory=list)
     """Messages to hold without a publish."""
 
@@ -135,14 +140,14 @@ def classify(
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
     plan = decide(ask, policy, now_ms, now_lower_ms)
-    if dead and isinstance(plan, Park | EnterCascade | AtOnce) and plan.failed is not None:
+    if dead and isinstance(plan, Park | EnterCascade | AtOnce | Soon) and plan.failed is not None:
         noted = edits.failed(properties, plan.failed, max_properties)
-        return Classified(delivery._replace(properties=noted), Properties.parse(noted), plan)
-    return Classified(delivery, properties, plan)
+        return delivery._replace(properties=noted), Properties.parse(noted), plan
+    return delivery, properties, plan
 
 
 def _unusable(delivery: Delivery, reason: str) -> Classified:
-    return Classified(delivery, None, Refuse(reason))
+    return delivery, None, Refuse(reason)
 
 
 def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[], bytes]) -> BatchPlan:
@@ -159,14 +164,18 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
                 work.late.append(Objection(delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))
             case Refuse():
                 work.publications.append(to_refused(delivery, plan, names, new_id()))
-            case AtOnce() if properties is not None:
+            case AtOnce() | Soon() if properties is not None:
                 token = new_id()
                 released = edits.released(properties, token, plan.due_ms)
                 due = parcel(delivery, plan.due_ms, plan.target)
-                work.publications.append(to_target(delivery, due, token, released))
+                publication = to_target(delivery, due, token, released)
+                if isinstance(plan, AtOnce):
+                    work.publications.append(publication)
+                else:
+                    work.kept.append((plan.due_ms, publication))
             case EnterCascade() if properties is not None:
                 carried = parcel(delivery, plan.due_ms, plan.target)
-                outgoing = into_cascade(carried, new_id(), plan.seconds, names)
+                outgoing = into_cascade(carried, new_id(), plan.seconds, names, rest_ms=plan.rest_ms)
                 work.publications.append(Publication(delivery, outgoing))
             case _:
                 raise AssertionError(f"a plan without usable properties: {plan}")
@@ -294,78 +303,147 @@ def _route(publication: Publication) -> bytes:
     return publication.delivery.exchange if publication.parcel is None else publication.parcel.route
 
 
-Before = asyncio.Future[bool] | None
-"""The turn before, if it is not over yet: done with whether it went well."""
+class Keeping:
+    """A handler that keeps publications for their instants."""
 
-
-class Turns:
-    """The order of batches with keys, while several batches are parked at a time.
-
-    A later message with the same key replaces the waiting one, in the order of the intake queue. So batches with keys
-    park one after another. Batches without keys need no order.
-    """
-
-    def __init__(self) -> None:
-        self._last: Before = None
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[Before]:
-        """Take a turn at once, synchronously with the caller; wait for it with :func:`wait`."""
-        before = self._last if self._last is not None and not self._last.done() else None
-        mine: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._last = mine
-        done = False
-        try:
-            yield before
-            done = True
-        finally:
-            mine.set_result(done)
-
-
-async def wait(before: Before) -> None:
-    """Return when the turn before is over. Raises StoreLost if it failed, because its messages come again, and the
-    messages of this turn must come after them."""
-    if before is not None and not await asyncio.shield(before):
-        raise StoreLost("an earlier batch with keys could not be parked: this one is given back too, to keep the order")
-
-
-class IntakeHandler:
-    """Carries out batches of the intake queue. Safe to call for several batches at a time."""
-
-    def __init__(self, live: Live, dispatch: Dispatch, parking: Parking, counters: Counters) -> None:
+    def __init__(self, live: Live, dispatch: Dispatch) -> None:
         self._live = live
         self._dispatch = dispatch
+        self._new_id = dispatch.new_id
+        self._session: Session
+        self._kept: Kept[Publication] = Kept(live.now_lower_ms, self._publish_kept, self._give_back)
+
+    def begin(self, session: Session) -> None:
+        """See Handler."""
+        self._session = session
+
+    def take(self, batch: Sequence[Delivery]) -> None:
+        """See Handler."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """See Handler."""
+
+    @property
+    def waiting(self) -> bool:
+        """See Handler."""
+        return len(self._kept) > 0
+
+    def end(self) -> None:
+        """See Handler."""
+        self._kept.clear()
+
+    def _keep(self, due_ms: int, publication: Publication) -> None:
+        self._session.acks.keep(publication.delivery)
+        self._kept.add(due_ms, publication)
+
+    def _publish(self, publications: Sequence[Publication], *, punctual: bool = False) -> None:
+        if publications:
+            self._session.start(self._dispatch(publications, self._session.acks), punctual=punctual)
+
+    def _publish_kept(self, publications: list[Publication]) -> None:
+        self._publish(publications, punctual=True)
+
+    def _give_back(self) -> None:
+        """End the session: the clock was set back, perhaps by hours. The deliveries come again and are planned anew."""
+
+        async def fail() -> None:
+            raise BrokerLost("the clock was set back while messages were kept for their instants")
+
+        self._session.start(fail())
+
+    def _hold(self, late: Sequence[Objection]) -> None:
+        if late:
+            self._session.start(self._dispatch.hold(late, self._session.acks))
+
+
+class IntakeHandler(Keeping):
+    """Plans the deliveries of the intake queue when they arrive. Parcels wait for company in ``_parcels``."""
+
+    def __init__(self, live: Live, dispatch: Dispatch, parking: Parking, counters: Counters) -> None:
+        super().__init__(live, dispatch)
         self._parking = parking
         self._counters = counters
-        self._new_id = dispatch.new_id
         self._turns = Turns()
+        self._parcels: list[Classified] = []
+        self._bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def __call__(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
-        """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
-        policy, names = self._live.policy(), self._live.names()
+    def take(self, batch: Sequence[Delivery]) -> None:
+        """See Handler."""
+        policy, names = self._policy(), self._live.names()
         self._counters.batch("intake", len(batch))
-        now_ms, now_lower_ms = self._live.now_upper_ms(), self._live.now_lower_ms()
-        plans = [classify(delivery, policy, now_ms, names.max_properties, now_lower_ms) for delivery in batch]
-        work = batch_plan(plans, names, self._new_id)
-        if not any(has_key(one.plan) for one in plans):
-            await self._carry_out(work, acks, None)
+        now_ms, now_lower_ms, clock = self._live.now_upper_ms(), self._live.now_lower_ms(), monotonic()
+        stored: list[Classified] = []
+        others: list[Classified] = []
+        size, urgent = 0, False
+        for delivery in batch:
+            # The clocks may drift apart by half a millisecond in a second.
+            read_ms = now_ms - int((clock - delivery.read_at) * 999.5) if delivery.read_at else now_ms
+            one = classify(delivery, policy, read_ms, names.max_properties, now_lower_ms)
+            plan = one[2]
+            if isinstance(plan, Park):
+                stored.append(one)
+                size += len(delivery.body)
+                urgent = urgent or plan.key is not None or plan.due_ms - now_ms < SOON_MS
+            elif isinstance(plan, Cancel):
+                stored.append(one)
+                urgent = True
+            else:
+                others.append(one)
+        if others:
+            work = batch_plan(others, names, self._new_id)
+            self._publish(work.publications)
+            self._hold(work.late)
+            for due_ms, publication in work.kept:
+                self._keep(due_ms, publication)
+            if work.kept:
+                reach("intake.kept")
+        if stored:
+            self._gather(stored, size, urgent=urgent)
+
+    def _policy(self) -> Policy:
+        """Where kept messages would fill half of the prefetch or of the memory for them, the others are not kept."""
+        policy, acks = self._live.policy(), self._session.acks
+        crowded = acks.kept * 2 > self._session.prefetch or acks.kept_bytes * 2 > KEPT_BYTES
+        return replace(policy, keep_ms=0) if crowded and policy.keep_ms else policy
+
+    def _gather(self, stored: list[Classified], size: int, *, urgent: bool) -> None:
+        if len(self._parcels) + len(stored) > PARK_MESSAGES or self._bytes + size > PARK_BYTES:
+            self.flush()
+        self._parcels += stored
+        self._bytes += size
+        now = asyncio.get_running_loop().time
+        full = len(self._parcels) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
+        if full or self._session.acks.outstanding >= self._session.prefetch:
+            self.flush()
+        elif self._timer is None or (urgent and self._timer.when() > now() + URGENT):
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(URGENT if urgent else GATHER, self.flush)
+
+    def flush(self) -> None:
+        """See Handler."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._parcels:
+            stored, self._parcels, self._bytes = self._parcels, [], 0
+            self._session.start(self._park_in_turn(stored))
+
+    def end(self) -> None:
+        """See Handler."""
+        super().end()
+        self._parcels.clear()
+        self.flush()
+
+    async def _park_in_turn(self, stored: list[Classified]) -> None:
+        work, acks = batch_plan(stored, self._live.names(), self._new_id), self._session.acks
+        if not any(has_key(plan) for _, _, plan in stored):
+            await self._park(work, acks, None)
         else:
             async with self._turns.turn() as before:
-                await self._carry_out(work, acks, before)
-
-    async def _carry_out(self, work: BatchPlan, acks: AckTracker, before: Before) -> None:
-        # All three run to their end even if one fails: a parked message is accepted though the broker is blocked.
-        failures = await asyncio.gather(
-            self._park(work, acks, before),
-            self._dispatch(work.publications, acks),
-            self._dispatch.hold(work.late, acks),
-            return_exceptions=True,
-        )
-        try:
-            if any(failures):
-                raise_first(failures)
-        finally:
-            del failures  # A failure must not be in a frame of its own traceback (see retry.py).
+                await self._park(work, acks, before)
 
     async def _park(self, work: BatchPlan, acks: AckTracker, before: Before) -> None:
         await wait(before)
@@ -389,24 +467,19 @@ class IntakeHandler:
         await replies.send(self._dispatch.publisher, answers)
 
 
-class DueHandler:
-    """Carries out batches of the due queue: envelopes at the end of the cascade.
+class DueHandler(Keeping):
+    """Handles the deliveries of the due queue: envelopes at the end of the cascade.
 
-    The cascade measures durations by the broker's clock. A daemon's clock computed the due instant. The later of both
-    decides, so no message is early.
+    The cascade measures whole seconds by the broker's clock. A daemon's clock computed the due instant. The later of
+    both decides, so no message is early.
     """
 
-    def __init__(self, live: Live, dispatch: Dispatch) -> None:
-        self._live = live
-        self._dispatch = dispatch
-        self._new_id = dispatch.new_id
-
-    async def __call__(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
-        """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
+    def take(self, batch: Sequence[Delivery]) -> None:
+        """See Handler."""
         now_ms, names, limits = self._live.now_lower_ms(), self._live.names(), self._live.late_limits()
-        last_ms = now_ms
         publications: list[Publication] = []
         late: list[Objection] = []
+        kept = False
         for delivery in batch:
             try:
                 envelope = opened(Properties.parse(delivery.properties), delivery.body, names.max_properties)
@@ -419,28 +492,32 @@ class DueHandler:
             if parcel is not None and hold is not None:
                 parcel = parcel._replace(token=envelope.id)
                 late.append(Objection(delivery, parcel, hold, envelope.held))
-                continue
-            publications.append(publication)
-            if envelope.next_ms - now_ms <= MOMENT_MS:
-                last_ms = max(last_ms, envelope.next_ms)
-        while (early_ms := last_ms - now_ms) > 0:
-            await asyncio.sleep(early_ms / 1000)
-            now_ms = self._live.now_lower_ms()  # Event loops round sleeps to milliseconds, some of them down.
-            if last_ms - now_ms > MOMENT_MS:
-                # The clock was set back, perhaps by hours. Later batches must not wait for that.
-                return await self(batch, acks)
-        await self._dispatch.hold(late, acks)
-        await self._dispatch(publications, acks)
+            elif parcel is not None and (at_ms := _instant(envelope, now_ms)) > now_ms:
+                self._keep(at_ms, publication)
+                kept = True
+            else:
+                publications.append(publication)
+        self._hold(late)
+        self._publish(publications)
+        if kept:
+            reach("intake.kept")
+
+
+def _instant(envelope: Envelope, now_ms: int) -> int:
+    """When to publish a message that the cascade delivered. One that is due already is late, or the clock was set
+    forward: then the rest of its delay counts from now."""
+    return envelope.next_ms if envelope.next_ms > now_ms else now_ms + envelope.rest_ms
 
 
 def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Endpoints) -> Publication:
-    """The next publish of a message: to its destination, or through the cascade again if its instant is too far away.
-    Raises MalformedProperties, MalformedTable."""
-    id, parcel, held = envelope
+    """The next publish of a message: to its destination, or through the cascade again if its instant is a second away
+    or more. Raises MalformedProperties, MalformedTable."""
+    id, parcel, held, _ = envelope
     released = edits.released(Properties.parse(parcel.properties), id, parcel.due_ms)
-    if envelope.next_ms - now_ms > MOMENT_MS:
-        seconds = min(seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)
-        return Publication(delivery, into_cascade(parcel, id, seconds, names, held))
+    seconds = min(seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)
+    if seconds:
+        rest_ms = (envelope.next_ms - now_ms) % 1000
+        return Publication(delivery, into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms))
     isolated = held is not None and held.hold.isolated
     target = parcel.target
     outgoing = Outgoing(target.exchange, target.routing_key, released, parcel.body, id, isolated)

@@ -80,7 +80,7 @@ class Holding:
             if note.retry_ms is None:
                 batch.append(to_strays(one.parcel, token, note, names))
             else:
-                batch.append(into_cascade(one.parcel, token, seconds_until(note.retry_ms, now_ms), names, note))
+                batch.append(into_cascade(one.parcel, token, seconds_until(note.retry_ms, now_ms), names, held=note))
         for outgoing, outcome in zip(batch, await self._publisher.publish(batch), strict=True):
             if not isinstance(outcome, Confirmed):
                 exchange = outgoing.exchange.decode()

@@ -21,7 +21,7 @@ from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.intake.consume import AckTracker, Intake, QueueConsumer
+from delayer.intake.consume import AckTracker, Intake, QueueConsumer, Session
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +29,7 @@ PREFETCH: Final = 500
 """Messages read ahead from one level. The broker delivers these again when the store or the connection is lost."""
 IN_FLIGHT: Final = 2
 """Batches of one level that are parked at the same time; there are many levels."""
+GATHER: Final = 0.010
 GIVE_BACK_AFTER: Final = 30.0
 MOST_DELIVERIES: Final = 10
 """Half of what RabbitMQ 4 allows by default."""
@@ -60,14 +61,16 @@ class LevelTakeover:
         self._counters = counters
         self._ended = asyncio.Event()
         self.queue = cascade.level(level)
-        intake = Intake(self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, in_flight=IN_FLIGHT)
-        self._session = QueueConsumer(intake, consumer, self._carry, prepare=prepare, heartbeat=heartbeat)
+        intake = Intake(
+            self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, gather=GATHER, in_flight=IN_FLIGHT
+        )
+        self._consumer = QueueConsumer(intake, consumer, self, prepare=prepare, heartbeat=heartbeat)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until stopping is set, or a message of this level has been delivered too often."""
         listening = asyncio.create_task(self._end_with(stopping), name=f"stop {self.queue}")
         try:
-            await self._session.run(self._ended)
+            await self._consumer.run(self._ended)
         finally:
             listening.cancel()
             await asyncio.wait([listening])
@@ -75,6 +78,25 @@ class LevelTakeover:
     async def _end_with(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
         self._ended.set()
+
+    def begin(self, session: Session) -> None:
+        """See Handler."""
+        self._session = session
+
+    def take(self, batch: Sequence[Delivery]) -> None:
+        """See Handler."""
+        self._session.start(self._carry(batch, self._session.acks))
+
+    def flush(self) -> None:
+        """See Handler."""
+
+    @property
+    def waiting(self) -> bool:
+        """See Handler."""
+        return False
+
+    def end(self) -> None:
+        """See Handler."""
 
     async def _carry(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
         """Park all of it. Raises StoreLost."""

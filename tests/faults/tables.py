@@ -20,7 +20,9 @@ from tests.faults.scenes import (
 
 
 def native(fault: str, copies: tuple[Copies, ...], after: Mapping[str, int], **more: Any) -> Row:
-    """``copies``: where the daemon dies, the broker, or the connections to it."""
+    """``copies``: where the daemon dies, the broker, or the connections to it. Long enough for the cascade, which takes
+    no delay of less than a second."""
+    more = {"delay_ms": 2_500} | more
     return Row("native", fault, dict(zip((DAEMON, BROKER, BROKER_CUT), copies, strict=True)), after, **more)
 
 
@@ -43,10 +45,14 @@ AT_THE_END = {"same_id": True}
 
 NATIVE: Mapping[str, Row] = {
     "reading it": native("intake.read", READ, {"delays": 1, "out": 0}, absolute=False),
+    "keeping it": native("intake.kept", READ, {"delays": 1, "out": 0}, absolute=False, delay_ms=900),
     "the publish": native("publish.written", PUBLISHED, {"delays": 1}),
     "the confirm": native("intake.confirmed", CONFIRMED, {"delays": 1, "out": 0}, delay_ms=5_000),
     "the ack": native("intake.acked:2", PUBLISHED, {"out": 0}, **ACKED, delay_ms=5_000),
     "reading it when due": native("intake.read:2", READ, {"delays": 0, "delays.due": 1, "out": 0}, **AT_THE_END),
+    "keeping it when due": native(
+        "intake.kept", READ, {"delays": 0, "delays.due": 1, "out": 0}, **AT_THE_END, delay_ms=1_900
+    ),
     "the publish when due": native("publish.written:2", PUBLISHED, {"delays": 0, "delays.due": 1}, **AT_THE_END),
     "the confirm when due": native(
         "intake.confirmed:2", CONFIRMED, {"delays": 0, "delays.due": 1, "out": 1}, **AT_THE_END
@@ -54,6 +60,9 @@ NATIVE: Mapping[str, Row] = {
     "the ack when due": native("intake.acked:4", PUBLISHED, {"delays": 0, "out": 2}, **AT_THE_END, **ACKED),
 }
 STORE: Mapping[str, Row] = {
+    "reading a message due soon": store(
+        "intake.kept", (ONCE, *(PERHAPS_TWICE,) * 4), {"delays": 1, "store": 0, "out": 0}, absolute=False, delay_ms=140
+    ),
     "COPY before commit": store(
         "park.copied", (ONCE, PERHAPS_TWICE, ONCE, TWICE, ONCE), {"delays": 1, "store": 0, "out": 0}, absolute=False
     ),
@@ -90,6 +99,9 @@ def restore(fault: str, rows: int, packed: int) -> Row:
 # Beside the design's tables: the process dies in the middle of restoring a segment. Nothing of it was ever published,
 # so nothing comes twice, whoever dies.
 RESTORE: Mapping[str, Row] = {
+    "reading a message due soon": store(
+        "intake.kept", (ONCE, *(PERHAPS_TWICE,) * 4), {"delays": 1, "store": 0, "out": 0}, absolute=False, delay_ms=140
+    ),
     "lock of the segment": restore("restore.locked", 0, PACKED),
     "copy of its rows": restore("restore.copied", 0, PACKED),
     "deletion of the segment": restore("restore.deleted", 0, PACKED),

@@ -46,24 +46,32 @@ class Clock:
 
 def acknowledge_first() -> None:
     """A crash loses what was read (G1)."""
-    from delayer.intake.consume import AckTracker
     from delayer.intake.handle import IntakeHandler
 
-    handle = IntakeHandler.__call__
+    take = IntakeHandler.take
 
-    async def broken(self: IntakeHandler, batch: Sequence[Any], acks: AckTracker) -> None:
+    def broken(self: IntakeHandler, batch: Sequence[Any]) -> None:
+        acks = self._session.acks
         acks.accept([delivery.tag for delivery in batch])
-        await handle(self, batch, _Deaf())  # type: ignore[arg-type]
+        self._session.acks = _Deaf(acks)  # type: ignore[assignment]
+        take(self, batch)
+        self._session.acks = acks
 
-    IntakeHandler.__call__ = broken  # type: ignore[method-assign]
+    IntakeHandler.take = broken  # type: ignore[method-assign]
 
 
 class _Deaf:
+    def __init__(self, acks: Any) -> None:
+        self._acks = acks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._acks, name)
+
     def accept(self, tags: object) -> None:
         """Was accepted before."""
 
-    def progress(self) -> None:
-        """Not of interest here."""
+    def keep(self, delivery: object) -> None:
+        """Was accepted before."""
 
 
 def early() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -261,9 +262,12 @@ async def test_the_first_delivery_stands_right_behind_the_answer() -> None:
         tag = (await peer.expect(commands.Basic.Consume)).consumer_tag
         peer.send(commands.Basic.ConsumeOk(tag), 1)
         peer.send(commands.Basic.Deliver(tag, 1, True, "e", "k"), 1)
+        before = time.monotonic()
         peer.send_raw(content(b"\0\0", b"first"))
         assert await consuming == tag
-        assert await seen.get() == Delivery(1, True, b"e", b"k", b"\0\0", b"first")
+        found = await seen.get()
+        assert found == Delivery(1, True, b"e", b"k", b"\0\0", b"first", found.read_at)
+        assert before <= found.read_at <= time.monotonic()
         channel.ack(1, multiple=True)
         channel.nack(2, requeue=False)
         ack, nack = await peer.expect(commands.Basic.Ack), await peer.expect(commands.Basic.Nack)

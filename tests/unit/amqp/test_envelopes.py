@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.amqp import edits
-from delayer.amqp.edits import ID_BYTES, ROOM, NoEnvelope
+from delayer.amqp.edits import ID_BYTES, ROOM, Envelope, NoEnvelope
 from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
@@ -80,7 +80,7 @@ def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: edits.
 
 def test_the_format() -> None:
     assert edits.enveloped(PLAIN, b"id") == FORMAT_1
-    assert opened(FORMAT_1) == (b"id", PLAIN, None)
+    assert opened(FORMAT_1) == Envelope(b"id", PLAIN)
 
 
 def test_the_broker_may_add_to_an_envelope() -> None:
@@ -88,7 +88,7 @@ def test_the_broker_may_add_to_an_envelope() -> None:
     assert found.headers_span is not None
     start, stop = found.headers_span
     died = entry(b"x-death", b"A" + sized(b"")) + text("x-first-death-queue")
-    assert opened(with_headers(FORMAT_1[start:stop], died)) == (b"id", PLAIN, None)
+    assert opened(with_headers(FORMAT_1[start:stop], died)) == Envelope(b"id", PLAIN)
 
 
 def carrier(**changed: bytes | None) -> bytes:

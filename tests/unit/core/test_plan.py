@@ -23,6 +23,7 @@ from delayer.core.plan import (
     Policy,
     Refuse,
     Route,
+    Soon,
     decide,
 )
 
@@ -236,7 +237,7 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (says(x_delay_key="o-1"), NO_STORE, "x-delay-key: keys and cancels need a store, but none is configured"),
         (says(x_delay_cancel="o-1"), NO_STORE, "x-delay-cancel: keys and cancels need a store"),
         # The cascade's own limits.
-        (says(x_delay=LONGEST * 1000 + 1), NATIVE, "for the cascade: expected at most 268435455 s, found 268435456"),
+        (says(x_delay=LONGEST * 1000 + 1000), NATIVE, "for the cascade: expected at most 268435455 s, found 268435456"),
     ],
     ids=named,
 )  # fmt: skip
@@ -247,7 +248,7 @@ def test_refused(asked: DelayRequest, policy: Policy, reason: str) -> None:
 
 
 def cascade(seconds: int, due_ms: int, target: Target = OUT) -> EnterCascade:
-    return EnterCascade(due_ms, seconds, target)
+    return EnterCascade(due_ms, seconds, target, None, due_ms - NOW - seconds * 1000)
 
 
 INBOX = Target(b"", b"inbox")
@@ -257,22 +258,22 @@ INBOX = Target(b"", b"inbox")
     ("asked", "plan"),
     [
         (says(x_delay=0), AtOnce(NOW, OUT)),
-        (says(x_delay=1), cascade(1, in_ms(1))),
+        (says(x_delay=1), cascade(0, in_ms(1))),
         (says(x_delay=1000), cascade(1, in_ms(1000))),
-        (says(x_delay=1001), cascade(2, in_ms(1001))),
+        (says(x_delay=1001), cascade(1, in_ms(1001))),
         (says(x_delay=(1 << 27) * 1000), cascade(1 << 27, in_ms((1 << 27) * 1000))),
         (says(x_delay=LONGEST * 1000), cascade(LONGEST, in_ms(LONGEST * 1000))),
-        (says(x_delay=LONGEST * 1000 - 999), cascade(LONGEST, in_ms(LONGEST * 1000 - 999))),
-        (ask(b"mail.in", b"inbox", says={"x-delay": 1}), cascade(1, in_ms(1), INBOX)),
+        (says(x_delay=LONGEST * 1000 + 999), cascade(LONGEST, in_ms(LONGEST * 1000 + 999))),
+        (ask(b"mail.in", b"inbox", says={"x-delay": 1}), cascade(0, in_ms(1), INBOX)),
         (ask(b"mail.in", b"a" * 199, says={"x-delay": 1}),
-         cascade(1, in_ms(1), Target(b"", b"a" * 199))),
+         cascade(0, in_ms(1), Target(b"", b"a" * 199))),
         (ask(b"mail.in", b"", says={"x-delay": 0}), AtOnce(NOW, Target(b"", b""))),
         (ask(b"mail.in", b"a" * 200, says={"x-delay": 0}), AtOnce(NOW, Target(b"", b"a" * 200))),
-        (ask(b"mail.in", b"a.*", says={"x-delay": 1}), cascade(1, in_ms(1), Target(b"", b"a.*"))),
-        (ask(b"mail.in", b"#", says={"x-delay": 1}), cascade(1, in_ms(1), Target(b"", b"#"))),
-        (ask(b"mail.in", b"\xff", says={"x-delay": 1}), cascade(1, in_ms(1), Target(b"", b"\xff"))),
+        (ask(b"mail.in", b"a.*", says={"x-delay": 1}), cascade(0, in_ms(1), Target(b"", b"a.*"))),
+        (ask(b"mail.in", b"#", says={"x-delay": 1}), cascade(0, in_ms(1), Target(b"", b"#"))),
+        (ask(b"mail.in", b"\xff", says={"x-delay": 1}), cascade(0, in_ms(1), Target(b"", b"\xff"))),
         # A queue that a header names on a route to an exchange; an exchange's key may be as long as it likes.
-        (ask(says={"x-delay": 1}, routing_key=b"k" * 255), cascade(1, in_ms(1), Target(b"orders.out", b"k" * 255))),
+        (ask(says={"x-delay": 1}, routing_key=b"k" * 255), cascade(0, in_ms(1), Target(b"orders.out", b"k" * 255))),
         (says(x_delay=1, x_delay_key="o-1"), Park(in_ms(1), OUT, b"o-1")),
         (says(x_delay_cancel="o-1"), Cancel(b"o-1")),
     ],
@@ -285,21 +286,21 @@ def test_in_native_mode(asked: DelayRequest, plan: object) -> None:
 def test_a_route_to_the_default_exchange_has_keys_of_any_length() -> None:
     policy = replace(NATIVE, routes={b"mail.in": MAIL})
     asked = ask(b"mail.in", b"a" * 255, says={"x-delay": 1})
-    assert decide(asked, policy, NOW) == cascade(1, in_ms(1), Target(b"", b"a" * 255))
+    assert decide(asked, policy, NOW) == cascade(0, in_ms(1), Target(b"", b"a" * 255))
 
 
 def test_a_header_that_names_an_exchange_on_a_route_to_queues() -> None:
     policy = replace(NATIVE, routes={b"mail.in": replace(MAIL, allow_exchanges=("*",))})
     asked = ask(b"mail.in", b"inbox", says={"x-delay": 1, "x-delay-exchange": "shop"})
-    assert decide(asked, policy, NOW) == cascade(1, in_ms(1), Target(b"shop", b"inbox"))
+    assert decide(asked, policy, NOW) == cascade(0, in_ms(1), Target(b"shop", b"inbox"))
 
 
 @pytest.mark.parametrize(
     ("delay_ms", "plan"),
     [
         (0, AtOnce(NOW, OUT)),
-        (1, cascade(1, in_ms(1))),
-        (9_999, cascade(10, in_ms(9_999))),
+        (1, cascade(0, in_ms(1))),
+        (9_999, cascade(9, in_ms(9_999))),
         (10_000, cascade(10, in_ms(10_000))),
         (10_001, Park(in_ms(10_001), OUT)),
         (LONGEST * 1000 + 1, Park(in_ms(LONGEST * 1000 + 1), OUT)),
@@ -318,7 +319,7 @@ def test_while_the_broker_takes_nothing_all_of_it_is_parked(policy: Policy, dela
 def test_while_the_broker_takes_nothing_the_cascade_is_all_that_native_mode_has() -> None:
     blocked = replace(NATIVE, publishing=False)
     assert decide(says(x_delay=0), blocked, NOW) == AtOnce(NOW, OUT)
-    assert decide(says(x_delay=1), blocked, NOW) == cascade(1, in_ms(1))
+    assert decide(says(x_delay=1), blocked, NOW) == cascade(0, in_ms(1))
 
 
 def test_with_a_store_no_delay_is_too_long_for_the_cascade() -> None:
@@ -357,26 +358,51 @@ policies = st.builds(
     st.sampled_from([STORE, NATIVE, NO_STORE]),
     max_delay_ms=st.integers(0, 1 << 62),
     park_beyond_ms=st.integers(0, 1 << 62),
+    keep_ms=st.sampled_from([0, 150, 999]),
 )
 
 
 @given(asks, policies, st.integers(0, LATEST_MS))
 def test_every_message_has_a_plan_that_can_be_carried_out(asked: DelayRequest, policy: Policy, now_ms: int) -> None:
     plan = decide(asked, policy, now_ms)
-    if isinstance(plan, Park | EnterCascade | AtOnce):
+    if isinstance(plan, Park | EnterCascade | AtOnce | Soon):
         assert 0 <= plan.due_ms <= LATEST_MS
         assert plan.due_ms - now_ms <= policy.max_delay_ms
         assert max(map(len, plan.target)) <= 255
     if isinstance(plan, EnterCascade):
-        assert 1 <= plan.seconds <= LONGEST
-        assert 0 <= plan.seconds * 1000 - (plan.due_ms - now_ms) < 1000  # never early, and not a second late
+        assert 0 <= plan.seconds <= LONGEST
+        assert plan.due_ms - now_ms == plan.seconds * 1000 + plan.rest_ms  # never early
+        assert 0 <= plan.rest_ms < 1000
     if isinstance(plan, AtOnce):
         assert plan.due_ms <= now_ms
+    if isinstance(plan, Soon):
+        assert 0 < plan.due_ms - now_ms <= policy.keep_ms
     if isinstance(plan, Park):
         assert policy.has_store
     if isinstance(plan, Refuse):
         assert plan.reason.isascii()
         assert plan.reason.isprintable()
+
+
+@pytest.mark.parametrize("policy", [STORE, NATIVE, MIXED])
+@pytest.mark.parametrize(("delay_ms", "kept"), [(0, False), (1, True), (150, True), (151, False)])
+def test_messages_that_are_due_soon_are_kept_in_memory(policy: Policy, delay_ms: int, kept: bool) -> None:
+    plan = decide(says(x_delay=delay_ms), replace(policy, keep_ms=150), NOW)
+    assert isinstance(plan, Soon) is kept
+
+
+def test_messages_that_only_a_store_can_order_or_limit_are_not_kept_in_memory() -> None:
+    policy = replace(STORE, keep_ms=150)
+    assert decide(says(x_delay=100, x_delay_key="o-1"), policy, NOW) == Park(in_ms(100), OUT, b"o-1")
+    paced = replace(policy, routes={b"orders.in": replace(policy.routes[b"orders.in"], paced=True)})
+    assert decide(says(x_delay=100), paced, NOW) == Park(in_ms(100), OUT)
+    assert decide(says(x_delay=100), replace(policy, publishing=False), NOW) == Park(in_ms(100), OUT)
+
+
+def test_a_relative_delay_counts_from_the_reading_also_when_it_was_long_ago() -> None:
+    assert decide(says(x_delay=1_000), STORE, NOW - 400, NOW) == Park(NOW + 600, OUT)
+    assert decide(says(x_delay=1_000), NATIVE, NOW - 1_400, NOW) == AtOnce(NOW - 400, OUT)
+    assert decide(says(x_delay=3_000), NATIVE, NOW - 400, NOW) == cascade(2, NOW + 2_600)
 
 
 def test_due_is_judged_by_the_earlier_clock_and_a_delay_counts_from_the_later_one() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -20,8 +22,8 @@ from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.core.retry_policy import Retry
 from delayer.intake import replies
-from delayer.intake.consume import AckTracker
-from delayer.intake.handle import BatchPlan, Classified, Dispatch, IntakeHandler, Turns, batch_plan, classify, wait
+from delayer.intake.consume import Session, Turns, wait
+from delayer.intake.handle import BatchPlan, Classified, Dispatch, IntakeHandler, batch_plan, classify
 from delayer.intake.holding import Holding
 from delayer.intake.refusals import with_short
 from delayer.intake.replies import Asked
@@ -172,7 +174,7 @@ def test_every_delivery_is_in_exactly_one_place(batch: list[Delivery], policy: P
 
 
 def sorted_plan(tag: int, plan: Plan) -> Classified:
-    return Classified(Delivery(tag, False, b"in", b"k", b"\0\0", b""), None, plan)
+    return Delivery(tag, False, b"in", b"k", b"\0\0", b""), None, plan
 
 
 @pytest.mark.parametrize(
@@ -286,14 +288,25 @@ class Parking:
 async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delivery) -> Acks:
     policy = Policy(Mode.STORE, {b"in": Route(b"in", b"out")}, b"delays", 10_000, own_queues=frozenset({b"delays.due"}))
     acks = Acks()
+    await handled(acks, publisher, parking, policy, *batch)
+    return acks
+
+
+async def handled(
+    acks: Acks, publisher: ScriptedPublisher, parking: Parking, policy: Policy, *batch: Delivery
+) -> IntakeHandler:
+    """All of it settled, without the wait for company."""
     live = ScriptedLive(policy, NAMES)
     counters = Counters()
     holding = Holding(publisher, None, live, counters, new_id=ids())  # type: ignore[arg-type]
     handler = IntakeHandler(live, Dispatch(publisher, holding, live, counters), parking, counters)
-    tracker = AckTracker(acks)
-    tracker.read(batch)
-    await handler(batch, tracker)
-    return acks
+    session = Session(acks, lambda: None, 3)
+    handler.begin(session)
+    session.acks.read(batch)
+    handler.take(batch)
+    handler.flush()
+    await session.settled()
+    return handler
 
 
 async def test_every_cancel_that_asks_hears_its_own_outcome() -> None:
@@ -318,3 +331,88 @@ async def test_an_answer_that_does_not_get_through_keeps_nobody(failure: Returne
     publisher.ready = failure is not None
     acks = await carried(publisher, Parking(b"a"), cancel(1, b"a"))
     assert acks.acked == [(1, True)]
+
+
+# What waits for company, and what waits for its instant.
+
+
+class Gathered:
+    """A handler in a session; what is parked, by batches, and what is published."""
+
+    def __init__(self, *, prefetch: int = 5_000, keep_ms: int = 150) -> None:
+        self.parks: list[list[bytes]] = []
+        self.due_ms: list[int] = []
+        self.publisher, counters, self.acks = ScriptedPublisher(), Counters(), Acks()
+        self.acks.prefetch = prefetch
+        self.live = ScriptedLive(replace(STORE, keep_ms=keep_ms), NAMES)
+        holding = Holding(self.publisher, None, self.live, counters, new_id=ids())  # type: ignore[arg-type]
+        dispatch = Dispatch(self.publisher, holding, self.live, counters)
+        self.handler = IntakeHandler(self.live, dispatch, self, counters)
+        self.session = Session(self.acks, lambda: None, 3)
+        self.handler.begin(self.session)
+
+    async def park(self, parcels: list[Parcel], cancels: list[bytes]) -> frozenset[bytes]:
+        self.parks.append([parcel.body for parcel in parcels])
+        self.due_ms = [parcel.due_ms for parcel in parcels]
+        return frozenset()
+
+    async def take(self, *batch: Delivery) -> None:
+        self.session.acks.read(batch)
+        self.handler.take(batch)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def asks(tag: int, delay_ms: int, **more: float) -> Delivery:
+    return delivery(tag, says(b"x-delay", delay_ms), body=b"%d" % tag)._replace(**more)
+
+
+async def test_parcels_wait_for_company_and_a_full_park_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delayer.intake.handle.PARK_MESSAGES", 3)
+    it = Gathered()
+    await it.take(asks(1, 5_000))
+    await it.take(asks(2, 5_000))
+    assert it.parks == []
+    await it.take(asks(3, 5_000))
+    assert it.parks == [[b"1", b"2", b"3"]]
+    await it.take(asks(4, 5_000))
+    it.handler.flush()
+    await it.session.settled()
+    assert it.parks[1:] == [[b"4"]]
+    assert it.acks.acked[-1] == (4, True)
+
+
+async def test_nobody_waits_for_company_that_the_prefetch_keeps_away() -> None:
+    it = Gathered(prefetch=2)
+    await it.take(asks(1, 5_000))
+    assert it.parks == []
+    await it.take(asks(2, 5_000))
+    assert it.parks == [[b"1", b"2"]]
+
+
+async def test_a_message_that_is_due_leaves_at_once_and_one_that_is_due_soon_at_its_instant() -> None:
+    it = Gathered()
+    await it.take(asks(1, 100), asks(2, 0), asks(3, 5_000))
+    assert [one.body for one in it.publisher.published] == [b"2"]
+    assert it.acks.acked == [(2, False)]
+    it.live.now += 100
+    await it.session.settled()
+    assert [one.body for one in it.publisher.published] == [b"2", b"1"]
+    assert it.acks.acked[1:] in ([(3, False), (1, True)], [(1, True)])  # The third one's gathering may be over.
+
+
+async def test_messages_that_would_fill_the_prefetch_are_not_kept() -> None:
+    it = Gathered(prefetch=4)
+    await it.take(asks(1, 100), asks(2, 100), asks(3, 100))
+    assert it.session.acks.kept == 3
+    await it.take(asks(4, 100))
+    assert it.parks == [[b"4"]]
+
+
+async def test_a_delay_counts_from_the_reading() -> None:
+    it = Gathered()
+    await it.take(asks(1, 5_000, read_at=time.monotonic() - 2.0))
+    it.handler.flush()
+    await it.session.settled()
+    [step] = it.due_ms
+    assert NOW + 2_990 < step <= NOW + 3_001

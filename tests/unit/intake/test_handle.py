@@ -3,6 +3,7 @@ cascade is on time, early by a moment, early by much, late, or junk."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,8 +28,8 @@ from delayer.core.message import (
     Unanswered,
 )
 from delayer.core.plan import LATEST_MS
-from delayer.intake.consume import AckTracker
-from delayer.intake.handle import MOMENT_MS, Dispatch, DueHandler, Publication
+from delayer.intake.consume import AckTracker, Session
+from delayer.intake.handle import Dispatch, DueHandler, Publication
 from delayer.intake.holding import MOST_ATTEMPTS, Holding, Objection
 from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
 
@@ -49,7 +50,8 @@ class Scene:
         )
         self.dispatch = Dispatch(self.publisher, holding, self.live, self.counters)
         self.acks = Acks()
-        self.tracker = AckTracker(self.acks)
+        self.session = Session(self.acks, lambda: None, 3)
+        self.tracker = self.session.acks
         self.slept: list[float] = []
         self.short_by = 0
 
@@ -59,16 +61,23 @@ class Scene:
 
     async def carry(self, *batch: Delivery) -> None:
         """The same for a batch of the due queue."""
+        handler = DueHandler(self.live, self.dispatch)
+        handler.begin(self.session)
         self.tracker.read(batch)
-        await DueHandler(self.live, self.dispatch)(batch, self.tracker)
+        handler.take(batch)
+        await self.session.settled()
 
-    async def sleep(self, seconds: float) -> None:
-        """Sleep by the script's clock; the first time less than asked: a little, as event loops do, or by much, where
-        the clock is set back."""
-        if seconds:
+    def later(self, seconds: float, call: Callable[[], None]) -> asyncio.Handle:
+        """A timer by the script's clock; the first one runs too soon: a little, as those of event loops do, or by much,
+        where the clock is set back."""
+
+        def go() -> None:
             self.slept.append(seconds)
             self.live.now += round(seconds * 1000) - self.short_by
             self.short_by = 0
+            call()
+
+        return asyncio.get_running_loop().call_soon(go)
 
     @property
     def accepted(self) -> list[int]:
@@ -85,11 +94,11 @@ Make = Callable[..., Scene]
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """For what sleeps."""
+    """For what waits for its instant."""
 
     def make(answers: Answers | None = None) -> Scene:
         it = Scene(answers)
-        monkeypatch.setattr("delayer.intake.handle.asyncio.sleep", it.sleep)
+        monkeypatch.setattr("delayer.intake.consume.later", it.later)
         return it
 
     return make
@@ -246,10 +255,10 @@ async def test_each_publish_of_a_batch_is_progress() -> None:
 # What comes out of the cascade.
 
 
-def carried(tag: int, due_ms: int, key: bytes = b"k", held: Held | None = None) -> Delivery:
+def carried(tag: int, due_ms: int, key: bytes = b"k", held: Held | None = None, *, rest_ms: int = 0) -> Delivery:
     parcel = Parcel(due_ms, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), INNER, b"")
     return delivery(tag, body=b"body")._replace(
-        properties=edits.enveloped(parcel, b"id", held), exchange=b"delayer.delivery"
+        properties=edits.enveloped(parcel, b"id", held, rest_ms), exchange=b"delayer.delivery"
     )
 
 
@@ -266,12 +275,20 @@ async def test_due_goes_to_its_destination(scene: Make, late_ms: int) -> None:
     assert it.counters.as_dict()["released"] == 1
 
 
-@pytest.mark.parametrize("early_ms", [1, 500, MOMENT_MS])
+@pytest.mark.parametrize("early_ms", [1, 500, 999])
 async def test_early_by_a_moment_waits_here(scene: Make, early_ms: int) -> None:
     it = scene()
     await it.carry(carried(1, NOW + early_ms), carried(2, NOW))
     assert it.slept == [early_ms / 1000]
     assert [message.exchange for message in it.publisher.published] == [b"orders.out"] * 2
+
+
+async def test_the_rest_of_a_delay_is_waited_for_also_where_the_clock_was_set_forward(scene: Make) -> None:
+    """The cascade counted whole seconds, rounded down, and the message seems to be due already."""
+    it = scene()
+    await it.carry(carried(1, NOW - 3600_000, rest_ms=700))
+    assert it.slept == [0.7]
+    assert len(it.publisher.published) == 1
 
 
 async def test_a_sleep_that_ends_too_soon_is_slept_again(scene: Make) -> None:
@@ -283,20 +300,21 @@ async def test_a_sleep_that_ends_too_soon_is_slept_again(scene: Make) -> None:
 
 
 async def test_a_clock_that_is_set_back_meanwhile_keeps_nobody_waiting(scene: Make) -> None:
-    """Hours would pass in which nothing else comes out of the cascade."""
+    """Hours would pass. The deliveries return to the queue, and are planned by the new clock."""
     it = scene()
     it.short_by = 3600_000
-    await it.carry(carried(1, NOW + 10), carried(2, NOW - 7200_000))
+    with pytest.raises(BrokerLost, match="the clock was set back"):
+        await it.carry(carried(1, NOW + 10), carried(2, NOW - 7200_000))
     assert it.slept == [0.01]
-    again, released = it.publisher.published
-    assert again.exchange == Cascade().entry(3600).encode()
+    [released] = it.publisher.published
     assert released.exchange == b"orders.out"
-    assert it.acks.acked == [(2, True)]
+    assert it.acks.acked == [(2, False)]
+    assert it.tracker.outstanding == 1
 
 
 @pytest.mark.parametrize(
     ("early_ms", "seconds"),
-    [(MOMENT_MS + 1, 2), (3600_000, 3600), (MAX_SECONDS * 1000 + 1, MAX_SECONDS), (LATEST_MS - NOW, MAX_SECONDS)],
+    [(1000, 1), (2999, 2), (3600_000, 3600), (MAX_SECONDS * 1000 + 1, MAX_SECONDS), (LATEST_MS - NOW, MAX_SECONDS)],
 )
 async def test_early_by_more_goes_back_in(scene: Make, early_ms: int, seconds: int) -> None:
     it = scene()
@@ -304,7 +322,7 @@ async def test_early_by_more_goes_back_in(scene: Make, early_ms: int, seconds: i
     again, released = it.publisher.published
     assert again.exchange == Cascade().entry(seconds).encode()
     assert again.routing_key == routing_key(seconds, b"delays.due")
-    assert again.properties == carried(1, NOW + early_ms).properties
+    assert again.properties == carried(1, NOW + early_ms, rest_ms=early_ms % 1000).properties
     assert released.exchange == b"orders.out"
     assert it.slept == []
 
