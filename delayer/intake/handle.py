@@ -40,7 +40,9 @@ GATHER: Final = 0.050
 """Seconds that messages wait for company before they are parked, because a commit costs the same for one message as for
 many."""
 URGENT: Final = 0.010
-"""The same where one of them has a key, cancels another message, or is due soon."""
+"""The same where one of them has a key, cancels another message, or is due soon, and where they are COMPANY already."""
+COMPANY: Final = 200
+"""Messages that share a commit well enough."""
 SOON_MS: Final = 200
 """A message that is due within this is urgent."""
 PARK_MESSAGES: Final = 2000
@@ -415,6 +417,7 @@ class IntakeHandler(Keeping):
         self._bytes += size
         now = asyncio.get_running_loop().time
         full = len(self._parcels) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
+        urgent = urgent or len(self._parcels) >= COMPANY
         if full or self._session.acks.outstanding >= self._session.prefetch:
             self.flush()
         elif self._timer is None or (urgent and self._timer.when() > now() + URGENT):
