@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -135,12 +136,8 @@ class Confirms:
     def written(self, batch: Batch, offset: int, count: int) -> None:
         """Give the next numbers to ``count`` messages of the batch, from index ``offset`` on."""
         last = self._runs[-1] if self._runs else None
-        if (
-            last is not None
-            and last.batch is batch
-            and last.offset + len(last.settled) == offset
-            and last.first + len(last.settled) == self._next  # No other batch took numbers and is settled by now.
-        ):
+        # Another batch may have taken numbers since, and be settled by now.
+        if last is not None and last.batch is batch and last.first + len(last.settled) == self._next:
             last.settled += bytes(count)
             last.unsettled += count
         else:
@@ -293,7 +290,7 @@ class Channel:
     ) -> list[Outcome]:
         """Publish with the mandatory flag and wait for every confirm. Returns one outcome for each message, in order.
 
-        With a ``schedule`` each message is written when it is due, and ``timeout`` counts from the last instant.
+        With a ``schedule`` each message is written when it is due, and ``timeout`` counts from the last write.
         Several calls may be in flight. Raises HeaderTooLarge and ValueError before it writes anything. Raises
         ChannelClosed (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost if some outcomes are in doubt; the
         error has the known outcomes. A cancelled call leaves the channel usable; the written messages are published.
@@ -309,14 +306,13 @@ class Channel:
         outcomes.add_done_callback(_retrieve)  # A call that is cancelled while it writes never awaits this future.
         waiting = Batch([outgoing.token for outgoing in batch], outcomes)
         try:
-            async with asyncio.timeout(timeout + (0.0 if schedule is None else schedule.seconds_until(-1))):
-                await self._write_batch(batch, waiting, confirms, schedule)
-                faultpoint.reach("publish.written")
+            await self._write_batch(batch, waiting, confirms, schedule, timeout)
+            faultpoint.reach("publish.written")
+            async with asyncio.timeout(timeout):
                 return await outcomes
         except TimeoutError:
-            text = f"{confirms.in_flight} confirms were missing after {timeout:g} s"
-            self._end(ConfirmTimeout(0, text))
-            late = ConfirmTimeout(0, text)
+            late = ConfirmTimeout(0, f"{confirms.in_flight} confirms were missing after {timeout:g} s")
+            self._end(ConfirmTimeout(late.code, late.text))
             late.outcomes = waiting.so_far()
             raise late from None
         except (ChannelClosed, ConnectionLost) as lost:
@@ -337,17 +333,20 @@ class Channel:
                 raise ValueError(f"message {index} of the batch: exchange and routing key hold 255 bytes each")
 
     async def _write_batch(
-        self, batch: Sequence[Outgoing], waiting: Batch, confirms: Confirms, schedule: Schedule | None
+        self, batch: Sequence[Outgoing], waiting: Batch, confirms: Confirms, schedule: Schedule | None, timeout: float
     ) -> None:
         index, due = 0, len(batch) if schedule is None else 0
         while index < len(batch):
             while schedule is not None and index == due:
-                due = schedule.end(index)
+                now_ms = schedule.now_ms()
+                due = bisect_right(schedule.due_ms, now_ms, index)
+                schedule.written_ms |= dict.fromkeys(range(index, due), now_ms)
                 if index == due:
-                    await asyncio.sleep(schedule.seconds_until(index))
-            if self._connection.blocked:
-                await self._connection.unblocked  # The broker would publish what stands in the socket after its alarm.
-            await self._connection.drain()
+                    await asyncio.sleep((schedule.due_ms[index] - now_ms) / 1000)
+            async with asyncio.timeout(timeout):
+                if self._connection.blocked:
+                    await self._connection.unblocked  # After its alarm the broker publishes what stands in the socket.
+                await self._connection.drain()
             self._check_open()
             start, frame_max = index, self._connection.frame_max
             parts, index = framing.publish(self.number, frame_max, batch, range(start, due), WRITE_BYTES)
@@ -355,6 +354,8 @@ class Channel:
             self._connection.write_parts(parts)
             if index < len(batch):
                 faultpoint.reach("publish.begun")
+        if schedule is not None:
+            schedule.on_written()
 
     async def close(self) -> None:
         """Close and wait at most 5 s for the broker's answer. Unsettled deliveries go back. Idempotent."""
@@ -451,6 +452,11 @@ class Channel:
         return self._cancelled_by_broker.pop(tag, None)
 
 
+def seconds_until(schedule: Schedule | None, index: int) -> float:
+    """Seconds until this message of the batch is due; 0.0 if it is."""
+    return 0.0 if schedule is None else max(0.0, (schedule.due_ms[index] - schedule.now_ms()) / 1000)
+
+
 def _retrieve(outcomes: asyncio.Future[list[Outcome]]) -> None:
     """Retrieve a failure, so that asyncio does not report it as never retrieved."""
     if not outcomes.cancelled():
@@ -481,11 +487,7 @@ class ClosingChannel:
 
 
 class _IgnoringConsumers:
-    """A consumer for every tag, which ignores its deliveries."""
+    """A consumer for every tag. It ignores its deliveries: they return to their queue when the channel is closed."""
 
     def get(self, _tag: bytes, /) -> Callable[[Delivery], None]:
-        return _ignore
-
-
-def _ignore(_delivery: Delivery) -> None:
-    """Ignore the delivery: it returns to its queue when the broker closes the channel."""
+        return lambda _delivery: None

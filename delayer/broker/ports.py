@@ -85,6 +85,26 @@ class Consumer(Protocol):
     async def subscribe(self, queue: str, prefetch: int) -> Subscription: ...
 
 
+class Window(Protocol):
+    """One claim of a lane: an open transaction with the rows that it took."""
+
+    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
+        """Begin a transaction and take up to ``limit`` rows that are due within the window (by the store's clock),
+        soonest first, then in the order of arrival. It stops after ``max_bytes`` of bodies, but takes at least one row.
+
+        A call that returns rows must be followed by :meth:`settle` or :meth:`give_up`. Raises LaneLost, StoreLost.
+        """
+
+    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
+        """Write ``held`` to the held table, count, and commit.
+
+        Raises StoreLost. The transaction is rolled back, or in doubt if the connection broke during the commit.
+        """
+
+    async def give_up(self) -> None:
+        """Roll back, so that the rows are there again. Raises nothing if the connection is gone."""
+
+
 class Lane(Protocol):
     """A partition of the waiting messages that this process owns, by a lock on the lane's connection."""
 
@@ -99,36 +119,19 @@ class Lane(Protocol):
     def held_by_us(self) -> bool:
         """Whether the connection with the lock is not known to be lost."""
 
-    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
-        """Begin a transaction and take up to ``limit`` due rows (by the store's clock), soonest first, then in the
-        order of arrival. It stops after ``max_bytes`` of bodies, but takes at least one due row.
-
-        Every call must be followed by :meth:`settle` or :meth:`give_up`, also without rows. Raises LaneLost, StoreLost.
-        """
-
-    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
-        """Write ``held`` to the held table, count, and commit.
-
-        Raises StoreLost. The transaction is rolled back, or in doubt if the connection broke during the commit.
-        """
-
-    async def give_up(self) -> None:
-        """Roll back, so that the rows are there again. Raises nothing if the connection is gone."""
-
     @property
-    def more(self) -> bool:
-        """Whether rows may be due already: the last claim was full, or was given up."""
+    def windows(self) -> Sequence[Window]:
+        """The claims that can be open at once. One is made after the other."""
 
-    async def sleep_hint(self) -> float:
-        """Seconds until the next row of this lane is due by the store's clock, from 0.0 to 60. This includes held rows
-        with a retry time. Raises LaneLost, StoreLost."""
+    def sleep_hint(self) -> float:
+        """Seconds until the next claim, from 0.0 to 60: a little before the next row is due, or when a held row is
+        retried. Raises LaneLost."""
 
     def note_parked(self, due_ms: int) -> None:
-        """Note that a row due at ``due_ms`` was parked into this lane. It moves the watermark back if necessary, and
-        wakes :meth:`wait`."""
+        """Note that a row due at ``due_ms`` was parked into this lane: a later claim takes it. Wakes :meth:`wait`."""
 
     async def wait(self, seconds: float) -> None:
-        """Sleep for ``seconds``, or until a row parked meanwhile is due. Keeps the lock's connection alive."""
+        """Sleep for ``seconds``, or until a row parked meanwhile is to be claimed."""
 
     async def release(self) -> None:
         """Unlock and close. Safe to call twice."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import structlog
 
-from delayer.amqp.channel import Channel
+from delayer.amqp.channel import Channel, seconds_until
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.broker.connection import ReconnectingConnection
@@ -84,7 +85,7 @@ class AmqpPublisher:
         if not batch:
             return []
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout + (0.0 if schedule is None else schedule.seconds_until(-1))
+        deadline = loop.time() + self._timeout + seconds_until(schedule, -1)
         outcomes: dict[int, Outcome] = {}
         lost: Exception | None = None
         try:
@@ -114,13 +115,8 @@ class AmqpPublisher:
     ) -> None:
         """Publish, and enter outcomes as they become known. Silent destinations may leave theirs missing."""
         await self._usable()
-        ordinary, separate = self._sorted(batch, outcomes)
-
-        async def do(work: _Work, indexes: list[int]) -> None:
-            await _due(schedule, indexes)
-            await work(batch, indexes, outcomes, deadline)
-
-        tasks = [asyncio.create_task(do(work, indexes)) for work, indexes in separate if indexes]
+        ordinary, separate = self._sorted(batch, outcomes, schedule)
+        tasks = [asyncio.create_task(work(batch, indexes, outcomes, deadline)) for work, indexes in separate if indexes]
         if tasks:
             await asyncio.sleep(0)  # Then a later confirm proves that the broker answered after these began.
         try:
@@ -138,33 +134,45 @@ class AmqpPublisher:
                 await asyncio.wait(tasks)
 
     def _sorted(
-        self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome]
+        self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], schedule: Schedule | None
     ) -> tuple[Sequence[int], list[tuple[_Work, list[int]]]]:
         """The messages for the shared channel, and the work for the others. Enters the outcomes of open breakers."""
         isolation = self._isolation
         ordinary: Sequence[int] = range(len(batch))
         separate: list[tuple[_Work, list[int]]] = []
         if special := [index for index, one in enumerate(batch) if one.isolated or _is_reply(one)]:
-            separate.append((isolation.publish_isolated, special))
+            separate.append((partial(_when_due, schedule, isolation.publish_isolated), special))
             ordinary = sorted({*ordinary}.difference(special))
         if isolation.breaker.table:
             held, doubtful = isolation.breaker.partition(batch, ordinary)
             outcomes |= held
-            separate.append((isolation.probe, doubtful))
+            separate.append((partial(_when_due, schedule, isolation.probe), doubtful))
             ordinary = sorted({*ordinary}.difference(held, doubtful))
         for exchange in {batch[index].exchange for index in ordinary} - isolation.exchanges:
             unknown = [index for index in ordinary if batch[index].exchange == exchange]
-            separate.append((self._first, unknown))
+            separate.append((partial(self._first, schedule), unknown))
             ordinary = sorted({*ordinary}.difference(unknown))
         return ordinary, separate
 
     async def _first(
-        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
+        self,
+        schedule: Schedule | None,
+        batch: Sequence[Outgoing],
+        indexes: Sequence[int],
+        outcomes: dict[int, Outcome],
+        deadline: float,
     ) -> None:
         """Publish the first messages for an exchange: one alone, then the others."""
-        await self._isolation.try_exchange(batch, indexes, outcomes, deadline)
-        if batch[indexes[0]].exchange in self._isolation.exchanges:
-            await self._together(batch, [index for index in indexes if index not in outcomes], outcomes, deadline)
+        known, exchange = self._isolation.exchanges, batch[indexes[0]].exchange
+        await _due(schedule, indexes[:1])
+        due = [index for index in indexes if not seconds_until(schedule, index)]
+        for part in (due, indexes[len(due) :]):
+            if part and exchange not in known:
+                await _due(schedule, part)
+                await self._isolation.try_exchange(batch, part, outcomes, deadline)
+        if exchange in known:
+            rest = [index for index in indexes if index not in outcomes]
+            await self._together(batch, rest, outcomes, deadline, schedule)
 
     async def _usable(self) -> None:
         await self._reconnecting.connection(self._timeout)
@@ -208,15 +216,19 @@ class AmqpPublisher:
         began = asyncio.get_running_loop().time()
         connection = await self._reconnecting.connection(deadline - began)
         lost: ChannelClosed | ConnectionLost | None = None
+        part = schedule
+        if schedule is not None and len(indexes) < len(batch):
+            part = Schedule([schedule.due_ms[index] for index in indexes], schedule.now_ms, schedule.on_written)
         try:
             channel = await self._shared(connection)
             messages = [batch[index] for index in indexes]
-            part = None if schedule is None else schedule.of(indexes)
             answers: Sequence[Outcome | None] = await channel.publish(
                 messages, timeout=self._timeout * SHARED, schedule=part
             )
         except (ChannelClosed, ConnectionLost) as error:
             lost, answers = error, error.outcomes
+        if schedule is not None and part is not None and part is not schedule:
+            schedule.written_ms |= {indexes[at]: written_ms for at, written_ms in part.written_ms.items()}
         answered = zip(indexes, answers, strict=bool(answers))
         outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
         if CONFIRMED in answers:
@@ -246,9 +258,16 @@ class AmqpPublisher:
             return self._channel
 
 
+async def _when_due(
+    schedule: Schedule | None, work: _Work, batch: Sequence[Outgoing], indexes: list[int], *more: Any
+) -> None:
+    await _due(schedule, indexes)
+    await work(batch, indexes, *more)
+
+
 async def _due(schedule: Schedule | None, indexes: Sequence[int]) -> None:
     """Wait until all of these messages are due. The isolation publishes at once."""
-    while schedule is not None and indexes and (left := schedule.seconds_until(indexes[-1])) > 0:  # noqa: ASYNC110 - a clock
+    while indexes and (left := seconds_until(schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
         await asyncio.sleep(left)
 
 

@@ -6,7 +6,7 @@ because counting must not slow the hot path.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -60,22 +60,21 @@ class Tally:
         for at in range(bisect_left(self.bounds, value), len(self.below)):
             self.below[at] += 1
 
-    def add_lateness(self, dues_ms: Sequence[int], now_ms: int) -> None:
-        """Add the age of each of ``dues_ms``, in seconds. ``dues_ms`` must be in ascending order.
+    def add_lateness(self, late_ms: list[float]) -> None:
+        """Add many values, in milliseconds, where the bounds are in seconds. Sorts them.
 
         Messages that are not due yet (clocks differ by a millisecond) count as in time.
 
         >>> tally = Tally((0.005, 0.1, 1.0))
-        >>> tally.add_lateness([0, 900, 998, 1001], 1000)
+        >>> tally.add_lateness([1000, 100, 2, -1])
         >>> tally.below, tally.count, round(tally.total, 3)
         ([2, 3, 4], 4, 1.102)
         """
-        count = len(dues_ms)
-        self.count += count
-        ahead = bisect_left(dues_ms, now_ms)
-        self.total += (now_ms * ahead - sum(dues_ms[:ahead])) / 1000
+        late_ms.sort()
+        self.count += len(late_ms)
+        self.total += sum(late_ms[bisect_right(late_ms, 0) :]) / 1000
         for at, bound in enumerate(self.bounds):
-            self.below[at] += count - bisect_left(dues_ms, now_ms - bound * 1000)
+            self.below[at] += bisect_right(late_ms, bound * 1000)
 
 
 class Counters:
@@ -109,17 +108,16 @@ class Counters:
         elif isinstance(outcome, Returned | ClosedChannel | ClosedConnection):
             self.add_routes("returned", [route])
 
-    def delivered(self, messages: Sequence[tuple[int, bytes]], now_ms: int) -> None:
-        """Add the lateness of delivered messages, given as (due time, route) in any order."""
-        by_route: dict[bytes, list[int]] = {}
-        for due_ms, route in messages:
-            by_route.setdefault(route, []).append(due_ms)
-        for route, dues_ms in by_route.items():
-            dues_ms.sort()
+    def delivered(self, messages: Sequence[tuple[float, bytes]]) -> None:
+        """Add the lateness of delivered messages, given as (milliseconds, route) in any order."""
+        by_route: dict[bytes, list[float]] = {}
+        for late_ms, route in messages:
+            by_route.setdefault(route, []).append(late_ms)
+        for route, all_late_ms in by_route.items():
             route = self._told_apart(route)  # noqa: PLW2901
             if route not in self.lateness:
                 self.lateness[route] = Tally(LATENESS)
-            self.lateness[route].add_lateness(dues_ms, now_ms)
+            self.lateness[route].add_lateness(all_late_ms)
 
     def took(self, what: str, seconds: float) -> None:
         """Add the duration of one ``what`` of :data:`DURATIONS`."""

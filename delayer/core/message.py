@@ -7,9 +7,8 @@ flags and the property list, unchanged.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -49,25 +48,18 @@ class Outgoing(NamedTuple):
     (core/hold.py)."""
 
 
-class Schedule(NamedTuple):
+@dataclass(slots=True)
+class Schedule:
     """The instants of a batch: each message is published when the clock shows its own, and not before."""
 
     due_ms: Sequence[int]
     """One for each message, in ascending order."""
     now_ms: Callable[[], float]
     """A lower bound of the clock that decides."""
-
-    def end(self, start: int) -> int:
-        """The end of the messages that are due now, from the index ``start`` on."""
-        return bisect_right(self.due_ms, self.now_ms(), start)
-
-    def seconds_until(self, index: int) -> float:
-        """Seconds until this message is due; 0.0 if it is."""
-        return max(0.0, (self.due_ms[index] - self.now_ms()) / 1000)
-
-    def of(self, indexes: Iterable[int]) -> Schedule:
-        """The schedule of a part of the batch."""
-        return Schedule([self.due_ms[index] for index in indexes], self.now_ms)
+    on_written: Callable[[], object] = bool
+    """Called when the last message was written."""
+    written_ms: dict[int, float] = field(default_factory=dict)
+    """When each message was written on the shared channel. The isolation's messages are not in it."""
 
 
 @dataclass(frozen=True, slots=True)

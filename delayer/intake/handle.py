@@ -287,12 +287,13 @@ class Dispatch:
                 kind, [_route(one) for one, its in zip(through, kinds, strict=True) if its == kind]
             )
         # A held message was delayed by its destination: its lateness is not the daemon's.
+        now_ms = self._live.now_lower_ms()
         out = [
-            (one.parcel.due_ms, one.parcel.route)
+            (now_ms - one.parcel.due_ms, one.parcel.route)
             for one in through
             if one.parcel is not None and not one.refusal and one.earlier is None
         ]
-        self._counters.delivered(out, self._live.now_lower_ms())
+        self._counters.delivered(out)
 
 
 def _kind(publication: Publication) -> str:

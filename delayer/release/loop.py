@@ -1,4 +1,5 @@
-"""Releases one lane: it claims due rows, publishes them, and commits their deletion when every confirm is here."""
+"""Releases one lane: it claims rows shortly before they are due, publishes each when it is due, and commits their
+deletion when every confirm is here."""
 
 from __future__ import annotations
 
@@ -14,24 +15,19 @@ import structlog
 from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.broker.ports import Heartbeat, Lane, Live, Publisher
-from delayer.broker.retry import Retry
+from delayer.broker.ports import Heartbeat, Lane, Live, Publisher, Window
+from delayer.broker.retry import Retry, raise_first, take_failures
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Limits, hold_for, too_late, unfit
-from delayer.core.message import SHORT_STRING, Confirmed, Due, Outgoing
+from delayer.core.message import SHORT_STRING, Confirmed, Due, Outgoing, Schedule
 from delayer.core.rate_limit import TokenBucket
 
 log = structlog.get_logger(__name__)
 
 SLICE: Final = 1.0
 """Longest single sleep, in seconds. After each one the loop notices a stop and feeds the watchdog."""
-
-COALESCE_SECONDS: Final = 0.002
-"""Seconds between a claim that took all due rows and the next one. Rows that become due meanwhile share a transaction,
-a write and a confirm. Without this rest a daemon at 5,000 messages a second makes a turn for every dozen of them. Every
-message is later by it."""
 
 BEHIND: Final = 2.0
 """Seconds after which a lane that has not taken all due rows counts as behind. A broker that begins a new log file
@@ -41,8 +37,8 @@ confirms nothing for almost one second."""
 @dataclass(frozen=True, slots=True)
 class Portion:
     """The bounds of one claim. It must be confirmed well within the deadline. It must also cross a slow line to the
-    store before the server ends an idle transaction (4 s). A claim takes at least one message, however large. So a lane
-    has at most ``body_bytes`` and one message in memory."""
+    store before the server ends an idle transaction (4 s). A claim takes at least one message, however large. So each
+    of a lane's two claims has at most ``body_bytes`` and one message in memory."""
 
     messages: int = 1000
     body_bytes: int = 256 << 10
@@ -52,7 +48,7 @@ PORTION: Final = Portion()
 
 
 class Release:
-    """The release loop of one lane."""
+    """The release of one lane. A loop for each of its windows: while one publishes and settles, the other claims."""
 
     def __init__(
         self,
@@ -69,114 +65,137 @@ class Release:
         self._lane = lane
         self._publisher = publisher
         self._portion = portion
-        self._loop = f"lane {lane.number}"
         self._heartbeat = heartbeat
         self._counters = counters
         self.leaving = False
         self._busy_since: float | None = None
+        self._turn = asyncio.Lock()
+        self._written = asyncio.Event()  # The messages of the last claim are written.
+        self._written.set()
 
     @property
     def behind(self) -> bool:
-        """Whether this lane does not keep up: it has been in one turn, or in full ones without a rest, for too long."""
+        """Whether this lane does not keep up: it has claimed without a rest for too long."""
         return self._busy_since is not None and time.monotonic() - self._busy_since > BEHIND
 
     def leave(self) -> None:
-        """End this loop alone, after its tick and within a slice of its rest or pause, and let go of the lane."""
+        """End this release alone, after its open claims and within a slice of a rest or pause; let go of the lane."""
         self.leaving = True
 
     def _over(self, stopping: asyncio.Event) -> bool:
         return self.leaving or stopping.is_set()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Tick until stopping is set, this loop is told to leave, or the lane is lost; then let go of the lane."""
-        beat = partial(self._heartbeat.beat, self._loop)
-        retry = Retry(stopping, beat, lambda: self.leaving)
+        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then let go of the lane."""
+        name = f"lane {self._lane.number}"
+        beat = partial(self._heartbeat.beat, name)
+        loops = {asyncio.create_task(self._release_on(window, beat, stopping)) for window in self._lane.windows}
         try:
-            while not self._over(stopping):
-                beat()
-                if not self._publisher.ready:
-                    # A claim now would only keep a transaction open until its idle timeout ends it.
-                    await retry.wait(SLICE)
-                    continue
-                seconds: float | None = None
-                self._busy_since = self._busy_since or time.monotonic()
-                try:
-                    seconds = await self.tick()
-                except BrokerLost as lost:
-                    log.warning("release interrupted", lane=self._lane.number, reason=str(lost))
-                if seconds is None:
-                    await retry.pause()
-                    continue
-                retry.succeeded()
-                if seconds > 0:
-                    self._busy_since = None
-                await self._rest(seconds, beat, stopping)
-        except LaneLost as lost:
-            log.warning("lane lost", lane=self._lane.number, reason=str(lost))
-        except StoreLost as lost:
-            log.warning("lane given up", lane=self._lane.number, reason=str(lost))
+            await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            self.leaving = True
+            await asyncio.wait(loops)
         finally:
-            self._heartbeat.forget(self._loop)
+            for loop in loops:
+                loop.cancel()
+            await asyncio.wait(loops)
+            self._heartbeat.forget(name)
+            failures = take_failures(loops)
             try:
                 await self._lane.release()
             finally:
                 await self._publisher.close()
+        for failure in failures:
+            if isinstance(failure, LaneLost | StoreLost):
+                text = "lane lost" if isinstance(failure, LaneLost) else "lane given up"
+                log.warning(text, lane=self._lane.number, reason=str(failure))
+        raise_first(failures, unless=(LaneLost, StoreLost))
 
-    async def tick(self) -> float:
-        """Do everything that is due, one portion of it; return the seconds until there may be more to do.
+    async def _release_on(self, window: Window, beat: Callable[[], None], stopping: asyncio.Event) -> None:
+        """Claim, publish and settle on one window. The loop whose turn it is feeds the watchdog; the work of the other
+        one has deadlines. Raises LaneLost, StoreLost."""
+        retry = Retry(stopping, beat, lambda: self.leaving)
+        failed = False
+        while not self._over(stopping):
+            async with self._turn:
+                if failed:
+                    await retry.pause()
+                rows = await self._next_claim(window, retry, beat, stopping)
+                if not rows:
+                    return
+                before = self._written
+                written = self._written = asyncio.Event()
+            failed = False
+            try:
+                await self._publish_and_settle(window, rows, before, written)
+            except BrokerLost as lost:
+                log.warning("release interrupted", lane=self._lane.number, reason=str(lost))
+                failed = True
+            else:
+                retry.succeeded()
 
-        Raises BrokerLost (the rows are back), LaneLost, StoreLost.
+    async def _next_claim(
+        self, window: Window, retry: Retry, beat: Callable[[], None], stopping: asyncio.Event
+    ) -> list[Due]:
+        """Rest until there is something to claim, and claim it. No rows: this release is over.
+
+        Raises LaneLost, StoreLost.
         """
+        while not self._over(stopping):
+            beat()
+            if not self._publisher.ready:
+                # A claim now would only keep a transaction open until its idle timeout ends it.
+                await retry.wait(SLICE)
+                continue
+            if (seconds := self._lane.sleep_hint()) > 0:
+                self._busy_since = None
+                await self._rest(seconds, beat, stopping)
+                continue
+            self._busy_since = self._busy_since or time.monotonic()
+            if rows := await self._claim(window):
+                return rows
+        return []
+
+    async def _claim(self, window: Window) -> list[Due]:
+        """Claim a portion, of a limited route as many as it has tokens for. Waits until there are some."""
         limit = min(self._portion.messages, self._publisher.batch_limit)
         rate, now = self._live.rate(self._lane.route), time.monotonic()
         if rate is None:
             self._bucket = None
-            claimed = await self._claim_and_send(limit)
-            return (0.0 if self._lane.more else COALESCE_SECONDS) if claimed else await self._lane.sleep_hint()
-        if self._bucket is None or self._bucket.rate != rate:
+        elif self._bucket is None or self._bucket.rate != rate:
             self._bucket = TokenBucket(rate, now)
-        if (wait := self._bucket.wait(now)) > 0:
-            return await self._throttled(wait)
-        tokens = self._bucket.take(limit, now)
-        claimed = await self._claim_and_send(tokens)
-        self._bucket.give_back(tokens - claimed)
-        if not claimed and not self._lane.more:
-            return await self._lane.sleep_hint()
-        return await self._throttled(max(self._bucket.wait(time.monotonic()), COALESCE_SECONDS))
+        bucket = self._bucket
+        if bucket is not None:
+            if (wait := bucket.wait(now)) > 0:
+                await asyncio.sleep(min(wait, SLICE))
+                return []
+            limit = bucket.take(limit, now)
+        rows = await window.claim(limit, self._portion.body_bytes)
+        if bucket is not None:
+            bucket.give_back(limit - len(rows))
+        if rows:
+            self._counters.batch("claim", len(rows))
+            self._counters.took("claim", time.monotonic() - now)
+        return rows
 
-    async def _throttled(self, seconds: float) -> float:
-        """Rest until there are tokens."""
-        await asyncio.sleep(min(seconds, SLICE))
-        if not self._lane.held_by_us:
-            raise LaneLost(f"lane {self._lane.number}: the connection that holds its lock is gone")
-        return 0.0
-
-    async def _claim_and_send(self, limit: int) -> int:
-        """Claim, publish, settle; how many were claimed."""
-        began = time.perf_counter()
-        rows = await self._lane.claim(limit, self._portion.body_bytes)
-        claimed = time.perf_counter()
-        if not rows:
-            await self._lane.settle([], [])
-            return 0
+    async def _publish_and_settle(
+        self, window: Window, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
+    ) -> None:
+        """Publish each message of a claim when it is due, after those of the claim ``before``; settle the claim."""
         try:
-            released, held = await self._send(rows)
+            released, held, late = await self._publish(rows, before, written)
         except BaseException:
-            # No message of this portion is known to be published, so the rows go back, after a cancellation as well.
-            await self._lane.give_up()
+            # No message of this claim is known to be published, so the rows go back, after a cancellation as well.
+            await window.give_up()
             raise
-        out_ms, sent = self._live.now_lower_ms(), time.perf_counter()
-        await self._lane.settle(released, held)
+        finally:
+            written.set()
+        began = time.monotonic()
+        await window.settle(released, held)
+        self._counters.took("settle", time.monotonic() - began)
         self._counters.add("released", len(released))
-        self._counters.batch("claim", len(rows))
-        self._counters.took("claim", claimed - began)
-        self._counters.took("publish", sent - claimed)
-        self._counters.took("settle", time.perf_counter() - sent)
         self._counters.add_routes("released", [row.parcel.route for row in released])
-        # Without messages that were held: their destination delayed them, not the daemon.
-        self._counters.delivered([(row.due_ms, row.parcel.route) for row in released if not row.attempts], out_ms)
+        self._counters.delivered(late)
         self._report(held)
-        return len(rows)
 
     async def _rest(self, seconds: float, beat: Callable[[], None], stopping: asyncio.Event) -> None:
         """Sleep for ``seconds``, or until the lane is woken, in slices: each one feeds the watchdog."""
@@ -187,31 +206,40 @@ class Release:
             began = time.monotonic()
             await self._lane.wait(slice_)
             if time.monotonic() - began < slice_:
-                return  # A row was parked that is due by now, or the lane is lost.
+                return  # A row was parked that is to be claimed by now, or the lane is lost.
 
-    async def _send(self, rows: Sequence[Due]) -> tuple[list[Due], list[tuple[Due, Hold]]]:
+    async def _publish(
+        self, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
+    ) -> tuple[list[Due], list[tuple[Due, Hold]], list[tuple[float, bytes]]]:
+        """Returns the released rows, the held ones, and the lateness and route of each delivered message."""
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, Hold]] = []
         rows, too_late = sorted_out(rows, self._live.late_limits(), self._live.now_lower_ms())
         held += too_late
-        for row in rows:
+        for row in sorted(rows, key=_due_ms):  # Rows that were held before come last in a claim, and are overdue.
             outgoing = prepared(row, self._publisher.max_properties)
             if isinstance(outgoing, Hold):
                 held.append((row, outgoing))
             else:
                 sendable.append(row)
                 batch.append(outgoing)
-        outcomes = await self._publisher.publish(batch)
+        schedule = Schedule([row.due_ms for row in sendable], self._live.now_lower_ms, written.set)
+        await before.wait()
+        outcomes = await self._publisher.publish(batch, schedule)
         reach("release.published")
         released: list[Due] = []
-        for row, outcome in zip(sendable, outcomes, strict=True):
+        late: list[tuple[float, bytes]] = []
+        now_ms = self._live.now_lower_ms()
+        for index, (row, outcome) in enumerate(zip(sendable, outcomes, strict=True)):
             if isinstance(outcome, Confirmed):
                 released.append(row)
+                if not row.attempts:  # A message that was held was delayed by its destination, not by the daemon.
+                    late.append((schedule.written_ms.get(index, now_ms) - row.due_ms, row.parcel.route))
             else:
                 self._counters.objected(outcome, row.parcel.route)
                 held.append((row, hold_for(outcome)))
-        return released, [(row, hold.after(row.hold)) for row, hold in held]
+        return released, [(row, hold.after(row.hold)) for row, hold in held], late
 
     def _report(self, held: Sequence[tuple[Due, Hold]]) -> None:
         for row, hold in held:
@@ -264,3 +292,7 @@ def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
         return unfit(f"the destination is too long: expected at most {SHORT_STRING} bytes, found {longest}")
     isolated = row.hold is not None and row.hold.isolated
     return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token, isolated)
+
+
+def _due_ms(row: Due) -> int:
+    return row.due_ms

@@ -45,6 +45,8 @@ class Row:
     """A row of a crash table. ``fault`` is the point and which time it counts; ``after`` what stands where when the
     daemon is dead and its servers have noticed (``store``, ``out`` for what has arrived, else a queue); ``copies`` what
     is delivered in the end, by who died. ``same_id``: copies, if any, have one x-delayer-id, else different ones.
+    ``step_ms``: how much later each message is due than the one before. One more message goes through before them, so
+    that the daemon knows the exchange: else it publishes the first one alone.
     ``prepared``: "compacted" if the messages are in a segment when the daemon that comes to the point starts.
     """
 
@@ -55,6 +57,7 @@ class Row:
     same_id: bool = False
     absolute: bool = True
     delay_ms: int = 1_000
+    step_ms: int = 0
     messages: int = 1
     prefetch: int = 5_000
     prepared: Literal["", "compacted"] = ""
@@ -100,6 +103,10 @@ class Play:
         self._daemon = await self.stack.enter_async_context(self.place.daemon(fault))
         if not self.row.prepared:
             await self._daemon.ready()
+        if self.row.step_ms:
+            await self._ledger.publish(1, delay_ms=500, absolute=True)
+            released = "SELECT coalesce(sum(n), 0)::int FROM counter WHERE kind = 'released'"
+            await eventually(lambda: self.place.ask(released), lambda count: count == 1)
 
     async def _prepare(self) -> None:
         """Have the messages parked and compacted, with nobody at work."""
@@ -110,7 +117,8 @@ class Play:
         assert await self.place.compact() == 1
 
     async def _publish(self) -> None:
-        await self._ledger.publish(self.row.messages, delay_ms=self._delay_ms, absolute=self.row.absolute)
+        row = self.row
+        await self._ledger.publish(row.messages, delay_ms=self._delay_ms, absolute=row.absolute, step_ms=row.step_ms)
 
     async def come(self) -> None:
         """The daemon comes to its point. One that kills itself there waits for nobody: another one goes on."""

@@ -75,6 +75,15 @@ STORE: Mapping[str, Row] = {
         {"delays": 0, "store": 1, "out": 0},
         same_id=True,
     ),
+    # Messages of several claims. The daemon comes to this point when it has written a part of one.
+    "publish of a part of the claim": store(
+        "publish.begun",
+        (PERHAPS_TWICE,) * 5,
+        {"delays": 0},
+        same_id=True,
+        messages=40,
+        step_ms=20,
+    ),
     "publish before its confirm": store(
         "publish.written", (PERHAPS_TWICE,) * 5, {"delays": 0, "store": 1}, same_id=True
     ),

@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import time
 from collections import Counter
 from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.faults.place import Place, eventually
+from tests.faults.place import Place, eventually, stopped
 from tests.faults.scenes import work_off
 from tests.support.daemon import DaemonProcess
 
@@ -19,6 +20,8 @@ MESSAGES = 20_000
 KILLS = 7
 SEED = 20_000
 LONGEST_LIFE = 0.8
+ENDS_SECONDS = 20.0
+"""A lane is free 4 s after its owner hangs; the rest is the start of another daemon, on a busy machine."""
 HELD = 50
 """Messages in hand of a connection that is lost."""
 
@@ -97,3 +100,27 @@ async def test_a_daemon_that_hangs_loses_its_lanes_and_notices(vhost: str, store
         await ledger.all_back()
         await first.event("lane taken", after=first.events.index(lost))
         await place.ended(ledger, repeats=True)
+
+
+async def test_a_daemon_that_hangs_in_the_middle_of_a_claim_loses_it(vhost: str, store: str) -> None:
+    """The server ends its transaction, and another daemon publishes all messages, some of them a second time. Awake
+    again, the first one may publish the others once more, by the same id."""
+    place = await Place("store", vhost, store).declare()
+    async with place.ledger(SEED + 5) as ledger:
+        async with place.daemon("publish.begun:1:stop") as first:
+            await first.ready()
+            await ledger.publish(1, delay_ms=500)  # after which the daemon knows the exchange
+            await ledger.all_back()
+            await ledger.publish(40, delay_ms=2_000, absolute=True, step_ms=20)
+            await stopped(first)
+            frozen = time.monotonic()
+            async with place.working() as second:
+                await ledger.all_back()
+                assert time.monotonic() - frozen < ENDS_SECONDS
+                first.signal(signal.SIGCONT)
+                await first.event("lane lost")
+                await eventually(place.standing, lambda standing: not standing)
+                assert await second.stop() == 0
+                assert await first.stop() == 0
+            verdict = await place.ended(ledger, repeats=True)
+        assert verdict.repeated_at_release == len(verdict.repeats)

@@ -12,9 +12,10 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from delayer.amqp.channel import seconds_until
 from delayer.broker.ports import Lane, Store
 from delayer.core.counters import Counters
-from delayer.core.message import CONFIRMED, Outcome, Outgoing
+from delayer.core.message import CONFIRMED, Outcome, Outgoing, Schedule
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Release
 from delayer.store.postgres import PostgresStore
@@ -30,18 +31,32 @@ class Publisher:
     def __init__(self) -> None:
         self.published: list[tuple[float, Outgoing]] = []
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
-        now = time.monotonic()
-        self.published += [(now, one) for one in batch]
+    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule) -> list[Outcome]:
+        for index, one in enumerate(batch):
+            while left := seconds_until(schedule, index):  # noqa: ASYNC110 - a clock
+                await asyncio.sleep(left)
+            self.note(one)
         return [CONFIRMED] * len(batch)
+
+    def note(self, one: Outgoing) -> None:
+        self.published.append((time.monotonic(), one))
 
     async def close(self) -> None:
         pass
 
 
+class StoreLive(ScriptedLive):
+    """With the clock of the store."""
+
+    lanes: LaneManager
+
+    def now_lower_ms(self) -> int:
+        return self.lanes.now_lower_ms() or 0
+
+
 class Process:
     def __init__(self, url: str, name: str, rates: Mapping[bytes, float], publisher: Publisher | None = None) -> None:
-        self._url, self._name, self.live = url, name, ScriptedLive(rates=rates)
+        self._url, self._name, self.live = url, name, StoreLive(rates=rates)
         self.publisher = publisher or Publisher()
         self.reaching = True
         self.store: PostgresStore | None = None
@@ -52,6 +67,7 @@ class Process:
             counters=Counters(),
             reaching=lambda: self.reaching,
         )
+        self.live.lanes = self.lanes
         self.lanes.configure(self._connect)
 
     async def _connect(self) -> Store:
@@ -91,13 +107,9 @@ class Printer(Publisher):
         super().__init__()
         self.process: Process | None = None
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+    def note(self, one: Outgoing) -> None:
         assert self.process is not None
-        now_ms = self.process.now_upper_ms()
-        for one in batch:
-            print(one.body.decode(), now_ms)
-        sys.stdout.flush()
-        return [CONFIRMED] * len(batch)
+        print(one.body.decode(), self.process.now_upper_ms(), flush=True)
 
 
 async def main(url: str, name: str) -> None:

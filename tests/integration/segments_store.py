@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -36,17 +35,6 @@ async def restore_all(admin: asyncpg.Connection, **more: Any) -> list[Restored |
     while (one := await catalog.restore_one(admin, FOREVER_MS, **more)) is not None:
         found.append(one)
     return found
-
-
-async def blocked(admin: asyncpg.Connection, query: str) -> None:
-    """Wait until a session waits for a lock in such a statement. ``admin`` is in no transaction."""
-    waits = (
-        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1"
-        " AND datname = current_database()"
-    )
-    async with asyncio.timeout(20):
-        while not await admin.fetchval(waits, query):
-            pass
 
 
 async def apart(url: str, work: Callable[[asyncpg.Connection], Awaitable[Any]]) -> Any:

@@ -19,8 +19,8 @@ from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.faults.place import eventually
-from tests.integration.segments_store import START_MS, blocked, restore_all, store
-from tests.integration.test_store_lane import opened, sql
+from tests.integration.segments_store import START_MS, restore_all, store
+from tests.integration.test_store_lane import blocked, opened, sql
 from tests.support.fakes import LATE, WHY
 from tests.support.rows import compact, conserved, everything, put, row, rows, waiting
 
@@ -301,11 +301,11 @@ async def test_an_act_against_a_release_in_flight(
         for settled, expected in ((True, Found.NOWHERE), (False, Found.WAITING)):
             await place.park(lane, [parcel(place.now_upper_ms())], [])
             [one] = await waiting(admin)
-            claimed = await lane.claim(MANY, ROOM)
+            claimed = await lane.windows[0].claim(MANY, ROOM)
             async with sql(database) as other:
                 acting = asyncio.create_task(act(other, [one]))
                 await blocked(admin, "%DELETE FROM message AS m%")
-                await (lane.settle(claimed, []) if settled else lane.give_up())
+                await (lane.windows[0].settle(claimed, []) if settled else lane.windows[0].give_up())
                 assert await acting == {one: expected}
         assert await release_all(lane) == []
         assert await conserved(admin) == NO_ONE | {"parked": 2, "released": 1, "cancelled": cancelled}
@@ -318,10 +318,10 @@ async def test_a_claim_waits_for_a_move_and_leaves_it(database: str) -> None:
         ids = {one.body: one.id for one in (await waiting(admin)).values()}
         async with other.transaction():
             await reschedule(other, [ids[b"moved"]], When(by_ms=3 * DAY_MS))
-            claims = asyncio.create_task(lane.claim(MANY, ROOM))
+            claims = asyncio.create_task(lane.windows[0].claim(MANY, ROOM))
             await blocked(admin, "%DELETE FROM message AS m%USING (%")
         claimed = await claims
         assert [due.id for due in claimed] == [ids[b"stays"]]
-        await lane.settle(claimed, [])
+        await lane.windows[0].settle(claimed, [])
         assert (await waiting(admin)).keys() == {ids[b"moved"]}
         await conserved(admin)

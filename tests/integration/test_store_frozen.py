@@ -20,8 +20,7 @@ from delayer.store import pool
 from delayer.store.rows import partitions
 from tests.conformance.store_contract import owned, parcel, release_all, taken
 from tests.faults.place import eventually
-from tests.integration.segments_store import blocked
-from tests.integration.test_store_lane import opened, sql
+from tests.integration.test_store_lane import blocked, opened, sql
 
 CLAIMING = """
 import asyncio, sys
@@ -32,7 +31,7 @@ async def main(url):
     lane = await store.take(1)
     print("ready", flush=True)
     sys.stdin.readline()
-    await lane.claim(1000, 16 << 20)
+    await lane.windows[0].claim(1000, 16 << 20)
     print("claimed", flush=True)
     await asyncio.Event().wait()
 
@@ -84,7 +83,7 @@ async def said(process: asyncio.subprocess.Process, word: bytes) -> None:
 async def state(admin: asyncpg.Connection) -> tuple[str, str] | None:
     found = await admin.fetchrow(
         "SELECT state, wait_event FROM pg_stat_activity"
-        " WHERE application_name LIKE 'delayer lane %' AND datname = current_database()"
+        " WHERE application_name LIKE 'delayer lane %' AND datname = current_database() AND state <> 'idle'"
     )
     return None if found is None else tuple(found)
 

@@ -17,8 +17,7 @@ from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.locks import raise_lanes
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
-from tests.integration.segments_store import blocked
-from tests.integration.test_store_lane import opened, sql
+from tests.integration.test_store_lane import blocked, opened, sql
 from tests.support.fakes import NO_CONFIRM, WHY
 from tests.support.rows import conserved
 
@@ -31,8 +30,8 @@ async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold:
     """It is not tried again."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms(), key=key) for key in (b"k", b"l")], [])
-        rows = await lane.claim(MANY, ROOM)
-        await lane.settle([], [(row, hold) for row in rows])
+        rows = await lane.windows[0].claim(MANY, ROOM)
+        await lane.windows[0].settle([], [(row, hold) for row in rows])
         of_l = next(row.id for row in rows if row.parcel.key == b"l")
         assert await store.park(lane, [], [b"k"]) == {b"k"}
         assert await actions.cancel(admin, [of_l]) == {of_l: Found.HELD}
@@ -45,10 +44,10 @@ async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold:
 async def test_a_key_that_was_overtaken_while_it_was_released_stays_with_the_new_one(database: str) -> None:
     async with opened(database) as store, owned(store, 2) as [lane, other], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms(), b"old", key=b"k")], [])
-        rows = await lane.claim(MANY, ROOM)
+        rows = await lane.windows[0].claim(MANY, ROOM)
         replacing = asyncio.create_task(store.park(other, [parcel(store.now_upper_ms(), b"new", key=b"k")], []))
         await blocked(admin, "%")
-        await lane.settle(rows, [])
+        await lane.windows[0].settle(rows, [])
         await replacing
         assert await admin.fetchval("SELECT lane FROM message_key") == other.number
         assert len(await release_all(other)) == 1
@@ -58,10 +57,10 @@ async def test_a_key_that_was_overtaken_while_it_was_released_stays_with_the_new
 async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms(), key=b"k")], [])
-        rows = await lane.claim(MANY, ROOM)
+        rows = await lane.windows[0].claim(MANY, ROOM)
         cancelling = asyncio.create_task(store.park(lane, [], [b"k"]))
         await blocked(admin, "%")
-        await lane.settle([], [(rows[0], WHY)])
+        await lane.windows[0].settle([], [(rows[0], WHY)])
         await cancelling
         assert await admin.fetchval("SELECT count(*) FROM held") == 0
 
@@ -100,18 +99,18 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
                     case 5:
                         await move_some(database, chance.randrange(-1_000, 1_000))
                     case 6:
-                        await lane.claim(chance.randrange(1, 40), ROOM)
-                        await lane.give_up()
+                        await lane.windows[0].claim(chance.randrange(1, 40), ROOM)
+                        await lane.windows[0].give_up()
                     case _:
-                        rows = await lane.claim(chance.randrange(1, 40), ROOM)
+                        rows = await lane.windows[0].claim(chance.randrange(1, 40), ROOM)
                         split = chance.randrange(len(rows) + 1)
                         released += split
-                        await lane.settle(rows[:split], [(due, WHY) for due in rows[split:]])
+                        await lane.windows[0].settle(rows[:split], [(due, WHY) for due in rows[split:]])
                 if chance.random() < 0.1:
                     async with sql(database) as hand:
                         await hand.execute(HURRY)
                     await lane.scan()
-                    await lane.sleep_hint()
+                    lane.sleep_hint()
             return released
 
         looking = asyncio.Event()
@@ -147,10 +146,10 @@ async def test_a_claim_that_loses_a_deadlock_is_repeated(database: str) -> None:
         await other.execute("SET deadlock_timeout = '1min'")  # so that it is the claim that finds out, and loses
         await other.execute("BEGIN")
         await other.execute("DELETE FROM message WHERE body = '1'")
-        claiming = asyncio.create_task(lane.claim(MANY, ROOM))
+        claiming = asyncio.create_task(lane.windows[0].claim(MANY, ROOM))
         await blocked(admin, "%")
         await other.execute("DELETE FROM message WHERE body = '0'")  # the claim has it, and waits for the one above
         await other.execute("COMMIT")
         rows = await claiming
         assert bodies(rows) == [b"2"]
-        await lane.settle(rows, [])
+        await lane.windows[0].settle(rows, [])

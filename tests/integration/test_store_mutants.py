@@ -6,6 +6,7 @@ Each was a mutant that every other test let live (make mutants).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,11 +15,11 @@ import pytest
 
 from delayer.store import pool as session
 from delayer.store import postgres
+from delayer.store.lanes.cursor import WINDOW_MS
 from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel, release_all
-from tests.integration.segments_store import blocked
-from tests.integration.test_store_lane import opened, sql
+from tests.integration.test_store_lane import blocked, opened, sql
 from tests.support.rows import put, row
 
 
@@ -98,7 +99,8 @@ async def test_the_next_owner_begins_no_later_than_the_stores_clock(
         assert clock._sample is not None
         clock._sample = clock._sample._replace(before=clock._sample.before - 2.0)
         async with owned(store) as [lane]:
-            assert await release_all(lane) == []
+            await store.park(lane, [parcel(round(time.time() * 1000) + WINDOW_MS // 2)], [])
+            assert len(await release_all(lane)) == 1
             number = lane.number
         watermark, now = await admin.fetchrow("SELECT watermark, now() FROM lane WHERE number = $1", number)
         assert now - 60_000 < watermark <= now

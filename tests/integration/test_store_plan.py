@@ -134,17 +134,16 @@ Step = Callable[[PostgresStore, PostgresLane], Awaitable[object]]
 
 async def releasing(_: PostgresStore, lane: PostgresLane) -> None:
     """A full claim, a tenth of it tried again, one of which is held again."""
-    rows = await lane.claim(500, ROOM)
+    rows = await lane.windows[0].claim(500, ROOM)
     assert len(rows) == 500 and sum(due.attempts > 0 for due in rows) == 50
-    await lane.settle(rows[1:], [(rows[0], WHY)])
+    await lane.windows[0].settle(rows[1:], [(rows[0], WHY)])
 
 
 async def released(_: PostgresStore, lane: PostgresLane) -> None:
     """Everything that is due, to the last empty claim; and how long to sleep then."""
-    while rows := await lane.claim(500, ROOM):
-        await lane.settle(rows, [])
-    await lane.settle([], [])
-    assert await lane.sleep_hint() > 0.0
+    while rows := await lane.windows[0].claim(500, ROOM):
+        await lane.windows[0].settle(rows, [])
+    assert lane.sleep_hint() > 0.0
 
 
 async def cancelling(store: PostgresStore, lane: PostgresLane) -> None:

@@ -51,7 +51,7 @@ STEERED = ("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mer
 @asynccontextmanager
 async def sessions(store: PostgresStore, lane: PostgresLane) -> AsyncIterator[dict[str, asyncpg.Connection]]:
     """The connection of the lane, and the only one of a pool with one parker."""
-    async with lane._talking("test") as of_lane, pool.borrowed(store._pool) as of_pool:
+    async with lane.windows[0].talking("test") as of_lane, pool.borrowed(store._pool) as of_pool:
         yield {"lane": of_lane, "pool": of_pool}
 
 
@@ -61,14 +61,14 @@ async def work(store: PostgresStore, lane: PostgresLane) -> None:
         cancels = [b"far %d" % (20 * n), b"held %d" % (20 * n), b"beyond %d" % (20 * n)]
         await store.park(lane, [parcel(store.now_upper_ms() + n * DAY_MS, key=b"new %d" % n)], cancels)
         await store.park(lane, [parcel(store.now_upper_ms() + n * DAY_MS)], [])
-        rows = await lane.claim(20, ROOM)
+        rows = await lane.windows[0].claim(20, ROOM)
         assert sum(due.attempts > 0 for due in rows) == 2
-        await lane.settle(rows[1:-1], [(rows[0], WHY), (rows[-1], WHY)])
+        await lane.windows[0].settle(rows[1:-1], [(rows[0], WHY), (rows[-1], WHY)])
         await lane.scan()
-    while lane.more:
-        await lane.settle(await lane.claim(1000, ROOM), [])
+    while lane.sleep_hint() == 0.0:
+        await lane.windows[0].settle(await lane.windows[0].claim(1000, ROOM), [])
     for _ in range(TIMES):
-        await lane.sleep_hint()
+        assert await lane.windows[0].claim(1000, ROOM) == []
 
 
 async def plans_made(url: str) -> dict[str, dict[str, tuple[int, int]]]:

@@ -24,8 +24,8 @@ async def test_lanes_counters_and_what_is_next(database: str) -> None:
                 far, [parcel(now + 900 * DAY_MS), parcel(now + 30 * DAY_MS), parcel(now + 800 * DAY_MS)], []
             )
             await store.hold(far, [(parcel(now), WHY)])
-            rows = await near.claim(MANY, ROOM)
-            await near.settle(rows, [])
+            rows = await near.windows[0].claim(MANY, ROOM)
+            await near.windows[0].settle(rows, [])
             whole = await overview(database)
             assert [lane.number for lane in whole.lanes] == [empty.number, near.number, far.number, last.number]
             assert {(lane.owner, lane.alive) for lane in whole.lanes} == {("somebody", True)}

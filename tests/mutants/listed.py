@@ -46,8 +46,8 @@ MUTANTS: Sequence[Mutant] = (
     ),
     *of(
         "delayer/store/sql/claim.sql",
-        "tests/conformance/test_store.py::TestPostgresStore::test_a_claim_leaves_what_is_due_a_moment_later",
-        ("claim-50-ms-early", "due_at <= statement_timestamp()", "due_at <= statement_timestamp() + interval '50 ms'"),
+        "tests/conformance/test_store.py::TestPostgresStore::test_a_claim_leaves_what_is_due_after_its_window",
+        ("claim-takes-two-windows", "+ $6 * interval", "+ 2 * $6 * interval"),
         times=2,
     ),
     *of(
@@ -226,6 +226,34 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/store/lanes/lane.py",
         "tests/integration/test_store_mutants.py::test_the_next_owner_begins_no_later_than_the_stores_clock",
-        ("cursor-from-the-later-clock", "    before = clock.now_lower_ms()", "    before = clock.now_upper_ms()"),
+        ("cursor-from-the-later-clock", "self._clock.now_lower_ms(), *starts", "self._clock.now_upper_ms(), *starts"),
+    ),
+    *of(
+        "delayer/store/lanes/lane.py",
+        "tests/integration/test_store_lane.py",
+        ("next-claim-waits-for-an-open-one", "            if claim.last > place\n", "            if False\n"),
+        ("watermark-passes-open-claims", "now_lower_ms(), *starts)", "now_lower_ms())"),
+    ),
+    *of(
+        "delayer/store/lanes/cursor.py",
+        "tests/integration/test_store_lane.py",
+        ("rollback-leaves-the-place", "self.place = min(self.place, start)", "pass"),
+    ),
+    *of(
+        "delayer/release/loop.py",
+        "tests/unit/release/test_loop.py",
+        ("published-at-the-claim", "[row.due_ms for row in sendable]", "[0 for _ in sendable]"),
+        ("published-by-the-later-clock", "], self._live.now_lower_ms, written", "], self._live.now_upper_ms, written"),
+        ("next-claim-overtakes", "        await before.wait()\n", ""),
+    ),
+    *of(
+        "delayer/amqp/channel.py",
+        "tests/unit/amqp/test_channels.py",
+        ("writes-before-the-instant", "due = bisect_right(schedule.due_ms, now_ms, index)", "due = len(batch)"),
+    ),
+    *of(
+        "delayer/broker/publisher.py",
+        "tests/conformance/test_publisher.py::test_messages_that_are_not_due_wait_also_beside_a_message_at_fault",
+        ("isolation-before-the-instant", "        await _due(schedule, unknown)\n", ""),
     ),
 )

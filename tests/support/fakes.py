@@ -150,11 +150,13 @@ class ScriptedPublisher:
         self.ready = True
         self.batch_limit = 10_000
         self.published: list[Outgoing] = []
+        self.schedules: list[Schedule] = []
         self.batches = 0
         self.closed = 0
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
         self.batches += 1
+        self.schedules += [] if schedule is None else [schedule]
         outcomes: list[Outcome] = []
         for message in batch:
             answer = self.answers.get(message.routing_key, CONFIRMED)
@@ -183,7 +185,7 @@ class ScriptedHolder:
 
 
 class ScriptedLane:
-    """Claims come from a script; what happens to them is noted."""
+    """A lane with one window. Claims come from a script; what happens to them is noted."""
 
     def __init__(self, number: int = 1, claims: Iterable[Sequence[Due] | Exception] = (), hint: float = 3600.0) -> None:
         self.number = number
@@ -196,6 +198,7 @@ class ScriptedLane:
         self.settled: list[tuple[list[Due], list[tuple[Due, str]]]] = []
         self.released = asyncio.Event()
         self.sleeping = asyncio.Event()
+        self.windows = [self]
         self._claims = deque(claims)
         self._woken = asyncio.Event()
 
@@ -217,11 +220,7 @@ class ScriptedLane:
     async def give_up(self) -> None:
         self.events.append("give up")
 
-    @property
-    def more(self) -> bool:
-        return bool(self._claims)
-
-    async def sleep_hint(self) -> float:
+    def sleep_hint(self) -> float:
         return 0.0 if self._claims else self.hint
 
     def note_parked(self, due_ms: int) -> None:
@@ -354,6 +353,8 @@ class ScriptedLive:
     in_force: Policy = field(default_factory=lambda: Policy(Mode.NATIVE, {}, b"delays", 86_400_000))
     places: Endpoints = field(default_factory=lambda: Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000))
     now: int = NOW
+    width: int = 0
+    """By how much the upper bound of the clock is later than the lower one."""
     limits: Limits = field(default_factory=dict)
     holds_in_store: bool = True
     rates: Mapping[bytes | None, float] = field(default_factory=dict)
@@ -371,7 +372,7 @@ class ScriptedLive:
         return self.limits
 
     def now_upper_ms(self) -> int:
-        return self.now
+        return self.now + self.width
 
     def now_lower_ms(self) -> int:
         return self.now

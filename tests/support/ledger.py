@@ -110,17 +110,20 @@ class Ledger:
         longest_ms: int = LONGEST_MS,
         delay_ms: int | None = None,
         absolute: bool | None = None,
+        step_ms: int = 0,
         doomed_ones: int = 0,
     ) -> None:
         """Publish ``count`` more messages, and return when all are confirmed, however long the broker takes for that.
-        Delays are random unless ``delay_ms`` is given. Behind each batch so many that have to be refused."""
+        Delays are random unless ``delay_ms`` is given; then each is ``step_ms`` longer than the one before. Behind each
+        batch so many that have to be refused."""
         for start in range(0, count, BATCH):
             async with self._turn:
                 # The instant is taken before the batch is made: what is due is never later than we claim.
                 now_ms = int(time.time() * 1000)
                 batch = []
-                for _ in range(min(BATCH, count - start)):
-                    delay = self._chance.randint(0, longest_ms) if delay_ms is None else delay_ms
+                for number in range(start, min(start + BATCH, count)):
+                    shortest = self._chance.randint(0, longest_ms) if delay_ms is None else delay_ms
+                    delay = shortest + number * step_ms
                     batch.append(self._compose(now_ms, delay, absolute))
                 batch += [self._compose_doomed() for _ in range(doomed_ones)]
                 await self._confirmed(batch)

@@ -1,15 +1,18 @@
-"""The release cursor of a lane: the place where its claims begin, and the instant of its next row. No connection, no
+"""The release cursor of a lane: the place where its claims begin, and the instant of its next claim. No connection, no
 SQL.
 
-The *watermark* is a due instant before which the lane has no rows. Claims begin there, so they never read dead index
-entries again, which slow other Postgres queues down. The watermark moves at three places:
+A claim takes the rows that are due within the *window*. The *place* is a due instant and an id, before which the lane
+has no rows but those of open claims. Claims begin there, so they never read dead index entries again, which slow other
+Postgres queues down. The place moves at four moments:
 
-- settle: to the last row of the claim. After an empty claim: to the next row, or to the lower bound of the store's
+- claim: to the last row that was taken. After an empty claim: to the next row, or to the lower bound of the store's
   clock if that is sooner.
-- note: back to a row that was put before it. A note during a claim is kept until the claim ends.
+- note: back to a row that was put before it. A note during a claim is kept until the claim is made.
+- rollback: back to the place where the claim began.
 - scan: once a minute the lane is read from its beginning, on another connection, for unannounced rows.
 
-The lane writes the watermark into its row every few seconds, for the next owner.
+The lane writes a watermark into its row every few seconds, for the next owner: the due instant of this place, or of an
+open claim's beginning.
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ from delayer.store.lanes.notify import WAITING, Notification
 NEVER_MS: Final = 1 << 60
 LOCKED_MS: Final = 1_000
 """How long a claim leaves held rows alone that another transaction has locked: no event says when they are free."""
+WINDOW_MS: Final = 100
+"""Claims take what is due within this time."""
+LEAD_MS: Final = 40
+"""A claim begins so long before its first message is due. That is the time for the claim itself, on a busy machine."""
+
+Place = tuple[int, int]
+"""A due instant in epoch milliseconds, and an id."""
 
 
 class Start(NamedTuple):
@@ -53,12 +63,14 @@ class ReleaseCursor:
         self._clock_steps = clock.steps
         self.woken = asyncio.Event()
         """Set when something is due sooner than was known."""
-        self.watermark = start.watermark
+        self.place: Place = (start.watermark, 0)
         self.noted = NEVER_MS  # The soonest row noted since the last claim began.
         self.retry_ms = NEVER_MS if start.retry_ms is None else start.retry_ms  # The soonest retry of a held row.
         self.more = True
         """Whether rows may be due already: the last claim was full, or was rolled back."""
-        self.next: int | None = None  # The next due instant that the last claim saw, if it took no row.
+        self.retrying = False
+        """Whether an open claim has held rows: the others take none."""
+        self._next = NEVER_MS  # The due instant of the first row after the last claim.
         self._passed_over_ms = pool.BEGINNING_MS  # Claims take no held rows before this instant.
         self._held_turn = False
         self._crowded = False
@@ -69,16 +81,16 @@ class ReleaseCursor:
         return self._clock_steps != self._clock.steps
 
     def forget_after_step(self) -> None:
-        """Forget a watermark that was taken from a clock that was set since."""
+        """Forget a place that was taken from a clock that was set since."""
         if self.clock_stepped:
             self._clock_steps = self._clock.steps
-            self.watermark = self._passed_over_ms = pool.BEGINNING_MS
+            self.place, self._passed_over_ms = (pool.BEGINNING_MS, 0), pool.BEGINNING_MS
             self.more = True
 
     def claiming(self) -> None:
         """A claim begins."""
         self.forget_after_step()
-        self.noted, self.next = NEVER_MS, None
+        self.noted = NEVER_MS
 
     def turn(self, limit: int) -> tuple[int, Turn]:
         """The number of rows that a claim of ``limit`` takes, and its turn.
@@ -93,23 +105,30 @@ class ReleaseCursor:
         self._held_turn = not self._held_turn
         return limit, Turn.SHARE if self._held_turn else Turn.SPARE
 
-    def claimed(self, *, crowded: bool) -> None:
-        """A claim ended; ``crowded``: it wanted held rows and had no bytes left for them."""
+    def claimed(self, last: Place, *, next_ms: int | None, more: bool, retrying: bool, crowded: bool) -> None:
+        """A claim was made, up to ``last``. ``next_ms``: the due instant of the first row after it, if that was asked
+        for; ``more``: that row is due within the window, or may be. ``crowded``: it had no bytes left for held rows."""
+        self.place = min(last, (self.noted, 0))
+        self.more = more
+        self._next = NEVER_MS if next_ms is None else next_ms
+        self.retrying |= retrying
         self._crowded = crowded
 
-    def settled(self, watermark: int, *, full: bool, next_ms: int | None) -> None:
-        """A claim was committed."""
-        self.watermark = min(watermark, self.noted)
-        self.more = full
-        self.next = next_ms
+    def rolled_back(self, start: Place | None) -> None:
+        """The claim that began at ``start`` was rolled back, or a claim failed."""
+        if start is not None:
+            self.place = min(self.place, start)
+            self.noted = min(self.noted, start[0])
+        self.more = True
+        self.woken.set()
 
-    def next_ms(self, soonest: int | None) -> int:
-        """The next due instant, if the next unannounced row is due at ``soonest``."""
-        return min(self.noted, self.next_retry_ms(), NEVER_MS if soonest is None else soonest)
+    def wake_ms(self) -> int:
+        """When the next claim begins, unless there is more to claim already."""
+        return min(min(self.noted, self._next) - LEAD_MS, self.next_retry_ms())
 
     def next_retry_ms(self) -> int:
         """From when on a claim asks for held rows."""
-        return max(self.retry_ms, self._passed_over_ms)
+        return NEVER_MS if self.retrying else max(self.retry_ms, self._passed_over_ms)
 
     def pass_over_retries(self) -> None:
         """Held rows were due, and a claim got none of them: another transaction has them locked."""
@@ -117,7 +136,7 @@ class ReleaseCursor:
 
     def note_parked(self, due_ms: int) -> None:
         """A row that is due at ``due_ms`` was put into the lane."""
-        self.watermark = min(self.watermark, due_ms)
+        self.place = min(self.place, (due_ms, 0))
         if due_ms < self.noted:
             self.noted = due_ms
             self.woken.set()
@@ -139,7 +158,7 @@ class ReleaseCursor:
 
     def scanned(self, watermark: int, first_ms: int | None, retry_ms: int | None) -> None:
         """A scan that began at ``watermark`` found the lane's first waiting row, and its first retry."""
-        if first_ms is not None and first_ms < min(watermark, self.watermark):
+        if first_ms is not None and first_ms < min(watermark, self.place[0]):
             self.note_parked(first_ms)
         if retry_ms is not None:
             self.note_held(retry_ms)

@@ -1,8 +1,9 @@
-"""A lane: a partition of the waiting messages that this process owns while one connection lives. Its claims: the
-statements of a release.
+"""A lane: a partition of the waiting messages that this process owns while its connections live. Its windows: the
+claims of a release.
 
-That connection holds the lane's advisory lock and runs its release transactions. So the loss of the lock also rolls
-back the open release. No release of ours can commit after another process took the lane.
+A lane has two connections. The first holds the lane's advisory lock. Each can have one claim open, so that the next
+claim begins while the last one is published and settled. The loss of either connection ends the lane. A claim that is
+still open then on the other one may settle: its rows are locked, so the lane's next owner waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import asyncpg
@@ -26,7 +27,7 @@ from delayer.store import pool as session
 from delayer.store import statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
-from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, Start, Turn
+from delayer.store.lanes.cursor import NEVER_MS, WINDOW_MS, Place, ReleaseCursor, Start, Turn
 from delayer.store.rows import envelope, keys
 
 log = structlog.get_logger()
@@ -34,116 +35,209 @@ log = structlog.get_logger()
 FEED_SECONDS: Final = 1.0
 WRITE_SECONDS: Final = 5.0
 FIRST_SCAN_SECONDS: Final = 5.0
+LONGEST_SLEEP: Final = 60.0
+HORIZON_MS: Final = 61_000
+"""The time until an owner wakes that sleeps for LONGEST_SLEEP, and a second more."""
+
+
+class Window:
+    """Satisfies broker.ports.Window: one of the two connections of a lane, and the claim that is open on it."""
+
+    def __init__(self, lane: PostgresLane, connection: asyncpg.Connection, clock: StoreClock) -> None:
+        self.connection = connection
+        self.turn = asyncio.Lock()  # One statement or transaction of ours at a time.
+        self.opened: Claim | None = None
+        self.fed_until = math.inf
+        """Until when the server's idle timeout is kept from an open claim, in seconds of the clock."""
+        self._lane = lane
+        self._clock = clock
+
+    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
+        """See the port. The rows that were held before come last, and are a tenth of ``limit`` at most."""
+        lane = self._lane
+        if self.opened is not None:
+            raise RuntimeError(f"lane {lane.number}: claim before the last one was settled or given up")
+        began = self._clock.monotonic()
+        lane.check_held("claim")
+        async with self.talking("claim") as connection:
+            lane.cursor.claiming()
+            try:
+                claim = await self._claim_once(connection, limit, max_bytes)
+            except asyncpg.DeadlockDetectedError:
+                # Against a park that replaces several keyed messages at once. It wins; then it is our turn.
+                await connection.execute("ROLLBACK")
+                claim = await self._claim_once(connection, limit, max_bytes)
+            if claim.rows and self._clock.monotonic() - began > FEED_SECONDS:
+                # For the server the release was idle while its rows travelled, perhaps for too long. Then it is rolled
+                # back, and its published messages come twice.
+                await session.sample(connection, self._clock)
+        if claim.rows:
+            self.fed_until = self._clock.monotonic() + lane.release_seconds
+            reach("release.claimed")
+        return claim.rows
+
+    async def _claim_once(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
+        lane = self._lane
+        claim = await claim_due(
+            connection,
+            self._clock,
+            lane.number,
+            lane.cursor,
+            others=lane.claimed_after(lane.cursor.place),
+            limit=limit,
+            max_bytes=max_bytes,
+        )
+        if claim.rows:
+            self.opened = claim
+        else:
+            await find_next_retry(connection, self._clock, lane.number, lane.cursor, claim)
+            await connection.execute("ROLLBACK")
+        return claim
+
+    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
+        """See the port. ``released`` and ``held`` together are the whole claim; committing a part would lose the
+        rest."""
+        lane, claim = self._lane, self.opened
+        if claim is None:
+            lane.check_held("settle")
+            if released or held:
+                raise LaneLost(f"lane {lane.number}: its release was rolled back")
+            return
+        if len(released) + len(held) != len(claim.rows):
+            await self.give_up()
+            raise ValueError(f"claimed {len(claim.rows)}, settled {len(released)} released and {len(held)} held")
+        async with self.talking("settle") as connection:
+            await settle_claim(connection, self._clock, lane.number, lane.cursor, claim, released=released, held=held)
+            status = await connection.execute("COMMIT")
+            if status != "COMMIT":
+                raise StoreLost(f"settle: the store answered COMMIT by {status}")
+            self._end()
+        reach("release.committed")
+
+    async def give_up(self) -> None:
+        """See the port."""
+        if self.opened is None:
+            return
+        self._forget()
+        async with self.turn:
+            await self._roll_back()
+
+    @asynccontextmanager
+    async def talking(self, doing: str) -> AsyncIterator[asyncpg.Connection]:
+        """The connection, for one caller at a time. Raises LaneLost when it is gone, StoreLost when the store refused.
+
+        After a failure the transaction is rolled back. If that is uncertain, the connection is cut, and the server
+        rolls back. Otherwise the next transaction would commit deletions that it does not know of.
+        """
+        async with self.turn:
+            if self._lane.released or self.connection.is_closed():
+                self._forget()
+                raise LaneLost(f"lane {self._lane.number}: {doing}: its connection is gone")
+            try:
+                yield self.connection
+            except DRIVER_ERRORS as error:
+                self._forget()
+                if isinstance(error, TimeoutError):
+                    self.connection.terminate()  # The server is silent, so the result of the statement is unknown.
+                await self._roll_back()
+                lost = StoreLost if self._lane.held_by_us else LaneLost
+                raise lost(f"lane {self._lane.number}: {doing}: {describe(error)}") from error
+            except BaseException:
+                # Cancelled between two statements or inside one, or a bug.
+                self._forget()
+                self.connection.terminate()
+                raise
+
+    def _end(self) -> Claim | None:
+        claim, self.opened, self.fed_until = self.opened, None, math.inf
+        if claim is not None and claim.retries:
+            self._lane.cursor.retrying = False
+        return claim
+
+    def _forget(self) -> None:
+        """The open claim is rolled back, or will be."""
+        claim = self._end()
+        self._lane.cursor.rolled_back(None if claim is None else claim.start)
+
+    async def _roll_back(self) -> None:
+        if self.connection.is_closed():
+            return
+        try:
+            await self.connection.execute("ROLLBACK")
+        except DRIVER_ERRORS as error:
+            self.connection.terminate()
+            log.warning("rollback failed", lane=self._lane.number, error=describe(error))
+        except BaseException:
+            self.connection.terminate()
+            raise
 
 
 class PostgresLane:
-    """Satisfies broker.ports.Lane. Made by locks.py, which took the lock on ``connection``."""
+    """Satisfies broker.ports.Lane. Made by locks.py, which took the lock on the first of the ``connections``."""
 
     def __init__(
         self,
         number: int,
         route: bytes | None,
         start: Start,
-        connection: asyncpg.Connection,
+        connections: Sequence[asyncpg.Connection],
         *,
         clock: StoreClock,
         pool: asyncpg.Pool,
         release_seconds: float,
     ) -> None:
-        """``pool``: for scans. ``release_seconds``: for how long an open release is kept from the idle timeout."""
+        """``pool``: for scans. ``release_seconds``: for how long an open claim is kept from the idle timeout."""
         self.number = number
         self.route = route
         self.epoch = start.epoch
-        self.connection = connection
+        self.windows = [Window(self, connection, clock) for connection in connections]
         self.cursor = ReleaseCursor(start, clock)
+        self.release_seconds = release_seconds
+        self.released = False
         self._clock = clock
         self._pool = pool
-        self._turn = asyncio.Lock()  # One statement or transaction of ours at a time.
-        self._released = False
         self._releasing = asyncio.Event()
-        self._claim: Claim | None = None
         self._written = start.watermark
         self._written_at = clock.monotonic()
-        self._release_seconds = release_seconds
-        self._fed_until = math.inf
-        connection.add_termination_listener(lambda _: self.cursor.woken.set())
+        for connection in connections:
+            connection.add_termination_listener(lambda _: self.cursor.woken.set())
         self._keeper = asyncio.create_task(self._keep(), name=f"lane {number}: keep")
         self._scanner = asyncio.create_task(self._scan_on(), name=f"lane {number}: scan")
 
     @property
     def held_by_us(self) -> bool:
         """See the port."""
-        return not self._released and not self.connection.is_closed()
+        return not self.released and not any(window.connection.is_closed() for window in self.windows)
+
+    def check_held(self, doing: str) -> None:
+        """Raises LaneLost if a connection of the lane is gone."""
+        if not self.held_by_us:
+            raise LaneLost(f"lane {self.number}: {doing}: one of its connections is gone")
+
+    def claimed_after(self, place: Place) -> list[int]:
+        """The messages after ``place`` that an open claim has: another claim would wait for it."""
+        open_claims = [window.opened for window in self.windows if window.opened is not None]
+        return [
+            due.id
+            for claim in open_claims
+            if claim.last > place
+            for due in claim.rows
+            if not due.attempts and (due.due_ms, due.id) > place
+        ]
 
     @property
-    def more(self) -> bool:
+    def watermark(self) -> int:
+        """A due instant before which the lane has no rows, also if all of its open claims are rolled back."""
+        starts = [window.opened.start[0] for window in self.windows if window.opened is not None]
+        return min(self.cursor.place[0], self._clock.now_lower_ms(), *starts)
+
+    def sleep_hint(self) -> float:
         """See the port."""
-        return self.cursor.more
-
-    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
-        """See the port. The rows that were held before come last, and are a tenth of ``limit`` at most."""
-        if self._claim is not None:
-            raise RuntimeError(f"lane {self.number}: claim before the last one was settled or given up")
-        began = self._clock.monotonic()
-        async with self._talking("claim") as connection:
-            self.cursor.claiming()
-            try:
-                self._claim = await self._claim_once(connection, limit, max_bytes)
-            except asyncpg.DeadlockDetectedError:
-                # Against a park that replaces several keyed messages at once. It wins; then it is our turn.
-                await connection.execute("ROLLBACK")
-                self._claim = await self._claim_once(connection, limit, max_bytes)
-            if self._claim.rows and self._clock.monotonic() - began > FEED_SECONDS:
-                # For the server the release was idle while its rows travelled, perhaps for too long. Then it is rolled
-                # back, and its published messages come twice.
-                await session.sample(connection, self._clock)
-        if self._claim.rows:
-            self._fed_until = self._clock.monotonic() + self._release_seconds
-            reach("release.claimed")
-        return self._claim.rows
-
-    async def _claim_once(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
-        return await claim_due(connection, self._clock, self.number, self.cursor, limit=limit, max_bytes=max_bytes)
-
-    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
-        """See the port. ``released`` and ``held`` together are the whole claim; committing a part would lose the
-        rest."""
-        claim = self._claim
-        if claim is None:
-            raise LaneLost(f"lane {self.number}: its release was rolled back")
-        if len(released) + len(held) != claim.size:
-            await self.give_up()
-            raise ValueError(f"claimed {claim.size}, settled {len(released)} released and {len(held)} held")
-        async with self._talking("settle") as connection:
-            await settle_claim(connection, self._clock, self.number, self.cursor, claim, released=released, held=held)
-            status = await connection.execute("COMMIT")
-            if status != "COMMIT":
-                raise StoreLost(f"settle: the store answered COMMIT by {status}")
-            self._claim, self._fed_until = None, math.inf
-        self.cursor.settled(claim.watermark, full=claim.full, next_ms=claim.next_ms)
-        if claim.size:
-            reach("release.committed")
-
-    async def give_up(self) -> None:
-        """See the port."""
-        if self._claim is None:
-            return
-        self._forget_claim()
-        async with self._turn:
-            await self._roll_back()
-
-    async def sleep_hint(self) -> float:
-        """See the port."""
-        async with self._talking("sleep hint") as connection:
-            self.cursor.forget_after_step()
-            if self.cursor.more:
-                return 0.0
-            soonest = self.cursor.next
-            if soonest is None:
-                horizon = self._clock.now_upper_ms() + HORIZON_MS
-                soonest = await connection.fetchval(statements.NEXT_DUE, self.number, self.cursor.watermark, horizon)
-        next_ms = self.cursor.next_ms(soonest)
-        return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
+        self.check_held("sleep hint")
+        self.cursor.forget_after_step()
+        if self.cursor.more:
+            return 0.0
+        return min(max(self._clock.seconds_until(self.cursor.wake_ms()), 0.0), LONGEST_SLEEP)
 
     def note_parked(self, due_ms: int) -> None:
         """See the port."""
@@ -154,13 +248,12 @@ class PostgresLane:
         self.cursor.note_held(retry_ms)
 
     async def wait(self, seconds: float) -> None:
-        """See the port. Also returns when the lane is lost, and when the store's clock was set: sleep hints of the
-        old time are worth nothing then."""
+        """See the port. Also returns when the lane is lost, and when the store's clock was set: rests that follow from
+        the old time are worth nothing then."""
         deadline = self._clock.monotonic() + seconds
         while self.held_by_us and not self.cursor.clock_stepped:
             self.cursor.woken.clear()
-            next_ms = min(self.cursor.noted, self.cursor.next_retry_ms())
-            left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(next_ms))
+            left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(self.cursor.wake_ms()))
             if left <= 0.0:
                 return
             try:
@@ -171,90 +264,55 @@ class PostgresLane:
                 continue
 
     async def release(self) -> None:
-        """See the port. The server rolls back an open claim and frees the lock."""
+        """See the port. The server rolls back open claims and frees the lock."""
         if self._releasing.is_set():
             return
         self._releasing.set()
         self.cursor.woken.set()
         self._scanner.cancel()
         await asyncio.wait([self._keeper, self._scanner])
-        if self.held_by_us and not self._turn.locked() and not self.connection.is_in_transaction():
+        first = self.windows[0]
+        if self.held_by_us and not first.turn.locked() and not first.connection.is_in_transaction():
             try:
-                async with self._talking("release") as connection:
+                async with first.talking("release") as connection:
                     await self._write_down(connection, at_once=True)
             except StoreLost as error:
                 log.warning("lane connection broken", lane=self.number, error=str(error))
-        self._claim, self._released = None, True
-        await session.close(self.connection)
-
-    @asynccontextmanager
-    async def _talking(self, doing: str) -> AsyncIterator[asyncpg.Connection]:
-        """The connection, for one caller at a time. Raises LaneLost when it is gone, StoreLost when the store refused.
-
-        After a failure the transaction is rolled back. If that is uncertain, the connection is cut, and the server
-        rolls back. Otherwise the next transaction would commit deletions that it does not know of.
-        """
-        async with self._turn:
-            if not self.held_by_us:
-                self._forget_claim()
-                raise LaneLost(f"lane {self.number}: {doing}: the connection that holds its lock is gone")
-            try:
-                yield self.connection
-            except DRIVER_ERRORS as error:
-                self._forget_claim()
-                if isinstance(error, TimeoutError):
-                    self.connection.terminate()  # The server is silent, so the result of the statement is unknown.
-                await self._roll_back()
-                lost = StoreLost if self.held_by_us else LaneLost
-                raise lost(f"lane {self.number}: {doing}: {describe(error)}") from error
-            except BaseException:
-                # Cancelled between two statements or inside one, or a bug.
-                self._forget_claim()
-                self.connection.terminate()
-                raise
-
-    def _forget_claim(self) -> None:
-        """The open claim is rolled back, or will be."""
-        self._claim, self._fed_until = None, math.inf
-        self.cursor.more = True
-
-    async def _roll_back(self) -> None:
-        if self.connection.is_closed():
-            return
-        try:
-            await self.connection.execute("ROLLBACK")
-        except DRIVER_ERRORS as error:
-            self.connection.terminate()
-            log.warning("rollback failed", lane=self.number, error=describe(error))
-        except BaseException:
-            self.connection.terminate()
-            raise
+        self.released = True
+        for window in self.windows:
+            window.opened = None
+        await asyncio.gather(*(session.close(window.connection) for window in self.windows))
 
     async def _keep(self) -> None:
-        """Keep the session from its idle timeout, by asking for the store's time.
+        """Keep the sessions from their idle timeout, by asking for the store's time.
 
-        A process whose event loop hangs stops feeding, and loses the lane. An open release is fed as well, as its
-        broker may be slow to confirm, but not for longer than it may take.
+        A process whose event loop hangs stops feeding, and loses the lane. An open claim is fed as well, as its broker
+        may be slow to confirm, but not for longer than it may take.
         """
         while not await self._released_within(FEED_SECONDS) and self.held_by_us:
-            if self._turn.locked() or self._clock.monotonic() > self._fed_until:
-                continue
-            try:
-                async with self._talking("feed") as connection:
-                    await session.sample(connection, self._clock, timeout=5 * FEED_SECONDS)
-                    if not connection.is_in_transaction():
-                        await self._write_down(connection)
-            except StoreLost as error:
-                log.warning("lane connection broken", lane=self.number, error=str(error))
+            for window in self.windows:
+                await self._feed(window)
             if self.cursor.clock_stepped:
                 self.cursor.woken.set()
 
+    async def _feed(self, window: Window) -> None:
+        if window.turn.locked() or self._clock.monotonic() > window.fed_until:
+            return
+        try:
+            async with window.talking("feed") as connection:
+                await session.sample(connection, self._clock, timeout=5 * FEED_SECONDS)
+                # Only the connection with the lock writes: another process may have the lane when it is gone.
+                if window is self.windows[0] and not connection.is_in_transaction():
+                    await self._write_down(connection)
+        except StoreLost as error:
+            log.warning("lane connection broken", lane=self.number, error=str(error))
+
     async def _write_down(self, connection: asyncpg.Connection, *, at_once: bool = False) -> None:
         """Write the watermark for the next owner. Not now, if a park holds the row: there is no hurry."""
-        now = self._clock.monotonic()
-        if (at_once or now >= self._written_at + WRITE_SECONDS) and self._written != self.cursor.watermark:
-            self._written, self._written_at = self.cursor.watermark, now
-            await connection.execute(statements.WRITE_WATERMARK, self.number, self.cursor.watermark)
+        now, watermark = self._clock.monotonic(), self.watermark
+        if (at_once or now >= self._written_at + WRITE_SECONDS) and self._written != watermark:
+            self._written, self._written_at = watermark, now
+            await connection.execute(statements.WRITE_WATERMARK, self.number, watermark)
 
     async def _scan_on(self) -> None:
         pause = FIRST_SCAN_SECONDS
@@ -268,9 +326,11 @@ class PostgresLane:
     async def scan(self) -> None:
         """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. It uses a connection of the
         pool, because it reads dead entries, at some 4 us each. Raises the driver's errors."""
-        watermark, horizon_ms = self.cursor.watermark, self._clock.now_upper_ms() + HORIZON_MS
+        watermark, horizon_ms = self.watermark, self._clock.now_upper_ms() + HORIZON_MS
         async with session.borrowed(self._pool) as connection:
-            first_ms = await connection.fetchval(statements.NEXT_DUE, self.number, session.BEGINNING_MS, horizon_ms)
+            first_ms = await connection.fetchval(
+                statements.NEXT_DUE, self.number, session.BEGINNING_MS, 0, horizon_ms, []
+            )
             retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
         self.cursor.scanned(watermark, first_ms, retry_ms)
 
@@ -283,23 +343,17 @@ class PostgresLane:
         return True
 
 
-LONGEST_SLEEP: Final = 60.0
-HORIZON_MS: Final = 61_000
-"""The time until an owner wakes that sleeps for LONGEST_SLEEP, and a second more."""
-
-
 @dataclass(slots=True)
 class Claim:
     """The rows that an open release transaction took."""
 
-    watermark: int
-    """The instant where the next claim begins."""
-    rows: list[Due] = field(default_factory=list)
-    size: int = 0
-    """The number of ``rows`` as claimed; the caller may take the list apart."""
-    full: bool = False
-    next_ms: int | None = None
-    """When the next waiting row is due, if no waiting row was taken; NEVER_MS if none is by the horizon."""
+    start: Place
+    """Where it began; the next claim begins there again if this one is rolled back."""
+    last: Place
+    """Where the next claim begins."""
+    rows: list[Due]
+    retries: bool = False
+    """Whether some of the rows were held before."""
     passed_over_ms: int = -NEVER_MS
     """Held rows whose retry was due by this instant were asked for, and all of them were locked."""
 
@@ -310,48 +364,53 @@ async def claim_due(
     number: int,
     cursor: ReleaseCursor,
     *,
+    others: Sequence[int],
     limit: int,
     max_bytes: int,
 ) -> Claim:
-    """Begin a transaction and take the due rows of lane ``number``. Held rows come last, and are a tenth of ``limit``
-    at most. A tenth of ``max_bytes`` is left for them, unless a single row is larger.
+    """Begin a transaction and take the rows of lane ``number`` that are due within the window. Held rows come last, and
+    are a tenth of ``limit`` at most. A tenth of ``max_bytes`` is left for them, unless a single row is larger.
 
-    Raises the driver's errors, and RuntimeError if a transaction is open already.
+    ``others``: the messages that another open claim has. Raises the driver's errors, and RuntimeError if a transaction
+    is open already.
     """
     limit, turn = cursor.turn(limit)
     retries = max(1, limit // 10) if turn is Turn.SHARE else 0
-    upper = clock.now_upper_ms()
+    horizon_ms = clock.now_upper_ms() + HORIZON_MS
     before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that the statements use.
     if connection.is_in_transaction():
         raise RuntimeError(f"lane {number}: a transaction is open that no claim began")
     await connection.execute("BEGIN")
-    watermark = cursor.watermark
+    start = cursor.place
     waiting_bytes = max_bytes - max_bytes // 10 if retries else max_bytes
     records = await connection.fetch(
-        statements.CLAIM, number, watermark, upper + HORIZON_MS, limit - retries, waiting_bytes
+        statements.CLAIM, number, *start, horizon_ms, others, WINDOW_MS, limit - retries, waiting_bytes
     )
-    rows = sorted(map(envelope.read, records), key=_due_then_arrival)
+    rows = sorted(map(envelope.read, records), key=_place)
     taken = sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
-    made = Claim(watermark, full=len(rows) >= limit - retries or taken >= waiting_bytes, rows=rows)
-    if rows:
-        # This holds for a claim with fewer rows as well: a row may be missing because it was cancelled while the claim
-        # waited for it, and more rows may follow.
-        made.watermark = rows[-1].due_ms
-    elif not made.full:
-        # A claim whose rows were all cancelled is empty as well. So the next row is asked for.
-        soonest = await connection.fetchval(statements.NEXT_DUE, number, watermark, upper + HORIZON_MS)
-        made.next_ms = NEVER_MS if soonest is None else soonest
-        made.watermark = min(before, made.next_ms)
+    full = len(rows) >= limit - retries or taken >= waiting_bytes
+    made = Claim(start, _place(rows[-1]) if rows else start, rows)
+    next_ms: int | None = None
+    if not full or (rows and rows[-1].due_ms > before):
+        # A row may be missing because it was cancelled while the claim waited for it, and more rows may follow. And the
+        # clock by which the rows are published may have been set.
+        asked = clock.monotonic()
+        next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, number, *made.last, horizon_ms, others)
+        clock.observe(asked, server_ms, clock.monotonic())
+        next_ms = NEVER_MS if next_ms is None else next_ms
+        if not rows:
+            made.last = max(start, (min(before, next_ms), 0))
     if turn is Turn.SPARE and not rows:
         retries = limit
     crowded = bool(retries and rows and taken >= max_bytes)
     if retries and not crowded:
         held = await connection.fetch(statements.CLAIM_HELD, number, retries, max(max_bytes - taken, 1))
         rows += map(_held, held)
+        made.retries = bool(held)
         if not held:
             made.passed_over_ms = before
-    cursor.claimed(crowded=crowded)
-    made.size = len(rows)
+    more = full or next_ms is None or next_ms <= before + WINDOW_MS
+    cursor.claimed(made.last, more=more, next_ms=next_ms, retrying=made.retries, crowded=crowded)
     return made
 
 
@@ -382,8 +441,7 @@ async def settle_claim(
     if changed:
         kinds, numbers = zip(*changed, strict=True)
         await connection.execute(statements.COUNT, [number] * len(kinds), kinds, numbers)
-    if held or cursor.retry_ms <= clock.now_upper_ms():
-        await _find_next_retry(connection, number, cursor, made)
+    await find_next_retry(connection, clock, number, cursor, made, newly=bool(held))
 
 
 async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> None:
@@ -401,8 +459,19 @@ async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[
         await connection.execute(statements.HOLD_AGAIN, *map(list, zip(*again, strict=True)))
 
 
-async def _find_next_retry(connection: asyncpg.Connection, number: int, cursor: ReleaseCursor, made: Claim) -> None:
-    """Ask when a held row is retried next, as this claim leaves them."""
+async def find_next_retry(
+    connection: asyncpg.Connection,
+    clock: StoreClock,
+    number: int,
+    cursor: ReleaseCursor,
+    made: Claim,
+    *,
+    newly: bool = False,
+) -> None:
+    """Ask when a held row is retried next, as this claim leaves them, if one is due or was ``newly`` held. If another
+    claim has held rows, it will ask. Raises the driver's errors."""
+    if (cursor.retrying and not made.retries) or not (newly or cursor.retry_ms <= clock.now_upper_ms()):
+        return
     soonest, cursor.retry_ms = cursor.retry_ms, NEVER_MS
     try:
         retry_ms = await connection.fetchval(statements.NEXT_RETRY, number)
@@ -422,5 +491,5 @@ def _held(record: asyncpg.Record) -> Due:
     return envelope.read(record, record["attempts"], hold, record["token"])
 
 
-def _due_then_arrival(due: Due) -> tuple[int, int]:
+def _place(due: Due) -> Place:
     return due.due_ms, due.id

@@ -56,7 +56,7 @@ def broker_mark(cluster: str, vhost: str) -> str:
 
 
 def application_of(lane: int) -> str:
-    """The name of the session that holds the lock of ``lane``."""
+    """The name of the sessions of ``lane``. The first holds its lock."""
     return f"delayer lane {lane}"
 
 
@@ -149,6 +149,7 @@ class LaneLocks:
     async def take(self, number: int) -> PostgresLane | None:
         """Take a lane; None if another process was quicker. Raises StoreLost."""
         connection = await session.connect(self._url, application_of(number), self._lane_settings)
+        second: asyncpg.Connection | None = None
         inbox = Inbox()
         try:
             with translated(f"take lane {number}"):
@@ -157,16 +158,25 @@ class LaneLocks:
                     return None
                 # Before anything is read: a row that others put into the lane from here on is either notified or seen.
                 await inbox.listen(connection, number)
+                second = await session.connect(self._url, application_of(number), self._lane_settings)
                 # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
                 epoch, watermark, route = await connection.fetchrow(_TAKE, number, self._owner, self._broker())
                 await session.sample(connection, self._clock)
                 retry_ms = await connection.fetchval(statements.NEXT_RETRY, number)
         except BaseException:
             connection.terminate()
+            if second is not None:
+                second.terminate()
             raise
         start = Start(epoch, watermark, retry_ms)
         lane = PostgresLane(
-            number, route, start, connection, clock=self._clock, pool=self._pool, release_seconds=self._releasing
+            number,
+            route,
+            start,
+            (connection, second),
+            clock=self._clock,
+            pool=self._pool,
+            release_seconds=self._releasing,
         )
         inbox.open(lane.cursor.notified)
         return lane

@@ -1,7 +1,8 @@
--- Take the rows of one lane that are due, soonest first, bounded by count and bytes.
+-- Take the rows of one lane that are due within the window, soonest first, bounded by count and bytes.
 --
--- $1 lane, $2 watermark, $3 horizon (the store's now by our estimate, and a minute: only there to prune partitions while
--- planning), $4 rows, $5 bytes. statement_timestamp() is the judge of what is due.
+-- $1 lane, $2 and $3 the place (due instant, id) after which to look, $4 horizon (the store's now by our estimate, and a
+-- minute: only there to prune partitions while planning), $5 ids that another open claim has: this one would wait for
+-- it. $6 window in milliseconds, $7 rows, $8 bytes. statement_timestamp() is the judge of what is due.
 --
 -- The rows are deleted by their place (tableoid, ctid), which the inner select has at hand: 4.0 ms for 1,000 rows with
 -- 1 M waiting, against 7.0 ms when each is looked up in the index again. The conditions are repeated outside for two
@@ -16,14 +17,16 @@ USING (
             SELECT tableoid AS part, ctid AS place, due_at, id,
                    octet_length(body) + octet_length(properties) AS size
             FROM message
-            WHERE lane = $1 AND due_at >= $2 AND due_at <= $3 AND due_at <= statement_timestamp()
+            WHERE lane = $1 AND due_at >= $2 AND (due_at, id) > ($2, $3) AND due_at <= $4
+              AND due_at <= statement_timestamp() + $6 * interval '1 millisecond' AND id <> ALL($5)
             ORDER BY due_at, id
-            LIMIT $4
+            LIMIT $7
         ) AS soonest
     ) AS summed
-    WHERE before < $5
+    WHERE before < $8
 ) AS batch
 WHERE m.ctid = batch.place AND m.tableoid = batch.part
-  AND m.lane = $1 AND m.due_at >= $2 AND m.due_at <= $3 AND m.due_at <= statement_timestamp()
+  AND m.lane = $1 AND m.due_at >= $2 AND m.due_at <= $4
+  AND m.due_at <= statement_timestamp() + $6 * interval '1 millisecond'
 RETURNING m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_key,
           m.to_exchange, m.to_key, m.properties, m.body, m.key

@@ -60,7 +60,8 @@ async def test_each_message_is_written_when_it_is_due() -> None:
     clock = Clock()
     async with scripted_channel(confirms=True) as (_, channel, peer):
         batch = [message(token) for token in "1234"]
-        publishing = asyncio.create_task(channel.publish(batch, timeout=30, schedule=Schedule([-5, 10, 10, 11], clock)))
+        schedule = Schedule([-5, 10, 10, 11], clock)
+        publishing = asyncio.create_task(channel.publish(batch, timeout=30, schedule=schedule))
         for clock.ms, count in ((0, 1), (10, 2)):
             await publishes(peer, count)
             await round_trip(channel, peer)  # and no other message
@@ -72,6 +73,7 @@ async def test_each_message_is_written_when_it_is_due() -> None:
         peer.send(commands.Basic.Nack(5, False), 1)
         peer.send(commands.Basic.Ack(3, True), 1)
         assert await publishing == [CONFIRMED, CONFIRMED, CONFIRMED, NACKED]
+        assert schedule.written_ms == {0: 0, 1: 10, 2: 10, 3: 11}
 
 
 async def test_a_channel_that_closes_before_all_messages_are_due_leaves_the_others_unwritten() -> None:

@@ -9,20 +9,23 @@ from typing import Any
 
 import pytest
 
+from delayer.amqp.channel import seconds_until
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
-from delayer.core.hold import Hold, HoldKind, hold_for, too_late, unfit
-from delayer.core.message import NACKED, Due, Outcome, Outgoing, Returned, Target
+from delayer.core.hold import Hold, HoldKind, Limits, hold_for, too_late, unfit
+from delayer.core.message import NACKED, Due, Outcome, Outgoing, Returned, Schedule, Target
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.release import loop as module
-from delayer.release.loop import COALESCE_SECONDS, Portion, Release, prepared, sorted_out
+from delayer.release.loop import Portion, Release, prepared, sorted_out
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 
 
 class Scene:
-    def __init__(self, lane: ScriptedLane, publisher: ScriptedPublisher | None = None) -> None:
+    def __init__(
+        self, lane: ScriptedLane, publisher: ScriptedPublisher | None = None, limits: Limits | None = None
+    ) -> None:
         self.lane = lane
         self.publisher = publisher or ScriptedPublisher()
         self.heartbeat = Heartbeat()
@@ -30,7 +33,7 @@ class Scene:
         self.release = Release(
             lane,
             self.publisher,
-            ScriptedLive(),
+            ScriptedLive(now=NOW + 10_000, limits=limits) if limits else ScriptedLive(width=25),
             portion=Portion(10, 1000),
             heartbeat=self.heartbeat,
             counters=self.counters,
@@ -40,32 +43,59 @@ class Scene:
         return self.counters.as_dict()[kind]
 
 
-async def test_a_tick_publishes_in_order_and_forgets_what_is_confirmed() -> None:
+async def run_dry(it: Scene) -> None:
+    """Release until the lane has nothing to claim, or the release ends."""
+    stopping = asyncio.Event()
+    running_ = asyncio.create_task(it.release.run(stopping))
+    dry = asyncio.create_task(it.lane.sleeping.wait())
+    await asyncio.wait([running_, dry], return_when=asyncio.FIRST_COMPLETED)
+    dry.cancel()
+    stopping.set()
+    it.lane.note_parked(NOW)
+    await running_
+
+
+async def test_messages_are_published_in_order_and_forgotten_when_confirmed() -> None:
     rows = [due(3), due(1), due(2)]
-    it = Scene(ScriptedLane(claims=[rows], hint=7.5))
-    assert await it.release.tick() == COALESCE_SECONDS
+    it = Scene(ScriptedLane(claims=[rows]))
+    await run_dry(it)
     assert [message.body for message in it.publisher.published] == [b"3", b"1", b"2"]
     assert it.lane.settled == [(rows, [])]
     assert it.count("released") == 3
 
 
-async def test_a_tick_without_anything_due_publishes_nothing() -> None:
-    it = Scene(ScriptedLane(hint=3.0))
-    assert await it.release.tick() == 3.0
-    assert it.publisher.batches == 0
-    assert it.lane.settled == [([], [])]
+async def test_each_message_has_its_instant_and_rows_that_were_held_before_come_first() -> None:
+    rows = [due(1), due(2), due(3, attempts=1)]
+    rows = [row._replace(due_ms=NOW + at) for row, at in zip(rows, (20, 30, -9_000), strict=True)]
+    it = Scene(ScriptedLane(claims=[rows]))
+    await run_dry(it)
+    [schedule] = it.publisher.schedules
+    assert [message.body for message in it.publisher.published] == [b"3", b"1", b"2"]
+    assert schedule.due_ms == [NOW - 9_000, NOW + 20, NOW + 30]
+    assert seconds_until(schedule, -1) == 0.03
 
 
-async def test_with_more_to_do_there_is_no_sleep() -> None:
-    it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]))
-    assert await it.release.tick() == 0.0
+async def test_the_next_claim_is_made_while_one_is_published_and_published_when_that_one_is_written() -> None:
+    publisher = Gated()
+    it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]), publisher)
+    it.lane.windows *= 2
+    async with running(it):
+        await publisher.asked.wait()
+        await until(lambda: it.lane.events == ["claim", "claim"])
+        assert len(publisher.schedules) == 1
+        publisher.schedules[0].on_written()
+        await until(lambda: len(publisher.schedules) == 2)
+        assert publisher.published == []
+        publisher.gate.set()
+        await it.lane.sleeping.wait()
+        await until(lambda: len(it.lane.settled) == 2)
 
 
 async def test_objections_hold_the_message_with_the_reason() -> None:
     publisher = ScriptedPublisher({b"gone": Returned(312, "NO_ROUTE"), b"full": NACKED})
     rows = [due(1), due(2, key=b"gone"), due(3, key=b"full", attempts=4)]
     it = Scene(ScriptedLane(claims=[rows]), publisher)
-    await it.release.tick()
+    await run_dry(it)
     assert it.lane.settled == [
         (
             [rows[0]],
@@ -88,7 +118,7 @@ async def test_an_unfit_message_is_held_and_others_go_on() -> None:
         due(6, key=b"q" * 255),
     ]
     it = Scene(ScriptedLane(claims=[rows]))
-    await it.release.tick()
+    await run_dry(it)
     [(released, held)] = it.lane.settled
     assert released == [rows[5]]
     assert [row for row, _ in held] == rows[:5]
@@ -104,16 +134,13 @@ async def test_flags_of_an_earlier_hold_stay(late_limits: dict[bytes, int]) -> N
     earlier = Hold(HoldKind.NACKED, "why", may_be_delivered=True, isolated=True)
     rows = [due(1, sound=False, attempts=1)._replace(hold=earlier), due(2, sound=False)]
     rows.append(due(3, attempts=1, key=b"gone")._replace(hold=earlier))
-    lane, publisher = ScriptedLane(claims=[rows]), ScriptedPublisher({b"gone": Returned(312, "NO_ROUTE")})
-    await Release(
-        lane, publisher, ScriptedLive(now=NOW + 10_000, limits=late_limits),
-        portion=Portion(10, 1000), heartbeat=Heartbeat(), counters=Counters(),
-    ).tick()  # fmt: skip
-    [(_, held)] = lane.settled
+    it = Scene(ScriptedLane(claims=[rows]), ScriptedPublisher({b"gone": Returned(312, "NO_ROUTE")}), late_limits)
+    await run_dry(it)
+    [(_, held)] = it.lane.settled
     assert {row.id: (hold.may_be_delivered, hold.isolated) for row, hold in held} == {
         1: (True, True), 2: (False, False), 3: (True, True),
     }  # fmt: skip
-    assert [one.isolated for one in publisher.published] == ([] if late_limits else [True])
+    assert [one.isolated for one in it.publisher.published] == ([] if late_limits else [True])
 
 
 def test_a_row_leaves_under_its_number_and_its_due_instant() -> None:
@@ -133,17 +160,19 @@ def test_a_row_leaves_under_its_number_and_its_due_instant() -> None:
 @pytest.mark.parametrize("failure", [BrokerLost("in doubt"), ZeroDivisionError(), asyncio.CancelledError()])
 async def test_unconfirmed_rows_are_rolled_back(failure: Exception) -> None:
     it = Scene(ScriptedLane(claims=[[due(1)]]), ScriptedPublisher({b"k": failure}))
-    with pytest.raises(type(failure)):
-        await it.release.tick()
-    assert it.lane.events == ["claim", "give up"]
+    release = asyncio.create_task(it.release.run(asyncio.Event()))
+    await until(lambda: len(it.lane.events) >= 2)
+    it.release.leave()
+    await asyncio.wait([release])
+    assert isinstance(release.exception(), ZeroDivisionError | None)
+    assert it.lane.events == ["claim", "give up", "release"]
     assert it.count("released") == 0
 
 
 async def test_a_commit_in_doubt_counts_nothing() -> None:
     it = Scene(ScriptedLane(claims=[[due(1)]]))
     it.lane.fail_settle = StoreLost("in doubt")
-    with pytest.raises(StoreLost):
-        await it.release.tick()
+    await run_dry(it)
     assert it.count("released") == 0
 
 
@@ -176,7 +205,7 @@ async def test_the_loop_beats_while_it_sleeps_and_stops_within_a_slice(monkeypat
     it = Scene(ScriptedLane(hint=3600.0))
     task = asyncio.create_task(it.release.run(stopping))
     await until(lambda: len(it.heartbeat.beats) >= 5)
-    assert it.lane.events.count("claim") == 1  # slices of one sleep: nobody asks the store again
+    assert it.lane.events == []
     stopping.set()
     await task
 
@@ -190,11 +219,10 @@ async def test_a_lost_lane_ends_the_loop_and_is_let_go(loss: Exception) -> None:
 
 
 async def test_a_publisher_that_wants_few_gets_few() -> None:
-    it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]))
-    await it.release.tick()
+    it = Scene(ScriptedLane(claims=[[due(1)]]))
     it.publisher.batch_limit = 3
-    await it.release.tick()
-    assert it.lane.limits == [10, 3]
+    await run_dry(it)
+    assert it.lane.limits == [3]
 
 
 async def test_a_bug_is_not_swallowed() -> None:
@@ -224,8 +252,9 @@ class Gated(ScriptedPublisher):
         self.gate = asyncio.Event()
         self.asked = asyncio.Event()
 
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
         self.asked.set()
+        self.schedules += [] if schedule is None else [schedule]
         await self.gate.wait()
         return await super().publish(batch)
 
