@@ -6,7 +6,8 @@ released      properties as they leave for the destination
 refused       properties as they go to the refused queue
 enveloped     properties of an envelope: the broker acts on nothing inside it, in the cascade or the strays queue
 opened        the message that an envelope of the due queue carries
-into_cascade  a publish towards the due queue
+into_broker   a publish into the due queue, if the broker itself delays messages there, or into the cascade
+into_cascade  a publish into the cascade, towards the due queue
 to_strays     a publish into the strays queue
 stray         the message that an envelope of the strays queue carries
 """
@@ -41,7 +42,14 @@ from delayer.amqp.properties import (
     value_at,
 )
 from delayer.core import cascade
-from delayer.core.delay_headers import DELAY, OPT_TIME, DelayRequest, UnreadableDelay, read_delay_ms
+from delayer.core.delay_headers import (
+    DELAY,
+    LONGEST_TIMER_MS,
+    OPT_TIME,
+    DelayRequest,
+    UnreadableDelay,
+    read_delay_ms,
+)
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
 from delayer.core.message import SHORT_STRING, Delivery, Outgoing, Parcel, Target
@@ -346,6 +354,20 @@ class Endpoints:
     due_queue: bytes
     refused_exchange: bytes
     max_properties: int
+    broker_delays: bool = False
+    """Whether the broker itself delays envelopes in the due queue, so that they need no cascade."""
+
+
+def into_broker(
+    parcel: Parcel, id: bytes, at_ms: int, seconds: int, names: Endpoints, *, held: Held | None = None, rest_ms: int = 0
+) -> Outgoing:
+    """A publish to where the broker keeps an envelope until ``at_ms``, in ``seconds`` and ``rest_ms``: the due queue,
+    or the cascade."""
+    if not names.broker_delays:
+        return into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms)
+    properties = enveloped(parcel, id, held, more=entry(OPT_TIME, int64(min(at_ms, LONGEST_TIMER_MS))))
+    key = cascade.routing_key(0, names.due_queue)
+    return Outgoing(names.levels.delivery.encode(), key, properties, parcel.body, id)
 
 
 def into_cascade(
@@ -378,7 +400,7 @@ def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_pr
         return f"not an envelope of ours: {broken}"
 
 
-def enveloped(parcel: Parcel, id: bytes, held: Held | None = None, rest_ms: int = 0) -> bytes:
+def enveloped(parcel: Parcel, id: bytes, held: Held | None = None, rest_ms: int = 0, more: bytes = b"") -> bytes:
     """Properties of an envelope: one header has the message's own properties verbatim, others have the decisions.
 
     The broker acts on nothing inside the envelope and re-encodes nothing; the body stays as it is.
@@ -398,7 +420,7 @@ def enveloped(parcel: Parcel, id: bytes, held: Held | None = None, rest_ms: int 
         headers += entry(_REST, int64(rest_ms))
     if held is not None:
         headers += _note(held)
-    return encode_headers(headers, delivery_mode=2)
+    return encode_headers(headers + more, delivery_mode=2)
 
 
 def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope:

@@ -6,10 +6,12 @@ It reads topologies as values. Parts that another system owns (``shared``) are d
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from aiormq.exceptions import (
     ChannelClosed,
@@ -35,10 +37,16 @@ from delayer.broker.pipelined_admin import (
     unbinding_frame,
 )
 from delayer.broker.verify import Finding, Verifier
-from delayer.core.topology import Binding, Exchange, Queue, Topology
+from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 
 Delayed = Callable[[Collection[str]], Awaitable[dict[str, int | None]]]
 """See :meth:`Admin.delayed`."""
+
+
+PROBE_MS: Final = 500
+"""How far ahead the message lies that asks whether the broker delays."""
+PROBE_LATE_MS: Final = 1_500
+"""How late that message may be, on a busy broker, before the broker counts as one that does not delay."""
 
 
 class QueueState(NamedTuple):
@@ -251,6 +259,45 @@ class Admin:
         except (BrokerRefused, BrokerUnreachable):
             return dict.fromkeys(queues)
         return {name: found.get(name, 0) for name in queues}
+
+    async def memory_left(self) -> int | None:
+        """Bytes of the broker's memory below its watermark. None: unknown."""
+        try:
+            return None if self._management is None else await self._management.memory_left()
+        except (BrokerRefused, BrokerUnreachable):
+            return None
+
+    async def why_no_delays(self, exchange: str, name: str) -> str:
+        """Why the broker cannot delay messages for us. "" if a message half a second ahead came back on time.
+
+        It goes through ``exchange`` to a queue of its own, ``name`` and a number, which lasts a minute at most.
+        """
+        if self._connection.version < DELAYS_FROM:
+            return f"RabbitMQ {'.'.join(map(str, self._connection.version))} delays no messages"
+        probe = Queue(f"{name}-{secrets.token_hex(8)}", arguments({"x-queue-type": "quorum", "x-expires": 60_000}))
+        await self.declare(Topology((), (probe,), (Binding(exchange, probe.name, "queue", probe.name),)))
+        due_ms = time.time_ns() // 1_000_000 + PROBE_MS
+        late_ms = 0
+        properties = BasicMethods.Properties(headers={"x-opt-delivery-time": due_ms}, delivery_mode=2)
+        try:
+            await self._connection.call(
+                lambda channel: channel.basic_publish(
+                    b"", exchange=exchange, routing_key=probe.name, properties=properties, mandatory=True
+                )
+            )
+            while not await self._took(probe.name):
+                if (late_ms := time.time_ns() // 1_000_000 - due_ms) > PROBE_LATE_MS:
+                    return "a message that the broker delayed by half a second did not come back in time"
+                await asyncio.sleep(0.02)
+            late_ms = time.time_ns() // 1_000_000 - due_ms
+        finally:
+            await self._connection.ask(QueueDelete(queue=probe.name))
+        return "" if late_ms >= 0 else "the broker delays no messages, or its clock is ahead of ours"
+
+    async def _took(self, queue: str) -> bool:
+        """Whether a message was taken from the queue."""
+        found = await self._connection.call(lambda channel: channel.basic_get(queue, no_ack=True))
+        return isinstance(found.delivery, BasicMethods.GetOk)
 
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
         """Bind a queue. Returns False if the queue or exchange is missing, or another connection owns the queue."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
+from delayer.amqp.address import Address
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.core.topology import Binding, Queue
 
@@ -118,6 +119,11 @@ class Management:
         rows = await self._get(f"queues/{self._vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
         return {row["name"]: _delayed(row) for row in rows}
 
+    async def memory_left(self) -> int:
+        """Bytes below the memory watermark, of the node that has the fewest. Needs the tag *monitoring*."""
+        rows = await self._get("nodes?columns=mem_used,mem_limit")
+        return min((int(row["mem_limit"]) - int(row["mem_used"]) for row in rows if "mem_limit" in row), default=0)
+
     async def down(self) -> frozenset[str]:
         """The quorum queues of the vhost whose process has ended. RabbitMQ before 4.1 names none."""
         path = f"health/checks/quorum-queues-without-elected-leaders/vhost/{self._vhost}/pattern/.*"
@@ -171,3 +177,14 @@ def _bindings(rows: Iterable[dict[str, Any]]) -> list[tuple[Binding, dict[str, A
         (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
         for row in rows
     ]
+
+
+async def delayed_in(queue: str, broker_url: str, management_url: str | None) -> int | None:
+    """The messages that the broker delays in one queue. None: unknown."""
+    if management_url is None:
+        return None
+    address = Address.parse(broker_url)
+    try:
+        return (await Management(management_url, address.vhost, timeout=5.0, tls=address.tls).delayed()).get(queue, 0)
+    except (BrokerRefused, BrokerUnreachable):
+        return None

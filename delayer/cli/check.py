@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Final, Literal, NamedTuple
 
 import click
@@ -17,7 +18,7 @@ from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config import Settings, duration_text
 from delayer.config.topology import cascade_of, queues_at_work, topology_of, uses_cascade, without_effect
 from delayer.config.values import is_loopback
-from delayer.core.cascade import LEVELS, Cascade
+from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store import schema
@@ -218,18 +219,31 @@ async def _left_in_the_cascade(report: Report, admin: Admin, due_queue: str) -> 
     report.off("cascade", found, f"{advice} (docs/security.md)")
 
 
+BYTES_DELAYED: Final = 1_200
+"""The broker's memory for each message that it delays, of 512 bytes: 108 to 330 bytes, and this much for a while."""
+
+
 async def _delayed_by_the_broker(report: Report, admin: Admin, settings: Settings) -> None:
-    """Messages that RabbitMQ itself delays in delayer's queues, where nobody can list, cancel or bound them."""
+    """Messages that RabbitMQ itself delays: envelopes in the due queue, and those of publishers in other queues, where
+    nobody can list, cancel or bound them."""
     delayed = await admin.delayed(queues_at_work(settings), fresh=False)
     if None in delayed.values():
         found = "RabbitMQ 4.3 and later can delay messages in these queues, and only its management API shows them"
         report.note("broker's delays", found, "set broker.management_url")
         return
+    own = delayed.pop(settings.native.due_queue) or 0
     for name, count in delayed.items():
         if count:
             found = f"{count} in {quoted(name)}: not parked, listed, cancellable or bounded by max_delay before due"
             advice = "let publishers send x-deliver-at instead of x-opt-delivery-time (docs/versions.md)"
             report.note("broker's delays", found, advice)
+    if own:
+        left = await admin.memory_left()
+        room = "a size that only the tag monitoring shows"
+        if left is not None:
+            room = f"room for about {max(0, left) // BYTES_DELAYED:,} more"
+        found = f"{own} wait in {quoted(settings.native.due_queue)}; the broker's memory has {room}"
+        report.ok("broker's delays", found)
 
 
 async def _set_aside(report: Report, admin: Admin, settings: Settings) -> None:
@@ -259,7 +273,8 @@ async def _store(report: Report, settings: Settings, mark: str) -> None:
     """``mark``: that of our broker; "" if unknown."""
     url = settings.store_url
     if url is None:
-        longest = duration_text(min(settings.intake.max_delay_ms, 268_435_455_000))
+        cascade_ms = math.inf if settings.native.strategy == "queue" else 1000 * MAX_SECONDS
+        longest = duration_text(int(min(settings.intake.max_delay_ms, cascade_ms)))
         report.ok("store", f"none configured: delays up to {longest}, no keys, no cancels")
         return
     try:

@@ -16,7 +16,7 @@ from delayer.broker.errors import BrokerRefused
 from delayer.broker.pipelined_admin import CascadeDepths, pipelined_admin
 from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
-from delayer.cli.output import note, print_json, print_queues, print_table, when
+from delayer.cli.output import note, print_json, print_queues, print_table, quoted, when
 from delayer.config import Settings
 from delayer.config.model import service_of
 from delayer.config.topology import cascade_of, uses_cascade
@@ -159,6 +159,10 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
         if depths is not None:
             click.echo()
             print_queues(settings, depths, used=uses_cascade(settings), every_level=False)
+            if uses_cascade(settings) and settings.native.strategy != "cascade":
+                count = broker["delayed"]["messages"]
+                shown = "unknown without broker.management_url" if count is None else count
+                click.echo(f"delayed by RabbitMQ itself in {quoted(settings.native.due_queue)}: {shown}")
     parts = {"broker": broker, "store": store or {}}
     unreached = {name: part for name, part in parts.items() if part.get("error")}
     for name, part in unreached.items():
@@ -188,7 +192,13 @@ async def _broker(settings: Settings) -> tuple[CascadeDepths | None, dict[str, A
     except (BrokerLost, BrokerRefused) as error:
         return None, {"error": str(error), "advice": broker_advice(error)}
     levels = [{"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in seen.levels]
-    return seen, {"error": None, "queues": dict(seen.queues), "cascade": levels}
+    waiting = None
+    if settings.management_url is not None:
+        from delayer.broker.management_api import delayed_in  # noqa: PLC0415 - urllib takes 12 ms to load
+
+        waiting = await delayed_in(settings.native.due_queue, settings.broker_url, settings.management_url)
+    delayed = {"queue": settings.native.due_queue, "messages": waiting}
+    return seen, {"error": None, "queues": dict(seen.queues), "cascade": levels, "delayed": delayed}
 
 
 async def _store(settings: Settings) -> dict[str, Any] | None:

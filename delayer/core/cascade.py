@@ -125,6 +125,11 @@ class Cascade:
         """
         return "" if self.shared else f"{self.prefix}delay-strays"
 
+    @property
+    def probe(self) -> str:
+        """Beginning of the names of queues that ask whether the broker delays messages itself."""
+        return f"{self.prefix}delay-probe"
+
     def level(self, number: int) -> str:
         """Name of the exchange and of the queue of level 0..27."""
         if not 0 <= number < LEVELS:

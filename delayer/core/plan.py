@@ -109,6 +109,8 @@ class Policy:
     max_delay_ms: int
     park_beyond_ms: int = 0
     keep_ms: int = 0
+    longest_native_ms: int = MAX_SECONDS * 1000
+    """The longest wait inside the broker."""
     has_store: bool = True
     publishing: bool = True
     own_queues: frozenset[bytes] = frozenset()
@@ -122,7 +124,8 @@ class Refused(Exception):
 
 
 class EnterCascade(NamedTuple):
-    """Publish into the broker's TTL cascade: ``seconds`` and ``rest_ms`` from now, towards ``target``.
+    """Publish to where the broker keeps the message until it is due, in ``seconds`` and ``rest_ms`` from now: the TTL
+    cascade or, on RabbitMQ 4.4, a queue.
 
     ``failed``, here and below: the message is a queue's dead letter, and gets a note of the failure.
     """
@@ -243,9 +246,9 @@ def _carried(
         )
     if wait_ms <= policy.keep_ms:
         return Soon(due_ms, target, failed)
-    if stored and (wait_ms > policy.park_beyond_ms or wait_ms > MAX_SECONDS * 1000):
+    if stored and (wait_ms > policy.park_beyond_ms or wait_ms > policy.longest_native_ms):
         return Park(due_ms, target, None, failed)
-    plan = _cascade(due_ms, from_ms, target)
+    plan = _cascade(due_ms, from_ms, target, policy)
     return plan if failed is None else plan._replace(failed=failed)
 
 
@@ -271,9 +274,9 @@ def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, request
     return TooLate(due_ms, target, hold)
 
 
-def _cascade(due_ms: int, now_ms: int, target: Target) -> EnterCascade:
+def _cascade(due_ms: int, now_ms: int, target: Target, policy: Policy) -> EnterCascade:
     seconds = seconds_until(due_ms, now_ms)
-    if seconds > MAX_SECONDS:
+    if seconds * 1000 > policy.longest_native_ms:
         raise Refused(f"the delay is too long for the cascade: expected at most {MAX_SECONDS} s, found {seconds} s")
     return EnterCascade(due_ms, seconds, target, None, due_ms - now_ms - seconds * 1000)
 

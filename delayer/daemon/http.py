@@ -9,6 +9,7 @@ import structlog
 
 from delayer.amqp import reading
 from delayer.broker.errors import BrokerRefused, QueueMissing
+from delayer.broker.management_api import delayed_in
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.config import Settings
 from delayer.config.topology import cascade_of
@@ -63,7 +64,8 @@ class DaemonInside:
                 seen = await broker.cascade_depths(cascade_of(settings), queues)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
-        return Depths(seen.queues, {level.level: level.depth for level in seen.levels})
+        delayed = await delayed_in(settings.native.due_queue, settings.broker_url, settings.management_url)
+        return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, delayed)
 
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
         """See the port."""

@@ -14,7 +14,7 @@ from delayer.config.model import Retry as RetryTable
 from delayer.config.topology import own_names, uses_cascade
 from delayer.core.cascade import Cascade
 from delayer.core.hold import Limits
-from delayer.core.plan import Mode, Policy, Route
+from delayer.core.plan import LATEST_MS, Mode, Policy, Route
 from delayer.core.retry_policy import Retry
 from delayer.release.lane_manager import LaneManager
 
@@ -71,13 +71,21 @@ class LiveSettings:
         self._publisher = publisher
         self._lanes = lanes
         self._policy = policy_of(settings, has_store=settings.store_url is not None)
+        self._broker_delays = False
         self.rates: Mapping[bytes, float] = rates_of(settings)
 
     def adopt(self, settings: Settings) -> None:
         """Apply the live part of new settings from the next batch on."""
         self.settings = settings
         self._policy = policy_of(settings, has_store=self._lanes.configured)
+        if self._broker_delays:
+            self._policy = replace(self._policy, longest_native_ms=LATEST_MS)
         self.rates = rates_of(settings)
+
+    def use_broker_delays(self, able: bool) -> None:
+        """From the next batch on, publish envelopes into the due queue, delayed by the broker, or into the cascade."""
+        self._broker_delays = able
+        self.adopt(self.settings)
 
     def policy(self) -> Policy:
         """The policy of the next batch.
@@ -117,6 +125,7 @@ class LiveSettings:
             due_queue=self.settings.native.due_queue.encode(),
             refused_exchange=self.settings.refused.queue.encode(),
             max_properties=self._publisher.max_properties,
+            broker_delays=self._broker_delays,
         )
 
     def now_upper_ms(self) -> int:

@@ -15,6 +15,7 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
+from delayer.broker.management_api import delayed_in
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.ports import Lane, Store
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
@@ -137,6 +138,9 @@ class Daemon:
             IntakeHandler(self._live, self._dispatch, self.lanes, self.counters),
         )
         self._due: QueueConsumer | None = None
+        self._probing = asyncio.Lock()
+        self._probed_connects: int | None = None
+        self._no_delays = ""
         self._begun = False
 
     @property
@@ -217,8 +221,35 @@ class Daemon:
                 # Messages may still be on their way through a cascade that new delays do not take any more.
                 if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
                     self._start_due(wanted)
+            if uses_cascade(wanted) and wanted.native.strategy != "cascade":
+                await self._choose(wanted.native.strategy)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
+
+    async def _tell_delayed(self) -> None:
+        """Log the messages that the broker itself delays in the intake queue, where it hides them from the daemon."""
+        queue, management_url = self.settings.intake.queue, self.settings.management_url
+        if count := await delayed_in(queue, self.settings.broker_url, management_url):
+            log.warning("messages delayed by the broker", queue=queue, messages=count, next_step="send x-deliver-at")
+
+    async def _choose(self, strategy: str) -> None:
+        """Ask the broker whether it delays messages on time, once for each connection, or until it does where the
+        strategy needs that. Raises BrokerLost."""
+        async with self._probing:
+            connects = self.connections["intake"].connects
+            if self._probed_connects == connects:
+                return
+            async with await Admin.connect(self.settings.broker_url) as admin:
+                try:
+                    self._no_delays = await admin.why_no_delays(self._cascade.delivery, self._cascade.probe)
+                except BrokerRefused as refused:
+                    self._no_delays = str(refused)
+            self._live.use_broker_delays(not self._no_delays)
+            if self._no_delays and strategy == "queue":
+                return
+            self._probed_connects = connects
+            chosen = "cascade" if self._no_delays else "queue"
+            log.info("native strategy", strategy=chosen, reason=self._no_delays or None)
 
     def _start_due(self, wanted: Settings) -> None:
         handler = DueHandler(self._live, self._dispatch)
@@ -237,6 +268,9 @@ class Daemon:
 
     async def _prepare(self) -> None:
         await self._declare_again()
+        if self._no_delays and self.settings.native.strategy == "queue":
+            # The due queue is consumed all the same: what waits in the cascade comes out.
+            raise BrokerLost(f'native.strategy is "queue", and the broker cannot: {self._no_delays}')
         if self.settings.mode == "store":
             await self.lanes.wait_usable(STORE_WAIT)
         else:
@@ -257,6 +291,8 @@ class Daemon:
             self._report_ready()
         for waiting in (consuming, spare, stop):
             waiting.cancel()
+        if not stopping.is_set():
+            await self._tell_delayed()
 
     def _report_ready(self) -> None:
         self._begun = True

@@ -63,7 +63,7 @@ METRICS: Final[Mapping[str, Kind]] = {
     "lanes_lost_total": _counter("", "lanes that were lost while messages were written to them", "lanes"),
     "parked_total": _counter("route", "messages written to the store"),
     "released_total": _counter("route", "messages published to their destination, and confirmed"),
-    "cascaded_total": _counter("route", "messages published into the cascade, and confirmed"),
+    "cascaded_total": _counter("route", "messages published into the cascade, or delayed by the broker, and confirmed"),
     "refused_total": _counter("route", "messages set aside in the refused queue"),
     "held_total": _counter("route", "messages held because their destination did not take them"),
     "returned_total": _counter("route", "publishes for which the broker found no queue"),
@@ -98,6 +98,7 @@ METRICS: Final[Mapping[str, Kind]] = {
     "queue_messages": _gauge(
         "queue role", "messages", "ready messages in delayer's own queues, by the role of the queue"
     ),
+    "delayed_messages": _gauge("", "messages", "messages that RabbitMQ 4.4 itself delays in the due queue"),
     "cascade_messages": _gauge("level", "messages", "messages waiting in a level of the cascade"),
     "look_age_seconds": _gauge("part", "seconds", "age of the figures of store, backlog and queues"),
 }
@@ -228,6 +229,8 @@ def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[Sample
     for queue, depth in seen.fresh.queues.items():
         if depth is not None:
             yield "queue_messages", [queue, of.get(queue, "strays")], depth
+    if seen.fresh.delayed is not None:
+        yield "delayed_messages", [], seen.fresh.delayed
     yield from (("cascade_messages", [str(n)], depth) for n, depth in seen.fresh.levels.items() if depth is not None)
 
 

@@ -90,6 +90,7 @@ class Pages:
             "state": state,
             "mode": settings.mode,
             "has_store": view.has_store,
+            "strategy": settings.native.strategy,
             "cascade_used": settings.mode == "native" or settings.store.park_beyond_ms > 0,
             "always": (settings.intake.queue, settings.refused.queue),
             "now": recent.summary(state["recent"], 60.0),

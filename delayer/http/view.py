@@ -36,10 +36,12 @@ State = Mapping[str, Any]
 
 
 class Depths(NamedTuple):
-    """Ready messages of the broker's queues, None for a missing queue. ``levels``: of the cascade, by number."""
+    """Ready messages of the broker's queues, None for a missing queue. ``levels``: of the cascade, by number.
+    ``delayed``: messages that the broker itself delays in the due queue; None: unknown."""
 
     queues: Mapping[str, int | None]
     levels: Mapping[int, int | None]
+    delayed: int | None = None
 
 
 class RefusedRow(NamedTuple):

@@ -105,6 +105,7 @@ class CascadeLevels(Queues):
         super().__init__(NAME, url, meant, now, rewrites, management_url=management_url)
         self._cascade = cascade
         self._due_queue = due_queue
+        self.besides = (due_queue.decode(errors="surrogateescape"),) if cascade.kind == "delayer" else ()
         self._to_exchange = to_exchange
         self._lowest = lowest
 

@@ -159,6 +159,8 @@ class Queues(ABC):
 
     falling = False
     """Whether messages move between the queues by themselves."""
+    besides: tuple[str, ...] = ()
+    """Queues that are not read, and may hold messages of the source that their broker delays."""
 
     def __init__(
         self,
@@ -310,7 +312,7 @@ class Queues(ABC):
     async def _delayed(self, queues: Collection[str], *, fresh: bool) -> Counter[str]:
         """The messages in these queues that their broker delays itself, or the number of queues that may hold some."""
         async with await admin_of(self._url, self._management_url) as admin:
-            counts = (await asked(admin.delayed(queues, fresh=fresh))).values()
+            counts = (await asked(admin.delayed([*queues, *self.besides], fresh=fresh))).values()
         return Counter({DELAYED: sum(filter(None, counts)), UNSEEN: list(counts).count(None)})
 
     async def put_back(self, run: Run) -> None:

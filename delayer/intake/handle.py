@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.amqp import edits
-from delayer.amqp.edits import Endpoints, Envelope, Held, NoEnvelope, into_cascade, opened
+from delayer.amqp.edits import Endpoints, Envelope, Held, NoEnvelope, into_broker, into_cascade, opened
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.broker.ports import Live, Parking, Publisher
@@ -177,7 +177,7 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
                     work.kept.append((plan.due_ms, publication))
             case EnterCascade() if properties is not None:
                 carried = parcel(delivery, plan.due_ms, plan.target)
-                outgoing = into_cascade(carried, new_id(), plan.seconds, names, rest_ms=plan.rest_ms)
+                outgoing = into_broker(carried, new_id(), plan.due_ms, plan.seconds, names, rest_ms=plan.rest_ms)
                 work.publications.append(Publication(delivery, outgoing))
             case _:
                 raise AssertionError(f"a plan without usable properties: {plan}")
@@ -472,7 +472,7 @@ class IntakeHandler(Keeping):
 
 
 class DueHandler(Keeping):
-    """Handles the deliveries of the due queue: envelopes at the end of the cascade.
+    """Handles the deliveries of the due queue: envelopes at the end of the cascade, or of the broker's own delay.
 
     The cascade measures whole seconds by the broker's clock. A daemon's clock computed the due instant. The later of
     both decides, so no message is early.
@@ -514,8 +514,9 @@ def _instant(envelope: Envelope, now_ms: int) -> int:
 
 
 def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Endpoints) -> Publication:
-    """The next publish of a message: to its destination, or through the cascade again if its instant is a second away
-    or more. Raises MalformedProperties, MalformedTable."""
+    """The next publish of a message: to its destination, or through the cascade if its instant is a second away or
+    more. Not into the due queue again: a broker whose clock is ahead, or that delays no more, would return it at once,
+    for ever. Raises MalformedProperties, MalformedTable."""
     id, parcel, held, _ = envelope
     released = edits.released(Properties.parse(parcel.properties), id, parcel.due_ms)
     seconds = min(seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp.edits import Held, into_cascade, to_strays
+from delayer.amqp.edits import Held, into_broker, to_strays
 from delayer.broker.ports import Holder, Live, Publisher
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
@@ -80,7 +80,8 @@ class Holding:
             if note.retry_ms is None:
                 batch.append(to_strays(one.parcel, token, note, names))
             else:
-                batch.append(into_cascade(one.parcel, token, seconds_until(note.retry_ms, now_ms), names, held=note))
+                seconds = seconds_until(note.retry_ms, now_ms)
+                batch.append(into_broker(one.parcel, token, note.retry_ms, seconds, names, held=note))
         for outgoing, outcome in zip(batch, await self._publisher.publish(batch), strict=True):
             if not isinstance(outcome, Confirmed):
                 exchange = outgoing.exchange.decode()

@@ -204,6 +204,10 @@ CASES: Mapping[str, Make] = {
 }
 
 
+HIDDEN = ("default order: all", "default order: second", "own order: all", "own order: second", "own order: third")
+"""Another form counts than x-opt-delivery-time, which is there too: RabbitMQ 4.4 hides the message until that time."""
+
+
 def body_of(case: str) -> bytes:
     return b"form: " + case.encode()
 
@@ -225,6 +229,8 @@ def played(any_world: World) -> tuple[World, dict[str, Said]]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_delay_form(played: tuple[World, dict[str, Said]], case: str) -> None:
     this, said = played[0], played[1][case]
+    if case in HIDDEN and this.rabbitmq.delays_messages:
+        pytest.skip("this broker acts on x-opt-delivery-time before the daemon sees the message")
     arrival = this.inbox.only(body_of(case))
     assert arrival.due_ms == said.due_ms if said.exact else arrival.due_ms >= said.due_ms
     assert arrival.at_ms >= arrival.due_ms

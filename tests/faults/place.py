@@ -55,6 +55,7 @@ class Place:
     via_broker: str = ""
     via_store: str = ""
     prefetch: int = 5_000
+    strategy: str = "auto"
     lanes: int = 2
     daemons: list[DaemonProcess] = field(default_factory=list)
 
@@ -64,7 +65,7 @@ class Place:
             "broker": {"url": broker},
             "intake": {"queue": f"{self.tag}delays", "prefetch": self.prefetch},
             "refused": {"queue": f"{self.tag}delays.refused"},
-            "native": {"due_queue": f"{self.tag}delays.due"},
+            "native": {"due_queue": f"{self.tag}delays.due", "strategy": self.strategy},
         }
         return sections | ({"store": {"url": store, "lanes": self.lanes}} if store else {})
 

@@ -60,6 +60,7 @@ class Row:
     step_ms: int = 0
     messages: int = 1
     prefetch: int = 5_000
+    strategy: str = "auto"
     prepared: Literal["", "compacted"] = ""
 
 
@@ -214,6 +215,7 @@ class Scenes:
             plays: dict[str, Play] = {}
             for number, (name, row) in enumerate(rows.items()):
                 place = Place(row.mode, rabbitmq.url(vhost), tag=f"r{number}.", prefetch=row.prefetch)
+                place.strategy = row.strategy
                 proxy = None
                 if row.mode == "store":
                     database = postgres.add_database(template=self._template)

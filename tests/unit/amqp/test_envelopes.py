@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from delayer.amqp import edits
 from delayer.amqp.edits import ID_BYTES, ROOM, Envelope, NoEnvelope
 from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
+from delayer.core.cascade import Cascade, routing_key
+from delayer.core.delay_headers import LONGEST_TIMER_MS
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
@@ -126,3 +128,22 @@ def carrier(**changed: bytes | None) -> bytes:
 def test_other_messages_are_no_envelopes(raw: bytes, reason: str) -> None:
     with pytest.raises(NoEnvelope, match=reason):
         opened(raw)
+
+
+CASCADE = edits.Endpoints(Cascade(), b"delays.due", b"delays.refused", MAX)
+
+
+@given(parcels, held, st.integers(0, LATEST_MS))
+def test_a_broker_that_delays_gets_the_same_envelope_with_a_time_that_ends_no_queue(
+    parcel: Parcel, note: edits.Held | None, at_ms: int
+) -> None:
+    sent = edits.into_broker(parcel, b"id", at_ms, 0, replace(CASCADE, broker_delays=True), held=note)
+    assert (sent.exchange, sent.routing_key) == (b"delayer.delay-delivery", routing_key(0, b"delays.due"))
+    assert (sent.body, sent.token) == (parcel.body, b"id")
+    timer = Properties.parse(sent.properties).get(b"x-opt-delivery-time")
+    assert timer is not None and (timer.type, timer.value) == (ord("l"), min(at_ms, LONGEST_TIMER_MS))
+    plain = edits.enveloped(parcel, b"id", note)
+    assert opened(sent.properties, parcel.body) == opened(plain, parcel.body)
+    assert edits.into_broker(parcel, b"id", at_ms, 7, CASCADE, held=note) == edits.into_cascade(
+        parcel, b"id", 7, CASCADE, held=note
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -281,6 +282,30 @@ INBOX = Target(b"", b"inbox")
 )  # fmt: skip
 def test_in_native_mode(asked: DelayRequest, plan: object) -> None:
     assert decide(asked, NATIVE, NOW) == plan
+
+
+def test_max_delay_alone_bounds_a_delay_where_the_broker_delays_messages_itself() -> None:
+    policy = replace(NATIVE, longest_native_ms=LATEST_MS, max_delay_ms=20 * 365 * DAY)
+    wait_ms = 10 * 365 * DAY
+    assert decide(says(x_delay=wait_ms), policy, NOW) == cascade(wait_ms // 1000, in_ms(wait_ms))
+    assert isinstance(decide(says(x_delay=20 * 365 * DAY + 1), policy, NOW), Refuse)
+
+
+@pytest.mark.parametrize("policy", [NATIVE, STORE], ids=["native", "store"])
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (NOW // 1000, "these are seconds"),
+        (NOW * 1000, "the delay is too long"),
+        (str(NOW + 5000), "expected an instant"),
+        (Decimal(NOW + 5000), "expected an instant"),
+        (float(NOW + 5000), "expected an instant"),
+        (Timestamp(NOW), "the delay is too long"),
+    ],
+)
+def test_a_delivery_time_in_another_unit_or_form_is_refused(policy: Policy, value: object, reason: str) -> None:
+    plan = decide(says(x_opt_delivery_time=value), policy, NOW)
+    assert isinstance(plan, Refuse) and reason in plan.reason
 
 
 def test_a_route_to_the_default_exchange_has_keys_of_any_length() -> None:

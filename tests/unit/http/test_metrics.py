@@ -52,7 +52,7 @@ def sight(**more: Any) -> Sight:
         "store": Snapshot(store, "", 0.5),
         "census": Snapshot(Census(0, counts, exact=True), "", 3.0),
         "depths": Snapshot(
-            Depths({"delays": 7, "delays.due": None, "delayer.delay-strays": 1}, {27: 0, 0: 2}), "", 1.0
+            Depths({"delays": 7, "delays.due": None, "delayer.delay-strays": 1}, {27: 0, 0: 2}, 3), "", 1.0
         ),
         "ready": True,
         "roles": roles(Settings()),

@@ -318,6 +318,8 @@ async def test_a_clock_that_is_set_back_meanwhile_keeps_nobody_waiting(scene: Ma
 )
 async def test_early_by_more_goes_back_in(scene: Make, early_ms: int, seconds: int) -> None:
     it = scene()
+    # Never into the due queue: a broker whose clock is ahead would return it at once, again and again.
+    it.live.places = replace(it.live.places, broker_delays=True)
     await it.carry(carried(1, NOW + early_ms), carried(2, NOW))
     again, released = it.publisher.published
     assert again.exchange == Cascade().entry(seconds).encode()
@@ -352,6 +354,17 @@ async def test_junk_is_refused_and_stops_nobody(scene: Make, raw: bytes) -> None
 
 def opened(raw: bytes) -> edits.Envelope:
     return edits.opened(Properties.parse(raw), b"body", 10_000)
+
+
+async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays(scene: Make) -> None:
+    it = scene({b"gone": NACKED})
+    it.live.holds_in_store = False
+    it.live.places = replace(it.live.places, broker_delays=True)
+    await it.carry(carried(1, NOW - 60_000, b"gone"))
+    _, again = it.publisher.published
+    timer = Properties.parse(again.properties).get(b"x-opt-delivery-time")
+    assert (again.exchange, timer and timer.value) == (Cascade().delivery.encode(), NOW + 10_000)
+    assert opened(again.properties).next_ms == NOW + 10_000
 
 
 @pytest.mark.parametrize("attempts", range(MOST_ATTEMPTS))
