@@ -276,8 +276,9 @@ def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, request
 
 def _cascade(due_ms: int, now_ms: int, target: Target, policy: Policy) -> EnterCascade:
     seconds = seconds_until(due_ms, now_ms)
-    if seconds * 1000 > policy.longest_native_ms:
-        raise Refused(f"the delay is too long for the cascade: expected at most {MAX_SECONDS} s, found {seconds} s")
+    if (wait_ms := due_ms - now_ms) > policy.longest_native_ms:
+        found = f"expected at most {MAX_SECONDS} s, found {-(-wait_ms // 1000)} s"
+        raise Refused(f"the delay is too long for the cascade: {found}")
     return EnterCascade(due_ms, seconds, target, None, due_ms - now_ms - seconds * 1000)
 
 

@@ -105,9 +105,10 @@ class Release:
             finally:
                 await self._publisher.close()
         for failure in failures:
-            if isinstance(failure, LaneLost | StoreLost):
-                text = "lane lost" if isinstance(failure, LaneLost) else "lane given up"
-                log.warning(text, lane=self._lane.number, reason=str(failure))
+            if isinstance(failure, LaneLost):
+                log.warning("lane lost", lane=self._lane.number, reason=str(failure))
+            elif isinstance(failure, StoreLost):
+                log.warning("lane given up", lane=self._lane.number, reason=str(failure))
         raise_first(failures, unless=(LaneLost, StoreLost))
 
     async def _release_on(self, window: Window, beat: Callable[[], None], stopping: asyncio.Event) -> None:

@@ -93,6 +93,8 @@ async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgr
             props = Props(headers=((b"x-delay", text("soon")),), delivery_mode=2)
             await raw.publish(Message("delayer.in", b"nobody", props, b"body"))
             (lost,) = await eventually(held, lambda ids: len(ids) == 1)
+            all_waiting = {"verb": "reschedule", "by": "1h", "all": "yes"}
+            await eventually(lambda: told("/actions/filtered", **all_waiting), lambda answer: answer["matched"] == 2)
             assert (await told("/actions/filtered", verb="reschedule", by="1h", all="yes", confirmed="yes"))[
                 "done"
             ] == 2

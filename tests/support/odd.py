@@ -79,8 +79,11 @@ def early() -> None:
     (G2)."""
     from delayer.core import plan
     from delayer.intake.handle import DueHandler
+    from delayer.release import loop
     from delayer.store import statements
 
+    schedule = loop.Schedule
+    loop.Schedule = lambda due_ms, *more: schedule([one - 200 for one in due_ms], *more)  # type: ignore[misc, assignment]
     judge = "statement_timestamp()"
     statements.CLAIM = statements.CLAIM.replace(judge, f"{judge} + interval '200 ms'")
     seconds, init = plan.seconds_until, DueHandler.__init__
@@ -108,8 +111,8 @@ def twice() -> None:
 
     publish = AmqpPublisher.publish
 
-    async def broken(self: AmqpPublisher, batch: Sequence[Any]) -> list[Any]:
-        outcomes = await publish(self, batch)
+    async def broken(self: AmqpPublisher, batch: Sequence[Any], schedule: Any = None) -> list[Any]:
+        outcomes = await publish(self, batch, schedule)
         return await publish(self, batch) if random.random() < 0.2 else outcomes
 
     AmqpPublisher.publish = broken  # type: ignore[method-assign]
@@ -124,8 +127,8 @@ def forgetful() -> None:
 
     log, publish = structlog.get_logger(__name__), AmqpPublisher.publish
 
-    async def broken(self: AmqpPublisher, batch: Sequence[Any]) -> list[Any]:
-        for outcome in await publish(self, batch):
+    async def broken(self: AmqpPublisher, batch: Sequence[Any], schedule: Any = None) -> list[Any]:
+        for outcome in await publish(self, batch, schedule):
             if outcome != CONFIRMED:
                 log.warning("forgotten")
         return [CONFIRMED for _ in batch]
@@ -140,9 +143,9 @@ def lenient() -> None:
 
     publish = AmqpPublisher.publish
 
-    async def broken(self: AmqpPublisher, batch: Sequence[Any]) -> list[Any]:
+    async def broken(self: AmqpPublisher, batch: Sequence[Any], schedule: Any = None) -> list[Any]:
         kept = [one for one in batch if b"x-delayer-refused" not in one.properties]
-        outcomes = iter(await publish(self, kept) if kept else ())
+        outcomes = iter(await publish(self, kept, schedule) if kept else ())
         return [CONFIRMED if b"x-delayer-refused" in one.properties else next(outcomes) for one in batch]
 
     AmqpPublisher.publish = broken  # type: ignore[method-assign]
@@ -268,7 +271,7 @@ def at_the_border() -> None:
     """What is too short for the store does not wait at all."""
     from delayer.core import plan
 
-    plan._cascade = lambda due_ms, _now_ms, target: plan.AtOnce(due_ms, target)  # type: ignore[assignment]
+    plan._cascade = lambda due_ms, _now_ms, target, _policy: plan.AtOnce(due_ms, target)  # type: ignore[assignment]
 
 
 def unlimited() -> None:

@@ -40,7 +40,7 @@ def sight(**more: Any) -> Sight:
     """Everything there is to see."""
     counters = Counters()
     counters.add_routes("parked", [b"orders.in"] * 3)
-    counters.delivered([(0, b"orders.in")], 40)
+    counters.delivered([(40, b"orders.in")])
     counters.took("claim", 0.003)
     counters.batch("claim", 3)
     packed = catalog.Counted(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)

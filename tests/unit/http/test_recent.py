@@ -65,7 +65,7 @@ def test_from_counters_to_a_chart() -> None:
     recent = Recent(counters, NOW)
     counters.add("parked", 50)
     counters.add("released", 10)
-    counters.delivered([(NOW - 40, b"a")] * 10, NOW)
+    counters.delivered([(40, b"a")] * 10)
     recent.note(NOW + STEP_MS)
     course = list(recent.steps)
     last = summary(course, 60)
