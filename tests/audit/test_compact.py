@@ -158,13 +158,13 @@ async def test_the_commands(database: str) -> None:
         await lawful(database)
 
 
-async def test_a_store_out_of_reach(database: str) -> None:
-    nowhere = re.sub(r":\d+/", ":1/", database)
+async def test_a_store_out_of_reach(empty_database: str) -> None:
+    nowhere = re.sub(r":\d+/", ":1/", empty_database)
     for arguments in (["compact"], ["restore", "--all"]):
         code, told, wrong = await run_delayer(nowhere, *arguments)
         assert (code, told) == (3, "")
         assert wrong.startswith("delayer: the store is out of reach")
-    code, told, wrong = await run_delayer(database, "compact")
+    code, told, wrong = await run_delayer(empty_database, "compact")
     assert code == 1
     assert "delayer db upgrade" in wrong
 

@@ -188,8 +188,8 @@ def test_only_ddl_waits_for_the_snapshot(filled: str) -> None:
     execute(filled, f"SET lock_timeout = '100ms'; DROP TABLE {day}")
 
 
-def test_a_store_without_our_schema_is_refused_at_once(database: str) -> None:
-    with pytest.raises(SchemaOutdated), extract.hold_snapshot(SecretUrl(database)):
+def test_a_store_without_our_schema_is_refused_at_once(empty_database: str) -> None:
+    with pytest.raises(SchemaOutdated), extract.hold_snapshot(SecretUrl(empty_database)):
         pass
 
 
