@@ -6,14 +6,17 @@ And no decision reads a reason: with every reason reworded, the daemon and its c
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.acceptance.place import Place, delayed
+from tests.faults.features.rates import RATE, excess
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess, command
 from tests.support.raw import Message, Props, number, text
@@ -90,10 +93,12 @@ async def _overdue_ms(config: Any) -> int:
     return int(found["store_now_ms"] - found["next_due_ms"])
 
 
+LIMITED = [{"from": "in.slow", "to": "out", "max_rate": RATE}, {"from": "in", "to": "out"}]
+
+
 async def test_a_limited_route_stampedes_nobody_and_nobody_waits_for_it(place: Place, store: str) -> None:
     """600 messages are overdue when the daemon comes back, at 100 a second at most; another route's pass them."""
-    routes = [{"from": "in.slow", "to": "out", "max_rate": 100}, {"from": "in", "to": "out"}]
-    limited = place.environ("store", store) | {"ROUTE": json.dumps(routes)}
+    limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
     async with await place.raw() as raw:
         inbox = await raw.inbox("inbox")
         async with DaemonProcess(limited) as daemon:
@@ -112,6 +117,43 @@ async def test_a_limited_route_stampedes_nobody_and_nobody_waits_for_it(place: P
             assert at[begin + 99] - at[begin] > 500, "never much more than a hundred in a second"
         assert at[-1] - at[0] < 12_000, "and nearly that"
         assert max(quick) < at[300], "the others did not wait for them"
+
+
+ORDINARY_LANES = 4
+
+
+async def test_a_limit_holds_for_three_daemons_together(place: Place, store: str) -> None:
+    """The owner of the route's lane is killed in the middle, and another one goes on with a bucket of its own."""
+    limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
+    async with await place.raw() as raw, AsyncExitStack() as stack:
+        inbox = await raw.inbox("inbox")
+        daemons = [await stack.enter_async_context(DaemonProcess(limited)) for _ in range(3)]
+
+        def said(daemon: DaemonProcess, event: str) -> int:
+            return sum(one["event"] == event and one["lane"] == ORDINARY_LANES + 1 for one in daemon.events)
+
+        def slow_ones() -> list[float]:
+            return [arrival.at_ms for arrival in inbox.arrivals if arrival.delivery.body.startswith(b"slow")]
+
+        for daemon in daemons:
+            await daemon.ready()
+        slow = [delayed(f"slow {n}", 0, through="in.slow") for n in range(1200)]
+        quick = [delayed(f"quick {n}", 0) for n in range(300)]
+        await raw.publish(*slow, *quick)
+        assert await inbox.until(lambda: len(slow_ones()) > 400)
+        [owner] = [daemon for daemon in daemons if said(daemon, "lane taken") > said(daemon, "lane dropped")]
+        owner.signal(signal.SIGKILL)
+        await owner.wait()
+        await inbox.got(message.body for message in slow + quick)
+        daemons.remove(owner)
+        for daemon in daemons:
+            assert await daemon.stop() == 0
+        owners = sum(said(daemon, "lane taken") for daemon in [owner, *daemons])
+        assert owners > 1
+        assert excess(slow_ones(), owners) is None
+        passed = sorted(slow_ones())[len(slow) // 2]
+        quick_ones = [arrival.at_ms for arrival in inbox.arrivals if arrival.delivery.body.startswith(b"quick")]
+        assert sorted(quick_ones)[len(quick) // 2] < passed, "the others did not wait for them"
 
 
 REWORDED = (sys.executable, "-m", "tests.support.reworded")

@@ -191,50 +191,6 @@ async def test_without_its_broker_a_process_leaves_its_lanes_to_others(
         await wait_for(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
 
 
-RATE = 100.0
-
-
-async def test_a_limit_holds_for_three_processes_together(database: str) -> None:
-    """Also when the owner of the route's lane ends in the middle; and no other route waits for it."""
-    await migrated(database)
-    rates = {b"slow": RATE}
-    processes = [running(database, name, rates) for name in ("one", "two", "three")]
-    started = [await process.__aenter__() for process in processes]
-    try:
-        await wait_for(lambda: sum(len(one.lanes.numbers) for one in started) == 5)
-        began = time.monotonic()
-        for one in started:
-            now = one.now_upper_ms()
-            slow = [parcel(now, b"slow %d" % n, route=b"slow") for n in range(150)]
-            await one.lanes.park(slow + [parcel(now, b"fast %d" % n) for n in range(150)], [])
-
-        def published(what: bytes) -> list[float]:
-            return sorted(at for one in started for at, out in one.publisher.published if out.body.startswith(what))
-
-        await wait_for(lambda: len(published(b"fast")) == 450)
-        assert len(published(b"slow")) < 450, "the others passed them"
-        owners: list[int] = []
-
-        def owned() -> bool:
-            owners[:] = [n for n, one in enumerate(started) if 5 in one.lanes.numbers]
-            return len(owners) == 1
-
-        await wait_for(owned)
-        [owner] = owners
-        ending = asyncio.create_task(processes[owner].__aexit__(None, None, None))
-        await wait_for(lambda: len(published(b"slow")) == 450)
-        await ending
-        times = published(b"slow")
-        assert times[-1] - began > 450 / RATE - 1.0
-        for first, at in enumerate(times):
-            within = sum(at <= other <= at + 1.0 for other in times[first : first + 300])
-            assert within <= RATE * 1.0 + 2 * 0.2 * RATE + 2, "a second, and the bursts of two owners"
-        del processes[owner]
-    finally:
-        for process in processes:
-            await process.__aexit__(None, None, None)
-
-
 async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -> None:
     await migrated(database)
     async with running(database, "one", {b"slow": 1.0}) as one, sql(database) as admin:
