@@ -18,6 +18,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
+from tests.support import reworded
 from tests.support.servers import Postgres, RabbitMQ
 
 DEADLINE_SECONDS = 60.0
@@ -98,6 +99,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.option.markexpr:  # what a worker is told; the arguments look alike to it, whoever gave them
         named = config.args_source is pytest.Config.ArgsSource.ARGS
         config.option.markexpr = "not long" if named else "not long and not slow"
+    if reworded.EVERYWHERE:
+        reworded.reword()
+        config.option.markexpr = f"({config.option.markexpr}) and not words"
 
 
 @pytest.hookimpl(tryfirst=True)  # before those are left out that were not asked for

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,9 +17,9 @@ import pytest
 from tests.acceptance.place import Place, delayed
 from tests.faults.features.rates import RATE, excess
 from tests.faults.place import eventually
+from tests.support import reworded
 from tests.support.daemon import DaemonProcess, command
 from tests.support.raw import Message, Props, number, text
-from tests.support.reworded import TEXT
 
 ROUTES = [
     {"from": "in", "to": "out"},
@@ -156,7 +155,7 @@ async def test_a_limit_holds_for_three_daemons_together(place: Place, store: str
         assert sorted(quick_ones)[len(quick) // 2] < passed, "the others did not wait for them"
 
 
-REWORDED = (sys.executable, "-m", "tests.support.reworded")
+REWORDED = [True] if reworded.EVERYWHERE else [False, True]
 
 
 def keyed(key: str) -> Message:
@@ -183,23 +182,23 @@ async def refused(config: Path) -> list[dict[str, Any]]:
     return list((await commanded(config, "refused", "list"))["messages"])
 
 
-async def come_back(config: Path, *, reworded: bool) -> None:
+async def come_back(config: Path, *, rewording: bool) -> None:
     """A refused message says where it came in, and goes back there; refused once more, it stands there again."""
     [one] = await eventually(lambda: refused(config), lambda rows: len(rows) == 1)
     assert (one["exchange"], one["routing_key"], one["message_id"]) == ("in", "inbox", "unreadable")
-    assert (one["reason"] == TEXT) == reworded
+    assert (one["reason"] == reworded.TEXT) == rewording
     assert "Published again: 1." in await command(config, "refused", "retry", "--all", "--yes")
     [again] = await eventually(lambda: refused(config), lambda rows: bool(rows) and rows[0]["id"] != one["id"])
     assert (again["exchange"], again["message_id"]) == ("in", "unreadable")
     assert "Dropped: 1." in await command(config, "refused", "drop", "--all", "--yes")
 
 
-@pytest.mark.parametrize("reworded", [False, True])
-async def test_with_a_store(place: Place, store: str, tmp_path: Path, reworded: bool) -> None:
+@pytest.mark.parametrize("rewording", REWORDED)
+async def test_with_a_store(place: Place, store: str, tmp_path: Path, rewording: bool) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
     place.things.queue("answers")
-    program = REWORDED if reworded else None
+    program = reworded.PROGRAM if rewording else None
     async with DaemonProcess(environ(place, "store", store), program=program) as daemon, await place.raw() as raw:
         inbox, answers = await raw.inbox("inbox"), await raw.inbox("answers")
         await daemon.ready()
@@ -212,7 +211,7 @@ async def test_with_a_store(place: Place, store: str, tmp_path: Path, reworded: 
         assert [_hold(row) for row in sorted(rows, key=lambda row: (row["route"], row["key"] or ""))] == [
             *[("in.queue", "returned", False, False, True)] * 3, *[("in.strict", "late", False, False, False)] * 2,
         ]  # fmt: skip
-        assert {row["held"]["reason"] == TEXT for row in rows} == {reworded}
+        assert {row["held"]["reason"] == reworded.TEXT for row in rows} == {rewording}
         await raw.publish(cancel("a"), cancel("b"), cancel("c"))
         await answers.until(lambda: len(answers.arrivals) == 3, 30)
         assert _outcomes(answers.arrivals) == {"a": "cancelled", "b": "cancelled", "c": "too late"}
@@ -225,15 +224,15 @@ async def test_with_a_store(place: Place, store: str, tmp_path: Path, reworded: 
         [row] = [row for row in rows if row["route"] == "in.queue"]
         assert _hold(row) == ("in.queue", "returned", False, False, True)
         assert await command(config, "held", "drop", "--all", "--yes") == "Dropped: 2.\n"
-        await come_back(config, reworded=reworded)
+        await come_back(config, rewording=rewording)
         assert await daemon.stop() == 0
 
 
-@pytest.mark.parametrize("reworded", [False, True])
-async def test_in_native_mode(place: Place, tmp_path: Path, reworded: bool) -> None:
+@pytest.mark.parametrize("rewording", REWORDED)
+async def test_in_native_mode(place: Place, tmp_path: Path, rewording: bool) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
-    program = REWORDED if reworded else None
+    program = reworded.PROGRAM if rewording else None
 
     async def strays() -> list[dict[str, Any]]:
         return list((await commanded(config, "strays", "list"))["messages"])
@@ -247,14 +246,14 @@ async def test_in_native_mode(place: Place, tmp_path: Path, reworded: bool) -> N
         await inbox.got([b"kind"])
         rows = await eventually(strays, lambda rows: len(rows) == 2)
         assert {(row["kind"], row["may_be_delivered"], row["isolated"]) for row in rows} == {("late", False, False)}
-        assert {row["reason"] == TEXT for row in rows} == {reworded}
+        assert {row["reason"] == reworded.TEXT for row in rows} == {rewording}
         await command(config, "strays", "retry", rows[0]["id"])
         await inbox.got([b"kind", rows[0]["body"].encode()])
         await eventually(strays, lambda rows: len(rows) == 1)
         await eventually(
             lambda: command(config, "strays", "drop", "--all", "--yes"), lambda said: "Dropped: 1." in said
         )
-        await come_back(config, reworded=reworded)
+        await come_back(config, rewording=rewording)
         assert await daemon.stop() == 0
 
 

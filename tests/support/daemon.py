@@ -13,7 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support import reworded
+
 EXECUTABLE = Path(sys.executable).with_name("delayer")
+PROGRAM: Sequence[str] = reworded.PROGRAM if reworded.EVERYWHERE else (str(EXECUTABLE),)
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -27,7 +30,7 @@ async def command(config: Path | None, *arguments: str, environ: Mapping[str, st
     """Run a command of the command line to its end; its output. Raises RuntimeError with what it printed. ``environ``:
     as for the daemon."""
     process = await asyncio.create_subprocess_exec(
-        str(EXECUTABLE), *(("--config", str(config)) if config else ()), *arguments,
+        *PROGRAM, *(("--config", str(config)) if config else ()), *arguments,
         env={**os.environ, **{f"DELAYER_{name}": value for name, value in (environ or {}).items()}},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
@@ -52,7 +55,7 @@ class DaemonProcess:
         program: Sequence[str] | None = None,
         serving: bool = False,
     ) -> None:
-        self._program = program or (str(EXECUTABLE),)
+        self._program = program or PROGRAM
         self._arguments = ["--config", str(config)] if config else []
         ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
         # Nothing is served unless somebody asks for it: daemons of several tests run beside each other.

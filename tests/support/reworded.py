@@ -1,14 +1,20 @@
 """`delayer` with other words: every reason of a held, stray or refused message reads ``reworded``.
 
 python -m tests.support.reworded ARGUMENTS OF delayer
+
+TEST_REWORDED=1 does so for a run of tests, in the process of the tests and in every daemon and command that they start.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Final
 
 TEXT: Final = "reworded"
+PROGRAM: Final = (sys.executable, "-m", "tests.support.reworded")
+EVERYWHERE: Final = bool(os.environ.get("TEST_REWORDED"))
+"""Whether this is such a run."""
 
 
 def reword() -> None:

@@ -18,7 +18,7 @@ from tests.faults.injections.daemons import LANE_SECONDS
 from tests.faults.kinds import inject
 from tests.faults.place import eventually
 from tests.support.account import Account, Window
-from tests.support.daemon import EXECUTABLE
+from tests.support.daemon import PROGRAM
 from tests.support.flow import flowing
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
@@ -143,7 +143,7 @@ async def nothing_left(fleet: Fleet) -> None:
 async def commanded(fleet: Fleet, *arguments: str) -> tuple[int, str]:
     """A command of the command line, past the proxies: its exit code, and what it printed."""
     process = await asyncio.create_subprocess_exec(
-        str(EXECUTABLE), "--config", str(fleet.config),
+        *PROGRAM, "--config", str(fleet.config),
         "--set", f"store.url={fleet.postgres.url(fleet.database)}",
         "--set", f"broker.url={fleet.rabbitmq.url(fleet.vhost)}", *arguments,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

@@ -38,6 +38,7 @@ def test_the_text_decides_nothing(hold: Hold, text: str, again_ms: int) -> None:
     assert reworded.retry_ms(again_ms) == hold.retry_ms(again_ms)
 
 
+@pytest.mark.words
 @pytest.mark.parametrize(
     "outcome, kind, may_be_delivered, isolated, says",
     [

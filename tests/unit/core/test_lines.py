@@ -141,6 +141,7 @@ def test_invalid_lines(text: bytes, why: str) -> None:
         lines.read(text)
 
 
+@pytest.mark.words
 def test_bytes_of_the_first_version() -> None:
     """Never change these: files of this version may be kept for years."""
     kept = (

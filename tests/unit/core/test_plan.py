@@ -189,6 +189,7 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
     assert decide(asked, STORE, NOW) == plan
 
 
+@pytest.mark.words
 @pytest.mark.parametrize(
     ("asked", "policy", "reason"),
     [
@@ -290,6 +291,7 @@ def test_max_delay_alone_bounds_a_delay_where_the_broker_delays_messages_itself(
     assert isinstance(decide(says(x_delay=20 * 365 * DAY + 1), policy, NOW), Refuse)
 
 
+@pytest.mark.words
 @pytest.mark.parametrize("policy", [NATIVE, STORE], ids=["native", "store"])
 @pytest.mark.parametrize(
     ("value", "reason"),

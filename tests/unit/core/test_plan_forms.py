@@ -105,6 +105,7 @@ def test_the_digits_of_a_cascade_go() -> None:
     assert plan == Park(NOW + 60_000, Target(b"out", b"Sales.Orders"))
 
 
+@pytest.mark.words
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
@@ -159,6 +160,7 @@ def test_a_route_of_timeouts(headers: dict[bytes, object], message_id: bytes, po
         assert KEY.startswith(plan.key)
 
 
+@pytest.mark.words
 def test_to_clear_timeouts_needs_a_store() -> None:
     plan = decide(
         ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}), replace(NATIVE, has_store=False), NOW
@@ -211,6 +213,7 @@ def test_a_dead_letter_goes_back(asked: DelayRequest, policy: Policy, plan: obje
     assert decide(asked, policy, NOW) == plan
 
 
+@pytest.mark.words
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [

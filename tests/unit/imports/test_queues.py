@@ -83,6 +83,7 @@ def test_believed_timestamps(hold: Hold, props: Props, told: bool) -> None:
     assert item(hold, props) == ((SECOND - 19) * 1000 + 60_000 if told else NOW + 60_000, "")
 
 
+@pytest.mark.words
 def test_a_queue_without_a_known_time() -> None:
     assert "for how long" in item(Hold("hold", b"", b"work", None), Props())[1]
 
@@ -94,6 +95,7 @@ def test_messages_behind_others_are_younger() -> None:
     assert item(hold, Props())[0] == NOW + 60_000
 
 
+@pytest.mark.words
 def test_where_it_goes() -> None:
     one = delivery(Props(expiration=b"5"))
     properties = Properties.parse(one.properties)

@@ -37,6 +37,7 @@ def in_order(shelf: Shelf) -> list[Item]:
     return [item for _, _, item in sorted((i.parcel.due_ms, n, i) for n, i in shelf.there.items())]
 
 
+@pytest.mark.words
 async def test_all_of_it_the_soonest_first() -> None:
     shelf, book = Shelf(COUNT), FakeBook()
     items = in_order(shelf)

@@ -90,6 +90,7 @@ def test_values_that_are_no_strings_and_names_with_surrogates() -> None:
     assert problem == ""
 
 
+@pytest.mark.words
 @pytest.mark.parametrize(
     "headers", ["{", "7", '"text"', json.dumps({"n" * 256: "x"}), '{"a": ', '[{"Key": "a"}]', "[7]"]
 )
@@ -112,6 +113,7 @@ def test_long_values_are_headers_only() -> None:
     assert (properties.short("correlation_id"), problem) == (None, "")
 
 
+@pytest.mark.words
 @pytest.mark.parametrize("address", ["", "a" * 256])
 def test_destinations_that_are_none(address: str) -> None:
     assert "its destination has" in made(address=address)[1]

@@ -114,6 +114,7 @@ def test_into_the_cascade_towards_the_daemon() -> None:
     assert publication.parcel is None  # the cascade must take it
 
 
+@pytest.mark.words
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [

@@ -106,6 +106,7 @@ async def test_objections_hold_the_message_with_the_reason() -> None:
     assert it.count("held") == 1  # the third was held before
 
 
+@pytest.mark.words
 async def test_an_unfit_message_is_held_and_others_go_on() -> None:
     long_ = encode_headers(entry(b"x", long_string(b"x" * ScriptedPublisher.max_properties)))
     broken = encode_headers(b"\x05broken")
