@@ -183,7 +183,7 @@ class Done:
 
 def check_after(after_ms: int, restore_ahead_ms: int) -> None:
     """Raise JobMisused if daemons would restore the segments at once."""
-    from delayer.config import duration_text  # noqa: PLC0415 - executors load this module, and need no settings
+    from delayer.config.texts import duration_text  # noqa: PLC0415 - executors load this module, and need no settings
 
     if after_ms <= restore_ahead_ms:
         raise JobMisused(

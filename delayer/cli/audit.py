@@ -12,7 +12,7 @@ from rich.console import Console
 from delayer.cli.errors import DONE, FOUND, Misused
 from delayer.cli.options import as_json, conf_option, master_option, request_of, store_url, store_url_of_hosts, url_of
 from delayer.cli.output import note, progress
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.core.secret import SecretUrl
 from delayer.store.admin.stats import restored_ms
 

@@ -28,8 +28,7 @@ from delayer.cli.options import (
     whoami,
 )
 from delayer.cli.output import counted, note, print_json, progress
-from delayer.config import duration_text
-from delayer.config.values import shift_ms
+from delayer.config.texts import duration_text, shift_ms
 from delayer.core.filters import Filter, Token
 from delayer.store.admin import actions, listing
 from delayer.store.admin.actions import Do, Found, When

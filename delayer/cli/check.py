@@ -15,18 +15,23 @@ from delayer.broker.verify import DOWN
 from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
-from delayer.config import Settings, duration_text
+from delayer.config.model import Settings
+from delayer.config.texts import duration_text, is_loopback
 from delayer.config.topology import cascade_of, queues_at_work, topology_of, uses_cascade, without_effect
-from delayer.config.values import is_loopback
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store import schema
-from delayer.store.admin import stats
+from delayer.store.admin import setup, stats
 from delayer.store.errors import BadStoreUrl
-from delayer.store.lanes.locks import ONE_BROKER, broker_mark
+from delayer.store.lanes.locks import broker_mark
 
 Result = Literal["ok", "note", "off", "out of reach"]
+
+ONE_BROKER: Final = (
+    "give each broker and virtual host a database of its own; at once, stop the daemons that have the wrong store.url: "
+    "a daemon that takes a lane publishes the messages of both"
+)
 
 
 class Row(NamedTuple):
@@ -280,7 +285,7 @@ async def _store(report: Report, settings: Settings, mark: str) -> None:
     try:
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
         if (wrong := schema.outdated(seen.schema_found)) is None:
-            wrong_owner, need = await schema.mistaken(url), await schema.looked(url)
+            wrong_owner, need = await setup.mistaken(url), await setup.looked(url)
     except StoreLost as lost:
         report.away("store", lost, lost.advice or STORE_RUNS)
         return
@@ -309,7 +314,7 @@ async def _store(report: Report, settings: Settings, mark: str) -> None:
         report.off("segments", found, "see docs/backlog.md; their bytes are kept")
 
 
-def _locks(report: Report, need: schema.LockNeed) -> None:
+def _locks(report: Report, need: setup.LockNeed) -> None:
     """Whether the server's lock table is large enough for all locks that the store may take at once."""
     found = f"max_locks_per_transaction is {need.allowed}"
     if need.enough:

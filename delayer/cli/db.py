@@ -11,8 +11,8 @@ from delayer.cli.errors import FOUND, Misused
 from delayer.cli.options import Request, as_json, request_of, store_url
 from delayer.cli.output import note, print_json
 from delayer.store import schema
+from delayer.store.admin import setup
 from delayer.store.admin.stats import LaneOverview, overview
-from delayer.store.lanes.locks import raise_lanes
 
 
 @click.group(short_help="Make and upgrade the store's tables.")
@@ -99,7 +99,7 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 
     async def work() -> Sequence[LaneOverview]:
         if number is not None:
-            await raise_lanes(url, number)
+            await setup.raise_lanes(url, number)
         return (await overview(url)).lanes
 
     found = asyncio.run(work())
@@ -130,7 +130,7 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 @click.option(
     "--by",
     type=click.IntRange(1, 10**15),  # A bigint has nine thousand times as many.
-    default=schema.FAR,
+    default=setup.FAR,
     show_default=True,
     metavar="N",
     help="The number of ids to leave out.",
@@ -148,6 +148,6 @@ def skip_ids(request: Request, by: int) -> None:
       delayer db skip-ids
       delayer db skip-ids --by 1000000000000000     # a second store for the same consumers: a range of its own
     """
-    first = asyncio.run(schema.skip_ids(store_url(request.settings()), by))
+    first = asyncio.run(setup.skip_ids(store_url(request.settings()), by))
     click.echo(f"The next message gets an id of {first:,} or more.")
     note("Next: `delayer run`.")

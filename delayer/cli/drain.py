@@ -20,7 +20,7 @@ from delayer.cli.errors import DONE, FOUND, Misused
 from delayer.cli.importing import import_failures
 from delayer.cli.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
 from delayer.cli.output import Say, note, print_json, print_table, progress
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
 from delayer.core.delay_headers import seconds_until

@@ -9,8 +9,7 @@ import click
 
 from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.broker.errors import BrokerRefused, Mismatch, QueueMissing, TopologyMismatch
-from delayer.config import ConfigError
-from delayer.config.errors import readable
+from delayer.config.errors import ConfigError, readable
 from delayer.core import errors
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store.errors import BadStoreUrl, SchemaOutdated

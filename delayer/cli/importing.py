@@ -14,7 +14,7 @@ from delayer.amqp.reading import address, iso
 from delayer.cli.errors import DONE, FOUND, Misused, Off, Unreached
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.core.importing import OTHER_REASONS, Meant, NotARewrite, Rewrite, Run, read_rewrite
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations

@@ -23,7 +23,7 @@ from delayer.cli.options import (
     tokens,
 )
 from delayer.cli.output import note, print_json, print_table, when
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.core.filters import MAX_ID, Token, read_token
 from delayer.store.admin import detail, listing
 from delayer.store.admin.actions import Found

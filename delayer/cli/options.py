@@ -17,11 +17,12 @@ from urllib.parse import urlsplit
 import asyncpg
 import click
 
-from delayer import config as configuration
 from delayer.cli.errors import DONE, FOUND, Misused
 from delayer.cli.output import note, quoted
-from delayer.config import Settings, duration_ms, values
+from delayer.config import loading, texts, values
 from delayer.config.errors import Expected, show
+from delayer.config.model import Settings
+from delayer.config.values import duration_ms
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.secret import SecretUrl
 from delayer.store.admin import listing
@@ -36,11 +37,11 @@ class Request:
 
     def settings(self, sealed: list[str] | None = None) -> Settings:
         """``sealed`` as for load. Raises ConfigError."""
-        return configuration.load(self.config, os.environ, self.flags, sealed)
+        return loading.load(self.config, os.environ, self.flags, sealed)
 
     @property
     def file(self) -> Path | None:
-        return configuration.config_file(self.config, os.environ)
+        return loading.config_file(self.config, os.environ)
 
 
 def request_of(context: click.Context) -> Request:
@@ -91,8 +92,8 @@ def read_as(read: Callable[[str], T]) -> Callable[[click.Context, click.Paramete
 
 
 duration = read_as(duration_ms)
-instant = read_as(lambda text: values.instant_ms(text, time.time_ns() // 1_000_000))
-fixed_instant = read_as(values.instant_ms)
+instant = read_as(lambda text: texts.instant_ms(text, time.time_ns() // 1_000_000))
+fixed_instant = read_as(texts.instant_ms)
 """Not from now on."""
 bytes_of = read_as(raw)
 

@@ -18,7 +18,7 @@ from delayer.core.lines import escaped
 
 if TYPE_CHECKING:
     from delayer.broker.pipelined_admin import CascadeDepths
-    from delayer.config import Settings
+    from delayer.config.model import Settings
 
 Say = Callable[[str, int, int | None], None]
 """Reports progress: the step, the amount done, and the whole amount if it is known."""

@@ -15,7 +15,7 @@ from delayer.broker.errors import QueueMissing
 from delayer.cli.errors import FOUND
 from delayer.cli.options import as_json, change_options, go_on, request_of, whoami
 from delayer.cli.output import note, print_json, print_table, quoted
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.intake.refusals import EntryPoints
 from delayer.intake.set_aside import (

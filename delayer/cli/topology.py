@@ -13,7 +13,7 @@ from delayer.broker.pipelined_admin import CascadeDepths, pipelined_admin
 from delayer.cli.errors import FOUND
 from delayer.cli.options import Request, as_json, request_of
 from delayer.cli.output import note, print_json, print_queues, print_table, quoted
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, intake_of, native_of, topology_of, uses_cascade
 from delayer.core.topology import Topology
 

@@ -14,7 +14,8 @@ from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError, Expected, Problem, show
 from delayer.config.model import Destination, Retry, Route, Settings, Takeover
 from delayer.config.sources import Environment, File, Flags, Merged, keys_of, known_keys, unknown_key, value_at
-from delayer.config.values import duration_ms, duration_text
+from delayer.config.texts import duration_text
+from delayer.config.values import duration_ms
 from delayer.core.cascade import KINDS, Cascade
 
 SYSTEM_FILE = Path("/etc/delayer/delayer.toml")

@@ -31,20 +31,6 @@ os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
 DEFAULT_STORE_URL = "postgresql://localhost/delayer"
 
-# The keys that a running daemon takes over at SIGHUP. All others need a restart. A section stands for all of its keys.
-LIVE_KEYS = frozenset(
-    {
-        "mode",
-        "route",
-        "destination",
-        "intake.max_delay",
-        "store.park_beyond",
-        "store.restore_ahead",
-        "log",
-        "http.token",
-    }
-)
-
 
 class Table(BaseModel):
     """A table of the file: frozen, and a key that is not listed is a mistake."""
@@ -268,20 +254,6 @@ class Settings(Table):
 
     def route_from(self, exchange: str) -> Route | None:
         return next((route for route in self.routes if route.from_ == exchange), None)
-
-    def diff(self, new: Settings) -> tuple[list[str], list[str]]:
-        """The keys that differ in ``new``: those that can change live, and those that need a restart."""
-        changed = [key for key, value in _leaves(self).items() if value != _leaves(new)[key]]
-        live = [key for key in changed if key in LIVE_KEYS or key.partition(".")[0] in LIVE_KEYS]
-        return live, [key for key in changed if key not in live]
-
-
-def _leaves(table: Table, at: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, field in type(table).model_fields.items():
-        key, value = at + (field.alias or name), getattr(table, name)
-        found |= _leaves(value, f"{key}.") if isinstance(value, Table) else {key: value}
-    return found
 
 
 def service_of(settings: Settings) -> str:

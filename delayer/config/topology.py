@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.core.cascade import Cascade, due_topology, intake_topology, parking_queue
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 

@@ -5,10 +5,7 @@ Durations are read from texts like ``"250ms"`` and kept as whole milliseconds.
 
 from __future__ import annotations
 
-import ipaddress
 import re
-from contextlib import suppress
-from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -19,9 +16,8 @@ from delayer.config.errors import Expected
 from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, bindable
 from delayer.core.secret import Secret, SecretUrl
 
-_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _ESCAPES = "characters like / @ : # in a password are written %2F %40 %3A %23"
-_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _DURATION = re.compile(r"([0-9]{1,15})(ms|s|m|h|d)")
 
 
@@ -35,46 +31,10 @@ def duration_ms(value: object) -> int:
     match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         raise Expected(wanted)
-    amount_ms = int(match[1]) * _UNITS_MS[match[2]]
-    if amount_ms > 36_500 * _UNITS_MS["d"]:
+    amount_ms = int(match[1]) * UNITS_MS[match[2]]
+    if amount_ms > 36_500 * UNITS_MS["d"]:
         raise Expected("a duration of at most 36500d")
     return amount_ms
-
-
-def shift_ms(text: str) -> int:
-    """Milliseconds of a duration with or without a sign: "30m", "+30m", "-1h". Raises Expected."""
-    text = text.strip()
-    try:
-        return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
-    except Expected as wrong:
-        raise Expected(f"{wrong}, or the same with a - before it") from None
-
-
-def instant_ms(text: str, now_ms: int | None = None, zone: tzinfo | None = None) -> int:
-    """Epoch milliseconds of an RFC 3339 text, rounded up so that no message is early. A date is its midnight in UTC.
-
-    With ``now_ms`` also a duration from now: "2h", "-30m". ``zone``: that of a text without offset; without it such a
-    text is refused, because elsewhere it is another instant. Raises Expected.
-    """
-    if now_ms is not None:
-        with suppress(Expected):
-            return now_ms + shift_ms(text)
-    with suppress(ValueError):
-        found = datetime.fromisoformat(text.strip())
-        zone = UTC if _DATE.fullmatch(text.strip()) else zone
-        if found.tzinfo or zone:
-            since = (found if found.tzinfo else found.replace(tzinfo=zone)) - datetime(1970, 1, 1, tzinfo=UTC)
-            return -(-since // timedelta(milliseconds=1))
-    more = "" if now_ms is None else ", or how long from now, such as 2h or -30m"
-    raise Expected(f"an instant with its offset, such as 2031-01-31T08:00:00Z, or a date (in UTC){more}")
-
-
-def duration_text(amount_ms: int) -> str:
-    """The shortest text that :func:`duration_ms` reads as ``amount_ms``."""
-    for unit in ("d", "h", "m", "s"):
-        if amount_ms and amount_ms % _UNITS_MS[unit] == 0:
-            return f"{amount_ms // _UNITS_MS[unit]}{unit}"
-    return f"{amount_ms}ms" if amount_ms else "0s"
 
 
 def _limit_ms(value: object) -> int | None:
@@ -251,14 +211,3 @@ BrokerUrl = Annotated[SecretUrl, BeforeValidator(broker_url)]
 Token = Annotated[Secret | None, BeforeValidator(_token)]
 StoreUrl = Annotated[SecretUrl, BeforeValidator(store_url)]
 ManagementUrl = Annotated[SecretUrl | None, BeforeValidator(management_url)]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, as it stands in a URL, is this machine for itself."""
-    name = host.strip("[]").rstrip(".").lower()
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

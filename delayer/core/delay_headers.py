@@ -15,7 +15,6 @@ from datetime import timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
-from delayer.core import horizon
 from delayer.core.message import Timestamp
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
@@ -143,7 +142,7 @@ def in_words(milliseconds: int) -> str:
     try:
         return str(timedelta(milliseconds=milliseconds)).removesuffix(", 0:00:00")
     except OverflowError:
-        return f"{milliseconds // horizon.DAY} days"
+        return f"{milliseconds // 86_400_000} days"
 
 
 LONGEST_BODY: Final = 64 << 20

@@ -14,7 +14,9 @@ import uvloop
 
 from delayer import __version__
 from delayer.broker.errors import TopologyMismatch
-from delayer.config import ConfigError, Settings, logs
+from delayer.config import logs
+from delayer.config.errors import ConfigError
+from delayer.config.model import Settings, Table
 from delayer.config.topology import without_effect
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.daemon.systemd import Notifier
@@ -61,24 +63,19 @@ class Reload:
         old = self._daemon.settings
         try:
             new = self._load()
-            live, restart = old.diff(new)
-            first_store = old.store_url is None
-            wanted = live_part(old, new, first_store=first_store)
+            wanted = live_part(old, new)
             await self._make_ready(wanted)
         except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, BadStoreUrl, SchemaOutdated) as wrong:
             log.error("reload refused", reason=str(wrong))
             return str(wrong) or type(wrong).__name__
         logs.configure(wanted.log.format, wanted.log.level)
         self._daemon.adopt(wanted)
-        if first_store:
-            live += [key for key in restart if key.startswith("store.")]
-            restart = [key for key in restart if not key.startswith("store.")]
-        if restart:
+        if restart := changed(wanted, new):
             log.warning("restart needed", keys=restart)
         if old.mode != wanted.mode:
             log.info("mode switched", before=old.mode, now=wanted.mode)
         unpaced = without_effect(wanted)
-        log.info("reloaded", keys=live, **({"max_rate_without_effect": unpaced} if unpaced else {}))
+        log.info("reloaded", keys=changed(old, wanted), **({"max_rate_without_effect": unpaced} if unpaced else {}))
         return ""
 
     async def _make_ready(self, wanted: Settings) -> None:
@@ -93,14 +90,14 @@ class Reload:
             await self._daemon.lanes.wait_usable(10.0)
 
 
-def live_part(old: Settings, new: Settings, *, first_store: bool) -> Settings:
+def live_part(old: Settings, new: Settings) -> Settings:
     """``old``, with everything from ``new`` that may change while the daemon runs.
 
-    ``first_store``: no store is in use yet, so all of ``[store]`` may. One in use holds messages: only a restart may
-    leave it for another.
+    While no store is in use, all of ``[store]`` may. One in use holds messages: only a restart may leave it for
+    another.
     """
     live = {"park_beyond_ms": new.store.park_beyond_ms, "restore_ahead_ms": new.store.restore_ahead_ms}
-    store = new.store if first_store else old.store.model_copy(update=live)
+    store = new.store if old.store_url is None else old.store.model_copy(update=live)
     return old.model_copy(
         update={
             "mode": new.mode,
@@ -112,6 +109,20 @@ def live_part(old: Settings, new: Settings, *, first_store: bool) -> Settings:
             "http": old.http.model_copy(update={"token": new.http.token}),
         }
     )
+
+
+def changed(old: Settings, new: Settings) -> list[str]:
+    """The keys that differ. A list of tables is one key."""
+    after = _leaves(new)
+    return [key for key, value in _leaves(old).items() if value != after[key]]
+
+
+def _leaves(table: Table, at: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, field in type(table).model_fields.items():
+        key, value = at + (field.alias or name), getattr(table, name)
+        found |= _leaves(value, f"{key}.") if isinstance(value, Table) else {key: value}
+    return found
 
 
 T = TypeVar("T")

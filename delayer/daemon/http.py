@@ -11,7 +11,7 @@ from delayer.amqp import reading
 from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.broker.management_api import delayed_in
 from delayer.broker.pipelined_admin import pipelined_admin
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
 from delayer.daemon.wiring import Daemon

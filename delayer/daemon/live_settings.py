@@ -9,8 +9,8 @@ from typing import Final
 
 from delayer.amqp.edits import Endpoints
 from delayer.broker.publisher import AmqpPublisher
-from delayer.config import Settings
 from delayer.config.model import Retry as RetryTable
+from delayer.config.model import Settings
 from delayer.config.topology import own_names, uses_cascade
 from delayer.core.cascade import Cascade
 from delayer.core.hold import Limits

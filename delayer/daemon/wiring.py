@@ -19,7 +19,7 @@ from delayer.broker.management_api import delayed_in
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.ports import Lane, Store
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, topology_of, uses_cascade
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from delayer.config.values import is_loopback
+from delayer.config.texts import is_loopback
 from delayer.core.secret import Secret
 
 WHO: Final = "x-delayer-who"

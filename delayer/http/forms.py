@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 from starlette.requests import Request
 
 from delayer.amqp.reading import iso
-from delayer.config.values import instant_ms, shift_ms
+from delayer.config.texts import instant_ms, shift_ms
 from delayer.core.filters import FIRST_MS, LAST_MS, MAX_ID, Filter, Token, read_token
 
 FIELDS: Final = ("route", "to", "to_key", "key", "header", "due_after", "due_before")

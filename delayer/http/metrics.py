@@ -19,7 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 
 from delayer import __version__
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.core import horizon
 from delayer.core.counters import BY_ROUTE, DURATIONS, shown
 from delayer.http.view import Depths, Snapshot, State

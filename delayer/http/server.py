@@ -22,7 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from delayer.config.values import is_loopback
+from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
 from delayer.http.access import Guard, Sessions
 from delayer.http.actions import Actions

@@ -12,7 +12,7 @@ from math import inf
 from time import monotonic
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import Census, StoreOverview

@@ -15,12 +15,11 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.amqp.edits import ID
-from delayer.amqp.properties import Properties, encode_headers, entry, long_string
+from delayer.amqp.properties import Properties, changed, encode_headers, entry, long_string
 from delayer.broker.ports import Publisher
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import hold_for
 from delayer.core.message import Confirmed, Outgoing
-from delayer.intake.refusals import with_short
 
 log = structlog.get_logger(__name__)
 
@@ -55,9 +54,10 @@ def reply(ask: Asked, outcome: str, token: bytes) -> Outgoing:
     """The reply, published straight to its queue."""
     headers = entry(ID, long_string(token)) + entry(OUTCOME, long_string(outcome.encode()))
     raw = encode_headers(headers + entry(KEY, long_string(ask.key)))
-    raw = with_short(raw, "content_type", b"application/json")
+    shorts = {"content_type": b"application/json"}
     if ask.correlation_id is not None:
-        raw = with_short(raw, "correlation_id", ask.correlation_id)
+        shorts["correlation_id"] = ask.correlation_id
+    raw = changed(Properties.parse(raw), {name: bytes((len(value),)) + value for name, value in shorts.items()})
     body = json.dumps({"outcome": outcome, "key": ask.key.decode("utf-8", "backslashreplace")}).encode()
     return Outgoing(b"", ask.reply_to, raw, body, token)
 

@@ -1,25 +1,14 @@
 """The schema of a store, and the one that this program needs, without Alembic. Without that import the daemon starts in
-half the time and with a third less memory.
-
-`delayer check` asks for the owner of the tables, and for the number of locks that the server can keep. One role may
-upgrade the store and another one run the daemon (docs/security.md). Postgres keeps the locks of a whole cluster in one
-table of fixed size: max_locks_per_transaction for each connection or process of the server. When it is full, a
-transaction of any database may fail with "out of shared memory".
-"""
+half the time and with a third less memory."""
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import Awaitable, Callable
-from typing import Final, NamedTuple, TypeVar
+from typing import Final
 
 import asyncpg
 
-from delayer.core.errors import StoreLost
 from delayer.store import pool
-from delayer.store.errors import WORTH_REPEATING, SchemaOutdated, translated
-from delayer.store.rows.keys import LOCKS
+from delayer.store.errors import SchemaOutdated, translated
 
 VERSION_TABLE: Final = "delayer_schema_version"
 HEAD: Final = "0001"
@@ -58,134 +47,3 @@ def outdated(found: str | None) -> SchemaOutdated | None:
     if found == HEAD:
         return None
     return SchemaOutdated(found, HEAD, newer=found is not None)
-
-
-T = TypeVar("T")
-
-TRIES: Final = 10
-PAUSE_SECONDS: Final = 2.0
-IN_THE_WAY: Final = (asyncpg.LockNotAvailableError, *WORTH_REPEATING)
-FAR: Final = 1_000_000_000
-"""More than any store gives while a backup or a standby is behind, and nothing beside the 2^63 that there are."""
-
-LOCK_SECONDS: Final = 0.5
-"""Seconds that we wait for the numbers. Parks that need one wait behind us."""
-
-# This changes nothing, but its lock keeps all others from taking numbers until the commit. Numbers taken between the
-# reading and the setting would be given twice. There is no LOCK for sequences.
-_ALONE: Final = "ALTER SEQUENCE message_id NO CYCLE"
-_WAY_OUT: Final = (
-    "run this again when what takes ids in long transactions (an import?) is over, or stop daemons and imports first; "
-    "nothing is changed"
-)
-
-
-async def skip_ids(url: str, by: int) -> int:
-    """Leave out ``by`` numbers; the number that the next message gets at the least. Safe beside daemons, and to repeat.
-
-    Raises StoreLost, BadStoreUrl, SchemaOutdated.
-    """
-    connection = await pool.connect(url, "delayer skip-ids")
-    try:
-        with translated("move the ids on"):
-            await check(connection)
-            return await patiently(lambda: _skip(connection, by))
-    except StoreLost as error:
-        if isinstance(error.__cause__, IN_THE_WAY):
-            raise StoreLost(str(error), _WAY_OUT) from error
-        raise
-    finally:
-        await pool.close(connection)
-
-
-async def _skip(connection: asyncpg.Connection, by: int) -> int:
-    async with pool.transaction(connection):
-        # A transaction that took numbers holds their lock until the commit, and an import's commit may take long.
-        await connection.execute(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}")
-        await connection.execute(_ALONE)
-        last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
-    return last + 1
-
-
-async def patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """Do ``work``, up to :data:`TRIES` times. Its transaction waits only a moment for its lock, because the traffic
-    waits behind it. Raises the errors of ``work``; IN_THE_WAY only of the last time."""
-    for _ in range(TRIES - 1):
-        try:
-            return await work()
-        except IN_THE_WAY:
-            await asyncio.sleep(PAUSE_SECONDS)
-    return await work()
-
-
-_OWNERS: Final = """
-SELECT tables.rolname, base.rolname
-FROM pg_class AS c JOIN pg_roles AS tables ON tables.oid = c.relowner
-CROSS JOIN pg_database AS d JOIN pg_roles AS base ON base.oid = d.datdba
-WHERE c.oid = 'lane'::regclass AND d.datname = current_database() AND tables.oid <> base.oid
-  AND NOT base.rolsuper AND pg_has_role(base.oid, tables.oid, 'MEMBER')
-"""
-_FOUND: Final = """
-SELECT current_setting('max_locks_per_transaction')::int,
-       (SELECT sum(setting::int) FROM pg_settings WHERE name IN ('max_connections', 'max_prepared_transactions',
-           'autovacuum_max_workers', 'max_worker_processes', 'max_wal_senders'))::int,
-       (SELECT count(*) FROM pg_inherits WHERE inhparent = 'message'::regclass), (SELECT count(*) FROM lane)
-"""
-
-
-class LockNeed(NamedTuple):
-    """``allowed``: max_locks_per_transaction, for each of ``connections``. At most ``lanes`` processes work at once."""
-
-    allowed: int
-    connections: int
-    partitions: int
-    lanes: int
-    parks: int = 4
-    """Parks of one process at once."""
-
-    @property
-    def needed(self) -> int:
-        """The max_locks_per_transaction for the worst case: every park has keys, and messages of every day.
-
-        Postgres keeps one entry for each locked object, and twice as many for each holder of one.
-        """
-        beside = 16  # Locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment.
-        of_days = 4 * self.partitions + beside  # Table and primary key, and the same of out-of-line bodies.
-        things = of_days + LOCKS + self.lanes
-        readers = 2 * of_days  # A dump or an export, and a command.
-        holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
-        usual = 64  # Postgres's default
-        return max(usual, math.ceil(max(things, holders / 2) / self.connections))
-
-    @property
-    def enough(self) -> bool:
-        return self.allowed >= self.needed
-
-
-async def looked(url: str) -> LockNeed:
-    """Raises StoreLost, BadStoreUrl."""
-    connection = await pool.connect(url, "delayer check")
-    try:
-        with translated("look at the locks"):
-            return LockNeed(*await connection.fetchrow(_FOUND))
-    finally:
-        await pool.close(connection)
-
-
-class Mistaken(NamedTuple):
-    """The role that owns the tables, and the one that should."""
-
-    tables: str
-    database: str
-
-
-async def mistaken(url: str) -> Mistaken | None:
-    """Both, where the daemon's role upgraded a store that has an owner: that of the database, a member of the other and
-    no superuser. None where all is well. Raises StoreLost, BadStoreUrl."""
-    connection = await pool.connect(url, "delayer check")
-    try:
-        with translated("look at the owner"):
-            row = await connection.fetchrow(_OWNERS)
-    finally:
-        await pool.close(connection)
-    return None if row is None else Mistaken(*row)

@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from delayer.store import pool
+from delayer.store.admin.setup import raise_lanes
 from delayer.store.errors import lost, translated
-from delayer.store.lanes.locks import LANES, raise_lanes
 
 
 def _config() -> Config:
@@ -26,7 +26,7 @@ def _config() -> Config:
     return config
 
 
-async def upgrade(url: str, lanes: int = LANES) -> None:
+async def upgrade(url: str, lanes: int = 4) -> None:
     """Bring the schema up to schema.HEAD, in one transaction; then make ``lanes`` lanes, if there are less. Raises
     StoreLost, BadStoreUrl."""
 

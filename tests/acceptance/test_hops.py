@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import delayer
-from delayer.config import load
+from delayer.config.loading import load
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
 from tests.acceptance.place import Place, delayed

@@ -17,7 +17,7 @@ import aio_pika
 import asyncpg
 
 from delayer.broker.admin import Admin
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, topology_of
 from delayer.store import pool
 from delayer.store.segments import compact as packing

@@ -14,7 +14,7 @@ import pytest
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
 from delayer.broker.admin import Admin
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import topology_of
 from delayer.core.message import Confirmed, Outgoing, Returned
 from delayer.core.topology import Topology

@@ -10,7 +10,7 @@ import asyncpg
 from pamqp.common import FieldTable
 
 from delayer.cli import send
-from delayer.config import Settings
+from delayer.config.model import Settings
 from tests.integration.cli import Run, channel_to, said, take
 from tests.integration.test_store_lane import sql
 from tests.support.servers import Postgres, RabbitMQ

@@ -12,7 +12,7 @@ import pytest
 
 from delayer.amqp import edits, reading
 from delayer.cli.set_aside import refused_of
-from delayer.config import load
+from delayer.config.loading import load
 from delayer.core import cascade
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target

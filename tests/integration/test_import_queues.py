@@ -17,7 +17,7 @@ import pytest
 
 from delayer.amqp.edits import enveloped
 from delayer.broker.admin import Admin
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.importing import CONSUMED, OWN, UNHELD

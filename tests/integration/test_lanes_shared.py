@@ -11,7 +11,7 @@ from collections import Counter
 import asyncpg
 import pytest
 
-from delayer.store.lanes.locks import raise_lanes
+from delayer.store.admin.setup import raise_lanes
 from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import parcel, taken
 from tests.integration.lanes_shared import Process, migrated, running

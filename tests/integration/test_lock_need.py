@@ -9,10 +9,11 @@ import asyncpg
 import pytest
 
 from delayer.cli.check import Report, _locks
-from delayer.store import pool, schema
+from delayer.store import pool
 from delayer.store import postgres as parking
+from delayer.store.admin import setup
+from delayer.store.admin.setup import LockNeed
 from delayer.store.rows import keys
-from delayer.store.schema import LockNeed
 from tests.conformance.store_contract import parcel
 from tests.integration.test_store_lane import sql
 from tests.support.postgres import Postgres
@@ -66,7 +67,7 @@ async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(
 
 
 async def test_the_size_of_the_lock_table(database: str) -> None:
-    found = await schema.looked(database)
+    found = await setup.looked(database)
     assert (found.allowed, found.lanes, found.enough) == (64, 4, True)
     assert 200 < found.connections < 300
     year = found._replace(partitions=370, lanes=4, connections=122)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost

@@ -9,7 +9,7 @@ import pytest
 
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.management_api import Management
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
 from tests.integration.rights import MODES, patterns_of, use, user_url

@@ -14,8 +14,8 @@ from delayer.core import backoff
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
-from delayer.store import schema, upgrades
-from delayer.store.admin import actions, audit_log, detail
+from delayer.store import upgrades
+from delayer.store.admin import actions, audit_log, detail, setup
 from delayer.store.admin.actions import Found, When
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
@@ -61,14 +61,14 @@ async def test_an_upgrade_as_the_daemon_is_noticed_and_can_be_undone(store: str,
         daemon, owner = postgres.url(name, user=DAEMON), postgres.url(name, user=OWNER)
         await upgrades.upgrade(daemon)
         await as_owner(owner, statements_of(2))
-        assert await schema.mistaken(daemon) == await schema.mistaken(owner) == (DAEMON, OWNER)
+        assert await setup.mistaken(daemon) == await setup.mistaken(owner) == (DAEMON, OWNER)
         reassign, list_them = re.findall(r"`(REASSIGN .*?;)` then `(.*?) \\gexec`", " ".join(PAGE.split()))[0]
         await as_owner(owner, [reassign])
         async with sql(owner) as connection:
             await as_owner(owner, [alter for (alter,) in await connection.fetch(list_them)])
             assert await connection.fetchval("SELECT tableowner FROM pg_tables WHERE tablename = 'message'") == DAEMON
         await as_owner(owner, statements_of(2))
-        assert await schema.mistaken(daemon) is None
+        assert await setup.mistaken(daemon) is None
     finally:
         postgres.drop_database(name)
 

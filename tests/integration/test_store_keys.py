@@ -12,9 +12,9 @@ import pytest
 from delayer.core.hold import Hold, HoldKind
 from delayer.store.admin import actions
 from delayer.store.admin.actions import Found
+from delayer.store.admin.setup import raise_lanes
 from delayer.store.admin.stats import overview
 from delayer.store.errors import WORTH_REPEATING
-from delayer.store.lanes.locks import raise_lanes
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import blocked, opened, sql

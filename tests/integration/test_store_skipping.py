@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from delayer.store import schema
-from delayer.store.schema import FAR, skip_ids
+from delayer.store.admin.setup import FAR, skip_ids
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
 from tests.integration.cli import Run

@@ -143,7 +143,7 @@ def test_imports_go_down_only() -> None:
         ("delayer.intake.x", "from delayer.release.loop import Release"),
         ("delayer.store.x", "from delayer.broker import relay"),
         ("delayer.imports.x", "from delayer.intake import handle"),
-        ("delayer.imports.x", "from delayer.config import Settings"),
+        ("delayer.imports.x", "from delayer.config.model import Settings"),
         ("delayer.store.x", "from delayer.amqp import fields"),
         ("delayer.broker.x", "if TYPE_CHECKING:\n    from delayer.store import postgres"),
         ("delayer.config.model", "import delayer.cli.main"),

@@ -21,19 +21,13 @@ from delayer.store.lanes.cursor import Start
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.notify import Inbox
 
-LANES: Final = 4
-"""Lanes without a route that a new store gets."""
 LOOK_SECONDS: Final = 5.0
 """How long a look may take."""
-ONE_BROKER: Final = (
-    "give each broker and virtual host a database of its own; at once, stop the daemons that have the wrong store.url: "
-    "a daemon that takes a lane publishes the messages of both"
-)
 
 _PRESENCE = "SELECT pg_try_advisory_lock_shared('lane'::regclass::oid::int, 0), pg_backend_pid()"
 _LOCK = "SELECT pg_try_advisory_lock('lane'::regclass::oid::int, $1)"
 _TAKE = "UPDATE lane SET epoch = epoch + 1, owner = $2, broker = $3 WHERE number = $1 RETURNING epoch, watermark, route"
-_ADD = (
+ADD: Final = (
     "INSERT INTO lane (number, epoch, owner, route)"
     " SELECT coalesce(max(number), 0) + 1, 0, '', $1 FROM lane ON CONFLICT DO NOTHING"
 )
@@ -46,7 +40,6 @@ _END_FROZEN = (
     " AND state = 'active' AND wait_event = 'ClientRead'"
     " AND query_start < clock_timestamp() - make_interval(secs => $1)"
 )
-_ORDINARY = "SELECT count(*) FROM lane WHERE route IS NULL"
 
 
 def broker_mark(cluster: str, vhost: str) -> str:
@@ -186,24 +179,4 @@ class LaneLocks:
         with translated("make lanes of routes"):
             async with session.borrowed(self._pool) as connection:
                 for route in sorted(routes):
-                    await connection.execute(_ADD, route)
-
-
-async def ordinary(connection: asyncpg.Connection) -> int:
-    """How many lanes without a route there are. Raises the driver's errors."""
-    count: int = await connection.fetchval(_ORDINARY)
-    return count
-
-
-async def raise_lanes(url: str, wanted: int) -> int:
-    """Make lanes until there are ``wanted`` without a route; how many there are. Raises StoreLost, BadStoreUrl."""
-    connection = await session.connect(url, "delayer schema")
-    try:
-        with translated("make lanes"):
-            async with session.transaction(connection):
-                await connection.execute("LOCK TABLE lane IN SHARE ROW EXCLUSIVE MODE")
-                for _ in range(await ordinary(connection), wanted):
-                    await connection.execute(_ADD, None)
-                return await ordinary(connection)
-    finally:
-        await session.close(connection)
+                    await connection.execute(ADD, route)

@@ -21,7 +21,6 @@ from typing import Final
 import asyncpg
 import structlog
 
-from delayer.core import horizon
 from delayer.store import pool as session
 from delayer.store.clock import StoreClock
 from delayer.store.errors import describe
@@ -335,7 +334,7 @@ async def end_frozen(connection: asyncpg.Connection) -> int:
     return ended
 
 
-DAY_MS: Final = horizon.DAY
+DAY_MS: Final = 86_400_000
 
 _PREFIX = "message_p"
 _EPOCH = date(1970, 1, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delayer.cli import status
-from delayer.config import Settings
+from delayer.config.model import Settings
 from tests.unit.http.test_server import Inside, served
 
 

@@ -21,9 +21,10 @@ from delayer.cli.errors import FOUND, OUT_OF_REACH, USAGE, failure
 from delayer.cli.main import cli
 from delayer.cli.output import when
 from delayer.cli.send import Message, ask, prepared
-from delayer.config import ConfigError, Problem, Route, Settings, loading
-from delayer.config.errors import Expected
-from delayer.config.values import instant_ms
+from delayer.config import loading
+from delayer.config.errors import ConfigError, Expected, Problem
+from delayer.config.model import Route, Settings
+from delayer.config.texts import instant_ms
 from delayer.core.errors import StoreLost, certificate_advice
 from delayer.daemon import app
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost

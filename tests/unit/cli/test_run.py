@@ -56,7 +56,7 @@ async def test_an_order_to_reload_that_comes_early_waits(slow_file: Path) -> Non
 
 BUG = """
 from delayer.daemon import app
-from delayer.config import Settings
+from delayer.config.model import Settings
 async def bug(*_):
     for number in range(2_000):
         app.log.info("ready", number=number)

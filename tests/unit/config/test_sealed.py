@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from delayer.cli.main import cli
-from delayer.config import ConfigError, load
+from delayer.config.errors import ConfigError
+from delayer.config.loading import load
 
 CREDENTIALS = ("broker-url", "store-url", "client-key")
 CONFIG = """

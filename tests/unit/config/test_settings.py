@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from delayer.config import ConfigError, Route, Settings, config_file, duration_ms, duration_text, load, loading
-from delayer.config.model import Destination, Retry, Takeover
+from delayer.config import loading
+from delayer.config.errors import ConfigError
+from delayer.config.loading import config_file, load
+from delayer.config.model import Destination, Retry, Route, Settings, Takeover
 from delayer.config.sources import env_name, keys_of, known_keys
+from delayer.config.texts import duration_text
+from delayer.config.values import duration_ms
+from delayer.daemon.app import changed
 
 ROOT = Path(__file__).parents[3]
 DAY_MS = 86_400_000
@@ -120,8 +125,7 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
     plain = load(None, base, {})
     by_environment = load(None, base | {env_name(key): text}, {})
     assert by_environment == load(None, base, {".".join(key): text})
-    live, restart = plain.diff(by_environment)
-    assert ".".join(key) in live + restart
+    assert ".".join(key) in changed(plain, by_environment)
 
 
 def test_a_table_as_json_and_one_of_its_keys_beside_it() -> None:
@@ -241,35 +245,11 @@ def test_no_password_in_any_text_of_the_settings() -> None:
     assert settings.management_url == "http://user:hunter2@h"
 
 
-def test_diff() -> None:
-    old = load(None, {}, {})
-    new = load(
-        None,
-        {"DELAYER_ROUTE": '[{"from": "x"}]'},
-        {
-            "mode": "native",
-            "intake.max_delay": "1d",
-            "store.park_beyond": "1h",
-            "store.restore_ahead": "2d",
-            "log.level": "debug",
-            "log.format": "console",
-            "broker.url": "amqp://other",
-            "intake.queue": "other",
-            "store.lanes": "5",
-        },
-    )
-    live, restart = old.diff(new)
-    in_store = ["store.park_beyond", "store.restore_ahead"]
-    assert sorted(live) == ["intake.max_delay", "log.format", "log.level", "mode", "route", *in_store]
-    assert sorted(restart) == ["broker.url", "intake.queue", "store.lanes"]
-    assert old.diff(old) == ([], [])
-
-
 def test_the_shipped_file_loads_and_says_the_defaults() -> None:
     shipped = load(ROOT / "config" / "delayer.toml", {}, {})
-    live, restart = load(None, {}, {}).diff(shipped)
-    assert live == []
-    assert restart == ["store.url"], "it names the default store, so that native mode would have one too"
+    assert changed(load(None, {}, {}), shipped) == ["store.url"], (
+        "it names the default store, so that native mode would have one too"
+    )
 
 
 def test_the_shipped_file_names_every_key() -> None:

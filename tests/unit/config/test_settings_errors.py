@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from delayer.config import ConfigError, Problem, load, loading
+from delayer.config import loading
+from delayer.config.errors import ConfigError, Problem
+from delayer.config.loading import load
 from delayer.core.secret import mask
 
 

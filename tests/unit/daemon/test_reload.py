@@ -11,9 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.broker.errors import TopologyMismatch
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.daemon.app import Reload, live_part
+from delayer.daemon.app import Reload, changed, live_part
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
 from tests.support.fakes import until
@@ -128,8 +128,29 @@ def test_keys_that_need_a_restart_stay_as_they_are() -> None:
         intake={"queue": "other", "max_delay": "1d"},
         broker={"url": "amqp://elsewhere/"},
     )
-    assert live_part(old, new, first_store=False) == settings(
-        store=STORE | {"park_beyond": "10s"}, intake={"max_delay": "1d"}
+    wanted = live_part(old, new)
+    assert wanted == settings(store=STORE | {"park_beyond": "10s"}, intake={"max_delay": "1d"})
+    assert changed(wanted, new) == ["broker.url", "intake.queue", "store.url", "store.lanes"]
+    assert live_part(new, new) == new
+
+
+def test_keys_that_change_while_the_daemon_runs() -> None:
+    new = settings(
+        mode="native",
+        route=[{"from": "x"}],
+        destination=[{"queue": "q"}],
+        intake={"max_delay": "1d"},
+        store=STORE | {"park_beyond": "1h", "restore_ahead": "2d"},
+        log={"level": "debug", "format": "console"},
+        http={"token": "open-sesame-open"},
     )
-    for first in (True, False):
-        assert live_part(new, new, first_store=first) == new
+    old = settings(store=STORE)
+    assert live_part(old, new) == new
+    in_store = ["store.park_beyond", "store.restore_ahead"]
+    others = ["http.token", "log.format", "log.level"]
+    assert changed(old, new) == ["mode", "intake.max_delay", "route", "destination", *in_store, *others]
+
+
+def test_a_first_store_needs_no_restart() -> None:
+    new = settings(mode="native", store=STORE | {"lanes": 5})
+    assert live_part(settings(mode="native"), new) == new

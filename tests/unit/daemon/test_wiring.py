@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of, queues_at_work, topology_of, uses_cascade, without_effect
 from delayer.core.cascade import Cascade
 from delayer.core.plan import Mode, Route

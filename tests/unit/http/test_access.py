@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from delayer.config.values import is_loopback
+from delayer.config.texts import is_loopback
 from delayer.core.secret import Secret
 from delayer.http.access import COOKIE, LASTS, LONGEST, Sessions, cookie_name, from_our_page, host_is_ours
 

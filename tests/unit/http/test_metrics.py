@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.core import horizon
 from delayer.core.counters import Counters
 from delayer.http.metrics import METRICS, PREFIX, Sight, roles, text

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from delayer.config import Settings
+from delayer.config.model import Settings
 from delayer.core.errors import BrokerLost
 from delayer.http import server
 from delayer.http.access import HEADERS

@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from delayer.amqp.address import Address
-from delayer.config import ConfigError, load
+from delayer.config.errors import ConfigError
+from delayer.config.loading import load
 from delayer.core.secret import SecretUrl, concealed, mask
 from delayer.imports.databases import Database, database_url, shown
 from delayer.imports.state_machine import BadSource

@@ -7,8 +7,9 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.config import ConfigError, load, loading
-from delayer.config.loading import mistakes
+from delayer.config import loading
+from delayer.config.errors import ConfigError
+from delayer.config.loading import load, mistakes
 
 URL = "postgresql://user:hunter2@127.0.0.1:1/delayer"
 

@@ -1,0 +1,60 @@
+"""Durations, instants and hosts as people write them, for the command line and the pages."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta, tzinfo
+
+from delayer.config.errors import Expected
+from delayer.config.values import UNITS_MS, duration_ms
+
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+
+
+def shift_ms(text: str) -> int:
+    """Milliseconds of a duration with or without a sign: "30m", "+30m", "-1h". Raises Expected."""
+    text = text.strip()
+    try:
+        return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
+    except Expected as wrong:
+        raise Expected(f"{wrong}, or the same with a - before it") from None
+
+
+def instant_ms(text: str, now_ms: int | None = None, zone: tzinfo | None = None) -> int:
+    """Epoch milliseconds of an RFC 3339 text, rounded up so that no message is early. A date is its midnight in UTC.
+
+    With ``now_ms`` also a duration from now: "2h", "-30m". ``zone``: that of a text without offset; without it such a
+    text is refused, because elsewhere it is another instant. Raises Expected.
+    """
+    if now_ms is not None:
+        with suppress(Expected):
+            return now_ms + shift_ms(text)
+    with suppress(ValueError):
+        found = datetime.fromisoformat(text.strip())
+        zone = UTC if _DATE.fullmatch(text.strip()) else zone
+        if found.tzinfo or zone:
+            since = (found if found.tzinfo else found.replace(tzinfo=zone)) - datetime(1970, 1, 1, tzinfo=UTC)
+            return -(-since // timedelta(milliseconds=1))
+    more = "" if now_ms is None else ", or how long from now, such as 2h or -30m"
+    raise Expected(f"an instant with its offset, such as 2031-01-31T08:00:00Z, or a date (in UTC){more}")
+
+
+def duration_text(amount_ms: int) -> str:
+    """The shortest text that :func:`duration_ms` reads as ``amount_ms``."""
+    for unit in ("d", "h", "m", "s"):
+        if amount_ms and amount_ms % UNITS_MS[unit] == 0:
+            return f"{amount_ms // UNITS_MS[unit]}{unit}"
+    return f"{amount_ms}ms" if amount_ms else "0s"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as it stands in a URL, is this machine for itself."""
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
