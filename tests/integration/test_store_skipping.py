@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from delayer.store import schema
+from delayer.store.admin import setup
 from delayer.store.admin.setup import FAR, skip_ids
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
@@ -77,9 +77,9 @@ async def test_beside_daemons_it_never_goes_back(delayer: Run, database: str) ->
 async def test_beside_a_long_transaction_others_get_their_numbers(
     delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schema, "LOCK_SECONDS", 0.2)
-    monkeypatch.setattr(schema, "PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(schema, "TRIES", 100)
+    monkeypatch.setattr(setup, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(setup, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(setup, "TRIES", 100)
     async with sql(database) as long, sql(database) as other, sql(database) as admin:
         async with long.transaction():
             before = await long.fetchval("SELECT nextval('message_id')")
@@ -91,7 +91,7 @@ async def test_beside_a_long_transaction_others_get_their_numbers(
         assert await skips > before + 1000
         async with long.transaction():
             await long.execute("SELECT nextval('message_id')")
-            monkeypatch.setattr(schema, "TRIES", 2)
+            monkeypatch.setattr(setup, "TRIES", 2)
             in_vain = delayer("db", "skip-ids", expect=3)
     assert "nothing is changed" in in_vain.stderr and "run this again" in in_vain.stderr
 
