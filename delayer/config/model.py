@@ -177,7 +177,7 @@ def _tables(value: object) -> object:
 class Native(Table):
     prefix: values.Prefix = "delayer."
     due_queue: values.DueQueue = "delays.due"
-    strategy: Literal["auto", "cascade", "queue"] = "cascade"
+    strategy: Literal["auto", "cascade", "queue"] = "auto"
 
 
 class Store(Table):

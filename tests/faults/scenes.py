@@ -85,12 +85,6 @@ class Play:
         self._died = died
         self._proxy = proxy
 
-    @property
-    def _delay_ms(self) -> int:
-        """Long enough for a new daemon to be there before the message is due, where one has to start first."""
-        at_once = self._died != DAEMON and not self.row.prepared
-        return min(self.row.delay_ms, 1_500) if at_once else self.row.delay_ms
-
     async def begin(self) -> None:
         """With a daemon that is ready; or on its way to the point, where the messages are there already."""
         if self._proxy:
@@ -119,7 +113,7 @@ class Play:
 
     async def _publish(self) -> None:
         row = self.row
-        await self._ledger.publish(row.messages, delay_ms=self._delay_ms, absolute=row.absolute, step_ms=row.step_ms)
+        await self._ledger.publish(row.messages, delay_ms=row.delay_ms, absolute=row.absolute, step_ms=row.step_ms)
 
     async def come(self) -> None:
         """The daemon comes to its point. One that kills itself there waits for nobody: another one goes on."""

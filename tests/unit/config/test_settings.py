@@ -109,7 +109,7 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("intake", "prefetch"): "9",
         ("intake", "max_delay"): "9d",
         ("native", "prefix"): "other.",
-        ("native", "strategy"): "auto",
+        ("native", "strategy"): "queue",
         ("store", "url"): "postgres://h/d",
         ("store", "park_beyond"): "9s",
         ("store", "lanes"): "9",
