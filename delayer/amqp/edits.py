@@ -358,14 +358,18 @@ class Endpoints:
     """Whether the broker itself delays envelopes in the due queue, so that they need no cascade."""
 
 
+AHEAD_MS: Final = 100
+"""A delivery, and the publish at its instant, then cost no lateness."""
+
+
 def into_broker(
     parcel: Parcel, id: bytes, at_ms: int, seconds: int, names: Endpoints, *, held: Held | None = None, rest_ms: int = 0
 ) -> Outgoing:
-    """A publish to where the broker keeps an envelope until ``at_ms``, in ``seconds`` and ``rest_ms``: the due queue,
-    or the cascade."""
+    """A publish to where the broker keeps an envelope until ``at_ms``, in ``seconds`` and ``rest_ms``: the cascade, or
+    the due queue. The due queue delivers it ``AHEAD_MS`` before ``at_ms``, and the daemon keeps it for the rest."""
     if not names.broker_delays:
         return into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms)
-    properties = enveloped(parcel, id, held, more=entry(OPT_TIME, int64(min(at_ms, LONGEST_TIMER_MS))))
+    properties = enveloped(parcel, id, held, more=entry(OPT_TIME, int64(min(at_ms - AHEAD_MS, LONGEST_TIMER_MS))))
     key = cascade.routing_key(0, names.due_queue)
     return Outgoing(names.levels.delivery.encode(), key, properties, parcel.body, id)
 
