@@ -283,6 +283,7 @@ async def test_a_server_that_hangs_does_not_keep_the_daemon(servers: tuple[Rabbi
                 hanging.resume()
 
 
+@pytest.mark.words
 async def test_a_key_without_its_store_stops_nobody_in_native_mode(place: Place) -> None:
     """The store is configured and out of reach: what needs it is refused with that reason, the rest flows."""
     environ = place.environ("native", "postgresql://nobody@127.0.0.1:1/nowhere")

@@ -159,7 +159,7 @@ async def test_native_mode_beside_a_store(
         bodies = [b"keyed", b"cascaded", b"queued"]
         await inbox.got(bodies)
         assert [by_store(inbox.only(body)) for body in bodies] == [True, False, False]
-        held = "SELECT FROM held WHERE reason LIKE '%404%'"
+        held = "SELECT FROM held WHERE kind = 'closed_channel'"
         await wait_for(lambda: postgres.execute(held, database=schema) == "SELECT 2")
         assert place.things.depth("delayer.delay-strays") == 0
         assert await daemon.stop() == 0

@@ -45,6 +45,7 @@ def lines() -> bytes:
     )
 
 
+@pytest.mark.words
 @pytest.mark.deadline(120)
 async def test_they_are_held_and_stop_nobody(delayer: Run, vhost: str, database: str, tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.acceptance.page import HOUR, NEEDS_CHROMIUM, PAGES, TOKEN, Shown, keyed, result, shown, unreadable
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
@@ -33,6 +35,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@pytest.mark.words
 async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", (5 + n) * HOUR) for n in range(8)))

@@ -132,6 +132,7 @@ async def bind_stranger(this: World) -> None:
     this.things.bind("stranger", "delays")
 
 
+@pytest.mark.words
 @pytest.mark.parametrize("case", CASES)
 def test_refused_with_its_reason_and_everything_it_had(played: World, case: str) -> None:
     bad = CASES[case]

@@ -78,6 +78,7 @@ def test_the_good_ones_around_arrive_once_each(played: World) -> None:
         assert arrival.at_ms >= arrival.due_ms
 
 
+@pytest.mark.words
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_held_with_its_reason(played: World, case: str) -> None:
     one = CASES[case]

@@ -69,6 +69,7 @@ async def test_list(delayer: Run, database: str) -> None:
     assert table[3].split()[-1] == "1", "the segment"
 
 
+@pytest.mark.words
 async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
     _, of = await filled(database)
     shown = delayer("show", of[b"soon"]).stdout
@@ -144,6 +145,7 @@ async def test_reschedule(delayer: Run, database: str) -> None:
         await conserved(admin)
 
 
+@pytest.mark.words
 async def test_held(delayer: Run, database: str) -> None:
     assert "No messages are held." in delayer("held", "list").stdout
     _, of = await filled(database)

@@ -33,6 +33,7 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
     return parcel, edits.enveloped(parcel, b"%032x" % number, held)
 
 
+@pytest.mark.words
 async def test_messages_beyond_the_look_are_reported(delayer: Run, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(set_aside, "KEPT", 6)
     delayer("--mode", "native", "topology", "apply")
@@ -56,6 +57,7 @@ async def test_messages_beyond_the_look_are_reported(delayer: Run, vhost: str, m
         assert "Dropped: 1." in delayer("strays", "drop", "--all", "--yes").stdout
 
 
+@pytest.mark.words
 async def test_a_reason_selects_among_strays_without_an_id(delayer: Run, vhost: str) -> None:
     delayer("--mode", "native", "topology", "apply")
     newer = Props(headers=((b"x-delayer-envelope", number("l", 99)),), delivery_mode=2)
@@ -74,6 +76,7 @@ def test_store_mode_has_none(delayer: Run) -> None:
     assert "`delayer topology apply`" in delayer("--mode", "native", "strays", "list", expect=1).stderr
 
 
+@pytest.mark.words
 def test_only_the_beginning_of_a_large_stray_is_kept() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)

@@ -135,6 +135,7 @@ async def content_unpacked(database: str) -> list[tuple[object, ...]]:
         return await content(admin)
 
 
+@pytest.mark.words
 async def test_damaged_records_are_held(delayer: Run, tmp_path: Path, database: str) -> None:
     file = tmp_path / "backlog.jsonl"
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
@@ -149,6 +150,7 @@ async def test_damaged_records_are_held(delayer: Run, tmp_path: Path, database: 
         assert retry_ms is None, "sent by itself it would be taken for sound"
 
 
+@pytest.mark.words
 async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_path: Path) -> None:
     delayer("topology", "apply")
     file = tmp_path / "hand-made.jsonl"
@@ -283,6 +285,7 @@ def test_a_look_ends_as_the_run_will(delayer: Run, tmp_path: Path) -> None:
             assert (seen["messages"], seen["left"]) == (report["staged"], report["left"]), source
 
 
+@pytest.mark.words
 def test_the_soonest_of_a_file_are_told_of_and_no_others(delayer: Run, tmp_path: Path) -> None:
     file = tmp_path / "backlog.jsonl"
     rows = [

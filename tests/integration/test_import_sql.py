@@ -137,6 +137,7 @@ def run_of(delayer: Run, source: Source, *more: str) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.words
 async def test_all_tables_into_the_store(
     delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +274,7 @@ async def test_a_move_that_takes_long_takes_nothing_that_is_due_by_then(
     assert len(await source.rows("Sales_TimeoutData")) == 3
 
 
+@pytest.mark.words
 async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source: Source) -> None:
     """In two tables, in all of one's rows or one's staged rows: what would be held is told by the run's own rules."""
     for name in ("A_TimeoutData", "B_TimeoutData"):

@@ -64,6 +64,7 @@ async def test_the_daemon_with_these_rights(
         rabbitmq.drop_vhost(vhost)
 
 
+@pytest.mark.words
 async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgres: Postgres, page: str) -> None:
     """Its buttons, for messages that wait, are held and are refused; the last need one more right."""
     await asyncio.to_thread(clear, postgres)

@@ -138,6 +138,7 @@ async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.
         assert held[-1] < BACKLOG // 2, "and not behind all the others"
 
 
+@pytest.mark.words
 async def test_held_rows_come_again_until_they_are_released(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(3)], [])

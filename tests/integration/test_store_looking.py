@@ -258,6 +258,7 @@ async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch
         assert told.messages == len(meant)
 
 
+@pytest.mark.words
 async def test_held_ones_are_listed_retried_and_dropped(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
