@@ -62,6 +62,10 @@ class Schedule:
     """When each message was written on the shared channel. The isolation's messages are not in it."""
 
 
+WINDOW_MS: Final = 100
+"""A claim takes the messages that are due within this time. Each is published by a Schedule."""
+
+
 @dataclass(frozen=True, slots=True)
 class Confirmed:
     """The broker took responsibility for the publish, and routed it to at least one queue."""

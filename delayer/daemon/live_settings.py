@@ -16,11 +16,11 @@ from delayer.core.cascade import Cascade
 from delayer.core.hold import Limits
 from delayer.core.plan import LATEST_MS, Mode, Policy, Route
 from delayer.core.retry_policy import Retry
+from delayer.intake.handle import KEEP_MS
 from delayer.release.lane_manager import LaneManager
 
-KEEP_MS: Final = {Mode.STORE: 150, Mode.NATIVE: 999}
-"""How soon a message is due that is kept in memory. A park takes up to 50 ms with its gathering, and a claim takes rows
-100 ms before they are due. The cascade counts whole seconds."""
+NATIVE_KEEP_MS: Final = 999
+"""How soon a message is due that is kept in memory in native mode: the cascade counts whole seconds."""
 
 
 def policy_of(settings: Settings, *, has_store: bool) -> Policy:
@@ -46,7 +46,7 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
         intake_queue=settings.intake.queue.encode(),
         max_delay_ms=settings.intake.max_delay_ms,
         park_beyond_ms=settings.store.park_beyond_ms,
-        keep_ms=KEEP_MS[Mode(settings.mode)],
+        keep_ms=KEEP_MS if settings.mode == "store" else NATIVE_KEEP_MS,
         has_store=has_store,
         own_queues=queues,
         own_exchanges=exchanges,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Protocol
 
 import structlog
 
@@ -165,9 +163,9 @@ class Session:
                 return
             await self._changed.wait()
 
-    def cancel(self) -> None:
-        """Cancel all work: its deliveries return to the queue, as after a crash."""
-        for task in self._tasks | self._punctual:
+    def cancel(self, *, punctual: bool = False) -> None:
+        """Cancel all work, or the ``punctual`` work: its deliveries return to the queue, as after a crash."""
+        for task in self._punctual if punctual else self._tasks | self._punctual:
             task.cancel()
 
     async def end(self) -> None:
@@ -197,67 +195,6 @@ class Handler(Protocol):
 
     def end(self) -> None:
         """The session is over: start nothing any more."""
-
-
-T = TypeVar("T")
-
-
-class Kept(Generic[T]):
-    """Items that wait in memory for their instants. ``go`` gets the due ones."""
-
-    def __init__(self, now_ms: Callable[[], int], go: Callable[[list[T]], None], set_back: Callable[[], None]) -> None:
-        """``now_ms``: the lower bound of the clock. ``set_back`` is called where that clock was set back: then the
-        items are forgotten."""
-        self._now_ms = now_ms
-        self._go = go
-        self._set_back = set_back
-        self._heap: list[tuple[int, int, T]] = []
-        self._numbers = count()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, due_ms: int, item: T) -> None:
-        """Keep an item that is due within LONGEST_MS."""
-        heapq.heappush(self._heap, (due_ms, next(self._numbers), item))
-        if self._heap[0][0] == due_ms:
-            self._arm()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def clear(self) -> None:
-        """Forget all items."""
-        self._heap.clear()
-        self._arm()
-
-    def _arm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._heap:
-            early_ms = max(0, self._heap[0][0] - self._now_ms())
-            self._timer = later(early_ms / 1000, self._look)
-
-    def _look(self) -> None:
-        # Event loops round to milliseconds, some of them down. So the first item may not be due yet.
-        now_ms = self._now_ms()
-        if self._heap[0][0] - now_ms > LONGEST_MS:
-            self._heap.clear()
-            return self._set_back()
-        due: list[T] = []
-        while self._heap and self._heap[0][0] <= now_ms:
-            due.append(heapq.heappop(self._heap)[2])
-        self._arm()
-        if due:
-            self._go(due)
-
-
-def later(seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-    """Call it in so many seconds."""
-    return asyncio.get_running_loop().call_later(seconds, call)
-
-
-LONGEST_MS: Final = 1000
-"""The longest time that an item is kept."""
 
 
 Before = asyncio.Future[bool] | None
@@ -396,6 +333,9 @@ class QueueConsumer:
             if session.failed and (isinstance(lost, NotTaken) or not isinstance(lost, BrokerLost)):
                 # The broker is there. A message that cannot go on must not keep back the others.
                 await session.work_off(self._handler)
+            elif not session.failed:
+                # The deliveries come again, so those that are not due yet are not published.
+                session.cancel(punctual=True)
             # Some messages wait for room, in a full refused queue for example. The others need not wait longer.
             if isinstance(lost, NotTaken) and session.acks.accepted_any:
                 retry.succeeded()

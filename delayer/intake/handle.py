@@ -8,66 +8,48 @@ are due soon in memory until their instants. A delivery is accepted after the co
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic, perf_counter
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 
 from delayer.amqp import edits
-from delayer.amqp.edits import Endpoints, Envelope, Held, NoEnvelope, into_broker, into_cascade, opened
+from delayer.amqp.edits import Endpoints, Envelope, NoEnvelope, into_broker, into_cascade, opened
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.broker.ports import Live, Parking, Publisher
+from delayer.broker.ports import Live, Parking
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import seconds_until
-from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
 from delayer.core.faultpoint import reach
-from delayer.core.hold import Hold, Limits, hold_for, too_late
-from delayer.core.message import Confirmed, Delivery, KeyGroup, Outcome, Outgoing, Parcel, Target
+from delayer.core.hold import Hold, Limits, too_late
+from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
 from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, Soon, TooLate, decide, has_key
 from delayer.intake import replies
-from delayer.intake.consume import KEPT_BYTES, AckTracker, Before, Kept, Session, Turns, wait
-from delayer.intake.holding import Holding, Objection
+from delayer.intake.consume import KEPT_BYTES, AckTracker, Before, Session, Turns, wait
+from delayer.intake.dispatch import Dispatch, Objection, Publication
 
 log = structlog.get_logger(__name__)
 
-GATHER: Final = 0.050
-"""Seconds that messages wait for company before they are parked, because a commit costs the same for one message as for
+GATHER_MS: Final = 50
+"""How long messages wait for company before they are parked, because a commit costs the same for one message as for
 many."""
-URGENT: Final = 0.010
+URGENT_MS: Final = 10
 """The same where one of them has a key, cancels another message, or is due soon, and where they are COMPANY already."""
 COMPANY: Final = 200
 """Messages that share a commit well enough."""
-SOON_MS: Final = 200
-"""A message that is due within this is urgent."""
+KEEP_MS: Final = WINDOW_MS + GATHER_MS
+"""A message that is due sooner is kept in memory in store mode: a claim takes rows WINDOW_MS before they are due, and a
+park takes up to GATHER_MS. A message that is due within GATHER_MS more is urgent."""
+SLOT_MS: Final = 50
+"""Messages that are due within one slot are published by one call."""
+SLOT_LEAD_MS: Final = 10
+"""How long before a slot that call begins, on a busy machine."""
 PARK_MESSAGES: Final = 2000
 PARK_BYTES: Final = 8 << 20
 """A park of so many messages or bytes waits for no company."""
-
-
-def new_id() -> bytes:
-    """An ``x-delayer-id`` for a message that no store has numbered."""
-    return uuid.uuid4().hex.encode()
-
-
-class Publication(NamedTuple):
-    """A publish on behalf of a delivery.
-
-    ``parcel`` is the message to hold if its destination does not take it; None where the publish must succeed (cascade,
-    refused queue): the delivery returns to the queue otherwise. ``refusal``: the reason, of a refused message.
-    ``earlier``: the note of earlier attempts.
-    """
-
-    delivery: Delivery
-    outgoing: Outgoing
-    parcel: Parcel | None = None
-    refusal: str = ""
-    earlier: Held | None = None
 
 
 Classified = tuple[Delivery, Properties | None, Plan]
@@ -204,117 +186,16 @@ def to_refused(delivery: Delivery, plan: Refuse, names: Endpoints, token: bytes)
     return Publication(delivery, outgoing, refusal=plan.reason)
 
 
-class Dispatch:
-    """Publishes on behalf of deliveries. It accepts confirmed ones, and holds those that a destination did not take."""
-
-    def __init__(self, publisher: Publisher, holding: Holding, live: Live, counters: Counters) -> None:
-        self.publisher = publisher
-        self.new_id = holding.new_id
-        self._holding = holding
-        self._live = live
-        self._counters = counters
-
-    async def __call__(self, publications: Sequence[Publication], acks: AckTracker) -> None:
-        """Accept or hold the delivery of every publication, in batches of the size that the publisher wants.
-
-        Raises BrokerLost, StoreLost; NotTaken, and Unconfirmed, after every known outcome is settled.
-        """
-        stuck: list[str] = []
-        begin = 0
-        while begin < len(publications):
-            if begin:
-                acks.progress()  # A batch may take many publishes.
-            end = begin + self.publisher.batch_limit
-            stuck += await self._publish(publications[begin:end], acks)
-            begin = end
-        if stuck:
-            raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
-
-    async def hold(self, objections: Sequence[Objection], acks: AckTracker) -> None:
-        """Hold messages, and accept their deliveries. Raises BrokerLost, StoreLost."""
-        if objections:
-            await self._holding.hold(objections)
-            acks.accept(one.delivery.tag for one in objections)
-
-    async def _publish(self, publications: Sequence[Publication], acks: AckTracker) -> list[str]:
-        """Returns the destinations that did not take a message that they must take."""
-        began = perf_counter()
-        try:
-            outcomes = await self.publisher.publish([publication.outgoing for publication in publications])
-        except Unconfirmed as late:
-            # Settle the known outcomes: an unanswered message must not repeat the others.
-            pairs = zip(publications, late.outcomes, strict=True)
-            await self._settle([(one, outcome) for one, outcome in pairs if outcome is not None], acks)
-            raise
-        reach("intake.confirmed")
-        self._counters.took("publish", perf_counter() - began)
-        self._counters.batch("publish", len(publications))
-        return await self._settle(list(zip(publications, outcomes, strict=True)), acks)
-
-    async def _settle(self, answered: Sequence[tuple[Publication, Outcome]], acks: AckTracker) -> list[str]:
-        through: list[Publication] = []
-        objections: list[Objection] = []
-        stuck: list[str] = []
-        for publication, outcome in answered:
-            if isinstance(outcome, Confirmed):
-                through.append(publication)
-                continue
-            self._counters.objected(outcome, _route(publication))
-            if publication.parcel is not None:
-                parcel = publication.parcel._replace(token=publication.outgoing.token)
-                objections.append(Objection(publication.delivery, parcel, hold_for(outcome), publication.earlier))
-            else:
-                exchange = publication.outgoing.exchange.decode("utf-8", "replace")
-                stuck.append(f"exchange {exchange!r}: {hold_for(outcome).text}")
-        acks.accept(publication.delivery.tag for publication in through)
-        self._count(through)
-        await self.hold(objections, acks)
-        return stuck
-
-    def _count(self, through: Sequence[Publication]) -> None:
-        for publication in through:
-            if publication.refusal:
-                log.warning(
-                    "message refused",
-                    reason=publication.refusal,
-                    exchange=publication.delivery.exchange,
-                    routing_key=publication.delivery.routing_key,
-                )
-        kinds = [_kind(publication) for publication in through]
-        for kind, count in Counter(kinds).items():
-            self._counters.add(kind, count)
-            self._counters.add_routes(
-                kind, [_route(one) for one, its in zip(through, kinds, strict=True) if its == kind]
-            )
-        # A held message was delayed by its destination: its lateness is not the daemon's.
-        now_ms = self._live.now_lower_ms()
-        out = [
-            (now_ms - one.parcel.due_ms, one.parcel.route)
-            for one in through
-            if one.parcel is not None and not one.refusal and one.earlier is None
-        ]
-        self._counters.delivered(out)
-
-
-def _kind(publication: Publication) -> str:
-    if publication.refusal:
-        return "refused"
-    return "cascaded" if publication.parcel is None else "released"
-
-
-def _route(publication: Publication) -> bytes:
-    return publication.delivery.exchange if publication.parcel is None else publication.parcel.route
-
-
 class Keeping:
-    """A handler that keeps publications for their instants."""
+    """A handler that keeps publications in memory until shortly before their instants, in slots of time. A Schedule
+    publishes each one of a slot at its own instant."""
 
     def __init__(self, live: Live, dispatch: Dispatch) -> None:
         self._live = live
         self._dispatch = dispatch
         self._new_id = dispatch.new_id
         self._session: Session
-        self._kept: Kept[Publication] = Kept(live.now_lower_ms, self._publish_kept, self._give_back)
+        self._slots: dict[int, list[tuple[int, Publication]]] = {}
 
     def begin(self, session: Session) -> None:
         """See Handler."""
@@ -330,30 +211,30 @@ class Keeping:
     @property
     def waiting(self) -> bool:
         """See Handler."""
-        return len(self._kept) > 0
+        return bool(self._slots)
 
     def end(self) -> None:
         """See Handler."""
-        self._kept.clear()
+        self._slots.clear()
 
     def _keep(self, due_ms: int, publication: Publication) -> None:
         self._session.acks.keep(publication.delivery)
-        self._kept.add(due_ms, publication)
+        slot = due_ms // SLOT_MS
+        if slot not in self._slots:
+            self._slots[slot] = []
+            wait_ms = max(0, slot * SLOT_MS - SLOT_LEAD_MS - self._live.now_lower_ms())
+            asyncio.get_running_loop().call_later(wait_ms / 1000, self._publish_slot, slot)
+        self._slots[slot].append((due_ms, publication))
 
-    def _publish(self, publications: Sequence[Publication], *, punctual: bool = False) -> None:
+    def _publish_slot(self, slot: int) -> None:
+        kept = sorted(self._slots.pop(slot, ()), key=_due_ms)
+        if kept:  # The session may be over.
+            publications, due_ms = [one for _, one in kept], [due_ms for due_ms, _ in kept]
+            self._session.start(self._dispatch(publications, self._session.acks, due_ms), punctual=True)
+
+    def _publish(self, publications: Sequence[Publication]) -> None:
         if publications:
-            self._session.start(self._dispatch(publications, self._session.acks), punctual=punctual)
-
-    def _publish_kept(self, publications: list[Publication]) -> None:
-        self._publish(publications, punctual=True)
-
-    def _give_back(self) -> None:
-        """End the session: the clock was set back, perhaps by hours. The deliveries come again and are planned anew."""
-
-        async def fail() -> None:
-            raise BrokerLost("the clock was set back while messages were kept for their instants")
-
-        self._session.start(fail())
+            self._session.start(self._dispatch(publications, self._session.acks))
 
     def _hold(self, late: Sequence[Objection]) -> None:
         if late:
@@ -388,7 +269,7 @@ class IntakeHandler(Keeping):
             if isinstance(plan, Park):
                 stored.append(one)
                 size += len(delivery.body)
-                urgent = urgent or plan.key is not None or plan.due_ms - now_ms < SOON_MS
+                urgent = urgent or plan.key is not None or plan.due_ms - now_ms < KEEP_MS + GATHER_MS
             elif isinstance(plan, Cancel):
                 stored.append(one)
                 urgent = True
@@ -416,15 +297,15 @@ class IntakeHandler(Keeping):
             self.flush()
         self._parcels += stored
         self._bytes += size
-        now = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
         full = len(self._parcels) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
         urgent = urgent or len(self._parcels) >= COMPANY
         if full or self._session.acks.outstanding >= self._session.prefetch:
             self.flush()
-        elif self._timer is None or (urgent and self._timer.when() > now() + URGENT):
+        elif self._timer is None or (urgent and self._timer.when() > loop.time() + URGENT_MS / 1000):
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_later(URGENT if urgent else GATHER, self.flush)
+            self._timer = loop.call_later((URGENT_MS if urgent else GATHER_MS) / 1000, self.flush)
 
     def flush(self) -> None:
         """See Handler."""
@@ -505,6 +386,10 @@ class DueHandler(Keeping):
         self._publish(publications)
         if kept:
             reach("intake.kept")
+
+
+def _due_ms(kept: tuple[int, Publication]) -> int:
+    return kept[0]
 
 
 def _instant(envelope: Envelope, now_ms: int) -> int:

@@ -15,9 +15,8 @@ import pytest
 from delayer.broker.ports import Lane, Store
 from delayer.core.errors import LaneLost
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import Due, KeyGroup, Parcel, Target
+from delayer.core.message import WINDOW_MS, Due, KeyGroup, Parcel, Target
 from delayer.core.segment import Restored
-from delayer.store.lanes.cursor import WINDOW_MS
 from tests.support.fakes import WHY
 
 MANY = 1_000_000

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 
+from delayer.core.message import WINDOW_MS
 from delayer.store import pool as session
 from delayer.store import postgres
-from delayer.store.lanes.cursor import WINDOW_MS
 from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel, release_all

@@ -151,12 +151,15 @@ class ScriptedPublisher:
         self.batch_limit = 10_000
         self.published: list[Outgoing] = []
         self.schedules: list[Schedule] = []
+        self.written_ms: dict[int, float] = {}
         self.batches = 0
         self.closed = 0
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
         self.batches += 1
-        self.schedules += [] if schedule is None else [schedule]
+        if schedule is not None:
+            self.schedules.append(schedule)
+            schedule.written_ms |= self.written_ms
         outcomes: list[Outcome] = []
         for message in batch:
             answer = self.answers.get(message.routing_key, CONFIRMED)

@@ -28,8 +28,6 @@ from delayer.store.lanes.notify import WAITING, Notification
 NEVER_MS: Final = 1 << 60
 LOCKED_MS: Final = 1_000
 """How long a claim leaves held rows alone that another transaction has locked: no event says when they are free."""
-WINDOW_MS: Final = 100
-"""Claims take what is due within this time."""
 LEAD_MS: Final = 40
 """A claim begins so long before its first message is due. That is the time for the claim itself, on a busy machine."""
 

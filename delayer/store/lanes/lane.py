@@ -22,12 +22,12 @@ from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
-from delayer.core.message import Due
+from delayer.core.message import WINDOW_MS, Due
 from delayer.store import pool as session
 from delayer.store import statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
-from delayer.store.lanes.cursor import NEVER_MS, WINDOW_MS, Place, ReleaseCursor, Start, Turn
+from delayer.store.lanes.cursor import NEVER_MS, Place, ReleaseCursor, Start, Turn
 from delayer.store.rows import envelope, keys
 
 log = structlog.get_logger()

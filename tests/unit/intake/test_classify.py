@@ -23,8 +23,8 @@ from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.core.retry_policy import Retry
 from delayer.intake import replies
 from delayer.intake.consume import Session, Turns, wait
-from delayer.intake.handle import BatchPlan, Classified, Dispatch, IntakeHandler, batch_plan, classify
-from delayer.intake.holding import Holding
+from delayer.intake.dispatch import Dispatch, Holding
+from delayer.intake.handle import BatchPlan, Classified, IntakeHandler, batch_plan, classify
 from delayer.intake.refusals import with_short
 from delayer.intake.replies import Asked
 from tests.support.fakes import NOW, Acks, ScriptedLive, ScriptedPublisher, delivery, ids
@@ -396,9 +396,9 @@ async def test_a_message_that_is_due_leaves_at_once_and_one_that_is_due_soon_at_
     await it.take(asks(1, 100), asks(2, 0), asks(3, 5_000))
     assert [one.body for one in it.publisher.published] == [b"2"]
     assert it.acks.acked == [(2, False)]
-    it.live.now += 100
     await it.session.settled()
     assert [one.body for one in it.publisher.published] == [b"2", b"1"]
+    assert [list(schedule.due_ms) for schedule in it.publisher.schedules] == [[NOW + 100]]
     assert it.acks.acked[1:] in ([(3, False), (1, True)], [(1, True)])  # The third one's gathering may be over.
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from delayer.broker.retry import LOSSES, Retry, raise_first
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
-from delayer.intake.consume import AckTracker, Intake, Kept, QueueConsumer, Session
+from delayer.intake.consume import AckTracker, Intake, QueueConsumer, Session
 from tests.support.fakes import Acks, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
@@ -40,9 +40,10 @@ class Carrier:
         self.session = session
 
     def take(self, deliveries: Batch) -> None:
-        self.session.start(self.carry(deliveries, self.session.acks))
+        self.session.start(self.carry(deliveries, self.session.acks), punctual=self.punctual)
 
     waiting = False
+    punctual = False
 
     def flush(self) -> None:
         self.flushed += 1
@@ -192,6 +193,17 @@ async def test_a_lost_subscription_waits_for_what_is_in_flight() -> None:
         await second.read.wait()
         assert first.events == ["closed"]
         assert (it.carrier.flushed, it.carrier.ended) == (0, 1)
+
+
+async def test_a_lost_subscription_ends_the_wait_for_instants() -> None:
+    """Its deliveries come again: a publish now would be one of two."""
+    first, second = ScriptedSubscription([batch(1), BrokerLost("cut")]), ScriptedSubscription([])
+    it = Scene(first, second)
+    it.carrier.punctual = True
+    it.carrier.hold_back(1)
+    async with it.running():
+        await second.read.wait()
+    assert first.events == ["closed"]
 
 
 @pytest.mark.parametrize("end", ["at once", "with the subscription", "beside a loss"])
@@ -447,59 +459,3 @@ def test_any_order_of_acceptance(data: st.DataObject) -> None:
     settler.flush()
     assert sorted(gone(acks, tags)) == sorted(done)
     assert settler.outstanding == len(tags) - len(done)
-
-
-# What is kept for its instant.
-
-
-class Clock:
-    """Timers run when they are told to; time is this number."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_ms = 1_000
-        self.timers: list[tuple[float, Callable[[], None]]] = []
-        monkeypatch.setattr("delayer.intake.consume.later", self.later)
-
-    def later(self, seconds: float, call: Callable[[], None]) -> Clock:
-        self.timers = [(seconds, call)]
-        return self
-
-    def cancel(self) -> None:
-        self.timers.clear()
-
-    def go_on(self, by_ms: int) -> None:
-        [(_, call)], self.timers = self.timers, []
-        self.now_ms += by_ms
-        call()
-
-
-def test_each_item_goes_at_its_instant_and_the_soonest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, gone = Clock(monkeypatch), list[list[str]]()
-    kept = Kept(lambda: clock.now_ms, gone.append, pytest.fail)
-    for due_ms, item in ((1_300, "c"), (1_100, "a"), (1_101, "b"), (1_100, "a too")):
-        kept.add(due_ms, item)
-    assert clock.timers[0][0] == 0.1
-    clock.go_on(99)  # A timer that runs too soon.
-    assert gone == []
-    clock.go_on(1)
-    assert gone == [["a", "a too"]]
-    clock.go_on(250)
-    assert gone[1:] == [["b", "c"]]
-    assert (len(kept), clock.timers) == (0, [])
-
-
-def test_nothing_waits_for_a_clock_that_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, gone, set_back = Clock(monkeypatch), list[list[str]](), list[bool]()
-    kept = Kept(lambda: clock.now_ms, gone.append, lambda: set_back.append(True))
-    kept.add(1_300, "b")
-    kept.add(1_100, "a")
-    clock.go_on(-3_600_000)
-    assert (gone, set_back, len(kept)) == ([], [True], 0)
-
-
-def test_nothing_goes_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, gone = Clock(monkeypatch), list[list[str]]()
-    kept = Kept(lambda: clock.now_ms, gone.append, pytest.fail)
-    kept.add(1_100, "a")
-    kept.clear()
-    assert clock.timers == []

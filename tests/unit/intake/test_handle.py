@@ -3,8 +3,6 @@ cascade is on time, early by a moment, early by much, late, or junk."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -29,8 +27,8 @@ from delayer.core.message import (
 )
 from delayer.core.plan import LATEST_MS
 from delayer.intake.consume import AckTracker, Session
-from delayer.intake.handle import Dispatch, DueHandler, Publication
-from delayer.intake.holding import MOST_ATTEMPTS, Holding, Objection
+from delayer.intake.dispatch import MOST_ATTEMPTS, Dispatch, Holding, Objection, Publication
+from delayer.intake.handle import SLOT_MS, DueHandler
 from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
@@ -52,8 +50,6 @@ class Scene:
         self.acks = Acks()
         self.session = Session(self.acks, lambda: None, 3)
         self.tracker = self.session.acks
-        self.slept: list[float] = []
-        self.short_by = 0
 
     async def run(self, *publications: Publication) -> None:
         self.tracker.read([publication.delivery for publication in publications])
@@ -67,17 +63,10 @@ class Scene:
         handler.take(batch)
         await self.session.settled()
 
-    def later(self, seconds: float, call: Callable[[], None]) -> asyncio.Handle:
-        """A timer by the script's clock; the first one runs too soon: a little, as those of event loops do, or by much,
-        where the clock is set back."""
-
-        def go() -> None:
-            self.slept.append(seconds)
-            self.live.now += round(seconds * 1000) - self.short_by
-            self.short_by = 0
-            call()
-
-        return asyncio.get_running_loop().call_soon(go)
+    @property
+    def instants(self) -> list[int]:
+        """The instants of the scheduled publishes, as differences to now."""
+        return [due_ms - NOW for schedule in self.publisher.schedules for due_ms in schedule.due_ms]
 
     @property
     def accepted(self) -> list[int]:
@@ -87,21 +76,6 @@ class Scene:
 
     def counted(self) -> dict[str, int]:
         return {kind: count for kind, count in self.counters.as_dict().items() if count}
-
-
-Make = Callable[..., Scene]
-
-
-@pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """For what waits for its instant."""
-
-    def make(answers: Answers | None = None) -> Scene:
-        it = Scene(answers)
-        monkeypatch.setattr("delayer.intake.consume.later", it.later)
-        return it
-
-    return make
 
 
 def publication(tag: int, key: bytes = b"k", *, parcel: Parcel | None = PARCEL, refusal: str = "") -> Publication:
@@ -263,61 +237,57 @@ def carried(tag: int, due_ms: int, key: bytes = b"k", held: Held | None = None, 
 
 
 @pytest.mark.parametrize("late_ms", [0, 1, 10**10])
-async def test_due_goes_to_its_destination(scene: Make, late_ms: int) -> None:
-    it = scene()
+async def test_due_goes_to_its_destination(late_ms: int) -> None:
+    it = Scene()
     await it.carry(carried(1, NOW - late_ms))
     [message] = it.publisher.published
     assert message[:2] == (b"orders.out", b"k")
     assert message.properties == edits.released(Properties.parse(INNER), b"id", NOW - late_ms)
     assert (message.body, message.token) == (b"body", b"id")
     assert it.acks.acked == [(1, True)]
-    assert it.slept == []
+    assert it.instants == []
     assert it.counters.as_dict()["released"] == 1
 
 
 @pytest.mark.parametrize("early_ms", [1, 500, 999])
-async def test_early_by_a_moment_waits_here(scene: Make, early_ms: int) -> None:
-    it = scene()
+async def test_early_by_a_moment_waits_here(early_ms: int) -> None:
+    it = Scene()
     await it.carry(carried(1, NOW + early_ms), carried(2, NOW))
-    assert it.slept == [early_ms / 1000]
+    assert it.instants == [early_ms]
     assert [message.exchange for message in it.publisher.published] == [b"orders.out"] * 2
 
 
-async def test_the_rest_of_a_delay_is_waited_for_also_where_the_clock_was_set_forward(scene: Make) -> None:
+async def test_the_rest_of_a_delay_is_waited_for_also_where_the_clock_was_set_forward() -> None:
     """The cascade counted whole seconds, rounded down, and the message seems to be due already."""
-    it = scene()
+    it = Scene()
     await it.carry(carried(1, NOW - 3600_000, rest_ms=700))
-    assert it.slept == [0.7]
+    assert it.instants == [700]
     assert len(it.publisher.published) == 1
 
 
-async def test_a_sleep_that_ends_too_soon_is_slept_again(scene: Make) -> None:
-    it = scene()
-    it.short_by = 1
-    await it.carry(carried(1, NOW + 10))
-    assert it.slept == [0.01, 0.001]
-    assert it.live.now >= NOW + 10
+async def test_messages_of_one_slot_share_a_publish_in_the_order_of_their_instants() -> None:
+    it = Scene()
+    it.publisher.batch_limit = 2
+    begin = -NOW % SLOT_MS
+    await it.carry(*(carried(tag, NOW + begin + early) for tag, early in enumerate((40, SLOT_MS, 20, 30), 1)))
+    assert it.instants == [begin + early for early in (20, 30, 40, SLOT_MS)]
+    assert [len(schedule.due_ms) for schedule in it.publisher.schedules] == [2, 1, 1]
+    assert sorted(it.accepted) == [1, 2, 3, 4]
 
 
-async def test_a_clock_that_is_set_back_meanwhile_keeps_nobody_waiting(scene: Make) -> None:
-    """Hours would pass. The deliveries return to the queue, and are planned by the new clock."""
-    it = scene()
-    it.short_by = 3600_000
-    with pytest.raises(BrokerLost, match="the clock was set back"):
-        await it.carry(carried(1, NOW + 10), carried(2, NOW - 7200_000))
-    assert it.slept == [0.01]
-    [released] = it.publisher.published
-    assert released.exchange == b"orders.out"
-    assert it.acks.acked == [(2, False)]
-    assert it.tracker.outstanding == 1
+async def test_the_lateness_of_a_scheduled_message_is_that_of_its_write() -> None:
+    it = Scene()
+    it.publisher.written_ms = {0: NOW + 7.0}
+    await it.carry(carried(1, NOW + 1))
+    assert it.counters.lateness[b"orders.in"].total == pytest.approx(0.006)
 
 
 @pytest.mark.parametrize(
     ("early_ms", "seconds"),
     [(1000, 1), (2999, 2), (3600_000, 3600), (MAX_SECONDS * 1000 + 1, MAX_SECONDS), (LATEST_MS - NOW, MAX_SECONDS)],
 )
-async def test_early_by_more_goes_back_in(scene: Make, early_ms: int, seconds: int) -> None:
-    it = scene()
+async def test_early_by_more_goes_back_in(early_ms: int, seconds: int) -> None:
+    it = Scene()
     # Never into the due queue: a broker whose clock is ahead would return it at once, again and again.
     it.live.places = replace(it.live.places, broker_delays=True)
     await it.carry(carried(1, NOW + early_ms), carried(2, NOW))
@@ -326,7 +296,7 @@ async def test_early_by_more_goes_back_in(scene: Make, early_ms: int, seconds: i
     assert again.routing_key == routing_key(seconds, b"delays.due")
     assert again.properties == carried(1, NOW + early_ms, rest_ms=early_ms % 1000).properties
     assert released.exchange == b"orders.out"
-    assert it.slept == []
+    assert it.instants == []
 
 
 JUNK = [
@@ -344,8 +314,8 @@ JUNK = [
 
 
 @pytest.mark.parametrize("raw", JUNK)
-async def test_junk_is_refused_and_stops_nobody(scene: Make, raw: bytes) -> None:
-    it = scene()
+async def test_junk_is_refused_and_stops_nobody(raw: bytes) -> None:
+    it = Scene()
     await it.carry(carried(1, NOW), delivery(2)._replace(properties=raw), carried(3, NOW))
     assert [message.exchange for message in it.publisher.published] == [b"orders.out", b"delays.refused", b"orders.out"]
     assert it.acks.acked == [(3, True)]
@@ -356,8 +326,8 @@ def opened(raw: bytes) -> edits.Envelope:
     return edits.opened(Properties.parse(raw), b"body", 10_000)
 
 
-async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays(scene: Make) -> None:
-    it = scene({b"gone": NACKED})
+async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays() -> None:
+    it = Scene({b"gone": NACKED})
     it.live.holds_in_store = False
     it.live.places = replace(it.live.places, broker_delays=True)
     await it.carry(carried(1, NOW - 60_000, b"gone"))
@@ -369,9 +339,9 @@ async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays(scene: 
 
 @pytest.mark.parametrize("attempts", range(MOST_ATTEMPTS))
 async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_counted(
-    scene: Make, attempts: int
+    attempts: int,
 ) -> None:
-    it = scene({b"gone": NACKED})
+    it = Scene({b"gone": NACKED})
     it.live.holds_in_store = False
     earlier = Held(WHY, attempts, NOW - 1) if attempts else None
     await it.carry(carried(1, NOW - 60_000, b"gone", earlier))
@@ -394,21 +364,21 @@ async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_c
     assert it.counters.as_dict()["held"] == (0 if attempts else 1)
 
 
-async def test_a_message_is_not_tried_before_its_next_attempt(scene: Make) -> None:
-    it = scene()
+async def test_a_message_is_not_tried_before_its_next_attempt() -> None:
+    it = Scene()
     early = carried(1, NOW - 60_000, held=Held(WHY, 3, NOW + 5_000))
     await it.carry(early, carried(2, NOW - 60_000, held=Held(WHY, 3, NOW + 700)))
     again, released = it.publisher.published
     assert (again.exchange, again.properties) == (Cascade().entry(5).encode(), early.properties)
-    assert (released.exchange, it.slept) == (b"orders.out", [0.7])
+    assert (released.exchange, it.instants) == (b"orders.out", [700])
     found = Properties.parse(released.properties).get(edits.DUE)
     assert found is not None
     assert found.value == NOW - 60_000
 
 
-async def test_the_notes_of_earlier_attempts_stay(scene: Make) -> None:
+async def test_the_notes_of_earlier_attempts_stay() -> None:
     """A message that closed a connection goes by the isolation connection; a destination may have it already."""
-    it = scene({b"gone": NACKED})
+    it = Scene({b"gone": NACKED})
     it.live.holds_in_store = False
     before = replace(WHY, may_be_delivered=True, isolated=True)
     await it.carry(carried(1, NOW, b"gone", Held(before, 2, NOW)))
@@ -419,8 +389,8 @@ async def test_the_notes_of_earlier_attempts_stay(scene: Make) -> None:
     assert (held.hold.kind, held.hold.may_be_delivered, held.hold.isolated) == ("nacked", True, True)
 
 
-async def test_too_late_waits_for_a_person_at_once_and_is_delivered_when_one_says_so(scene: Make) -> None:
-    it = scene()
+async def test_too_late_waits_for_a_person_at_once_and_is_delivered_when_one_says_so() -> None:
+    it = Scene()
     it.live.holds_in_store = False
     it.live.limits = {b"orders.in": 60_000}
     late = too_late(NOW - 70_000, NOW, 60_000)
