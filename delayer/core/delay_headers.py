@@ -11,7 +11,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import date, timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
 _RFC3339 = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,30}))?(?:[Zz]|([+-])(\d\d):(\d\d))", re.ASCII
 )
+_EPOCH_DAY: Final = date(1970, 1, 1).toordinal()
 
 
 class UnreadableDelay(ValueError):
@@ -97,32 +98,19 @@ def _rfc3339_ms(text: str) -> int | None:
     year, month, day, hour, minute, second = (int(part) for part in found.groups()[:6])
     fraction, sign, off_hour, off_minute = found.groups()[6:]
     # A leap second (:60) is the first second of the next minute, since epoch time has no other value for it.
-    if not (1 <= month <= 12 and 1 <= day <= _days_in(year, month) and hour <= 23 and minute <= 59 and second <= 60):
+    if hour > 23 or minute > 59 or second > 60:
+        return None
+    try:  # The calendar repeats after 400 years, and Python has no year 0.
+        days = date(year or 400, month, day).toordinal() - _EPOCH_DAY - (0 if year else 146_097)
+    except ValueError:
         return None
     offset = 0
     if sign:
         if int(off_hour) > 23 or int(off_minute) > 59:
             return None
         offset = (int(off_hour) * 60 + int(off_minute)) * (60 if sign == "+" else -60)
-    seconds = _days_from_epoch(year, month, day) * 86_400 + hour * 3600 + minute * 60 + second - offset
+    seconds = days * 86_400 + hour * 3600 + minute * 60 + second - offset
     return seconds * 1000 + (math.ceil(Decimal("0." + fraction) * 1000) if fraction else 0)
-
-
-def _days_in(year: int, month: int) -> int:
-    if month == 2:
-        return 29 if year % 4 == 0 and (year % 100 != 0 or year % 400 == 0) else 28
-    return 30 if month in (4, 6, 9, 11) else 31
-
-
-def _days_from_epoch(year: int, month: int, day: int) -> int:
-    """Days from 1970-01-01 in the proleptic Gregorian calendar; unlike ``datetime`` it supports the year 0.
-
-    Years begin in March here, so that the leap day is the last day. An era is 400 years, 146,097 days.
-    """
-    year -= month <= 2
-    era, year_of_era = divmod(year, 400)
-    day_of_year = (153 * (month + (-3 if month > 2 else 9)) + 2) // 5 + day - 1
-    return era * 146_097 + year_of_era * 365 + year_of_era // 4 - year_of_era // 100 + day_of_year - 719_468
 
 
 def seconds_until(due_ms: int, now_ms: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
 import asyncpg
@@ -111,7 +111,7 @@ async def connect(url: str, application: str, more: Mapping[str, str] | None = N
         await prepare(connection)
     except DRIVER_ERRORS as error:
         connection.terminate()
-        raise unreachable(error) from error
+        raise lost("connect", error) from error
     return connection
 
 
@@ -123,7 +123,7 @@ async def connect_plain(
     command_seconds: float | None = COMMAND_SECONDS,
 ) -> asyncpg.Connection:
     """Open one connection whose types are asyncpg's own. Raises StoreLost, BadStoreUrl."""
-    try:
+    with _opening():
         return await asyncpg.connect(
             url,
             timeout=CONNECT_SECONDS,
@@ -131,23 +131,26 @@ async def connect_plain(
             connection_class=Connection,
             server_settings=settings(application, more),
         )
+
+
+@contextmanager
+def _opening() -> Iterator[None]:
+    """Turn the errors of an opening connection into StoreLost, BadStoreUrl."""
+    unread = "store.url cannot be read: expected postgresql://user@host:port/database"
+    try:
+        yield
+    except asyncpg.ClientConfigurationError:
+        raise BadStoreUrl(unread) from None
     except DRIVER_ERRORS as error:
-        raise unreachable(error) from (None if isinstance(error, asyncpg.ClientConfigurationError) else error)
+        raise lost("connect", error) from error
     except ValueError:
         # The parser's text quotes the part that it could not read: perhaps a piece of the password.
-        raise BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database") from None
-
-
-def unreachable(error: BaseException) -> Exception:
-    """The error to raise when a connection could not be opened."""
-    if isinstance(error, asyncpg.ClientConfigurationError):
-        return BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database")
-    return lost("connect", error)
+        raise BadStoreUrl(unread) from None
 
 
 async def open_pool(url: str, application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:
     """A pool of up to ``size`` connections. Raises StoreLost, BadStoreUrl."""
-    try:
+    with _opening():
         return await asyncpg.create_pool(
             url,
             min_size=1,
@@ -159,10 +162,6 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
             reset=_nothing,  # Our transactions leave nothing behind, and the default costs a round trip for each park.
             server_settings=settings(application, more),
         )
-    except DRIVER_ERRORS as error:
-        raise unreachable(error) from (None if isinstance(error, asyncpg.ClientConfigurationError) else error)
-    except ValueError:
-        raise BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database") from None
 
 
 @asynccontextmanager

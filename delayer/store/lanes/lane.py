@@ -77,22 +77,55 @@ class Window:
         return claim.rows
 
     async def _claim_once(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
-        lane = self._lane
-        claim = await claim_due(
-            connection,
-            self._clock,
-            lane.number,
-            lane.cursor,
-            others=lane.claimed_after(lane.cursor.place),
-            limit=limit,
-            max_bytes=max_bytes,
+        """Begin a transaction and take the rows that are due within the window. Held rows come last, and are a tenth of
+        ``limit`` at most. A tenth of ``max_bytes`` is left for them, unless a single row is larger."""
+        lane, cursor, clock = self._lane, self._lane.cursor, self._clock
+        limit, turn = cursor.turn(limit)
+        retries = max(1, limit // 10) if turn is Turn.SHARE else 0
+        horizon_ms = clock.now_upper_ms() + HORIZON_MS
+        before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
+        if connection.is_in_transaction():
+            raise RuntimeError(f"lane {lane.number}: a transaction is open that no claim began")
+        await connection.execute("BEGIN")
+        start = cursor.place
+        others = lane.claimed_after(start)
+        waiting_bytes = max_bytes - max_bytes // 10 if retries else max_bytes
+        records = await connection.fetch(
+            statements.CLAIM, lane.number, *start, horizon_ms, others, WINDOW_MS, limit - retries, waiting_bytes
         )
-        if claim.rows:
-            self.opened = claim
+        rows = sorted(map(envelope.read, records), key=_place)
+        taken = sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
+        full = len(rows) >= limit - retries or taken >= waiting_bytes
+        made = Claim(start, _place(rows[-1]) if rows else start, rows)
+        next_ms: int | None = None
+        if not full or (rows and rows[-1].due_ms > before):
+            # A row may be missing because it was cancelled while the claim waited for it, and more rows may follow. And
+            # the clock by which the rows are published may have been set.
+            asked = clock.monotonic()
+            next_ms, server_ms = await connection.fetchrow(
+                statements.NEXT_DUE, lane.number, *made.last, horizon_ms, others
+            )
+            clock.observe(asked, server_ms, clock.monotonic())
+            next_ms = NEVER_MS if next_ms is None else next_ms
+            if not rows:
+                made.last = max(start, (min(before, next_ms), 0))
+        if turn is Turn.SPARE and not rows:
+            retries = limit
+        crowded = bool(retries and rows and taken >= max_bytes)
+        if retries and not crowded:
+            held = await connection.fetch(statements.CLAIM_HELD, lane.number, retries, max(max_bytes - taken, 1))
+            rows += map(_held, held)
+            made.retries = bool(held)
+            if not held:
+                made.passed_over_ms = before
+        more = full or next_ms is None or next_ms <= before + WINDOW_MS
+        cursor.claimed(made.last, more=more, next_ms=next_ms, retrying=made.retries, crowded=crowded)
+        if rows:
+            self.opened = made
         else:
-            await find_next_retry(connection, self._clock, lane.number, lane.cursor, claim)
+            await self._find_next_retry(connection, made)
             await connection.execute("ROLLBACK")
-        return claim
+        return made
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
         """See the port. ``released`` and ``held`` together are the whole claim; committing a part would lose the
@@ -107,12 +140,58 @@ class Window:
             await self.give_up()
             raise ValueError(f"claimed {len(claim.rows)}, settled {len(released)} released and {len(held)} held")
         async with self.talking("settle") as connection:
-            await settle_claim(connection, self._clock, lane.number, lane.cursor, claim, released=released, held=held)
+            await self._write(connection, claim, released, held)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
             self._end()
         reach("release.committed")
+
+    async def _write(
+        self,
+        connection: asyncpg.Connection,
+        claim: Claim,
+        released: Sequence[Due],
+        held: Sequence[tuple[Due, Hold]],
+    ) -> None:
+        """Write what became of the claim, in its open transaction: held rows, keys, counters last.
+
+        The rows that waited are deleted already; those that were held before (``attempts`` is not 0) still stand in
+        held.
+        """
+        number = self._lane.number
+        tried_again = [due.id for due in released if due.attempts]
+        if tried_again:
+            await connection.execute("DELETE FROM held WHERE id = ANY($1)", tried_again)
+        if held:
+            await _hold(connection, number, held, self._clock.now_upper_ms())
+        if keyed := [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]:
+            await keys.forget(connection, keyed)
+        newly_held = sum(not due.attempts for due, _ in held)
+        changed = [(kind, n) for kind, n in (("held", newly_held - len(tried_again)), ("released", len(released))) if n]
+        if changed:
+            kinds, numbers = zip(*changed, strict=True)
+            await connection.execute(statements.COUNT, [number] * len(kinds), kinds, numbers)
+        await self._find_next_retry(connection, claim, newly=bool(held))
+
+    async def _find_next_retry(self, connection: asyncpg.Connection, claim: Claim, *, newly: bool = False) -> None:
+        """Ask when a held row is retried next, as this claim leaves them, if one is due or was ``newly`` held. If
+        another claim has held rows, it will ask."""
+        cursor = self._lane.cursor
+        if (cursor.retrying and not claim.retries) or not (newly or cursor.retry_ms <= self._clock.now_upper_ms()):
+            return
+        soonest, cursor.retry_ms = cursor.retry_ms, NEVER_MS
+        try:
+            retry_ms = await connection.fetchval(statements.NEXT_RETRY, self._lane.number)
+        except BaseException:
+            cursor.expect_retry(soonest)
+            raise
+        if retry_ms is None:
+            return
+        if retry_ms <= claim.passed_over_ms:
+            cursor.pass_over_retries()
+        # The answer may be older than a row that was held and noted meanwhile.
+        cursor.expect_retry(retry_ms)
 
     async def give_up(self) -> None:
         """See the port."""
@@ -358,92 +437,6 @@ class Claim:
     """Held rows whose retry was due by this instant were asked for, and all of them were locked."""
 
 
-async def claim_due(
-    connection: asyncpg.Connection,
-    clock: StoreClock,
-    number: int,
-    cursor: ReleaseCursor,
-    *,
-    others: Sequence[int],
-    limit: int,
-    max_bytes: int,
-) -> Claim:
-    """Begin a transaction and take the rows of lane ``number`` that are due within the window. Held rows come last, and
-    are a tenth of ``limit`` at most. A tenth of ``max_bytes`` is left for them, unless a single row is larger.
-
-    ``others``: the messages that another open claim has. Raises the driver's errors, and RuntimeError if a transaction
-    is open already.
-    """
-    limit, turn = cursor.turn(limit)
-    retries = max(1, limit // 10) if turn is Turn.SHARE else 0
-    horizon_ms = clock.now_upper_ms() + HORIZON_MS
-    before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that the statements use.
-    if connection.is_in_transaction():
-        raise RuntimeError(f"lane {number}: a transaction is open that no claim began")
-    await connection.execute("BEGIN")
-    start = cursor.place
-    waiting_bytes = max_bytes - max_bytes // 10 if retries else max_bytes
-    records = await connection.fetch(
-        statements.CLAIM, number, *start, horizon_ms, others, WINDOW_MS, limit - retries, waiting_bytes
-    )
-    rows = sorted(map(envelope.read, records), key=_place)
-    taken = sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
-    full = len(rows) >= limit - retries or taken >= waiting_bytes
-    made = Claim(start, _place(rows[-1]) if rows else start, rows)
-    next_ms: int | None = None
-    if not full or (rows and rows[-1].due_ms > before):
-        # A row may be missing because it was cancelled while the claim waited for it, and more rows may follow. And the
-        # clock by which the rows are published may have been set.
-        asked = clock.monotonic()
-        next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, number, *made.last, horizon_ms, others)
-        clock.observe(asked, server_ms, clock.monotonic())
-        next_ms = NEVER_MS if next_ms is None else next_ms
-        if not rows:
-            made.last = max(start, (min(before, next_ms), 0))
-    if turn is Turn.SPARE and not rows:
-        retries = limit
-    crowded = bool(retries and rows and taken >= max_bytes)
-    if retries and not crowded:
-        held = await connection.fetch(statements.CLAIM_HELD, number, retries, max(max_bytes - taken, 1))
-        rows += map(_held, held)
-        made.retries = bool(held)
-        if not held:
-            made.passed_over_ms = before
-    more = full or next_ms is None or next_ms <= before + WINDOW_MS
-    cursor.claimed(made.last, more=more, next_ms=next_ms, retrying=made.retries, crowded=crowded)
-    return made
-
-
-async def settle_claim(
-    connection: asyncpg.Connection,
-    clock: StoreClock,
-    number: int,
-    cursor: ReleaseCursor,
-    made: Claim,
-    *,
-    released: Sequence[Due],
-    held: Sequence[tuple[Due, Hold]],
-) -> None:
-    """Write what became of a claim of lane ``number``, in its open transaction: held rows, keys, counters last.
-
-    The rows that waited are deleted already; those that were held before (``attempts`` is not 0) still stand in held.
-    Raises the driver's errors.
-    """
-    tried_again = [due.id for due in released if due.attempts]
-    if tried_again:
-        await connection.execute("DELETE FROM held WHERE id = ANY($1)", tried_again)
-    if held:
-        await _hold(connection, number, held, clock.now_upper_ms())
-    if keyed := [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]:
-        await keys.forget(connection, keyed)
-    newly_held = sum(not due.attempts for due, _ in held)
-    changed = [(kind, n) for kind, n in (("held", newly_held - len(tried_again)), ("released", len(released))) if n]
-    if changed:
-        kinds, numbers = zip(*changed, strict=True)
-        await connection.execute(statements.COUNT, [number] * len(kinds), kinds, numbers)
-    await find_next_retry(connection, clock, number, cursor, made, newly=bool(held))
-
-
 async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> None:
     """Put claimed rows into held, or update them there, each with its next retry."""
     first, again = [], []
@@ -457,33 +450,6 @@ async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[
         await connection.copy_records_to_table("held", records=first, columns=envelope.HELD_COLUMNS)
     if again:
         await connection.execute(statements.HOLD_AGAIN, *map(list, zip(*again, strict=True)))
-
-
-async def find_next_retry(
-    connection: asyncpg.Connection,
-    clock: StoreClock,
-    number: int,
-    cursor: ReleaseCursor,
-    made: Claim,
-    *,
-    newly: bool = False,
-) -> None:
-    """Ask when a held row is retried next, as this claim leaves them, if one is due or was ``newly`` held. If another
-    claim has held rows, it will ask. Raises the driver's errors."""
-    if (cursor.retrying and not made.retries) or not (newly or cursor.retry_ms <= clock.now_upper_ms()):
-        return
-    soonest, cursor.retry_ms = cursor.retry_ms, NEVER_MS
-    try:
-        retry_ms = await connection.fetchval(statements.NEXT_RETRY, number)
-    except BaseException:
-        cursor.expect_retry(soonest)
-        raise
-    if retry_ms is None:
-        return
-    if retry_ms <= made.passed_over_ms:
-        cursor.pass_over_retries()
-    # The answer may be older than a row that was held and noted meanwhile.
-    cursor.expect_retry(retry_ms)
 
 
 def _held(record: asyncpg.Record) -> Due:
