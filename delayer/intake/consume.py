@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
 from delayer.broker.ports import Consumer, Heartbeat, Subscription
 from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
-from delayer.core.errors import BrokerLost, NotTaken, StoreLost
+from delayer.core.errors import BrokerLost, NotTaken
 from delayer.core.faultpoint import reach
 from delayer.core.message import Delivery
 
@@ -176,60 +176,32 @@ class Session:
         raise_first(take_failures(self._lost), unless=LOSSES)
 
 
-class Handler(Protocol):
+class Handler(ABC):
     """What a consumer does with its deliveries. One session follows another."""
+
+    _session: Session
 
     def begin(self, session: Session) -> None:
         """A session begins."""
+        self._session = session
 
+    @abstractmethod
     def take(self, batch: Sequence[Delivery]) -> None:
         """Start the work for these deliveries in the session. The work accepts every one of them, or raises BrokerLost,
         StoreLost: that ends the session, which returns the rest to the queue."""
 
     def flush(self) -> None:
         """Start the work that waits for company."""
+        return
 
     @property
     def waiting(self) -> bool:
         """Whether work waits for its instant. It starts by itself."""
+        return False
 
     def end(self) -> None:
         """The session is over: start nothing any more."""
-
-
-Before = asyncio.Future[bool] | None
-"""The turn before, if it is not over yet: done with whether it went well."""
-
-
-class Turns:
-    """The order of batches with keys, while several batches are parked at a time.
-
-    A later message with the same key replaces the waiting one, in the order of the intake queue. So batches with keys
-    park one after another. Batches without keys need no order.
-    """
-
-    def __init__(self) -> None:
-        self._last: Before = None
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[Before]:
-        """Take a turn at once, synchronously with the caller; wait for it with :func:`wait`."""
-        before = self._last if self._last is not None and not self._last.done() else None
-        mine: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._last = mine
-        done = False
-        try:
-            yield before
-            done = True
-        finally:
-            mine.set_result(done)
-
-
-async def wait(before: Before) -> None:
-    """Return when the turn before is over. Raises StoreLost if it failed, because its messages come again, and the
-    messages of this turn must come after them."""
-    if before is not None and not await asyncio.shield(before):
-        raise StoreLost("an earlier batch with keys could not be parked: this one is given back too, to keep the order")
+        return
 
 
 @dataclass(frozen=True, slots=True)

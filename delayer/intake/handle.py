@@ -23,12 +23,13 @@ from delayer.broker.ports import Live, Parking
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import seconds_until
+from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Limits, too_late
 from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
 from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, Soon, TooLate, decide, has_key
 from delayer.intake import replies
-from delayer.intake.consume import KEPT_BYTES, AckTracker, Before, Session, Turns, wait
+from delayer.intake.consume import KEPT_BYTES, AckTracker, Handler, Session
 from delayer.intake.dispatch import Dispatch, Objection, Publication
 
 log = structlog.get_logger(__name__)
@@ -186,7 +187,7 @@ def to_refused(delivery: Delivery, plan: Refuse, names: Endpoints, token: bytes)
     return Publication(delivery, outgoing, refusal=plan.reason)
 
 
-class Keeping:
+class Keeping(Handler):
     """A handler that keeps publications in memory until shortly before their instants, in slots of time. A Schedule
     publishes each one of a slot at its own instant."""
 
@@ -194,19 +195,7 @@ class Keeping:
         self._live = live
         self._dispatch = dispatch
         self._new_id = dispatch.new_id
-        self._session: Session
         self._slots: dict[int, list[tuple[int, Publication]]] = {}
-
-    def begin(self, session: Session) -> None:
-        """See Handler."""
-        self._session = session
-
-    def take(self, batch: Sequence[Delivery]) -> None:
-        """See Handler."""
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        """See Handler."""
 
     @property
     def waiting(self) -> bool:
@@ -248,10 +237,16 @@ class IntakeHandler(Keeping):
         super().__init__(live, dispatch)
         self._parking = parking
         self._counters = counters
-        self._turns = Turns()
+        self._keyed = asyncio.Lock()
+        self._keyed_failed = False
         self._parcels: list[Classified] = []
         self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, session: Session) -> None:
+        """See Handler."""
+        super().begin(session)
+        self._keyed_failed = False
 
     def take(self, batch: Sequence[Delivery]) -> None:
         """See Handler."""
@@ -323,15 +318,21 @@ class IntakeHandler(Keeping):
         self.flush()
 
     async def _park_in_turn(self, stored: list[Classified]) -> None:
+        """Park a batch. A message with a key replaces the waiting one, in the order of the intake queue. So batches with
+        keys park one after another. Batches without keys need no order."""
         work, acks = batch_plan(stored, self._live.names(), self._new_id), self._session.acks
         if not any(has_key(plan) for _, _, plan in stored):
-            await self._park(work, acks, None)
-        else:
-            async with self._turns.turn() as before:
-                await self._park(work, acks, before)
+            await self._park(work, acks)
+            return
+        async with self._keyed:
+            if self._keyed_failed:
+                # The messages of that batch come again, and those of this one must come after them.
+                raise StoreLost("an earlier batch with keys was not parked: this one is given back, to keep the order")
+            self._keyed_failed = True
+            await self._park(work, acks)
+            self._keyed_failed = False
 
-    async def _park(self, work: BatchPlan, acks: AckTracker, before: Before) -> None:
-        await wait(before)
+    async def _park(self, work: BatchPlan, acks: AckTracker) -> None:
         for step in work.steps:
             began = perf_counter()
             taken_out = await self._parking.park(step.parcels, step.cancels)

@@ -21,7 +21,7 @@ from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.intake.consume import AckTracker, Intake, QueueConsumer, Session
+from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ _DELIVERIES: Final = b"x-delivery-count"
 _WANTED: Final = CONSULTED | {_DELIVERIES}
 
 
-class LevelTakeover:
+class LevelTakeover(Handler):
     """Consumes the queue of one level for as long as the daemon lives; waits where that queue is missing."""
 
     def __init__(
@@ -79,24 +79,9 @@ class LevelTakeover:
         await stopping.wait()
         self._ended.set()
 
-    def begin(self, session: Session) -> None:
-        """See Handler."""
-        self._session = session
-
     def take(self, batch: Sequence[Delivery]) -> None:
         """See Handler."""
         self._session.start(self._carry(batch, self._session.acks))
-
-    def flush(self) -> None:
-        """See Handler."""
-
-    @property
-    def waiting(self) -> bool:
-        """See Handler."""
-        return False
-
-    def end(self) -> None:
-        """See Handler."""
 
     async def _carry(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
         """Park all of it. Raises StoreLost."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 from delayer.store import pool
 from delayer.store.clock import StoreClock
@@ -35,14 +35,6 @@ Place = tuple[int, int]
 """A due instant in epoch milliseconds, and an id."""
 
 
-class Start(NamedTuple):
-    """The state of a lane that its new owner found in the store."""
-
-    epoch: int
-    watermark: int
-    retry_ms: int | None
-
-
 class Turn(Enum):
     """The share of due held rows in a claim."""
 
@@ -54,16 +46,18 @@ class Turn(Enum):
 
 
 class ReleaseCursor:
-    """The lane reports its claims, parks and notifications; the cursor answers where and when to claim next."""
+    """The lane reports its claims, parks and notifications; the cursor answers where and when to claim next.
 
-    def __init__(self, start: Start, clock: StoreClock) -> None:
+    It takes notifications before its owner knows where the lane begins: :meth:`begin`."""
+
+    def __init__(self, clock: StoreClock) -> None:
         self._clock = clock
         self._clock_steps = clock.steps
         self.woken = asyncio.Event()
         """Set when something is due sooner than was known."""
-        self.place: Place = (start.watermark, 0)
+        self.place: Place = (NEVER_MS, 0)
         self.noted = NEVER_MS  # The soonest row noted since the last claim began.
-        self.retry_ms = NEVER_MS if start.retry_ms is None else start.retry_ms  # The soonest retry of a held row.
+        self.retry_ms = NEVER_MS  # The soonest retry of a held row.
         self.more = True
         """Whether rows may be due already: the last claim was full, or was rolled back."""
         self.retrying = False
@@ -72,6 +66,12 @@ class ReleaseCursor:
         self._passed_over_ms = pool.BEGINNING_MS  # Claims take no held rows before this instant.
         self._held_turn = False
         self._crowded = False
+
+    def begin(self, watermark: int, retry_ms: int | None) -> None:
+        """The lane has no rows before ``watermark``, and its first held row is retried at ``retry_ms``."""
+        self.place = min(self.place, (watermark, 0))
+        if retry_ms is not None:
+            self.expect_retry(retry_ms)
 
     @property
     def clock_stepped(self) -> bool:

@@ -27,7 +27,7 @@ from delayer.store import pool as session
 from delayer.store import statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
-from delayer.store.lanes.cursor import NEVER_MS, Place, ReleaseCursor, Start, Turn
+from delayer.store.lanes.cursor import NEVER_MS, Place, ReleaseCursor, Turn
 from delayer.store.rows import envelope, keys
 
 log = structlog.get_logger()
@@ -258,7 +258,8 @@ class PostgresLane:
         self,
         number: int,
         route: bytes | None,
-        start: Start,
+        epoch: int,
+        cursor: ReleaseCursor,
         connections: Sequence[asyncpg.Connection],
         *,
         clock: StoreClock,
@@ -268,15 +269,15 @@ class PostgresLane:
         """``pool``: for scans. ``release_seconds``: for how long an open claim is kept from the idle timeout."""
         self.number = number
         self.route = route
-        self.epoch = start.epoch
+        self.epoch = epoch
         self.windows = [Window(self, connection, clock) for connection in connections]
-        self.cursor = ReleaseCursor(start, clock)
+        self.cursor = cursor
         self.release_seconds = release_seconds
         self.released = False
         self._clock = clock
         self._pool = pool
         self._releasing = asyncio.Event()
-        self._written = start.watermark
+        self._written: int | None = None
         self._written_at = clock.monotonic()
         for connection in connections:
             connection.add_termination_listener(lambda _: self.cursor.woken.set())

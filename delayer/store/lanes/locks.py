@@ -17,9 +17,9 @@ from delayer.store import pool as session
 from delayer.store import statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
-from delayer.store.lanes.cursor import Start
+from delayer.store.lanes.cursor import ReleaseCursor
 from delayer.store.lanes.lane import PostgresLane
-from delayer.store.lanes.notify import Inbox
+from delayer.store.lanes.notify import listen
 
 LOOK_SECONDS: Final = 5.0
 """How long a look may take."""
@@ -143,36 +143,34 @@ class LaneLocks:
         """Take a lane; None if another process was quicker. Raises StoreLost."""
         connection = await session.connect(self._url, application_of(number), self._lane_settings)
         second: asyncpg.Connection | None = None
-        inbox = Inbox()
+        cursor = ReleaseCursor(self._clock)
         try:
             with translated(f"take lane {number}"):
                 if not await connection.fetchval(_LOCK, number):
                     await session.close(connection)
                     return None
                 # Before anything is read: a row that others put into the lane from here on is either notified or seen.
-                await inbox.listen(connection, number)
+                await listen(connection, number, cursor.notified)
                 second = await session.connect(self._url, application_of(number), self._lane_settings)
                 # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
                 epoch, watermark, route = await connection.fetchrow(_TAKE, number, self._owner, self._broker())
                 await session.sample(connection, self._clock)
-                retry_ms = await connection.fetchval(statements.NEXT_RETRY, number)
+                cursor.begin(watermark, await connection.fetchval(statements.NEXT_RETRY, number))
         except BaseException:
             connection.terminate()
             if second is not None:
                 second.terminate()
             raise
-        start = Start(epoch, watermark, retry_ms)
-        lane = PostgresLane(
+        return PostgresLane(
             number,
             route,
-            start,
+            epoch,
+            cursor,
             (connection, second),
             clock=self._clock,
             pool=self._pool,
             release_seconds=self._releasing,
         )
-        inbox.open(lane.cursor.notified)
-        return lane
 
     async def add_routes(self, routes: Collection[bytes]) -> None:
         """Make lanes for limited routes that have none. Raises StoreLost."""

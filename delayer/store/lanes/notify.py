@@ -48,26 +48,14 @@ async def notify(connection: asyncpg.Connection, waiting: Mapping[int, int], hel
             await connection.execute("SELECT pg_notify($1, $2)", channel(lane), f"{kind} {at_ms}")
 
 
-class Inbox:
-    """Keeps notifications from the first moment on, until a lane reads them."""
+async def listen(connection: asyncpg.Connection, lane: int, told: Callable[[Notification], None]) -> None:
+    """Pass on notifications from now on; on the connection that holds the lock of ``lane``."""
 
-    def __init__(self) -> None:
-        self._kept: list[Notification] = []
-        self._read: Callable[[Notification], None] = self._kept.append
-
-    async def listen(self, connection: asyncpg.Connection, lane: int) -> None:
-        """Listen on the connection that holds the lock of ``lane``."""
-        await connection.add_listener(channel(lane), self._on_notification)
-
-    def open(self, read: Callable[[Notification], None]) -> None:
-        """Pass on the kept notifications, and from now on each one at once."""
-        self._read = read
-        for one in self._kept:
-            read(one)
-
-    def _on_notification(self, _connection: object, _pid: int, _channel: str, payload: str) -> None:
+    def on_notification(_connection: object, _pid: int, _channel: str, payload: str) -> None:
         if (one := parsed(payload)) is not None:
-            self._read(one)
+            told(one)
+
+    await connection.add_listener(channel(lane), on_notification)
 
 
 def parsed(payload: str) -> Notification | None:

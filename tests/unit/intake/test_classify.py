@@ -22,7 +22,7 @@ from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.core.retry_policy import Retry
 from delayer.intake import replies
-from delayer.intake.consume import Session, Turns, wait
+from delayer.intake.consume import Session
 from delayer.intake.dispatch import Dispatch, Holding
 from delayer.intake.handle import BatchPlan, Classified, IntakeHandler, batch_plan, classify
 from delayer.intake.refusals import with_short
@@ -200,43 +200,6 @@ def test_a_cancel_acts_after_what_it_follows(plans: list[Plan], steps: list[tupl
     assert [delivery.tag for step in work.steps for delivery in step.deliveries] == list(range(1, len(plans) + 1))
 
 
-async def test_turns_are_taken_in_the_order_of_asking() -> None:
-    turns, order, go = Turns(), [], asyncio.Event()
-
-    async def keyed(name: str, first: bool) -> None:
-        async with turns.turn() as before:
-            if first:
-                await go.wait()
-            await wait(before)
-            order.append(name)
-
-    tasks = [asyncio.create_task(keyed(name, name == "a")) for name in "abc"]
-    await asyncio.sleep(0)
-    go.set()
-    await asyncio.gather(*tasks)
-    assert order == ["a", "b", "c"]
-
-
-async def test_a_failed_turn_fails_those_that_wait_for_it_and_no_later_one() -> None:
-    turns, go = Turns(), asyncio.Event()
-
-    async def failing() -> None:
-        async with turns.turn():
-            await go.wait()
-            raise StoreLost("gone")
-
-    async def waiting() -> None:
-        async with turns.turn() as before:
-            await wait(before)
-
-    tasks = [asyncio.create_task(failing()), asyncio.create_task(waiting()), asyncio.create_task(waiting())]
-    await asyncio.sleep(0)
-    go.set()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(result) for result in results] == [StoreLost] * 3
-    await waiting()
-
-
 # What a cancel hears, and that nobody's delivery depends on it.
 
 
@@ -342,6 +305,10 @@ class Gathered:
 
     def __init__(self, *, prefetch: int = 5_000, keep_ms: int = 150) -> None:
         self.parks: list[list[bytes]] = []
+        self.cancels: list[bytes] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
         self.due_ms: list[int] = []
         self.publisher, counters, self.acks = ScriptedPublisher(), Counters(), Acks()
         self.acks.prefetch = prefetch
@@ -355,6 +322,10 @@ class Gathered:
     async def park(self, parcels: list[Parcel], cancels: list[bytes]) -> frozenset[bytes]:
         self.parks.append([parcel.body for parcel in parcels])
         self.due_ms = [parcel.due_ms for parcel in parcels]
+        self.cancels += cancels
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
         return frozenset()
 
     async def take(self, *batch: Delivery) -> None:
@@ -381,6 +352,40 @@ async def test_parcels_wait_for_company_and_a_full_park_does_not(monkeypatch: py
     await it.session.settled()
     assert it.parks[1:] == [[b"4"]]
     assert it.acks.acked[-1] == (4, True)
+
+
+async def test_batches_with_keys_are_parked_one_after_another() -> None:
+    it = Gathered()
+    it.gate.clear()
+    for tag, key in enumerate((b"a", b"b", b"c"), 1):
+        await it.take(delivery(tag, says(b"x-delay-cancel", key)))
+        it.handler.flush()
+    await it.take(asks(4, 5_000))
+    it.handler.flush()
+    await asyncio.sleep(0)
+    assert it.cancels == [b"a"]
+    assert it.parks == [[], [b"4"]]
+    it.gate.set()
+    await it.session.settled()
+    assert it.cancels == [b"a", b"b", b"c"]
+
+
+async def test_a_batch_with_keys_that_is_not_parked_gives_the_later_ones_back() -> None:
+    """Their messages must come after those of the first, which come again in the next session."""
+    it = Gathered()
+    it.failure = StoreLost("gone")
+    for tag in (1, 2):
+        await it.take(delivery(tag, says(b"x-delay-cancel", b"a")))
+        it.handler.flush()
+    with pytest.raises(StoreLost):
+        await it.session.settled()
+    assert (it.cancels, it.acks.acked) == ([b"a"], [])
+    it.failure = None
+    it.handler.begin(it.session)
+    await it.take(delivery(3, says(b"x-delay-cancel", b"a")))
+    it.handler.flush()
+    await it.session.settled()
+    assert it.cancels == [b"a", b"a"]
 
 
 async def test_nobody_waits_for_company_that_the_prefetch_keeps_away() -> None:

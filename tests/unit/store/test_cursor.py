@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from delayer.store import pool
 from delayer.store.clock import StoreClock
-from delayer.store.lanes.cursor import LEAD_MS, LOCKED_MS, NEVER_MS, Place, ReleaseCursor, Start, Turn
+from delayer.store.lanes.cursor import LEAD_MS, LOCKED_MS, NEVER_MS, Place, ReleaseCursor, Turn
 from delayer.store.lanes.notify import HELD, WAITING, Notification
 
 NOW = 1_000_000
@@ -13,7 +13,10 @@ NOW = 1_000_000
 def made(retry_ms: int | None = None) -> tuple[ReleaseCursor, StoreClock]:
     clock = StoreClock(monotonic=lambda: 0.0)
     clock.observe(0.0, float(NOW), 0.0)
-    return ReleaseCursor(Start(1, NOW - 100, retry_ms), clock), clock
+    cursor = ReleaseCursor(clock)
+    cursor.begin(NOW - 100, retry_ms)
+    cursor.woken.clear()
+    return cursor, clock
 
 
 def claimed(
