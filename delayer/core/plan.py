@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
 from delayer.core import nservicebus
 from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
@@ -206,7 +206,10 @@ def decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int
 
 def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int) -> Plan:
     headers = request.headers
-    route = policy.routes.get(request.exchange) or _no_route(request, policy)
+    route = policy.routes.get(request.exchange)
+    if route is None:
+        expected = ", ".join(map(_name, sorted(policy.routes)))
+        raise Refused(f"no route for exchange {_name(request.exchange)}: expected one of {expected}")
     if route.retry is not None:
         return _retried(request, route, route.retry, policy, now_ms=now_ms, now_lower_ms=now_lower_ms)
     if CANCEL in headers:
@@ -282,17 +285,18 @@ def _cascade(due_ms: int, now_ms: int, target: Target, policy: Policy) -> EnterC
     return EnterCascade(due_ms, seconds, target, None, due_ms - now_ms - seconds * 1000)
 
 
-def _no_route(request: DelayRequest, policy: Policy) -> NoReturn:
-    """Raises Refused, like the functions below."""
-    raise Refused(f"no route for exchange {_name(request.exchange)}: expected one of {_names(policy.routes)}")
-
-
 def due_of(request: DelayRequest, route: Route, policy: Policy, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
     """The due time, and the time from which the wait for it counts, both in epoch ms."""
+    form = ""
     try:
-        due_ms, from_ms = declared_due_ms(request, route.delay_from, route.default_delay_ms, now_ms, now_lower_ms)
+        for form in route.delay_from:
+            if (due := _declared(form, request, now_ms, now_lower_ms)) is not None:
+                break
+        else:
+            due = counted(route.default_delay_ms, request, now_ms, now_lower_ms)
     except UnreadableDelay as unreadable:
-        raise Refused(str(unreadable)) from unreadable
+        raise Refused(f"{form}: {unreadable}") from unreadable
+    due_ms, from_ms = due
     if due_ms - from_ms > policy.max_delay_ms or due_ms > LATEST_MS:
         longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
         found = in_words(due_ms - from_ms)
@@ -301,30 +305,16 @@ def due_of(request: DelayRequest, route: Route, policy: Policy, now_ms: int, now
     return (due_ms if due_ms > 0 else 0), from_ms
 
 
-def declared_due_ms(
-    request: DelayRequest, forms: Sequence[str], default_delay_ms: int, now_ms: int, now_lower_ms: int
-) -> tuple[int, int]:
-    """The due time, and the time from which the wait for it counts, both in epoch ms.
-
-    Raises UnreadableDelay; its text begins with the form that could not be read.
-    """
-    headers = request.headers
-    form = ""
-    try:
-        for form in forms:
-            header = HEADERS.get(form)
-            if header is None:
-                found = _of_others(form, request, now_ms, now_lower_ms)
-                if found is not None:
-                    return found
-            elif (value := headers.get(header, _ABSENT)) is not _ABSENT:
-                if form in ABSOLUTE:
-                    read = read_delivery_time_ms if header == OPT_TIME else read_instant_ms
-                    return read(value), now_lower_ms
-                return counted(read_delay_ms(value), request, now_ms, now_lower_ms)
-    except UnreadableDelay as unreadable:
-        raise UnreadableDelay(f"{form}: {unreadable}") from unreadable
-    return counted(default_delay_ms, request, now_ms, now_lower_ms)
+def _declared(form: str, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int] | None:
+    """The same two times in this form; None if the message does not have it. Raises UnreadableDelay."""
+    header = HEADERS.get(form)
+    if header is None:
+        return _of_others(form, request, now_ms, now_lower_ms)
+    if (value := request.headers.get(header, _ABSENT)) is _ABSENT:
+        return None
+    if form in ABSOLUTE:
+        return (read_delivery_time_ms if header == OPT_TIME else read_instant_ms)(value), now_lower_ms
+    return counted(read_delay_ms(value), request, now_ms, now_lower_ms)
 
 
 _ABSENT: Final = object()
@@ -335,17 +325,15 @@ def wants_no_delay(request: DelayRequest, forms: Sequence[str], default_delay_ms
 
     The message's headers must be readable.
     """
-    for form in forms:
-        header = HEADERS.get(form)
-        if header is not None and header in request.headers:
-            return form in RELATIVE and read_delay_ms(request.headers[header]) <= 0
-        if header is None and _of_others(form, request, 0, 0) is not None:
-            seconds = None
-            if form in (NSERVICEBUS, ROUTING_KEY_BITS):
-                in_key = delay_in_key(request.routing_key)
-                seconds = nservicebus.delay_seconds(request.headers) if form == NSERVICEBUS else in_key
-            return seconds is not None and seconds <= 0
-    return default_delay_ms <= 0
+    form = next((form for form in forms if _declared(form, request, 0, 0) is not None), "")
+    if form in RELATIVE:
+        return read_delay_ms(request.headers[HEADERS[form]]) <= 0
+    seconds = 1
+    if form == NSERVICEBUS:
+        seconds = nservicebus.delay_seconds(request.headers) or 0
+    elif form == ROUTING_KEY_BITS:
+        seconds = delay_in_key(request.routing_key) or 0
+    return seconds <= 0 if form else default_delay_ms <= 0
 
 
 def _of_others(form: str, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int] | None:
@@ -509,7 +497,3 @@ def _name(raw: bytes) -> str:
     text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in raw.decode("ascii", "backslashreplace"))
     # An escaped name may have a thousand characters; the rest of the reason must still fit.
     return f"'{text}'" if len(text) <= 160 else f"'{text[: 160 - 3]}...'"
-
-
-def _names(raw: Mapping[bytes, Route]) -> str:
-    return ", ".join(_name(source) for source in sorted(raw))

@@ -318,7 +318,7 @@ class IntakeHandler(Keeping):
         self.flush()
 
     async def _park_in_turn(self, stored: list[Classified]) -> None:
-        """Park a batch. A message with a key replaces the waiting one, in the order of the intake queue. So batches with
+        """Park a batch. A message with a key replaces the waiting one, in the order of the queue. So batches with
         keys park one after another. Batches without keys need no order."""
         work, acks = batch_plan(stored, self._live.names(), self._new_id), self._session.acks
         if not any(has_key(plan) for _, _, plan in stored):
