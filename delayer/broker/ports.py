@@ -3,12 +3,12 @@ port, and every adapter passes it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from delayer.amqp.edits import Endpoints
 from delayer.core.hold import Hold, Limits
-from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel, Schedule
+from delayer.core.message import Delivery, Due, Look, Outcome, Outgoing, Parcel, Schedule
 from delayer.core.plan import Policy
 from delayer.core.segment import Restoration
 
@@ -135,34 +135,6 @@ class Lane(Protocol):
 
     async def release(self) -> None:
         """Unlock and close. Safe to call twice."""
-
-
-class SeenLane(Protocol):
-    """A lane as last read: its number, its limited route, whether it has a live owner, and a short name of that
-    owner's broker."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def route(self) -> bytes | None: ...
-    @property
-    def owned(self) -> bool: ...
-    @property
-    def broker(self) -> str: ...
-
-
-class Look(Protocol):
-    """The lanes of the store and its live processes, as last read. ``rank`` is the place of this process among them."""
-
-    @property
-    def lanes(self) -> Sequence[SeenLane]: ...
-    @property
-    def live(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def routes(self) -> Mapping[bytes, int]:
-        """The lane of each limited route."""
 
 
 class Store(Protocol):

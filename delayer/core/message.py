@@ -1,4 +1,4 @@
-"""The values that the layers exchange: deliveries, publishes and their outcomes, parcels and claimed rows.
+"""The values that the layers exchange: deliveries, publishes and their outcomes, parcels, claimed rows and lanes.
 
 Exchange names, routing keys and keys are ``bytes``, because AMQP short strings need not be UTF-8; nothing decodes them
 on the way. ``properties`` is the payload of a content-header frame after class, weight and body size: the property
@@ -7,7 +7,7 @@ flags and the property list, unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -178,3 +178,27 @@ class KeyGroup(bytes):
     """All keys that begin with these bytes, which must not be empty."""
 
     __slots__ = ()
+
+
+class SeenLane(NamedTuple):
+    """A lane of the store, as last read."""
+
+    number: int
+    route: bytes | None
+    """The limited route whose messages it is for."""
+    owned: bool
+    broker: str
+    """The mark of its last owner's broker."""
+
+
+class Look(NamedTuple):
+    """The lanes of the store and its live processes, as last read. ``rank``: the place of this process among them."""
+
+    lanes: Sequence[SeenLane]
+    live: int
+    rank: int
+
+    @property
+    def routes(self) -> Mapping[bytes, int]:
+        """The lane of each limited route."""
+        return {lane.route: lane.number for lane in self.lanes if lane.route is not None}

@@ -20,14 +20,14 @@ from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
-from delayer.core.message import KeyGroup, Parcel
+from delayer.core.message import KeyGroup, Look, Parcel
 from delayer.core.segment import Restoration
 from delayer.store import pool as session
 from delayer.store import schema, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lanes.lane import PostgresLane
-from delayer.store.lanes.locks import LaneLocks, Look
+from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify
 from delayer.store.rows import envelope, keys, partitions
 from delayer.store.rows.partitions import DAY_MS, Days

@@ -12,14 +12,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
 
 from delayer.amqp.edits import ID, Endpoints
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Hold, HoldKind, Limits
-from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Schedule, Target
+from delayer.core.message import CONFIRMED, Delivery, Due, Look, Outcome, Outgoing, Parcel, Schedule, SeenLane, Target
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
 
@@ -244,23 +243,6 @@ class ScriptedLane:
 
 
 Parked = tuple[int, list[Parcel], list[bytes]]
-
-
-class SeenLane(NamedTuple):
-    number: int
-    route: bytes | None
-    owned: bool
-    broker: str = ""
-
-
-class Look(NamedTuple):
-    lanes: list[SeenLane]
-    live: int
-    rank: int
-
-    @property
-    def routes(self) -> dict[bytes, int]:
-        return {lane.route: lane.number for lane in self.lanes if lane.route is not None}
 
 
 class ScriptedStore:

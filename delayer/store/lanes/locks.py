@@ -8,11 +8,12 @@ Both end with their session. The server ends the session when a process dies, ha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Final
 
 import asyncpg
 
+from delayer.core.message import Look, SeenLane
 from delayer.store import pool as session
 from delayer.store import statements
 from delayer.store.clock import StoreClock
@@ -51,30 +52,6 @@ def broker_mark(cluster: str, vhost: str) -> str:
 def application_of(lane: int) -> str:
     """The name of the sessions of ``lane``. The first holds its lock."""
     return f"delayer lane {lane}"
-
-
-class SeenLane(NamedTuple):
-    """A lane, at one look."""
-
-    number: int
-    route: bytes | None
-    """The limited route whose messages it is for."""
-    owned: bool
-    broker: str
-    """The mark of its last owner's broker."""
-
-
-class Look(NamedTuple):
-    """Lanes and live processes. ``rank``: the place of this process among the ``live`` ones."""
-
-    lanes: Sequence[SeenLane]
-    live: int
-    rank: int
-
-    @property
-    def routes(self) -> Mapping[bytes, int]:
-        """The lanes of routes."""
-        return {lane.route: lane.number for lane in self.lanes if lane.route is not None}
 
 
 class LaneLocks:
