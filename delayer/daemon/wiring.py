@@ -28,9 +28,9 @@ from delayer.core.topology import Topology
 from delayer.daemon.live_settings import LiveSettings
 from delayer.daemon.services import ServiceGroup
 from delayer.daemon.systemd import Notifier, Watchdog, trouble
-from delayer.intake.consume import Handler, Intake, QueueConsumer
-from delayer.intake.dispatch import Dispatch, Holding, new_id
+from delayer.intake.consume import Dispatch, Handler, Intake, QueueConsumer, new_id
 from delayer.intake.handle import DueHandler, IntakeHandler
+from delayer.intake.holding import Holding
 from delayer.intake.takeover import LevelTakeover
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Release

@@ -1,23 +1,30 @@
-"""The consumer of one queue: it subscribes, hands batches to a handler, acknowledges, and begins again after a loss."""
+"""The consumer of one queue: it subscribes, hands batches to a handler, publishes for deliveries, and acknowledges. After
+a loss it begins again."""
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from time import perf_counter
+from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.broker.ports import Consumer, Heartbeat, Subscription
+from delayer.amqp.edits import Held
+from delayer.broker.ports import Consumer, Heartbeat, Live, Publisher, Subscription
 from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
-from delayer.core.errors import BrokerLost, NotTaken
+from delayer.core.counters import Counters
+from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
 from delayer.core.faultpoint import reach
-from delayer.core.message import Delivery
+from delayer.core.hold import hold_for
+from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Schedule
+from delayer.intake.holding import Holding, Objection
 
 log = structlog.get_logger(__name__)
 
@@ -174,6 +181,139 @@ class Session:
             await asyncio.wait(tasks)
             await asyncio.sleep(0)  # The callbacks of the tasks run now.
         raise_first(take_failures(self._lost), unless=LOSSES)
+
+
+def new_id() -> bytes:
+    """An ``x-delayer-id`` for a message that no store has numbered."""
+    return uuid.uuid4().hex.encode()
+
+
+class Publication(NamedTuple):
+    """A publish on behalf of a delivery.
+
+    ``parcel`` is the message to hold if its destination does not take it; None where the publish must succeed (cascade,
+    refused queue): the delivery returns to the queue otherwise. ``refusal``: the reason, of a refused message.
+    ``earlier``: the note of earlier attempts.
+    """
+
+    delivery: Delivery
+    outgoing: Outgoing
+    parcel: Parcel | None = None
+    refusal: str = ""
+    earlier: Held | None = None
+
+
+class Dispatch:
+    """Publishes on behalf of deliveries. It accepts confirmed ones, and holds those that a destination did not take."""
+
+    def __init__(self, publisher: Publisher, holding: Holding, live: Live, counters: Counters) -> None:
+        self.publisher = publisher
+        self.new_id = holding.new_id
+        self._holding = holding
+        self._live = live
+        self._counters = counters
+
+    async def __call__(self, publications: Sequence[Publication], acks: AckTracker, due_ms: Sequence[int] = ()) -> None:
+        """Accept or hold the delivery of every publication, in batches of the size that the publisher wants.
+
+        ``due_ms``: the instant of each publication, in ascending order; none: now.
+
+        Raises BrokerLost, StoreLost; NotTaken, and Unconfirmed, after every known outcome is settled.
+        """
+        stuck: list[str] = []
+        begin = 0
+        while begin < len(publications):
+            if begin:
+                acks.progress()  # A batch may take many publishes.
+            end = begin + self.publisher.batch_limit
+            stuck += await self._publish(publications[begin:end], acks, due_ms[begin:end])
+            begin = end
+        if stuck:
+            raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
+
+    async def hold(self, objections: Sequence[Objection], acks: AckTracker) -> None:
+        """Hold messages, and accept their deliveries. Raises BrokerLost, StoreLost."""
+        if objections:
+            await self._holding.hold(objections)
+            acks.accept(one.delivery.tag for one in objections)
+
+    async def _publish(self, publications: Sequence[Publication], acks: AckTracker, due_ms: Sequence[int]) -> list[str]:
+        """Returns the destinations that did not take a message that they must take."""
+        began = perf_counter()
+        schedule = Schedule(due_ms, self._live.now_lower_ms)
+        try:
+            outgoing = [publication.outgoing for publication in publications]
+            outcomes = await self.publisher.publish(outgoing, schedule if due_ms else None)
+        except Unconfirmed as late:
+            # Settle the known outcomes: an unanswered message must not repeat the others.
+            await self._settle(publications, late.outcomes, schedule, acks)
+            raise
+        reach("intake.confirmed")
+        if not due_ms:
+            self._counters.took("publish", perf_counter() - began)
+        self._counters.batch("publish", len(publications))
+        return await self._settle(publications, outcomes, schedule, acks)
+
+    async def _settle(
+        self,
+        publications: Sequence[Publication],
+        outcomes: Sequence[Outcome | None],
+        schedule: Schedule,
+        acks: AckTracker,
+    ) -> list[str]:
+        through: list[Publication] = []
+        objections: list[Objection] = []
+        stuck: list[str] = []
+        late: list[tuple[float, bytes]] = []
+        now_ms = self._live.now_lower_ms()
+        for index, (publication, outcome) in enumerate(zip(publications, outcomes, strict=True)):
+            parcel = publication.parcel
+            if outcome is None:
+                continue
+            if isinstance(outcome, Confirmed):
+                through.append(publication)
+                # A held message was delayed by its destination: its lateness is not the daemon's.
+                if parcel is not None and publication.earlier is None:
+                    late.append((schedule.written_ms.get(index, now_ms) - parcel.due_ms, parcel.route))
+                continue
+            self._counters.objected(outcome, _route(publication))
+            if parcel is not None:
+                parcel = parcel._replace(token=publication.outgoing.token)
+                objections.append(Objection(publication.delivery, parcel, hold_for(outcome), publication.earlier))
+            else:
+                exchange = publication.outgoing.exchange.decode("utf-8", "replace")
+                stuck.append(f"exchange {exchange!r}: {hold_for(outcome).text}")
+        acks.accept(publication.delivery.tag for publication in through)
+        self._count(through)
+        self._counters.delivered(late)
+        await self.hold(objections, acks)
+        return stuck
+
+    def _count(self, through: Sequence[Publication]) -> None:
+        for publication in through:
+            if publication.refusal:
+                log.warning(
+                    "message refused",
+                    reason=publication.refusal,
+                    exchange=publication.delivery.exchange,
+                    routing_key=publication.delivery.routing_key,
+                )
+        kinds = [_kind(publication) for publication in through]
+        for kind, count in Counter(kinds).items():
+            self._counters.add(kind, count)
+            self._counters.add_routes(
+                kind, [_route(one) for one, its in zip(through, kinds, strict=True) if its == kind]
+            )
+
+
+def _kind(publication: Publication) -> str:
+    if publication.refusal:
+        return "refused"
+    return "cascaded" if publication.parcel is None else "released"
+
+
+def _route(publication: Publication) -> bytes:
+    return publication.delivery.exchange if publication.parcel is None else publication.parcel.route
 
 
 class Handler(ABC):

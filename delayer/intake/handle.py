@@ -29,8 +29,8 @@ from delayer.core.hold import Hold, Limits, too_late
 from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
 from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, Soon, TooLate, decide, has_key
 from delayer.intake import replies
-from delayer.intake.consume import KEPT_BYTES, AckTracker, Handler, Session
-from delayer.intake.dispatch import Dispatch, Objection, Publication
+from delayer.intake.consume import KEPT_BYTES, AckTracker, Dispatch, Handler, Publication, Session
+from delayer.intake.holding import Objection
 
 log = structlog.get_logger(__name__)
 

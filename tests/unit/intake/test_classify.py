@@ -22,9 +22,9 @@ from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.core.retry_policy import Retry
 from delayer.intake import replies
-from delayer.intake.consume import Session
-from delayer.intake.dispatch import Dispatch, Holding
+from delayer.intake.consume import Dispatch, Session
 from delayer.intake.handle import BatchPlan, Classified, IntakeHandler, batch_plan, classify
+from delayer.intake.holding import Holding
 from delayer.intake.refusals import with_short
 from delayer.intake.replies import Asked
 from tests.support.fakes import NOW, Acks, ScriptedLive, ScriptedPublisher, delivery, ids
@@ -379,6 +379,7 @@ async def test_a_batch_with_keys_that_is_not_parked_gives_the_later_ones_back() 
         it.handler.flush()
     with pytest.raises(StoreLost):
         await it.session.settled()
+    await it.session.end()
     assert (it.cancels, it.acks.acked) == ([b"a"], [])
     it.failure = None
     it.handler.begin(it.session)

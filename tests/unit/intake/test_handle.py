@@ -26,9 +26,9 @@ from delayer.core.message import (
     Unanswered,
 )
 from delayer.core.plan import LATEST_MS
-from delayer.intake.consume import AckTracker, Session
-from delayer.intake.dispatch import MOST_ATTEMPTS, Dispatch, Holding, Objection, Publication
+from delayer.intake.consume import AckTracker, Dispatch, Publication, Session
 from delayer.intake.handle import SLOT_MS, DueHandler
+from delayer.intake.holding import MOST_ATTEMPTS, Holding, Objection
 from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))

@@ -1,0 +1,116 @@
+"""Holds messages that a destination did not take: in the store where the daemon has one.
+
+Without a store such a message goes back into the cascade in its envelope, with its attempts counted. After
+:data:`MOST_ATTEMPTS`, or where only a person can decide, it goes to the strays queue (``delayer strays``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import structlog
+
+from delayer.amqp.edits import Held, into_broker, to_strays
+from delayer.broker.ports import Holder, Live, Publisher
+from delayer.core.backoff import pause_ms
+from delayer.core.counters import Counters
+from delayer.core.delay_headers import seconds_until
+from delayer.core.errors import NotTaken
+from delayer.core.hold import Hold, hold_for
+from delayer.core.message import Confirmed, Delivery, Outgoing, Parcel
+
+log = structlog.get_logger(__name__)
+
+MOST_ATTEMPTS: Final = 10
+"""Publishes after which a message that waits in the cascade goes to the strays queue."""
+
+
+class Objection(NamedTuple):
+    """A message to hold, and why."""
+
+    delivery: Delivery
+    parcel: Parcel
+    hold: Hold
+    earlier: Held | None = None
+
+
+class Holding:
+    """Holds messages in the store, or in the broker."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        store: Holder,
+        live: Live,
+        counters: Counters,
+        *,
+        new_id: Callable[[], bytes],
+        pause_ms: Callable[[int, int], int] = pause_ms,
+    ) -> None:
+        """``pause_ms``: the pause after so many attempts, spread by a number of the message's own."""
+        self._publisher = publisher
+        self._store = store
+        self._live = live
+        self._counters = counters
+        self.new_id = new_id
+        self._pause_ms = pause_ms
+
+    async def hold(self, objections: Sequence[Objection]) -> None:
+        """Hold these. Raises BrokerLost, StoreLost."""
+        if self._live.holds_in_store:
+            await self._store.hold(
+                [(one.parcel, one.hold.after(one.earlier and one.earlier.hold)) for one in objections]
+            )
+        else:
+            begin = 0
+            while begin < len(objections):
+                end = begin + self._publisher.batch_limit
+                await self._back_into_cascade(objections[begin:end])
+                begin = end
+        self._count_held(objections)
+
+    async def _back_into_cascade(self, objections: Sequence[Objection]) -> None:
+        """Raises NotTaken: the cascade or the strays queue does not take them."""
+        now_ms, names = self._live.now_lower_ms(), self._live.names()
+        batch: list[Outgoing] = []
+        for one in objections:
+            token = one.parcel.token or self.new_id()
+            note = self._note(one, token, now_ms)
+            if note.retry_ms is None:
+                batch.append(to_strays(one.parcel, token, note, names))
+            else:
+                seconds = seconds_until(note.retry_ms, now_ms)
+                batch.append(into_broker(one.parcel, token, note.retry_ms, seconds, names, held=note))
+        for outgoing, outcome in zip(batch, await self._publisher.publish(batch), strict=True):
+            if not isinstance(outcome, Confirmed):
+                exchange = outgoing.exchange.decode()
+                raise NotTaken(f"exchange {exchange} did not take a message to hold: {hold_for(outcome).text}")
+
+    def _note(self, one: Objection, token: bytes, now_ms: int) -> Held:
+        """The note of one attempt more."""
+        attempts = _attempts(one.earlier) + 1
+        hold = one.hold.after(one.earlier and one.earlier.hold)
+        if hold.for_a_person or attempts >= MOST_ATTEMPTS:
+            return Held(hold, attempts, None)
+        return Held(hold, attempts, now_ms + self._pause_ms(attempts, int.from_bytes(token[-8:], "big")))
+
+    def _count_held(self, objections: Sequence[Objection]) -> None:
+        first = [one.parcel.route for one in objections if not _attempts(one.earlier)]
+        self._counters.add("held", len(first))
+        self._counters.add_routes("held", first)
+        for _, parcel, hold, earlier in objections:
+            log.warning(
+                "message held",
+                id=parcel.token,
+                kind=hold.kind,
+                reason=hold.text,
+                attempts=_attempts(earlier) + 1,
+                exchange=parcel.target.exchange,
+                routing_key=parcel.target.routing_key,
+                route=parcel.route,
+            )
+
+
+def _attempts(earlier: Held | None) -> int:
+    return 0 if earlier is None else earlier.attempts
