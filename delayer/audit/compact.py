@@ -54,7 +54,7 @@ def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
 
 async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
     try:
-        connection = await pool.connect(url, "delayer compact", {**tasks.SESSION, **pool.LAZY})
+        connection = await pool.connect(url, "delayer compact", {**tasks.SESSION, **tasks.LAZY})
     except StoreLost as error:
         return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
     packed: list[Packed] = []
@@ -62,7 +62,7 @@ async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
         ours = Turns(connection)
         for window in windows:
             packed.append(await pack_window(connection, window, rows, ours))
-        await pool.flush(connection)
+        await tasks.flush(connection)
     except DRIVER_ERRORS as error:  # Mostly of the flush: the last segments may be undone.
         told = {one.window: one for one in packed}
         return [_perhaps(told.get(window, Packed(window, 0, 0, 0, 0)), describe(error)) for window in windows]

@@ -52,7 +52,7 @@ def work(url: str, portion: Iterable[tuple[int, int]]) -> list[Back]:
 
 async def _work(url: str, portion: Sequence[tuple[int, int]]) -> list[Back]:
     try:
-        connection = await pool.connect(url, "delayer restore", {**tasks.SESSION, **pool.LAZY})
+        connection = await pool.connect(url, "delayer restore", {**tasks.SESSION, **tasks.LAZY})
     except StoreLost as error:
         return [Back(one, 0, lost=str(error)) for one, _ in portion]
     back: list[Back] = []
@@ -60,7 +60,7 @@ async def _work(url: str, portion: Sequence[tuple[int, int]]) -> list[Back]:
         for one, first_due_ms in portion:
             soon = first_due_ms < time.time() * 1000 + 600_000  # This machine's clock is exact enough for that.
             back.append(await restore_segment(connection, one, Turns(connection, hurried=soon)))
-        await pool.flush(connection)
+        await tasks.flush(connection)
     except DRIVER_ERRORS as error:  # Mostly of the flush: the last restores may be undone.
         return [_perhaps(one, describe(error)) if one.restored else one for one in back]
     else:

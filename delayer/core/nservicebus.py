@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Final, NamedTuple
 
 from delayer.core.delay_headers import UnreadableDelay, read_delay_ms, read_instant_ms, shown
@@ -70,12 +70,6 @@ def _epoch_ms(text: str) -> int:
     except ValueError:
         return read_instant_ms(f"{text}Z")  # This accepts leap seconds too.
     return (since.days * 86_400 + since.seconds) * 1000 - (-since.microseconds // 1000)
-
-
-def wire_instant(epoch_ms: int) -> str:
-    """A time in NServiceBus's format, for messages that delayer makes. The year must have four digits."""
-    moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=epoch_ms)
-    return f"{moment:%Y-%m-%d %H:%M:%S}:{moment.microsecond:06d} Z"
 
 
 def delay_seconds(headers: Headers) -> int | None:

@@ -1,5 +1,5 @@
-"""The consumer of one queue: it subscribes, hands batches to a handler, publishes for deliveries, and acknowledges. After
-a loss it begins again."""
+"""The consumer of one queue: it subscribes, hands batches to a handler, publishes for deliveries, and acknowledges. It
+begins again after a loss."""
 
 from __future__ import annotations
 

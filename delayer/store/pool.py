@@ -63,12 +63,6 @@ BEGINNING_MS = -(1 << 62)
 """Before every instant: ``-infinity`` in Postgres."""
 
 
-LAZY: Mapping[str, str] = {"synchronous_commit": "off"}
-"""For a session whose transactions only move data, so that a crash of the server may undo them. A crash undoes whole
-transactions, the last ones first, because the log is read up to its end. No other transaction depends on one that is
-undone: a synchronous commit waits for all earlier commits. Ends with :func:`flush`."""
-
-
 def _to_wire(due_ms: int) -> tuple[int]:
     if due_ms == BEGINNING_MS:
         return (-_FOREVER_US - 1,)
@@ -219,13 +213,6 @@ async def sample(connection: asyncpg.Connection, clock: StoreClock, timeout: flo
         "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::float8", timeout=timeout
     )
     clock.observe(before, server_ms, clock.monotonic())
-
-
-async def flush(connection: asyncpg.Connection) -> None:
-    """Wait until all that a LAZY session committed is on disk. Raises the driver's errors."""
-    await connection.execute("SET synchronous_commit = on")
-    # A commit of its own. One that wrote nothing to the log before would not wait: a transaction's id is not enough.
-    await connection.fetchval("SELECT pg_logical_emit_message(true, 'delayer', '')")
 
 
 async def close(connection: asyncpg.Connection) -> None:

@@ -22,12 +22,11 @@ import pytest
 
 from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade
-from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Queue, Topology, arguments
 from tests.acceptance.test_takeover import by_kombu, endpoints, nservicebus_message, tasks_of_celery
 from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess
-from tests.support.raw import Arrival, Message, Props, Raw, array, now_ms, number, text
+from tests.support.raw import Arrival, Message, Props, Raw, array, now_ms, number, text, wire_instant
 from tests.support.servers import RabbitMQ
 
 EXAMPLES = Path(__file__).parents[2] / "config" / "examples"

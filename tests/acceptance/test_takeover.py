@@ -16,11 +16,10 @@ import pytest
 
 from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, Cascade, Kind, routing_key
-from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
-from tests.support.raw import Inbox, Message, Props, Raw, now_ms, number, text
+from tests.support.raw import Inbox, Message, Props, Raw, now_ms, number, text, wire_instant
 from tests.support.servers import Postgres, RabbitMQ
 
 ENDPOINTS = ("Sales.Orders", "Orders", "Billing")

@@ -16,6 +16,7 @@ import pytest
 
 from delayer.audit import compact as compact_job
 from delayer.audit import restore as restore_job
+from delayer.audit import tasks
 from delayer.store import pool
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
@@ -196,11 +197,11 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
 
 async def test_reported_segments_are_on_disk(server: Postgres) -> None:
     url = server.url(server.add_store())
-    lazy = await pool.connect(url, "lazy", pool.LAZY)
+    lazy = await pool.connect(url, "lazy", tasks.LAZY)
     try:
         await lazy.execute("INSERT INTO lane (number, epoch, owner) VALUES (99, 0, 'somebody')")
         written = await lazy.fetchval("SELECT pg_current_wal_insert_lsn()")
-        await pool.flush(lazy)
+        await tasks.flush(lazy)
     finally:
         await pool.close(lazy)
     async with sql(url) as admin:

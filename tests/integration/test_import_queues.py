@@ -22,12 +22,11 @@ from delayer.config.topology import topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.importing import CONSUMED, OWN, UNHELD
 from delayer.core.message import Parcel, Target
-from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.integration.cli import Run
 from tests.integration.test_store_lane import sql
 from tests.support.rabbitmq import RabbitMQ
-from tests.support.raw import Message, Props, Raw, number, text
+from tests.support.raw import Message, Props, Raw, number, text, wire_instant
 from tests.support.rows import conserved
 
 DELAY = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"

@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple, Self
 
 from delayer.amqp.address import Address
@@ -321,3 +322,9 @@ GOOD = Confirmed()
 def now_ms() -> int:
     """This host's clock, which the daemon and Postgres share; rounded down."""
     return time.time_ns() // 1_000_000
+
+
+def wire_instant(epoch_ms: int) -> str:
+    """A time in NServiceBus's format. The year must have four digits."""
+    moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=epoch_ms)
+    return f"{moment:%Y-%m-%d %H:%M:%S}:{moment.microsecond:06d} Z"

@@ -172,7 +172,7 @@ class ImportStore:
         if not keyed:
             return list(parcels), []
         await keys.lock_keys(self._connection, keyed)
-        taken = await keys.waiting(self._connection, keyed)
+        taken = await _waiting(self._connection, keyed)
         kept: list[Parcel] = []
         superseded: list[bytes] = []
         for parcel in parcels:
@@ -197,7 +197,7 @@ class ImportStore:
     async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
         """The keys among these under which a message waits. An import would not park another one. Raises StoreLost."""
         with translated("import"):
-            return await keys.waiting(self._connection, wanted)
+            return await _waiting(self._connection, wanted)
 
     async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]:
         """Imports of the same bytes that are over: the number of each, and how many messages it brought."""
@@ -263,3 +263,19 @@ def _run(row: asyncpg.Record) -> Run:
     values["token"] = values["parameters"].pop(_TOKEN, "")
     values["phase"] = Phase(values["phase"])
     return Run(**values, began_ms=began_ms)
+
+
+async def _waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> set[bytes]:
+    """The keys among these that stand for a waiting or held message. Raises the driver's errors."""
+    there = await connection.fetch("SELECT key, lane, due_at, id FROM message_key WHERE key = ANY($1)", list(keys))
+    return {key for key, *place in there if await _waits(connection, *place)}
+
+
+async def _waits(connection: asyncpg.Connection, lane: int, due_at: int, message_id: int) -> bool:
+    by_place = "SELECT true FROM message WHERE lane = $1 AND due_at = $2 AND id = $3"
+    return bool(
+        await connection.fetchval(by_place, lane, due_at, message_id)
+        or await connection.fetchval("SELECT true FROM held WHERE id = $1", message_id)
+        # It was on its way out of the default partition when we looked first.
+        or await connection.fetchval(by_place, lane, due_at, message_id)
+    )

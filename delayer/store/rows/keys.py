@@ -79,22 +79,6 @@ async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]
     return cancelled
 
 
-async def waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> set[bytes]:
-    """The keys among these that stand for a waiting or held message. Raises the driver's errors."""
-    there = await connection.fetch("SELECT key, lane, due_at, id FROM message_key WHERE key = ANY($1)", list(keys))
-    return {key for key, *place in there if await _waits(connection, *place)}
-
-
-async def _waits(connection: asyncpg.Connection, lane: int, due_at: int, message_id: int) -> bool:
-    by_place = "SELECT true FROM message WHERE lane = $1 AND due_at = $2 AND id = $3"
-    return bool(
-        await connection.fetchval(by_place, lane, due_at, message_id)
-        or await connection.fetchval("SELECT true FROM held WHERE id = $1", message_id)
-        # It was on its way out of the default partition when we looked first.
-        or await connection.fetchval(by_place, lane, due_at, message_id)
-    )
-
-
 async def _delete_message(connection: asyncpg.Connection, lane: int, due_at: int, message_id: int) -> bool:
     return bool(
         await connection.fetchval(

@@ -12,14 +12,13 @@ from typing import Any, Final
 from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, Outgoing
-from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Topology
 from tests.faults.fleet import Fleet
 from tests.support.account import Arrival, Owed
 from tests.support.ledger import Ledger
 from tests.support.letters import Letter, text
 from tests.support.proxy import Listener, deaf
-from tests.support.raw import Props, content, integer, number
+from tests.support.raw import Props, content, integer, number, wire_instant
 
 CASCADE: Final = Cascade("nservicebus-v2")
 ENDPOINT: Final = "Billing"

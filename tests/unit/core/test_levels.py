@@ -13,7 +13,8 @@ from delayer.core import delay_headers, levels, nservicebus
 from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, routing_key
 from delayer.core.levels import X_DEATH, delay_in_key, due_at_level, longest_wait_seconds
 from delayer.core.message import Timestamp
-from delayer.core.nservicebus import DELAY_IN_SECONDS, EXPIRE, RETRIES_TIMESTAMP, TIME_SENT, wire_instant
+from delayer.core.nservicebus import DELAY_IN_SECONDS, EXPIRE, RETRIES_TIMESTAMP, TIME_SENT
+from tests.support.raw import wire_instant
 
 NOW = 1_800_000_000_000
 NSB = Cascade("nservicebus-v2")

@@ -26,8 +26,8 @@ from delayer.core.nservicebus import (
     read_wire_instant_ms,
     saga_of,
     timeout,
-    wire_instant,
 )
+from tests.support.raw import wire_instant
 
 SENT = "2026-04-29 22:11:26:330982 Z"
 SENT_MS = 1_777_500_686_331

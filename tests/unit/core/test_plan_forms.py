@@ -21,7 +21,6 @@ from delayer.core.nservicebus import (
     ROUTE_EXPIRED_TO,
     SAGA_ID,
     TIME_SENT,
-    wire_instant,
 )
 from delayer.core.plan import (
     CONSULTED,
@@ -37,6 +36,7 @@ from delayer.core.plan import (
     wants_no_delay,
 )
 from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure, Retry
+from tests.support.raw import wire_instant
 
 NOW = 1_800_000_000_000  # 2027-01-15 08:00:00
 HOUR_MS = 3_600_000

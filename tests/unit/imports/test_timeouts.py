@@ -10,9 +10,9 @@ import pytest
 
 from delayer.amqp.properties import Properties
 from delayer.core.importing import Rewrite, read_rewrite
-from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import LATEST_MS
 from delayer.imports.timeouts import RELATED, UNREAD, Timeout, epoch_ms, item_of, moment_of, problem_of
+from tests.support.raw import wire_instant
 
 DUE_MS = 1_900_000_000_000
 HEADERS = {

@@ -18,7 +18,6 @@ from delayer.core.cascade import Cascade, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery, KeyGroup, Parcel, Returned, Target
-from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.core.retry_policy import Retry
 from delayer.intake import replies
@@ -28,6 +27,7 @@ from delayer.intake.holding import Holding
 from delayer.intake.refusals import with_short
 from delayer.intake.replies import Asked
 from tests.support.fakes import NOW, Acks, ScriptedLive, ScriptedPublisher, delivery, ids
+from tests.support.raw import wire_instant
 from tests.unit.amqp.tables import properties
 
 ORDERS = Route(b"orders.in", b"orders.out")

@@ -12,9 +12,10 @@ from delayer.core.cascade import Cascade, Kind, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT, wire_instant
+from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT
 from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover
 from tests.support.fakes import NOW, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
+from tests.support.raw import wire_instant
 
 LEVEL = 11
 KEY = routing_key(3600, b"Sales.Orders")
