@@ -319,6 +319,8 @@ def _route(publication: Publication) -> bytes:
 class Handler(ABC):
     """What a consumer does with its deliveries. One session follows another."""
 
+    over = False
+    """Whether the consumption ends for good."""
     _session: Session
 
     def begin(self, session: Session) -> None:
@@ -387,7 +389,7 @@ class QueueConsumer:
     async def run(self, stopping: asyncio.Event) -> None:
         """Consume; after a loss, wait a little longer each time and begin again. Returns when stopping is set."""
         retry, throttle = Retry(stopping, self._beat), LogThrottle()
-        while not stopping.is_set():
+        while not (stopping.is_set() or self._handler.over):
             interrupted = False
             try:
                 await self._prepare()
@@ -417,7 +419,7 @@ class QueueConsumer:
         now = asyncio.get_running_loop().time
         last_tag, well_tag, well = 0, 0, now()
         try:
-            while not (stopping.is_set() or subscription.overrun):
+            while not (stopping.is_set() or subscription.overrun or self._handler.over):
                 self._beat()
                 if not subscription.behind or last_tag - well_tag >= subscription.prefetch:
                     well_tag, well = last_tag, now()

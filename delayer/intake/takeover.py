@@ -59,7 +59,6 @@ class LevelTakeover(Handler):
         self._parking = parking
         self._now_ms = now_ms
         self._counters = counters
-        self._ended = asyncio.Event()
         self.queue = cascade.level(level)
         intake = Intake(
             self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, gather=GATHER, in_flight=IN_FLIGHT
@@ -68,16 +67,7 @@ class LevelTakeover(Handler):
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until stopping is set, or a message of this level has been delivered too often."""
-        listening = asyncio.create_task(self._end_with(stopping), name=f"stop {self.queue}")
-        try:
-            await self._consumer.run(self._ended)
-        finally:
-            listening.cancel()
-            await asyncio.wait([listening])
-
-    async def _end_with(self, stopping: asyncio.Event) -> None:
-        await stopping.wait()
-        self._ended.set()
+        await self._consumer.run(stopping)
 
     def take(self, batch: Sequence[Delivery]) -> None:
         """See Handler."""
@@ -117,9 +107,9 @@ class LevelTakeover(Handler):
         deliveries = headers.get(_DELIVERIES)
         if not isinstance(deliveries, int) or deliveries < MOST_DELIVERIES:
             return False
-        if not self._ended.is_set():
+        if not self.over:
             log.error("takeover stopped", queue=self.queue, deliveries=deliveries, next_step="delayer check; restart")
-        self._ended.set()
+        self.over = True
         return True
 
 

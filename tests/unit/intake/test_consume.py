@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from delayer.broker.retry import LOSSES, Retry, raise_first
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
-from delayer.intake.consume import AckTracker, Intake, QueueConsumer, Session
+from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer, Session
 from tests.support.fakes import Acks, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
@@ -26,7 +26,7 @@ def batch(*tags: int) -> list[Delivery]:
     return [delivery(tag) for tag in tags]
 
 
-class Carrier:
+class Carrier(Handler):
     """Carries batches known by their first tag: at once, or when told, or not at all."""
 
     def __init__(self) -> None:
