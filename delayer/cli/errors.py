@@ -9,9 +9,10 @@ import click
 
 from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.broker.errors import BrokerRefused, Mismatch, QueueMissing, TopologyMismatch
-from delayer.config.errors import ConfigError, readable
+from delayer.config.errors import ConfigError
 from delayer.core import errors
 from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.readable import readable
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 DONE, FOUND, USAGE, OUT_OF_REACH = 0, 1, 2, 3

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from delayer.config.errors import readable
 from delayer.core.delay_headers import in_words
 from delayer.core.lines import escaped
+from delayer.core.readable import readable
 
 if TYPE_CHECKING:
     from delayer.broker.pipelined_admin import CascadeDepths

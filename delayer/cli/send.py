@@ -23,10 +23,10 @@ from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import Misused, Off
 from delayer.cli.options import Request, duration, fixed_instant, pair
 from delayer.cli.output import note, progress, quoted, roughly
-from delayer.config.errors import readable
 from delayer.config.model import Route, Settings
 from delayer.config.texts import duration_text
 from delayer.core.errors import BrokerLost
+from delayer.core.readable import readable
 
 WINDOW: Final = 500
 """Messages that wait for their confirms at once, at most."""

@@ -17,7 +17,8 @@ from delayer.broker.pipelined_admin import CascadeDepths, pipelined_admin
 from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_queues, print_table, quoted, when
-from delayer.config.model import Settings, service_of
+from delayer.config.model import Settings
+from delayer.config.texts import service_of
 from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store import schema

@@ -21,7 +21,7 @@ from typing import Any, Literal, TextIO
 
 import structlog
 
-from delayer.config.errors import readable
+from delayer.core.readable import readable
 
 __all__ = ["clean_values", "configure", "finish", "log_in_background", "readable"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from pydantic import (
     BaseModel,
@@ -254,16 +253,3 @@ class Settings(Table):
 
     def route_from(self, exchange: str) -> Route | None:
         return next((route for route in self.routes if route.from_ == exchange), None)
-
-
-def service_of(settings: Settings) -> str:
-    """A name that all processes of one virtual host of one broker share, with any login.
-
-    >>> urls = "amqp://a:b@host/orders", "amqp://host:5672/orders", "amqp://a:b@host/mail"
-    >>> one, same, other = (service_of(Settings.model_validate({"broker": {"url": url}})) for url in urls)
-    >>> (one == same, one == other)
-    (True, False)
-    """
-    url = urlsplit(settings.broker_url)
-    port = url.port or (5671 if url.scheme == "amqps" else 5672)
-    return hashlib.sha256(f"{url.hostname}:{port} {unquote(url.path[1:]) or '/'}".encode()).hexdigest()[:16]

@@ -1,13 +1,16 @@
-"""Durations, instants and hosts as people write them, for the command line and the pages."""
+"""Durations, instants and hosts as people write them, and the name of a service; for the command line and the pages."""
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta, tzinfo
+from urllib.parse import unquote, urlsplit
 
 from delayer.config.errors import Expected
+from delayer.config.model import Settings
 from delayer.config.values import UNITS_MS, duration_ms
 
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -58,3 +61,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def service_of(settings: Settings) -> str:
+    """A name that all processes of one virtual host of one broker share, with any login.
+
+    >>> urls = "amqp://a:b@host/orders", "amqp://host:5672/orders", "amqp://a:b@host/mail"
+    >>> one, same, other = (service_of(Settings.model_validate({"broker": {"url": url}})) for url in urls)
+    >>> (one == same, one == other)
+    (True, False)
+    """
+    url = urlsplit(settings.broker_url)
+    port = url.port or (5671 if url.scheme == "amqps" else 5672)
+    return hashlib.sha256(f"{url.hostname}:{port} {unquote(url.path[1:]) or '/'}".encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from delayer.amqp import reading
-from delayer.config.model import service_of
+from delayer.config.texts import service_of
 from delayer.core import horizon
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.filters import Filter
