@@ -127,9 +127,6 @@ class Lane(Protocol):
         """Seconds until the next claim, from 0.0 to 60: a little before the next row is due, or when a held row is
         retried. Raises LaneLost."""
 
-    def note_parked(self, due_ms: int) -> None:
-        """Note that a row due at ``due_ms`` was parked into this lane: a later claim takes it. Wakes :meth:`wait`."""
-
     async def wait(self, seconds: float) -> None:
         """Sleep for ``seconds``, or until a row parked meanwhile is to be claimed."""
 

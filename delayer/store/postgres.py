@@ -161,7 +161,7 @@ class PostgresStore:
             # Also when the commit is in doubt: a note too many costs one claim that finds nothing.
             dues = [parcel.due_ms for parcel in parcels if parcel.route not in routes]
             if ours is not None and dues:
-                ours.note_parked(min(dues))
+                ours.cursor.note_parked(min(dues))
         return taken_out
 
     async def hold(self, lane: object, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
@@ -178,7 +178,7 @@ class PostgresStore:
 
         await self._write("hold", ours, work)
         if soonest is not None:
-            ours.note_held(soonest)
+            ours.cursor.note_held(soonest)
 
     async def restore(self, horizon_ms: int) -> Restoration:
         """See the port."""

@@ -319,14 +319,6 @@ class PostgresLane:
             return 0.0
         return min(max(self._clock.seconds_until(self.cursor.wake_ms()), 0.0), LONGEST_SLEEP)
 
-    def note_parked(self, due_ms: int) -> None:
-        """See the port."""
-        self.cursor.note_parked(due_ms)
-
-    def note_held(self, retry_ms: int) -> None:
-        """A message was put straight into held, to be retried at ``retry_ms``."""
-        self.cursor.note_held(retry_ms)
-
     async def wait(self, seconds: float) -> None:
         """See the port. Also returns when the lane is lost, and when the store's clock was set: rests that follow from
         the old time are worth nothing then."""
