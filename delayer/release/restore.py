@@ -66,7 +66,10 @@ class Restoring:
             try:
                 seconds = await self.look()
             except (StoreLost, MemoryError) as error:
-                self._tell_interrupted(error)
+                # The store rolled the restore back, after a lack of memory too. The release loops go on.
+                reason, advice = (str(error), error.advice) if isinstance(error, StoreLost) else (_MEMORY, "")
+                if self._throttle.should_log(reason, asyncio.get_running_loop().time()):
+                    log.warning("restoring interrupted", reason=reason, **({"next_step": advice} if advice else {}))
                 await retry.pause()
             else:
                 retry.succeeded()
@@ -83,38 +86,17 @@ class Restoring:
             case None:
                 return LOOK_SECONDS
             case Restored():
-                self._tell_restored(found, took)
-                return 0.0 if self._urgent(found.first_due_ms) else REST * took
+                self._counters.add("restored", found.messages)
+                log.info("segment restored", **found._asdict(), seconds=round(took, 3))
+                now_ms = self._lanes.now_upper_ms()
+                urgent = now_ms is not None and found.first_due_ms < now_ms + URGENT_MS
+                return 0.0 if urgent else REST * took
             case Locked():
                 return LOOK_AGAIN_SECONDS
             case Broken():
-                self._tell_broken(found)
+                self._counters.add("broken_segments", 1)
+                log.error("segment broken", **found._asdict(), next_step=found.advice)
                 return 0.0
-
-    def _tell_interrupted(self, error: StoreLost | MemoryError) -> None:
-        """The store rolled the restore back, after a lack of memory too. The release loops go on."""
-        reason = str(error) if isinstance(error, StoreLost) else _MEMORY
-        advice = {"next_step": error.advice} if isinstance(error, StoreLost) and error.advice else {}
-        if self._throttle.should_log(reason, asyncio.get_running_loop().time()):
-            log.warning("restoring interrupted", reason=reason, **advice)
-
-    def _tell_restored(self, found: Restored, took: float) -> None:
-        self._counters.add("restored", found.messages)
-        log.info(
-            "segment restored",
-            segment=found.segment,
-            messages=found.messages,
-            first_due_ms=found.first_due_ms,
-            seconds=round(took, 3),
-        )
-
-    def _tell_broken(self, found: Broken) -> None:
-        self._counters.add("broken_segments", 1)
-        log.error("segment broken", **found._asdict(), next_step=found.advice)
-
-    def _urgent(self, due_ms: int) -> bool:
-        now_ms = self._lanes.now_upper_ms()
-        return now_ms is not None and due_ms < now_ms + URGENT_MS
 
 
 def _unwatched() -> None:
