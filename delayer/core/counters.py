@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned
+from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned, name_text
 
 KINDS: Final = (
     "parked",
@@ -136,9 +136,10 @@ class Counters:
             "counts": self.as_dict(),
             "lanes_lost": self.lanes_lost,
             "routes": {
-                kind: {shown(route): count for route, count in counts.items()} for kind, counts in self.routes.items()
+                kind: {name_text(route): count for route, count in counts.items()}
+                for kind, counts in self.routes.items()
             },
-            "lateness": {shown(route): _figures(tally) for route, tally in self.lateness.items()},
+            "lateness": {name_text(route): _figures(tally) for route, tally in self.lateness.items()},
             "seconds": {name: _figures(tally) for name, tally in self.seconds.items()},
             "sizes": {name: _figures(tally) for name, tally in self.sizes.items()},
         }
@@ -149,11 +150,6 @@ class Counters:
                 return OTHERS
             self._known.add(route)
         return route
-
-
-def shown(name: bytes) -> str:
-    """A name of the broker as text; bytes that are not UTF-8 become escapes."""
-    return name.decode("utf-8", "backslashreplace")
 
 
 def _figures(tally: Tally) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Final
 
 from delayer.core.delay_headers import in_words
-from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned, Unanswered
+from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned, Unanswered, name_text
 
 
 class HoldKind(StrEnum):
@@ -106,7 +106,7 @@ def hold_for(outcome: Outcome) -> Hold:
         case Nacked():
             return Hold(HoldKind.NACKED, "nacked: the destination refused it")
         case Unanswered(seconds, exchange, routing_key):
-            where = f"exchange {_shown(exchange)!r}, key {_shown(routing_key)!r}"
+            where = f"exchange {name_text(exchange)!r}, key {name_text(routing_key)!r}"
             text = f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
             return Hold(HoldKind.UNANSWERED, text, may_be_delivered=True)
         case ClosedChannel(code, text):
@@ -116,7 +116,3 @@ def hold_for(outcome: Outcome) -> Hold:
             return Hold(HoldKind.CLOSED_CONNECTION, text, isolated=True)
         case _:
             raise ValueError("a confirmed message is not held")
-
-
-def _shown(name: bytes) -> str:
-    return name.decode("utf-8", "backslashreplace")

@@ -110,6 +110,18 @@ class ClosedConnection:
     text: str
 
 
+def as_bytes(value: object) -> bytes | None:
+    """The bytes of a decoded header's string or bytes; None for another value."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape")
+    return value if isinstance(value, bytes) else None
+
+
+def name_text(name: bytes) -> str:
+    """A name of the broker as text; bytes that are not UTF-8 become escapes."""
+    return name.decode("utf-8", "backslashreplace")
+
+
 DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
 """The prefix of the pseudo-queues for direct replies. At the default exchange they route to one consumer, past all
 queues."""

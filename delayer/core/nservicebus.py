@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Final, NamedTuple
 
 from delayer.core.delay_headers import UnreadableDelay, read_delay_ms, read_instant_ms, shown
+from delayer.core.message import as_bytes
 
 DELAY_IN_SECONDS: Final = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 TIME_SENT: Final = b"NServiceBus.TimeSent"
@@ -108,7 +109,7 @@ def timeout(headers: Headers) -> Timeout | None:
     if due_ms is None:
         return None
     for name in (ROUTE_EXPIRED_TO, REPLY_TO):
-        address = _bytes(headers.get(name))
+        address = as_bytes(headers.get(name))
         if address:
             return Timeout(due_ms, address)
     raise UnreadableDelay(
@@ -134,7 +135,7 @@ def cleared_saga(headers: Headers) -> bytes | None:
 
 def saga_of(headers: Headers) -> bytes | None:
     """The id of a message's saga; None without one. An id of zeros also means none."""
-    saga = (_bytes(headers.get(SAGA_ID)) or b"").lower()
+    saga = (as_bytes(headers.get(SAGA_ID)) or b"").lower()
     return saga if saga.strip(b"0-{}") else None
 
 
@@ -143,9 +144,3 @@ def _instant(headers: Headers, name: bytes) -> int:
         return read_wire_instant_ms(headers[name])
     except UnreadableDelay as unreadable:
         raise UnreadableDelay(f"{name.decode()}: {unreadable}") from unreadable
-
-
-def _bytes(value: object) -> bytes | None:
-    if isinstance(value, str):
-        return value.encode("utf-8", "surrogateescape")
-    return value if isinstance(value, bytes) else None

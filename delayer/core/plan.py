@@ -47,7 +47,7 @@ from delayer.core.delay_headers import (
 )
 from delayer.core.hold import Hold, too_late
 from delayer.core.levels import ETA, delay_in_key, eta_ms
-from delayer.core.message import SHORT_STRING, KeyGroup, Target, is_direct_reply
+from delayer.core.message import SHORT_STRING, KeyGroup, Target, as_bytes, is_direct_reply
 from delayer.core.retry_policy import Failure, NoFailure, Retry, failure, wait_ms
 
 LATEST_MS: Final = 253_402_300_799_999
@@ -481,13 +481,9 @@ def saga_key_of(request: DelayRequest, due_ms: int) -> bytes | None:
 
 
 def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> bytes:
-    match value:
-        case str():
-            raw = value.encode("utf-8", "surrogateescape")
-        case bytes():
-            raw = value
-        case _:
-            raise Refused(f"{header.decode()}: expected a string, found {shown(value)}")
+    raw = as_bytes(value)
+    if raw is None:
+        raise Refused(f"{header.decode()}: expected a string, found {shown(value)}")
     if len(raw) > most:
         raise Refused(f"{header.decode()}: expected at most {most} bytes, found {len(raw)}")
     return raw

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from delayer.core.delay_headers import shown
 from delayer.core.levels import X_DEATH
-from delayer.core.message import Timestamp
+from delayer.core.message import Timestamp, as_bytes
 
 RETRIES: Final = b"x-delayer-retries"
 FAILED_IN: Final = b"x-delayer-failed-in"
@@ -74,7 +74,7 @@ def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
     """The failure of a dead letter. Raises NoFailure."""
     deaths = headers.get(X_DEATH)
     last = deaths[0] if isinstance(deaths, list) and deaths else None
-    queue = _bytes(last.get("queue")) if isinstance(last, dict) else None
+    queue = as_bytes(last.get("queue")) if isinstance(last, dict) else None
     if not isinstance(last, dict) or not queue:
         raise NoFailure(
             "retry: expected x-death, the broker's note of the queue that gave the message up: found "
@@ -89,8 +89,8 @@ def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
         queue,
         str(last.get("reason", "")),
         int(at) if isinstance(at, Timestamp) else 0,
-        _bytes(last.get("exchange")) or b"",
-        (_bytes(keys[0]) if isinstance(keys, list) and keys else None) or b"",
+        as_bytes(last.get("exchange")) or b"",
+        (as_bytes(keys[0]) if isinstance(keys, list) and keys else None) or b"",
         exhausted=retries > retry.attempts,
     )
 
@@ -98,15 +98,9 @@ def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
 def _so_far(headers: Mapping[bytes, object], queue: bytes) -> int:
     """The number of retries into this queue. A consumer may pass a message on with its headers: failures in another
     queue do not count here."""
-    if _bytes(headers.get(FAILED_IN)) != queue or RETRIES not in headers:
+    if as_bytes(headers.get(FAILED_IN)) != queue or RETRIES not in headers:
         return 0
     value = headers[RETRIES]
     if type(value) is not int or not 0 <= value < (1 << 31):
         raise NoFailure(f"{RETRIES.decode()}: expected a whole number, found {shown(value)}")
     return value
-
-
-def _bytes(value: object) -> bytes | None:
-    if isinstance(value, str):
-        return value.encode("utf-8", "surrogateescape")
-    return value if isinstance(value, bytes) else None

@@ -21,7 +21,8 @@ from prometheus_client.exposition import generate_latest
 from delayer import __version__
 from delayer.config.model import Settings
 from delayer.core import horizon
-from delayer.core.counters import BY_ROUTE, DURATIONS, shown
+from delayer.core.counters import BY_ROUTE, DURATIONS
+from delayer.core.message import name_text
 from delayer.http.view import Depths, Snapshot, State
 from delayer.store.admin.stats import Census, StoreOverview
 
@@ -219,7 +220,7 @@ def _of_census(seen: Snapshot[Census]) -> Iterator[Sample]:
         return
     for route, counts in seen.fresh.by_route().items():
         for due, count in horizon.by_class(counts).items():
-            yield "backlog_messages", [shown(route), due], round(count)
+            yield "backlog_messages", [name_text(route), due], round(count)
 
 
 def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[Sample]:

@@ -20,7 +20,7 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
 from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME
-from delayer.core.message import Delivery, Outgoing, Timestamp
+from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes
 
 _REASON: Final = b"x-delayer-refused"
 _EXCHANGE: Final = b"x-delayer-exchange"
@@ -134,21 +134,15 @@ def _death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | Non
     without such a note. Notes of other queues belong to other trips, or to a publisher."""
     deaths = fields[b"x-death"].value if b"x-death" in fields else None
     for death in deaths if isinstance(deaths, list) else ():
-        if isinstance(death, dict) and _bytes(death.get("queue")) == intake:
+        if isinstance(death, dict) and as_bytes(death.get("queue")) == intake:
             keys = death.get("routing-keys")
             key = keys[0] if isinstance(keys, list) and keys else None
             return (
                 f"the broker: {death.get('reason')} in {death.get('queue')}",
-                _bytes(death.get("exchange")),
-                _bytes(key),
+                as_bytes(death.get("exchange")),
+                as_bytes(key),
             )
     return None
-
-
-def _bytes(value: object) -> bytes | None:
-    if isinstance(value, str):
-        return value.encode("utf-8", "surrogateescape")
-    return value if isinstance(value, bytes) else None
 
 
 def _content(fields: Mapping[bytes, Any], name: bytes) -> bytes | None:
