@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned, name_text
+from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned
 
 KINDS: Final = (
     "parked",
@@ -130,27 +130,9 @@ class Counters:
     def as_dict(self) -> Mapping[str, int]:
         return dict(self._counts)
 
-    def figures(self) -> dict[str, Any]:
-        """All figures of metrics and of the page."""
-        return {
-            "counts": self.as_dict(),
-            "lanes_lost": self.lanes_lost,
-            "routes": {
-                kind: {name_text(route): count for route, count in counts.items()}
-                for kind, counts in self.routes.items()
-            },
-            "lateness": {name_text(route): _figures(tally) for route, tally in self.lateness.items()},
-            "seconds": {name: _figures(tally) for name, tally in self.seconds.items()},
-            "sizes": {name: _figures(tally) for name, tally in self.sizes.items()},
-        }
-
     def _told_apart(self, route: bytes) -> bytes:
         if route not in self._known:
             if len(self._known) >= MOST_ROUTES:
                 return OTHERS
             self._known.add(route)
         return route
-
-
-def _figures(tally: Tally) -> dict[str, Any]:
-    return {"bounds": tally.bounds, "below": list(tally.below), "count": tally.count, "total": tally.total}

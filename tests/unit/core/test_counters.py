@@ -8,6 +8,7 @@ import pytest
 
 from delayer.core.counters import LATENESS, MOST_ROUTES, OTHERS, Counters, Tally
 from delayer.core.message import CONFIRMED, NACKED, ClosedChannel, Returned
+from delayer.http.view import figures
 
 
 @pytest.mark.parametrize(
@@ -66,4 +67,4 @@ def test_objections_are_counted_by_what_they_are() -> None:
 def test_names_that_are_no_text_are_figures_too() -> None:
     counters = Counters()
     counters.add_routes("parked", [b"caf\xc3\xa9", b"\xff"])
-    assert counters.figures()["routes"]["parked"] == {"café": 1, "\\xff": 1}
+    assert figures(counters)["routes"]["parked"] == {"café": 1, "\\xff": 1}
