@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -36,8 +36,8 @@ AGAIN: Final = 5.0
 """Seconds until the next attempt to listen at a port that is taken."""
 AT_ONCE: Final = 128
 """The most connections and requests at a time. The server answers 503 to further ones."""
-LOOK_SECONDS: Final = 1.0
-"""Seconds between two looks at the connections."""
+KEEP_ALIVE_SECONDS: Final = 5
+"""Seconds that a connection may stay open between two requests."""
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
 Handler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
@@ -133,13 +133,10 @@ class HttpPart:
                 log.warning("http served", addresses=addresses, reason=OPEN)
             server = uvicorn.Server(_config(application(Answers(self._inside, view))))
             server.capture_signals = nullcontext  # type: ignore[assignment,method-assign] # the daemon's
-            connections = Connections()
             serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
             stop = asyncio.create_task(stopping.wait(), name="stopping")
             try:
-                while not (serving.done() or stop.done()):
-                    await asyncio.wait([serving, stop], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                    connections.sweep(server.server_state.connections, asyncio.get_running_loop().time())
+                await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
                 server.should_exit = True
                 await serving
             finally:
@@ -150,34 +147,6 @@ class HttpPart:
             for one in sockets:
                 one.close()
             await view.close()
-
-
-class Connections:
-    """The connections that wait for their client: for a request, for the rest of one, or for a reader.
-
-    uvicorn's own time limit begins with the end of the first answer. :meth:`sweep` ends connections that keep the
-    server waiting before that. So no client holds connections for long.
-    """
-
-    def __init__(self, quiet: float = 10.0, most: int = AT_ONCE // 2) -> None:
-        self._quiet = quiet
-        self._most = most
-        self._waiting: dict[Any, float] = {}
-
-    def sweep(self, connections: Iterable[Any], now: float) -> None:
-        """End connections that have waited for ``quiet`` seconds, and the oldest of more than ``most``."""
-        waiting = {one: self._waiting.get(one, now) for one in connections if _waits_for_client(one)}
-        self._waiting = dict(sorted(waiting.items(), key=lambda item: item[1]))
-        for at, (one, since) in enumerate(self._waiting.items()):
-            if now - since > self._quiet or at < len(waiting) - self._most:
-                one.transport.abort()
-
-
-def _waits_for_client(one: Any) -> bool:
-    """Whether this connection of uvicorn waits for its client outside uvicorn's own limit (keep-alive)."""
-    cycle = one.cycle
-    at_work = cycle is not None and not cycle.response_complete and not cycle.more_body and not one.flow.write_paused
-    return not at_work and one.timeout_keep_alive_task is None
 
 
 def _config(app: Any) -> uvicorn.Config:
@@ -193,6 +162,7 @@ def _config(app: Any) -> uvicorn.Config:
         server_header=False,
         limit_concurrency=AT_ONCE,
         backlog=AT_ONCE,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=1,
     )
 

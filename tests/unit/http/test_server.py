@@ -7,7 +7,6 @@ import re
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, RefusedRow, State
-from tests.faults.place import eventually
 from tests.support.web import Web
 from tests.unit.http.states import state
 
@@ -236,69 +234,13 @@ async def opened(web: Web, said: bytes = b"") -> tuple[asyncio.StreamReader, asy
     return reader, writer
 
 
-async def ended(reader: asyncio.StreamReader) -> bool:
-    """Whether the other side has ended it, soon."""
-    try:
+async def test_a_quiet_connection_ends_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 1)
+    async with served(Inside()) as web:
+        reader, writer = await opened(web, b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(10):
-            await reader.read(-1)
-    except ConnectionError:
-        pass
-    except TimeoutError:
-        return False
-    return True
-
-
-HEAD = b"POST /actions/refused HTTP/1.1\r\nHost: localhost\r\n"
-
-
-@pytest.mark.parametrize(
-    "said",
-    [b"", b"GET /", HEAD, HEAD + b"Content-Length: 9\r\nContent-Type: application/x-www-form-urlencoded\r\n\r\nverb",
-     b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"],
-    ids=["nothing", "a line", "a head", "a body", "the second time"],
-)  # fmt: skip
-async def test_a_silent_client_loses_its_connection(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
-    async with served(Inside()) as web:
-        reader, writer = await opened(web, said)
-        assert await ended(reader)
+            assert (await reader.read(-1)).startswith(b"HTTP/1.1 200")
         writer.close()
-
-
-async def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
-    async with served(Inside()) as web:
-        _, writer = await opened(web)
-        ask = b"GET /static/htmx.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-        async def ask_on() -> None:
-            while True:  # more than any buffer between us holds
-                writer.write(ask * 100)
-                await writer.drain()
-                await asyncio.sleep(0)
-
-        with pytest.raises(ConnectionError):
-            async with asyncio.timeout(20):
-                await ask_on()
-
-
-async def test_silent_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
-    async with served(Inside()) as web:
-        host, _, port = web.address.rpartition(":")
-        silent = [
-            await asyncio.to_thread(socket.create_connection, (host, int(port)), 10) for _ in range(2 * server.AT_ONCE)
-        ]
-        try:
-            # Sooner than a connection is ended for its silence.
-            await eventually(lambda: web.get("/health/live"), lambda answer: answer.status == 200, timeout=8)
-            for path in ("/health/live", "/health/ready", "/metrics", "/"):
-                assert (await web.get(path)).status == 200
-        finally:
-            for one in silent:
-                one.close()
 
 
 async def test_long_looks_run_one_after_another() -> None:
