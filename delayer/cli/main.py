@@ -35,8 +35,8 @@ VERBS: Final = {
     "audit-log": "audit_log",
     "drain": "drain",
     "audit": "audit",
-    "compact": "compact",
-    "restore": "restore",
+    "compact": "segments:compact",
+    "restore": "segments:restore",
     "import": "sources:import_",
     "export": "export",
 }

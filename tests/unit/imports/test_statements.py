@@ -10,7 +10,7 @@ from sqlalchemy import DATETIME, Column, DateTime, Dialect, LargeBinary, MetaDat
 from sqlalchemy.dialects import mssql, mysql, postgresql
 from sqlalchemy.types import TypeEngine
 
-from delayer.imports.sql import Pick, TimeoutTable, staged_beside, staged_name, staged_token
+from delayer.imports.timeout_table import Pick, TimeoutTable, staged_beside, staged_name, staged_token
 from delayer.imports.state_machine import ImportImpossible
 
 COLUMNS = ("Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion")

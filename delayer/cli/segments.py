@@ -1,0 +1,248 @@
+"""delayer compact, restore: many far-future rows into few compressed segments, and segments back into rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from delayer.audit.words import size
+from delayer.cli.errors import FOUND, Misused, Unreached
+from delayer.cli.options import as_json, conf_option, duration, master_option, request_of, store_url
+from delayer.cli.output import Say, note, per_second, print_json, progress, when
+
+if TYPE_CHECKING:
+    from delayer.audit import compact as compaction
+    from delayer.audit import restore as restoration
+
+T = TypeVar("T")
+
+
+def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of both verbs; the command gets the context first."""
+    dry_run = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing. Needs no Spark.")
+    return dry_run(as_json(master_option(conf_option(click.pass_context(command)))))
+
+
+def _with_spark(name: str, master: str | None, conf: dict[str, str], work: Callable[[Any, Say], T]) -> T:
+    from delayer.audit import spark, tasks  # noqa: PLC0415 - Spark
+
+    tasks.step_back()
+    with progress() as say, spark.session(name, master=master, more=conf, handing_out=True) as session:
+        return work(session, say)
+
+
+def _tell(figures: dict[str, Any], text: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json(figures)
+    else:
+        click.echo(text)
+
+
+def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kept: str, parts: str) -> None:
+    """Report broken segments and lost parts. Exits with 1 or 3 if there are any. ``kept``: what is true of a broken
+    segment. ``parts``: the lost parts, as the beginning of a sentence."""
+    for reason in broken:
+        note(f"{kept}: {reason}.")
+    if lost:
+        raise Unreached(
+            f"{parts}: {lost[0].rstrip('.')}. Next: run `{context.command_path}` again; it goes on where this one "
+            "stopped."
+        )
+    if broken:
+        context.exit(FOUND)
+
+
+@click.command(short_help="Pack messages of the far future into compressed segments.")
+@click.option(
+    "--after",
+    "after_ms",
+    default="7d",
+    show_default=True,
+    callback=duration,
+    metavar="DURATION",
+    help="Pack messages that are due later than this from now. Must be longer than store.restore_ahead.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(100, 100_000),
+    default=10_000,
+    show_default=True,
+    help="Messages in a segment, approximately.",
+)
+@_job_options
+def compact(
+    context: click.Context,
+    *,
+    after_ms: int,
+    rows: int,
+    dry_run: bool,
+    as_json: bool,
+    master: str | None,
+    conf: dict[str, str],
+) -> None:
+    """Pack the messages that are due in the far future into segments: compressed, inside the store.
+
+    Daemons restore them in time (store.restore_ahead), and `delayer restore` does it in bulk. Messages with a key, and
+    messages of more than 1 MiB, stay rows. Daemons may go on working meanwhile. The command may be interrupted and
+    repeated: every message is either a row or in exactly one segment. At the end it drops emptied partitions.
+
+    Exit code 1 if a segment did not read back (its messages stayed rows). Exit code 3 if the store is out of reach,
+    Java is missing, or Spark gave up.
+
+    \b
+    Examples:
+      delayer compact --dry-run
+      delayer compact --after 30d
+      delayer compact --master spark://cluster:7077 --conf spark.cores.max=4 --json
+    """
+    from delayer.audit import compact as job  # noqa: PLC0415 - only the job's own verbs need it
+
+    settings = request_of(context).settings()
+    url = store_url(settings)
+    job.check_after(after_ms, settings.store.restore_ahead_ms)
+    planned = asyncio.run(job.plan(url, after_ms, rows))
+    if dry_run:
+        figures = _to_pack(planned, asyncio.run(job.numbers(url, planned)), rows)
+        text = (
+            f"{figures['messages']:,} messages ({size(figures['raw_bytes'])}) would go into about "
+            f"{figures['segments']:,} segments; {figures['keyed']:,} with a key and {figures['large']:,} of more than "
+            f"1 MiB would stay.\nOn disk: {size(figures['disk_bytes'])}, the messages that are due sooner among them."
+        )
+        _tell(figures, text, as_json=as_json)
+        return
+    if not planned.windows:
+        done = job.nothing(url, planned)
+    else:
+        done = _with_spark(
+            "delayer compact", master, conf, lambda session, say: job.run(session, url, planned, rows, say)
+        )
+    _tell_packed(done, as_json=as_json)
+    parts = f"{len(done.lost)} windows are not packed, or perhaps not"
+    _end(context, done.broken, done.lost, "A segment did not read back, its messages stayed rows", parts)
+
+
+def _to_pack(planned: compaction.Plan, counted: compaction.Numbers, rows: int) -> dict[str, Any]:
+    return {
+        "after_ms": planned.after_ms,
+        "messages": counted.messages,
+        "keyed": counted.keyed,
+        "large": counted.large,
+        "raw_bytes": counted.raw_bytes,
+        "windows": len(planned.windows),
+        "segments": -(-counted.messages // rows),
+        "disk_bytes": counted.disk_bytes,
+    }
+
+
+def _tell_packed(done: compaction.Done, *, as_json: bool) -> None:
+    shrunk = done.shrunk
+    totals = {name: done.total(name) for name in ("messages", "segments", "raw_bytes", "packed_bytes")}
+    figures = {
+        **totals,
+        "seconds": round(done.seconds, 3),
+        "shrink_seconds": round(done.shrink_seconds, 3),
+        "disk_bytes": {"before": shrunk.bytes_before, "after": shrunk.bytes_after},
+        "partitions": {"dropped": shrunk.dropped, "vacuumed": shrunk.vacuumed, "left": shrunk.left},
+        "lost": sorted(set(done.lost)),
+        "broken": done.broken,
+    }
+    text = "Nothing to pack."
+    if messages := totals["messages"]:
+        text = (
+            f"{messages:,} messages ({size(totals['raw_bytes'])}) are in {totals['segments']:,} segments "
+            f"({size(totals['packed_bytes'])}); {done.seconds:.1f} s, {per_second(messages, done.seconds)}."
+        )
+    text += (
+        f"\nRows on disk: {size(shrunk.bytes_before)} before, {size(shrunk.bytes_after)} now; "
+        f"{len(shrunk.dropped)} partitions dropped, {len(shrunk.vacuumed)} vacuumed."
+    )
+    _tell(figures, text, as_json=as_json)
+    if shrunk.left and not as_json:
+        note(f"{len(shrunk.left)} partitions keep their room, as other sessions held them. The next run frees it.")
+
+
+@click.command(short_help="Bring segments back in bulk; daemons do it by themselves, in time.")
+@click.option(
+    "--within",
+    "within_ms",
+    callback=duration,
+    metavar="DURATION",
+    help="Restore the segments whose first message is due within this from now.",
+)
+@click.option("--all", "everything", is_flag=True, help="Restore all of them.")
+@_job_options
+def restore(
+    context: click.Context,
+    *,
+    within_ms: int | None,
+    everything: bool,
+    dry_run: bool,
+    as_json: bool,
+    master: str | None,
+    conf: dict[str, str],
+) -> None:
+    """Make rows of segments again, all of them or those that are due within some time.
+
+    Daemons restore each segment in time by themselves. Use this command for many at once, such as before a return to a
+    version without segments. Daemons may go on working meanwhile, and the command may be interrupted and repeated.
+    Segments that are marked as broken are tried again.
+
+    Exit code 1 if a segment is broken. Exit code 3 if the store is out of reach, Java is missing, or Spark gave up.
+
+    \b
+    Examples:
+      delayer restore --all --dry-run
+      delayer restore --within 30d
+    """
+    from delayer.audit import restore as job  # noqa: PLC0415 - only the job's own verbs need it
+
+    if everything == (within_ms is not None):
+        raise Misused("say what to restore: either --within DURATION or --all")
+    url = store_url(request_of(context).settings())
+    planned = asyncio.run(job.plan(url, within_ms))
+    if dry_run:
+        _tell_to_restore(planned, as_json=as_json)
+        return
+    done = job.Done((), 0.0)
+    if planned.segments:
+        done = _with_spark("delayer restore", master, conf, lambda session, say: job.run(session, url, planned, say))
+    _tell_restored(done, as_json=as_json)
+    parts = f"the store was lost in {len(done.lost)} segments, which are not restored, or perhaps not"
+    _end(context, done.broken, done.lost, "Broken, and kept as it is", parts)
+
+
+def _tell_to_restore(planned: restoration.Plan, *, as_json: bool) -> None:
+    segments = planned.segments
+    figures = {
+        "messages": planned.messages,
+        "segments": len(segments),
+        "packed_bytes": sum(one.packed_bytes for one in segments),
+        "raw_bytes": sum(one.raw_bytes for one in segments),
+        "broken": sum(one.broken is not None for one in segments),
+        "next_due_ms": segments[0].first_due_ms if segments else None,
+    }
+    text = (
+        f"{planned.messages:,} messages in {len(segments):,} segments ({size(figures['packed_bytes'] or 0)}, broken: "
+        f"{figures['broken']}) would be restored; the first is due {when(figures['next_due_ms'], planned.now_ms)}."
+    )
+    _tell(figures, text, as_json=as_json)
+
+
+def _tell_restored(done: restoration.Done, *, as_json: bool) -> None:
+    figures = {
+        "messages": done.messages,
+        "segments": done.segments,
+        "gone": done.gone,
+        "seconds": round(done.seconds, 3),
+        "lost": sorted(set(done.lost)),
+        "broken": done.broken,
+    }
+    quicker = f"; {done.gone:,} segments were restored or emptied by others" if done.gone else ""
+    text = (
+        f"{done.messages:,} messages of {done.segments:,} segments are rows again; {done.seconds:.1f} s, "
+        f"{per_second(done.messages, done.seconds)}{quicker}."
+    )
+    _tell(figures, text if done.back else "There is nothing to restore.", as_json=as_json)

@@ -1,0 +1,202 @@
+"""A table of NServiceBus timeouts and its staging table, as statements for them. Pure.
+
+The statements are SQLAlchemy's, but for two that it lacks: CREATE TABLE AS, and MySQL's DELETE by a join.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Delete,
+    Dialect,
+    Insert,
+    MetaData,
+    Select,
+    Table,
+    case,
+    cast,
+    delete,
+    func,
+    insert,
+    literal_column,
+    or_,
+    select,
+)
+
+from delayer.imports.state_machine import ImportImpossible
+
+MYSQL: Final = frozenset({"mysql", "mariadb"})
+SUFFIX: Final = "_delayer_"
+"""It stands between a table's name and the run's token in the name of the staging table."""
+
+Place = tuple[datetime, Any]
+"""A row's due instant and id: its place in the order of reading."""
+
+
+def staged_name(name: str, token: str) -> str:
+    """The name of the staging table for this table and the run of this token.
+
+    >>> staged_name("Sales_TimeoutData", "5f0c9a7e41d2")
+    'Sales_TimeoutData_delayer_5f0c9a7e41d2'
+    """
+    # PostgreSQL cuts names after 63 bytes without an error. The name of the index has 3 bytes more.
+    room = 60 - len(SUFFIX) - len(token)
+    if len(name.encode()) > room:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name.encode()[: room - len(digest) - 1].decode('utf-8', 'ignore')}_{digest}"
+    return f"{name}{SUFFIX}{token}"
+
+
+def staged_token(name: str) -> str:
+    """The token in the name of a staging table; "" for another table."""
+    found = re.fullmatch(rf".+{SUFFIX}([0-9a-f]+)", name, re.DOTALL)
+    return "" if found is None else found[1]
+
+
+def staged_beside(name: str, names: Iterable[str]) -> list[str]:
+    """The staging tables of the table ``name``, of any run."""
+    return [one for one in names if (token := staged_token(one)) and one == staged_name(name, token)]
+
+
+class Pick(NamedTuple):
+    """The filter of rows: due later than ``after``, and at ``since`` or later."""
+
+    after: datetime | None = None
+    since: datetime | None = None
+
+
+class TimeoutTable:
+    """A table of timeouts and its staging table; the methods make statements for them. ``endpoint``: only its timeouts
+    are chosen, if the table has those of several."""
+
+    def __init__(self, source: Table, token: str, endpoint: str | None = None) -> None:
+        """Raises ImportImpossible for a table without the columns of timeouts."""
+        self.name = source.name
+        self.source = source
+        columns = (Column(column.name, column.type) for column in source.c)
+        self.staged = Table(staged_name(source.name, token), MetaData(), *columns, schema=source.schema)
+        # NHibernate quotes no name, and PostgreSQL makes such names lower case.
+        self._spelled = {column.name.lower(): column.name for column in source.c}
+        needed = ["id", "destination", "state", "time", "headers", *([] if endpoint is None else ["endpoint"])]
+        for name in needed:
+            if name not in self._spelled:
+                raise ImportImpossible(
+                    f"table {self.name}: expected the columns of a timeout table, {name!r} is missing"
+                )
+        self._of_endpoint = [] if endpoint is None else [self.of(source, "endpoint") == endpoint]
+
+    def of(self, table: Table, name: str) -> Column[Any]:
+        return table.c[self._spelled[name]]
+
+    def create(self, dialect: Dialect) -> list[str]:
+        """The statements for the empty staging table and its index in the order of reading. In MySQL the primary key is
+        that order, because rows lie in its order: an index would lead to another page for each row."""
+        prepare = dialect.identifier_preparer
+        source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
+        order = ", ".join(prepare.quote(self._spelled[name]) for name in ("time", "id"))
+        if dialect.name in MYSQL:
+            return [f"CREATE TABLE {staged} (PRIMARY KEY ({order})) AS SELECT * FROM {source} WHERE 1 = 0"]
+        index = f"CREATE INDEX {prepare.quote(f'{self.staged.name}_ix')} ON {staged} ({order})"
+        if dialect.name == "mssql":
+            return [f"SELECT * INTO {staged} FROM {source} WHERE 1 = 0", index]
+        return [f"CREATE TABLE {staged} AS SELECT * FROM {source} WHERE 1 = 0", index]
+
+    def take(self, pick: Pick, limit: int | None) -> Insert:
+        """Copy and lock the chosen rows that are not locked. :meth:`forget` follows in this transaction."""
+        rows = select(*self.source.c).where(*self.meant(pick)).order_by(*self._order(self.source)).limit(limit)
+        rows = rows.with_for_update(skip_locked=True).with_hint(
+            self.source, "WITH (UPDLOCK, ROWLOCK, READPAST)", "mssql"
+        )
+        return insert(self.staged).from_select([column.name for column in self.source.c], rows)
+
+    def forget(self, dialect: Dialect) -> str:
+        """Delete the copied rows. The statement tells MySQL to begin with the staging table. Otherwise MySQL reads the
+        whole table, and waits for every locked row in it."""
+        prepare = dialect.identifier_preparer
+        source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
+        id_ = prepare.quote(self._spelled["id"])
+        if dialect.name in MYSQL:
+            return f"DELETE {source} FROM {staged} STRAIGHT_JOIN {source} ON {source}.{id_} = {staged}.{id_}"
+        return f"DELETE FROM {source} WHERE {id_} IN (SELECT {id_} FROM {staged})"
+
+    def give_back(self) -> Insert:
+        """Copy the staged rows back into their table."""
+        return insert(self.source).from_select([column.name for column in self.source.c], select(*self.staged.c))
+
+    def looks(self, pick: Pick, limit: int | None) -> Select[Any]:
+        """The chosen rows with the columns of :meth:`looks_staged`; only the ``limit`` soonest, if there is a limit."""
+        rows = self._looks(self.source).where(*self.meant(pick))
+        return rows if limit is None else rows.order_by(*self._order(self.source)).limit(limit)
+
+    def looks_staged(self) -> Select[Any]:
+        """Destination, due instant and headers of each row."""
+        return self._looks(self.staged)
+
+    def dues(self, pick: Pick, limit: int) -> Select[Any]:
+        """The due instants of the ``limit`` soonest chosen rows."""
+        due = self.of(self.source, "time")
+        return select(due).where(*self.meant(pick)).order_by(due).limit(limit)
+
+    def others(self, pick: Pick) -> Select[Any]:
+        """Counts of rows: the chosen ones, those without a due instant, those before ``since``, those not after
+        ``after``. Each row counts once."""
+        due, never = self.of(self.source, "time"), literal_column("0") == literal_column("1")
+        sooner = never if pick.since is None else due < pick.since
+        soon = never if pick.after is None else due <= pick.after
+        if pick.since is not None:
+            soon &= due >= pick.since
+        conditions = [self._picked(pick), due.is_(None), sooner, soon]
+        counts: list[ColumnElement[Any]] = [func.count(case((one, 1))) for one in conditions]
+        return select(*counts).where(*self._of_endpoint)
+
+    def batch(self, limit: int, after: Place | None = None) -> Select[Any]:
+        """The soonest staged rows behind that place."""
+        columns = [self.of(self.staged, name) for name in ("id", "destination", "state", "time", "headers")]
+        query = select(*columns).order_by(*self._order(self.staged)).limit(limit)
+        if after is None:
+            return query
+        due, id_ = self._order(self.staged)
+        since = self._instant(after)
+        return query.where(due >= since, or_(due > since, id_ > after[1]))
+
+    def remove(self, upto: Place, after: Place | None = None) -> Delete:
+        """Delete the staged rows up to ``upto``; rows up to ``after`` are deleted already. The condition on ``after``
+        keeps the database from reading dead entries of the index."""
+        due, id_ = self._order(self.staged)
+        until = self._instant(upto)
+        query = delete(self.staged).where(due <= until, or_(due < until, id_ <= upto[1]))
+        return query if after is None else query.where(due >= self._instant(after))
+
+    def largest(self, dialect: Dialect, table: Table, *names: str) -> Select[Any]:
+        """The bytes of these columns in the largest row."""
+        length = func.datalength if dialect.name == "mssql" else func.octet_length
+        sizes = [func.coalesce(length(self.of(table, name)), 0) for name in names]
+        return select(func.max(sum(sizes[1:], sizes[0])))
+
+    def meant(self, pick: Pick) -> list[ColumnElement[bool]]:
+        return [self._picked(pick), *self._of_endpoint]
+
+    def _picked(self, pick: Pick) -> ColumnElement[bool]:
+        due = self.of(self.source, "time")
+        picked: ColumnElement[bool] = due.is_not(None)
+        if pick.after is not None:
+            picked &= due > pick.after
+        return picked if pick.since is None else picked & (due >= pick.since)
+
+    def _order(self, table: Table) -> tuple[Column[Any], Column[Any]]:
+        return self.of(table, "time"), self.of(table, "id")
+
+    def _looks(self, table: Table) -> Select[Any]:
+        return select(*(self.of(table, name) for name in ("destination", "time", "headers")))
+
+    def _instant(self, place: Place) -> ColumnElement[Any]:
+        """An instant in the type of the column. SQL Server's datetime counts in thirds of 10 ms. Its .003 is less than
+        the true .00333 if the parameter is a datetime2."""
+        return cast(place[0], self.of(self.staged, "time").type)
