@@ -10,8 +10,8 @@ from sqlalchemy import DATETIME, Column, DateTime, Dialect, LargeBinary, MetaDat
 from sqlalchemy.dialects import mssql, mysql, postgresql
 from sqlalchemy.types import TypeEngine
 
-from delayer.imports.timeout_table import Pick, TimeoutTable, staged_beside, staged_name, staged_token
 from delayer.imports.state_machine import ImportImpossible
+from delayer.imports.timeout_table import Pick, TimeoutTable, staged_beside, staged_name, staged_token
 
 COLUMNS = ("Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion")
 NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone
