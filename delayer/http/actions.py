@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -45,6 +46,10 @@ class ActionResult:
     status: int = 200
 
 
+Change = Callable[[Request, str, Mapping[str, Any]], Awaitable[ActionResult | Response]]
+"""A change by a form: the request, the operator, and the fields."""
+
+
 @dataclass(frozen=True, slots=True)
 class Actions:
     """The handlers of all changes."""
@@ -52,25 +57,11 @@ class Actions:
     pages: Pages
     turns: asyncio.Semaphore
 
-    async def messages(self, request: Request) -> Response:
-        """Messages by their ids: cancel, reschedule, retry."""
-        return await self._answer(request, self._named)
+    def answering(self, change: Change) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of requests for one of the changes below."""
+        return partial(self._answer, change=change)
 
-    async def held(self, request: Request) -> Response:
-        """Held messages by their ids: retry, drop."""
-        return await self._answer(request, self._held)
-
-    async def refused(self, request: Request) -> Response:
-        """Refused messages by their ids: retry, drop."""
-        return await self._answer(request, self._refused)
-
-    async def filtered(self, request: Request) -> Response:
-        """All messages that match a filter: counted first, then changed once a person confirmed."""
-        return await self._answer(request, self._filtered)
-
-    async def _answer(
-        self, request: Request, do: Callable[[Request, str, Mapping[str, Any]], Awaitable[ActionResult | Response]]
-    ) -> Response:
+    async def _answer(self, request: Request, *, change: Change) -> Response:
         as_json = "application/json" in request.headers.get("accept", "")
         form: dict[str, list[str]] = {}
         try:
@@ -80,7 +71,7 @@ class Actions:
             if who is not None:
                 form = await forms.said(request)
                 # A change goes on when its client closes the connection.
-                result = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
+                result = await asyncio.shield(asyncio.ensure_future(self._in_turn(change(request, who, form))))
         except Wrong as wrong:
             back = forms.back(form, request.url.path)
             if not as_json and form.get("verb") == ["reschedule"] and {"id", "all", *forms.FIELDS} & form.keys():
@@ -108,7 +99,8 @@ class Actions:
         async with self.turns:
             return await change
 
-    async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+    async def named(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+        """Messages by their ids: cancel, reschedule, retry."""
         forms.known(form, ("verb", "id", "at", "by", "back", "confirmed"))
         verb, tokens = forms.verb(form, "cancel", "reschedule", "retry"), forms.tokens(form)
         back = forms.back(form, request.url.path)
@@ -130,7 +122,8 @@ class Actions:
         ]
         return ActionResult(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
 
-    async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+    async def held(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+        """Held messages by their ids: retry, drop."""
         forms.known(form, ("verb", "id", "back", "confirmed"))
         verb, tokens = forms.verb(form, "retry", "drop"), forms.tokens(form)
         if (question := self._sure(request, verb, form, "/held")) is not None:
@@ -148,7 +141,8 @@ class Actions:
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
 
-    async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+    async def refused(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+        """Refused messages by their ids: retry, drop."""
         forms.known(form, ("verb", "id", "back", "confirmed"))
         verb = forms.verb(form, "retry", "drop")
         ids = forms.ids(form)
@@ -161,7 +155,8 @@ class Actions:
         lines += [f"{missing} are not there any more."] if missing > 0 else []
         return ActionResult(f"{past}: {done} of {len(ids)}", lines, done, "/refused")
 
-    async def _filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+    async def filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+        """All messages that match a filter: counted first, then changed once a person confirmed."""
         forms.known(form, ("verb", *forms.FIELDS, "all", "at", "by", "confirmed", "counted"))
         verb = forms.verb(form, "cancel", "reschedule")
         filter_ = forms.meant(form, host_ms())
