@@ -22,7 +22,7 @@ from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
 from delayer.store import pool, schema
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.rows.partitions import DAY_MS
+from delayer.store.rows.days import DAY_MS
 from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted, Window
 

@@ -22,7 +22,7 @@ from delayer.core.segment import Broken, Restored
 from delayer.store import pool, schema
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS
+from delayer.store.rows.days import DAY_MS, existing
 from delayer.store.segments import catalog as segments
 from delayer.store.segments.catalog import Listed
 
@@ -188,7 +188,7 @@ async def _make_days(url: str, part: Sequence[Listed]) -> None:
     try:
         with translated("make partitions"):
             today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
-            days = partitions.Days(await partitions.existing(connection))
+            days = partitions.Days(await existing(connection))
             until = time.monotonic() + 20.0
             # One at a time, with a pause, because each stops the traffic for as long as a release takes.
             while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):

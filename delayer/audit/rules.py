@@ -34,7 +34,7 @@ from delayer.audit.findings import (
     shown,
 )
 from delayer.store.admin.stats import KINDS, RESTORED_MS, waiting
-from delayer.store.rows.partitions import DAY_MS, day_of
+from delayer.store.rows.days import DAY_MS, day_of
 
 GRACE_MS: Final = 60_000
 """A message counts as overdue from this time on, because a release may be at work before."""

@@ -42,8 +42,8 @@ from delayer.audit import connection
 from delayer.audit.connection import Reading, Unreadable
 from delayer.audit.findings import HELD, PACKED, WAITING
 from delayer.core.secret import SecretUrl
+from delayer.store.rows.days import DAY_MS, day_of
 from delayer.store.rows.envelope import FORMAT, checksum
-from delayer.store.rows.partitions import DAY_MS, day_of
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -30,7 +30,8 @@ from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify
 from delayer.store.rows import envelope, keys, partitions
-from delayer.store.rows.partitions import DAY_MS, Days
+from delayer.store.rows.days import DAY_MS, existing
+from delayer.store.rows.partitions import Days
 from delayer.store.segments import catalog
 
 ATTEMPTS: Final = 3
@@ -109,7 +110,7 @@ class PostgresStore:
                 async with session.borrowed(pool) as connection:
                     await schema.check(connection)
                     await session.sample(connection, clock)
-                    days = Days(await partitions.existing(connection))
+                    days = Days(await existing(connection))
         except BaseException:
             pool.terminate()
             raise

@@ -27,7 +27,8 @@ from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.rows import keys, partitions
-from delayer.store.rows.partitions import DAY_MS, Days
+from delayer.store.rows.days import DAY_MS, existing
+from delayer.store.rows.partitions import Days
 
 ATTEMPTS: Final = 20
 """How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""
@@ -71,7 +72,7 @@ class ImportStore:
                 await schema.check(connection)
                 if not await connection.fetchval(f"SELECT {_LOCK}"):
                     raise ImportBusy("another `delayer import` is at work in this store")
-                days = Days(await partitions.existing(connection))
+                days = Days(await existing(connection))
             yield cls(connection, days)
         finally:
             await pool.close(connection)

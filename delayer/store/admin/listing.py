@@ -17,7 +17,7 @@ import asyncpg
 from delayer.core.filters import MAX_ID, Filter, Token
 from delayer.store import pool, schema, statements
 from delayer.store.errors import DAMAGED, translated
-from delayer.store.rows.partitions import DAY_MS
+from delayer.store.rows.days import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import catalog as segments
 

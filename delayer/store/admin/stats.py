@@ -17,8 +17,7 @@ import asyncpg
 from delayer.core import horizon
 from delayer.store import pool, schema, statements
 from delayer.store.errors import translated
-from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS
+from delayer.store.rows.days import DAY_MS, day_of, existing, name_of
 from delayer.store.segments import catalog as segments
 
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
@@ -163,11 +162,11 @@ async def _next_dues(connection: asyncpg.Connection, lanes: Sequence[int]) -> di
     lane has its answer. One statement over all of them would open hundreds to read one entry."""
     # The default one may have rows of any time, so it is always probed.
     found = await _probe(connection, "message_default", lanes)
-    for day in sorted(await partitions.existing(connection)):
+    for day in sorted(await existing(connection)):
         later = [number for number in lanes if number not in found or found[number] >= day * DAY_MS]
         if not later:
             break
-        for number, due_ms in (await _probe(connection, partitions.name_of(day), later)).items():
+        for number, due_ms in (await _probe(connection, name_of(day), later)).items():
             found[number] = min(due_ms, found.get(number, due_ms))
     return found
 
@@ -270,7 +269,7 @@ async def _in_partitions(connection: asyncpg.Connection, bounds: list[int], most
 
 
 def _ours(name: str) -> bool:
-    return name == "message_default" or partitions.day_of(name) is not None
+    return name == "message_default" or day_of(name) is not None
 
 
 async def _total(connection: asyncpg.Connection) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Sequence
-from datetime import date, timedelta
 from enum import Enum
 from typing import Final
 
@@ -24,6 +23,7 @@ import structlog
 from delayer.store import pool as session
 from delayer.store.clock import StoreClock
 from delayer.store.errors import describe
+from delayer.store.rows.days import DAY_MS, bounds_of, day_of, existing, name_of
 from delayer.store.schema import CHURN_OPTIONS
 
 __all__ = [
@@ -332,40 +332,3 @@ async def end_frozen(connection: asyncpg.Connection) -> int:
     """
     ended: int = await connection.fetchval(_END_FROZEN, FROZEN_SECONDS)
     return ended
-
-
-DAY_MS: Final = 86_400_000
-
-_PREFIX = "message_p"
-_EPOCH = date(1970, 1, 1)
-_KNOWN = (
-    "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass"
-)
-
-
-def name_of(day: int) -> str:
-    """The partition of a day: ``message_pYYYYMMDD``."""
-    return f"{_PREFIX}{_EPOCH + timedelta(days=day):%Y%m%d}"
-
-
-def day_of(name: str) -> int | None:
-    """The day of a partition's name; None for the default one, and for other names."""
-    digits = name.removeprefix(_PREFIX)
-    if digits == name or len(digits) != len("YYYYMMDD") or not (digits.isascii() and digits.isdigit()):
-        return None
-    try:
-        found = date.fromisoformat(digits)
-    except ValueError:
-        return None
-    return (found - _EPOCH).days
-
-
-def bounds_of(day: int) -> tuple[str, str]:
-    """First instant of the day and of the next, as SQL literals' text."""
-    first = _EPOCH + timedelta(days=day)
-    return f"{first} 00:00:00+00", f"{first + timedelta(days=1)} 00:00:00+00"
-
-
-async def existing(connection: asyncpg.Connection) -> set[int]:
-    """The days that have a partition."""
-    return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}

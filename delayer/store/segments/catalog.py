@@ -21,8 +21,9 @@ from delayer.store import pool, statements
 from delayer.store import pool as session
 from delayer.store.errors import DAMAGED, describe
 from delayer.store.lanes.notify import notify
+from delayer.store.rows.days import DAY_MS, existing
 from delayer.store.rows.envelope import reason_text
-from delayer.store.rows.partitions import DAY_MS, PARK_SECONDS, Days, existing
+from delayer.store.rows.partitions import PARK_SECONDS, Days
 
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""

@@ -24,6 +24,7 @@ from delayer.store import pool, statements
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import describe, translated
 from delayer.store.rows import partitions
+from delayer.store.rows.days import DAY_MS, bounds_of, existing, name_of
 from delayer.store.rows.partitions import DAYS_AHEAD
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ moment."""
 LARGEST: Final = 1 << 20
 """Bytes of a message's body and properties, above which it stays a row: Postgres keeps it out of line, compressed, and
 restoring it from a segment would take a daemon twenty times its size in memory."""
-SPAN_MS: Final = 7 * partitions.DAY_MS
+SPAN_MS: Final = 7 * DAY_MS
 """The longest window where few messages are due. A segment is restored as a whole, so it must not span more."""
 SETTINGS: Final = (
     # The rows of a segment are kept at hand while they are summed up.
@@ -87,9 +88,9 @@ async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROW
     found: list[Window] = []
     by_day = "date_trunc('day', due_at)"
     places = [("message_default", by_day, f", {by_day}")]
-    for day in sorted(await partitions.existing(connection)):
-        if (day + 1) * partitions.DAY_MS > after_ms:
-            places.append((partitions.name_of(day), f"'{partitions.bounds_of(day)[0]}'::timestamptz", ""))
+    for day in sorted(await existing(connection)):
+        if (day + 1) * DAY_MS > after_ms:
+            places.append((name_of(day), f"'{bounds_of(day)[0]}'::timestamptz", ""))
     for name, day_of_row, of_day in places:
         statement = statements.RUNS.format(partition=name, day=day_of_row, of_day=of_day)
         with suppress(asyncpg.UndefinedTableError):  # It was empty, and another session dropped it.
@@ -312,8 +313,8 @@ async def _shrink(
     connection: asyncpg.Connection, touched: Collection[int], today: int, say: Callable[[int, int], None]
 ) -> Shrunk:
     before = int(await connection.fetchval(_SIZE))
-    days = await partitions.existing(connection)
-    names = {day: partitions.name_of(day) for day in sorted(days)}
+    days = await existing(connection)
+    names = {day: name_of(day) for day in sorted(days)}
     seen = Traffic()
     far = [name for day, name in names.items() if day > today + DAYS_AHEAD]
     dropped, emptied = await _dropped_at_once(connection, far, seen)
