@@ -31,7 +31,8 @@ from delayer.cli.output import counted, note, print_json, progress
 from delayer.config.texts import duration_text, shift_ms
 from delayer.core.filters import Filter, Token
 from delayer.store.admin import actions, listing
-from delayer.store.admin.actions import Do, Found, When
+from delayer.store.admin.actions import Do, When
+from delayer.store.admin.detail import Found
 
 
 @click.command(short_help="Cancel messages: they are not delivered.")

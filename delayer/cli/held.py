@@ -188,8 +188,8 @@ async def _do(url: str, verb: str, meant: Meant) -> int:
     done = 0
     async with actions.recorded(url, whoami(), f"held {verb}", asked) as (connection, act):
         async for some in _pages(connection, meant):
-            work: Callable[[], Any] = partial(detail.drop, connection, some, act)
+            work: Callable[[], Any] = partial(actions.drop_held, connection, some, act)
             if verb == "retry":
-                work = partial(detail.retry, connection, [one.entry.place.id for one in some], act)
+                work = partial(actions.retry_held, connection, [one.entry.place.id for one in some], act)
             done += await actions.patiently(work) if some else 0
     return done

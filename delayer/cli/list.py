@@ -26,8 +26,7 @@ from delayer.cli.output import note, print_json, print_table, when
 from delayer.config.model import Settings
 from delayer.core.filters import MAX_ID, Token, read_token
 from delayer.store.admin import detail, listing
-from delayer.store.admin.actions import Found
-from delayer.store.admin.detail import Whole
+from delayer.store.admin.detail import Found, Whole
 from delayer.store.admin.listing import BEGINNING, Entry
 
 

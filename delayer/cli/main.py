@@ -41,6 +41,8 @@ VERBS: Final = {
     "export": "export",
 }
 """The modules of the verbs, in the order of their use: the module in delayer.cli, and the name in it if it differs."""
+WITHOUT_LOGS: Final = frozenset({"status", "list", "show", "audit-log"})
+"""Verbs whose modules log nothing. structlog would take as long to load as the store to answer."""
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk or file system."""
 
@@ -138,9 +140,11 @@ def cli(
     Examples of the last: broker, store, a program that is not installed, room on a disk.
     """
     from delayer.cli.options import Request, pair  # noqa: PLC0415 - loaded with the verb, not for --version
-    from delayer.config import logs  # noqa: PLC0415 - not for --version
 
-    logs.configure("console", "error")
+    if context.invoked_subcommand not in WITHOUT_LOGS:
+        from delayer.config import logs  # noqa: PLC0415 - as above
+
+        logs.configure("console", "error")
     shortcuts = {"mode": mode, "broker.url": broker_url, "store.url": store_url}
     flags = dict(pair(text, "--set KEY=VALUE") for text in assignments)
     flags |= {key: value for key, value in shortcuts.items() if value is not None}

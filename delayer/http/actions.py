@@ -24,7 +24,8 @@ from delayer.http.forms import Search, Wrong
 from delayer.http.pages import STORE_ERRORS, Pages
 from delayer.http.recent import host_ms
 from delayer.store.admin import actions, detail
-from delayer.store.admin.actions import Do, Found, When
+from delayer.store.admin.actions import Do, When
+from delayer.store.admin.detail import Found
 
 PAST: Final = {
     "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
@@ -134,10 +135,10 @@ class Actions:
         ids = [token.id for token in tokens]
         async with actions.recorded(self.pages._url(), who, f"held {verb}", {"ids": ids}) as (connection, act):
             if verb == "retry":
-                done = await actions.patiently(lambda: detail.retry(connection, ids, act))
+                done = await actions.patiently(lambda: actions.retry_held(connection, ids, act))
             else:
                 some = await detail.held_named(connection, ids)
-                done = await actions.patiently(lambda: detail.drop(connection, some, act))
+                done = await actions.patiently(lambda: actions.drop_held(connection, some, act))
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
 

@@ -18,7 +18,7 @@ from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import Wrong, said
 from delayer.http.health import Answers
 from delayer.store.admin import audit_log, detail, listing
-from delayer.store.admin.actions import Found
+from delayer.store.admin.detail import Found
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50

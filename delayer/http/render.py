@@ -18,8 +18,7 @@ from delayer.core import horizon
 from delayer.core.filters import Token
 from delayer.http.view import State
 from delayer.store.admin import detail
-from delayer.store.admin.actions import Found
-from delayer.store.admin.detail import Whole
+from delayer.store.admin.detail import Found, Whole
 from delayer.store.admin.stats import Census
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60))

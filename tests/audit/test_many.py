@@ -14,7 +14,7 @@ from bench.rows import put_backlog
 from delayer.audit import compact, restore
 from delayer.audit.findings import Report
 from delayer.store import upgrades
-from delayer.store.admin import actions
+from delayer.store.admin import actions, detail
 from delayer.store.rows.partitions import DAY_MS
 from tests.audit.rows import said
 from tests.audit.test_job import audit
@@ -65,7 +65,7 @@ async def test_from_end_to_end(spark: SparkSession, database: str, count: int) -
         packed = await asyncio.to_thread(compact.run, spark, database, planned, 10_000, quiet)
         assert not packed.lost and not packed.broken
         cancelled = await actions.cancel(connection, gone)
-        assert set(cancelled.values()) == {actions.Found.SEGMENT}
+        assert set(cancelled.values()) == {detail.Found.SEGMENT}
         report = await audited(spark, database)
         assert packed.total("messages") - CANCELLED > report.totals.packed > count // 3, "some segments are rows again"
         assert report.totals.waiting + report.totals.packed == count - CANCELLED

@@ -18,7 +18,7 @@ import pytest
 from delayer.audit import compact, restore, tasks
 from delayer.store import pool as session
 from delayer.store.admin import actions
-from delayer.store.admin.actions import Found
+from delayer.store.admin.detail import Found
 from tests.faults.place import Place, eventually
 from tests.integration.test_store_lane import sql
 from tests.support.ledger import Ledger

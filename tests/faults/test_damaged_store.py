@@ -12,7 +12,7 @@ import pytest
 
 from delayer.core.segment import Broken, Restored
 from delayer.store.admin import actions, listing
-from delayer.store.admin.actions import Found
+from delayer.store.admin.detail import Found
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog

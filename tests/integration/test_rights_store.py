@@ -16,7 +16,8 @@ from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
 from delayer.store import upgrades
 from delayer.store.admin import actions, audit_log, detail, setup
-from delayer.store.admin.actions import Found, When
+from delayer.store.admin.actions import When
+from delayer.store.admin.detail import Found
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
 from delayer.store.postgres import PostgresStore
@@ -177,8 +178,8 @@ async def press(url: str) -> None:
         done = await actions.every(connection, actions.cancel, Filter(), None, act=act, say=lambda _: None)
         assert done[Found.WAITING] == 4, "and what came out of the segment"
         assert await actions.named(connection, move, [Token(first)], act) == {first: Found.HELD}
-        assert await detail.retry(connection, [second], act) == 1
-        assert await detail.drop(connection, await detail.held_named(connection, [third]), act) == 1
+        assert await actions.retry_held(connection, [second], act) == 1
+        assert await actions.drop_held(connection, await detail.held_named(connection, [third]), act) == 1
         (written,) = await audit_log.listed(connection, 10)
         assert (written.who, written.messages) == ("ada", 3 + 1 + 4 + 1 + 1 + 1)
 

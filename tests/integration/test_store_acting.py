@@ -14,7 +14,8 @@ import pytest
 from delayer.core.filters import Filter, Token
 from delayer.core.hold import Hold, unfit
 from delayer.store.admin import actions, audit_log, detail, listing
-from delayer.store.admin.actions import Found, When, cancel, reschedule
+from delayer.store.admin.actions import When, cancel, reschedule
+from delayer.store.admin.detail import Found
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all

@@ -9,7 +9,7 @@ import pytest
 from delayer.core import backoff
 from delayer.core.hold import Hold, HoldKind
 from delayer.store import statements
-from delayer.store.admin import audit_log, detail
+from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import When, reschedule
 from delayer.store.admin.stats import overview
 from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due, owned, parcel, release_all
@@ -78,7 +78,7 @@ async def test_a_retry_by_hand_is_never_early(database: str) -> None:
         held = [(parcel(month, b"in a month"), WHY), (parcel(store.now_upper_ms(), b"now"), WHY)]
         await store.hold(lane, held)
         ids = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
-        assert await detail.retry(admin, ids, await audit_log.begin(admin, "test", "held retry", {})) == 2
+        assert await actions.retry_held(admin, ids, await audit_log.begin(admin, "test", "held retry", {})) == 2
         await lane.wait(3600.0)
         rows = await lane.windows[0].claim(MANY, ROOM)
         assert bodies(rows) == [b"now"]
@@ -100,7 +100,7 @@ async def test_after_a_retry_by_hand_the_pauses_begin_anew(database: str) -> Non
         await store.hold(lane, [(parcel(store.now_upper_ms()), NO_CONFIRM)])
         await admin.execute("UPDATE held SET attempts = 12")
         id = await admin.fetchval("SELECT id FROM held")
-        assert await detail.retry(admin, [id], await audit_log.begin(admin, "test", "held retry", {})) == 1
+        assert await actions.retry_held(admin, [id], await audit_log.begin(admin, "test", "held retry", {})) == 1
         await lane.wait(3600.0)
         rows = await lane.windows[0].claim(MANY, ROOM)
         await lane.windows[0].settle([], [(due, NO_CONFIRM) for due in rows])

@@ -11,7 +11,7 @@ import pytest
 
 from delayer.core.hold import Hold, HoldKind
 from delayer.store.admin import actions
-from delayer.store.admin.actions import Found
+from delayer.store.admin.detail import Found
 from delayer.store.admin.setup import raise_lanes
 from delayer.store.admin.stats import overview
 from delayer.store.errors import WORTH_REPEATING

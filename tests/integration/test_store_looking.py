@@ -13,7 +13,8 @@ from delayer.amqp import reading
 from delayer.core.filters import Filter, Token
 from delayer.core.hold import Hold, HoldKind
 from delayer.store.admin import actions, audit_log, detail, listing
-from delayer.store.admin.actions import Found, When
+from delayer.store.admin.actions import When
+from delayer.store.admin.detail import Found
 from delayer.store.admin.listing import BEGINNING
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
@@ -275,11 +276,11 @@ async def test_held_ones_are_listed_retried_and_dropped(database: str) -> None:
             0,
         ]
         act = await audit_log.begin(admin, "me", "held drop", {})
-        assert await detail.drop(admin, rest.messages, act) == 3
-        assert await detail.drop(admin, rest.messages, act) == 0
+        assert await actions.drop_held(admin, rest.messages, act) == 3
+        assert await actions.drop_held(admin, rest.messages, act) == 0
         assert await conserved(admin) == NO_ONE | {"parked": 5, "cancelled": 3, "held": 2}
         assert await admin.fetchval("SELECT count(*) FROM message_key") == 0
-        assert await detail.retry(admin, [one.entry.place.id for one in page.messages], act) == 2
+        assert await actions.retry_held(admin, [one.entry.place.id for one in page.messages], act) == 2
         assert [told.messages for told in await audit_log.listed(admin, 10)] == [5]
 
 

@@ -16,10 +16,10 @@ interruption leaves whole portions.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from enum import Enum
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -29,25 +29,17 @@ from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken
 from delayer.store import pool, schema, statements
 from delayer.store.admin import audit_log, listing
+from delayer.store.admin.detail import Found, HeldEntry
 from delayer.store.admin.listing import BEGINNING, NO_DUES, SETTINGS, Dues, Test
 from delayer.store.errors import WORTH_REPEATING, translated
 from delayer.store.lanes.notify import notify
+from delayer.store.rows.days import DAY_MS, existing
 from delayer.store.rows.keys import forget, lock_keys
+from delayer.store.rows.partitions import PARK_SECONDS, Days
 from delayer.store.segments import catalog
 
 LOOKS: Final = 10
 """How often everything is looked through for messages that slip away. Twice is rare."""
-
-
-class Found(Enum):
-    """The place where a cancel met a message."""
-
-    WAITING = "waiting"
-    HELD = "held"
-    SEGMENT = "segment"
-    NOWHERE = "nowhere"
-    UNREADABLE = "unreadable"
-    """Nowhere else; but a segment whose ids do not read back may hold it."""
 
 
 def met(found: Mapping[int, Found] | Counter[Found]) -> int:
@@ -130,10 +122,21 @@ async def _in_segments(
         if any(first <= number <= last for first, last in unreadable.values())
     }
     for segment, inside in sorted(holding.items()):
-        await catalog.make_days(connection, segment)
+        await _make_days(connection, segment)
         met, _ = await patiently(partial(_do, connection, inside, act, work, segment))
         found |= {number: Found.SEGMENT if where is Found.WAITING else where for number, where in met.items()}
     return found
+
+
+async def _make_days(connection: asyncpg.Connection, segment: int) -> None:
+    """Make the partitions that the messages of a segment go back into; a row of a day without one waits in the default
+    partition. Raises the driver's errors."""
+    row = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
+    if row is not None:
+        today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
+        days, now = Days(await existing(connection)), time.monotonic()
+        missing = days.missing(range(row["first_due"] // DAY_MS, row["last_due"] // DAY_MS + 1), today, now)
+        await days.make(connection, missing, today, now, PARK_SECONDS)
 
 
 async def write_counters(connection: asyncpg.Connection, changes: Changes) -> None:
@@ -439,3 +442,30 @@ class IdBitset:
         part, bit = divmod(number, PART)
         piece = self._parts.get(part)
         return piece is not None and bool(piece[bit >> 3] & 1 << (bit & 7))
+
+
+# The pauses begin anew: if a circuit breaker is still open, the message is held again, and retried soon.
+_RETRY: Final = (
+    "UPDATE held SET retry_at = greatest(due_at, statement_timestamp()), attempts = 1"
+    " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING lane, retry_at"
+)
+
+
+async def retry_held(connection: asyncpg.Connection, ids: Collection[int], act: int) -> int:
+    """Try these again now, or as soon as they are due. How many there were; one that is being tried at this moment is
+    waited for. Raises the driver's errors; then nothing is changed."""
+    soonest: dict[int, int] = {}
+    async with pool.transaction(connection):
+        rows = await connection.fetch(_RETRY, list(ids))
+        for lane, retry_ms in rows:
+            soonest[lane] = min(retry_ms, soonest.get(lane, retry_ms))
+        await audit_log.add(connection, act, len(rows))
+        await notify(connection, {}, soonest)
+    return len(rows)
+
+
+async def drop_held(connection: asyncpg.Connection, messages: Sequence[HeldEntry], act: int) -> int:
+    """Cancel these. How many there were; one that was delivered meanwhile is none. Raises the driver's errors."""
+    dues = {one.entry.place.id: one.entry.place.due_us // 1000 for one in messages}
+    found = await cancel(connection, list(dues), dues, act)
+    return met(found)

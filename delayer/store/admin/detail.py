@@ -4,16 +4,14 @@ retried or dropped."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from enum import Enum
 from typing import Final, NamedTuple
 
 import asyncpg
 
 from delayer.core.filters import Filter, Token
-from delayer.store import pool
-from delayer.store.admin import actions, audit_log, listing
-from delayer.store.admin.actions import Found
+from delayer.store.admin import listing
 from delayer.store.admin.listing import Entry, Place, Test, meant
-from delayer.store.lanes.notify import notify
 from delayer.store.rows import envelope
 from delayer.store.segments import catalog
 
@@ -31,6 +29,17 @@ _NAMES: Final = (
     "id", "due_at", "parked_at", "checksum", "format", "route", "exchange", "routing_key", "to_exchange", "to_key",
     "properties", "body",
 )  # fmt: skip
+
+
+class Found(Enum):
+    """The place where a message was found."""
+
+    WAITING = "waiting"
+    HELD = "held"
+    SEGMENT = "segment"
+    NOWHERE = "nowhere"
+    UNREADABLE = "unreadable"
+    """Nowhere else; but a segment whose ids do not read back may hold it."""
 
 
 class Held(NamedTuple):
@@ -160,11 +169,6 @@ FROM held
 """
 _NEXT: Final = f"{_HELD_ENTRY} WHERE id > $1 ORDER BY id LIMIT $2"
 _NAMED: Final = f"{_HELD_ENTRY} WHERE id = ANY($1) ORDER BY id"
-# The pauses begin anew: if a circuit breaker is still open, the message is held again, and retried soon.
-_RETRY: Final = (
-    "UPDATE held SET retry_at = greatest(due_at, statement_timestamp()), attempts = 1"
-    " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING lane, retry_at"
-)
 
 
 class HeldEntry(NamedTuple):
@@ -213,23 +217,3 @@ async def held_named(connection: asyncpg.Connection, ids: Collection[int]) -> li
 
 def _read(row: asyncpg.Record) -> HeldEntry:
     return HeldEntry(Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:12]), Held(*row[12:19]))
-
-
-async def retry(connection: asyncpg.Connection, ids: Collection[int], act: int) -> int:
-    """Try these again now, or as soon as they are due. How many there were; one that is being tried at this moment is
-    waited for. Raises the driver's errors; then nothing is changed."""
-    soonest: dict[int, int] = {}
-    async with pool.transaction(connection):
-        rows = await connection.fetch(_RETRY, list(ids))
-        for lane, retry_ms in rows:
-            soonest[lane] = min(retry_ms, soonest.get(lane, retry_ms))
-        await audit_log.add(connection, act, len(rows))
-        await notify(connection, {}, soonest)
-    return len(rows)
-
-
-async def drop(connection: asyncpg.Connection, messages: Sequence[HeldEntry], act: int) -> int:
-    """Cancel these. How many there were; one that was delivered meanwhile is none. Raises the driver's errors."""
-    dues = {one.entry.place.id: one.entry.place.due_us // 1000 for one in messages}
-    found = await actions.cancel(connection, list(dues), dues, act)
-    return actions.met(found)

@@ -7,7 +7,6 @@ A process that changes a segment locks its row (FOR UPDATE). So a cancel is exac
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -21,9 +20,8 @@ from delayer.store import pool, statements
 from delayer.store import pool as session
 from delayer.store.errors import DAMAGED, describe
 from delayer.store.lanes.notify import notify
-from delayer.store.rows.days import DAY_MS, existing
+from delayer.store.rows.days import DAY_MS
 from delayer.store.rows.envelope import reason_text
-from delayer.store.rows.partitions import PARK_SECONDS, Days
 
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
@@ -235,17 +233,6 @@ async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
     thread. Raises SegmentBroken, and the driver's errors."""
     whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
     return await asyncio.to_thread(unpacked, whole)
-
-
-async def make_days(connection: asyncpg.Connection, segment: int) -> None:
-    """Make the partitions that the messages of a segment go back into; a row of a day without one waits in the default
-    partition. Raises the driver's errors."""
-    row = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
-    if row is not None:
-        today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
-        days, now = Days(await existing(connection)), time.monotonic()
-        missing = days.missing(range(row["first_due"] // DAY_MS, row["last_due"] // DAY_MS + 1), today, now)
-        await days.make(connection, missing, today, now, PARK_SECONDS)
 
 
 PAUSE: Final = 0.002
