@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -49,41 +50,23 @@ class Packed(NamedTuple):
 
 def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
     """On an executor: make segments of ``windows``, one after the other."""
-    return asyncio.run(_work(url, rows, list(windows)))
+    return asyncio.run(tasks.each(url, "delayer compact", list(windows), partial(pack_window, rows=rows), _lost))
 
 
-async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
-    try:
-        connection = await pool.connect(url, "delayer compact", {**tasks.SESSION, **tasks.LAZY})
-    except StoreLost as error:
-        return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
-    packed: list[Packed] = []
-    try:
-        ours = Turns(connection)
-        for window in windows:
-            packed.append(await pack_window(connection, window, rows, ours))
-        await tasks.flush(connection)
-    except DRIVER_ERRORS as error:  # Mostly of the flush: the last segments may be undone.
-        told = {one.window: one for one in packed}
-        return [_perhaps(told.get(window, Packed(window, 0, 0, 0, 0)), describe(error)) for window in windows]
-    else:
-        return packed
-    finally:
-        await pool.close(connection)
-
-
-def _perhaps(one: Packed, reason: str) -> Packed:
-    """A window whose commit is uncertain counts in no total. Its day is checked for room to give back."""
+def _lost(window: Window, one: Packed | None, reason: str) -> Packed:
+    """A window that was not begun, or whose commit is uncertain: it counts in no total. Its day is checked for room to
+    give back."""
+    one = one or Packed(window, 0, 0, 0, 0)
     lost = one.lost or (f"{reason}; perhaps {one.messages} messages more were packed" if one.messages else reason)
-    return Packed(one.window, 0, 0, 0, 0, lost, one.broken, one.messages)
+    return Packed(window, 0, 0, 0, 0, lost, one.broken, one.messages)
 
 
-async def pack_window(connection: asyncpg.Connection, window: Window, rows: int, ours: Turns | None = None) -> Packed:
+async def pack_window(connection: asyncpg.Connection, window: Window, rows: int) -> Packed:
     """Make segments of ``window`` until no row in it can be taken."""
     from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow
 
     made: list[Compacted] = []
-    ours = ours or Turns(connection)
+    ours = Turns(connection)
     lost = broken = None
     attempts = 0
     # A window that loses against other transactions is tried five times.
@@ -197,30 +180,18 @@ async def plan(url: str, after_ms: int, rows: int) -> Plan:
 
     It needs no JVM. Raises BadStoreUrl, SchemaOutdated, and StoreLost, also if this role may not compact.
     """
-    connection = await _connect(url, "delayer compact plan")
-    try:
-        with translated("plan"):
-            await schema.check(connection)
-            if not await connection.fetchval(_MAY):
-                user = await connection.fetchval("SELECT current_user")
-                raise StoreLost(f"the role {user} may not write segments", _RIGHTS)
-            now_ms = await connection.fetchval("SELECT statement_timestamp()")
-            return Plan(now_ms, now_ms + after_ms, await compact.windows(connection, now_ms + after_ms, rows))
-    finally:
-        await pool.close(connection)
+    async with _reading(url) as connection:
+        if not await connection.fetchval(_MAY):
+            user = await connection.fetchval("SELECT current_user")
+            raise StoreLost(f"the role {user} may not write segments", _RIGHTS)
+        now_ms = await connection.fetchval("SELECT statement_timestamp()")
+        return Plan(now_ms, now_ms + after_ms, await compact.windows(connection, now_ms + after_ms, rows))
 
 
 async def numbers(url: str, planned: Plan) -> Numbers:
     """Count the rows of ``planned``, reading each once. Raises StoreLost."""
-    connection = await _connect(url, "delayer compact plan")
-    try:
-        with translated("count"):
-            messages, keyed, large, raw = await connection.fetchrow(
-                _NUMBERS, planned.after_ms, compact.LARGEST, timeout=None
-            )
-    finally:
-        await pool.close(connection)
-
+    async with _reading(url) as connection:
+        messages, keyed, large, raw = await connection.fetchrow(_NUMBERS, planned.after_ms, compact.LARGEST)
     return Numbers(messages, keyed, large, raw, await compact.size(url))
 
 
@@ -251,9 +222,14 @@ def days_of(window: Window) -> range:
     return range(window.first_ms // DAY_MS, window.last_ms // DAY_MS + 1)
 
 
-async def _connect(url: str, application: str) -> asyncpg.Connection:
-    """A session without a statement timeout, whose instants are epoch milliseconds."""
-    connection = await pool.connect_plain(url, application, {"statement_timeout": "0"}, command_seconds=None)
-    with translated("connect"):
-        await pool.prepare(connection)
-    return connection
+@asynccontextmanager
+async def _reading(url: str) -> AsyncIterator[asyncpg.Connection]:
+    """A session that may read for minutes. Raises BadStoreUrl, SchemaOutdated, StoreLost."""
+    connection = await pool.connect_plain(url, "delayer compact plan", {"statement_timeout": "0"}, command_seconds=None)
+    try:
+        with translated("plan"):
+            await pool.prepare(connection)
+            await schema.check(connection)
+            yield connection
+    finally:
+        await pool.close(connection)

@@ -6,8 +6,9 @@ Spark starts, and Spark starts several for each table.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 from delayer.core import errors
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl, mask
+from delayer.store.errors import DAMAGE_ADVICE
 
 # Parameters of both drivers. asyncpg sets unknown ones in the session, and so does libpq by "options".
 _SHARED: Final = (
@@ -59,7 +61,7 @@ def _escaped(value: str) -> str:
 
 
 _BATCH_HINT: Final = "adbc.postgresql.batch_size_hint_bytes"
-_COPY: Final = "adbc.postgresql.use_copy"
+_BEGIN: Final = ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY", "SET LOCAL lock_timeout = '30s'")
 # Each task's transaction keeps the snapshot, so the limits of other sessions must not end it.
 _SESSION: Final = (
     "SET LOCAL statement_timeout = 0",
@@ -69,94 +71,36 @@ _SESSION: Final = (
     "SET LOCAL max_parallel_workers_per_gather = 0",
     "SELECT set_config(name, '0', true) FROM pg_settings WHERE name = 'transaction_timeout'",  # Since Postgres 17.
 )
-_DAMAGED: Final = ("XX", "58030", "58P01")
-"""SQLSTATEs, or their beginnings: internal errors (corrupted data and indexes among them), and files that are missing
-or that the disk does not give."""
-
-
-_SEE: Final = 'see "Damage" in docs/backlog.md'
-
-
-class Unreadable(Exception):
-    """Postgres cannot read a page or a value of its own; ``reason`` is its text."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
+_DAMAGED: Final = re.compile("invalid page|missing chunk|could not (read|open)|is corrupt|unexpected (chunk|data|zero)")
+"""Postgres's words for a page or a value that it cannot read."""
 
 
 class Reading:
-    """A connection whose transaction reads one snapshot, and reads it again after an error. Made by :func:`reading`."""
+    """A connection whose transaction reads one snapshot. Made by :func:`reading`."""
 
-    def __init__(self, connection: adbc.AdbcConnection, on: str, batch_bytes: int) -> None:
+    def __init__(self, connection: adbc.AdbcConnection, batch_bytes: int) -> None:
         self._connection = connection
-        self._on = on
         self._batch_bytes = batch_bytes
 
-    def begin(self) -> None:
-        """Begin the transaction on the snapshot. Raises StoreLost."""
-        with translated("take the snapshot"):
-            self._execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            if self._on:
-                self._execute(f"SET TRANSACTION SNAPSHOT '{_quoted(self._on)}'")
-            for statement in _SESSION:
-                self._execute(statement)
-
-    def _execute(self, sql: str, **options: str) -> None:
+    def execute(self, sql: str) -> None:
         """Run a statement and ignore its rows. Raises the driver's errors."""
         with closing(adbc.AdbcStatement(self._connection)) as statement:
-            statement.set_options(**options)
             statement.set_sql_query(sql)
             handle, _ = statement.execute_query()
             handle.release()
 
-    @contextmanager
-    def _stream(self, sql: str) -> Iterator[pa.RecordBatchReader]:
-        """Stream the rows of a statement. Raises the driver's errors, and Arrow's in the middle of the rows."""
-        with closing(adbc.AdbcStatement(self._connection)) as statement:
-            statement.set_options(**{_BATCH_HINT: str(self._batch_bytes)})
-            statement.set_sql_query(sql)
-            handle, _ = statement.execute_query()
-            with pa.RecordBatchReader.from_stream(handle) as reader:
-                yield reader
-
     def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
-        """The rows of a statement. Raises Unreadable, after which the connection still works; StoreLost, and the
-        driver's errors."""
+        """The rows of a statement. Raises StoreLost."""
         try:
-            with self._stream(sql) as reader:
-                for batch in reader:
-                    if batch.num_rows:
-                        yield batch
+            with closing(adbc.AdbcStatement(self._connection)) as statement:
+                statement.set_options(**{_BATCH_HINT: str(self._batch_bytes)})
+                statement.set_sql_query(sql)
+                handle, _ = statement.execute_query()
+                with pa.RecordBatchReader.from_stream(handle) as reader:
+                    yield from (batch for batch in reader if batch.num_rows)
         except (adbc.Error, pa.ArrowException, OSError) as error:  # The last two occur in the middle of a stream.
-            text, state = first_line(error), getattr(error, "sqlstate", None)
-        else:
-            return
-        try:
-            self._again()
-            state = state or self._state(sql)
-        except adbc.Error:  # The connection is gone, as the first error said.
-            state = ""
-        if state.startswith(_DAMAGED):
-            raise Unreadable(text)
-        raise StoreLost(text, advice_for(text))
-
-    def _again(self) -> None:
-        """Begin the transaction again after an error. Raises the driver's errors, StoreLost."""
-        self._connection.rollback()
-        self.begin()
-
-    def _state(self, sql: str) -> str:
-        """The SQLSTATE that a statement fails with; empty if it succeeds this time. An error in the middle of a stream
-        has no SQLSTATE, so the statement runs again without a stream. Raises as :meth:`_again` does."""
-        try:
-            self._execute(sql, **{_COPY: "false"})
-        except (adbc.Error, pa.ArrowException, OSError) as error:
-            state = getattr(error, "sqlstate", None) or ""
-        else:
-            state = ""
-        self._again()
-        return state
+            text = first_line(error)
+            raise StoreLost(text, advice_for(text)) from None
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
         """The rows of a statement that gives few. Raises as :meth:`batches` does."""
@@ -167,30 +111,25 @@ class Reading:
 
 
 @contextmanager
-def reading(url: SecretUrl, on: str, batch_bytes: int) -> Iterator[Reading]:
-    """A connection that reads the snapshot ``on``, or its own if ``on`` is empty. Raises StoreLost."""
-    with _connected(url) as connection:
-        made = Reading(connection, on, batch_bytes)
-        made.begin()
+def reading(url: SecretUrl, first: str, batch_bytes: int) -> Iterator[Reading]:
+    """A connection that reads one snapshot. ``first``: a statement before it takes the snapshot, such as
+    :func:`on_snapshot`. Raises StoreLost."""
+    with ExitStack() as stack:
+        with translated("connect"):
+            database = adbc_driver_postgresql.connect(libpq_url(url.reveal(), "delayer audit"))
+            stack.enter_context(closing(database))
+            connection = stack.enter_context(closing(adbc.AdbcConnection(database)))
+            connection.set_autocommit(False)
+        made = Reading(connection, batch_bytes)
+        with translated("take the snapshot"):
+            for statement in (*_BEGIN, *([first] if first else []), *_SESSION):
+                made.execute(statement)
         yield made
 
 
-@contextmanager
-def _connected(url: SecretUrl) -> Iterator[adbc.AdbcConnection]:
-    """Raises StoreLost."""
-    with translated("connect"):
-        database = adbc_driver_postgresql.connect(libpq_url(url.reveal(), "delayer audit"))
-    with closing(database):
-        with translated("connect"):
-            connection = adbc.AdbcConnection(database)
-        with closing(connection):
-            with translated("connect"):
-                connection.set_autocommit(False)
-            yield connection
-
-
-def _quoted(text: str) -> str:
-    return text.replace("'", "''")
+def on_snapshot(exported: str) -> str:
+    """The first statement of a transaction on an exported snapshot; "" without one."""
+    return "SET TRANSACTION SNAPSHOT '{}'".format(exported.replace("'", "''")) if exported else ""
 
 
 @contextmanager
@@ -202,8 +141,6 @@ def translated(doing: str) -> Iterator[None]:
     except adbc.Error as error:
         first = first_line(error)
         raise StoreLost(f"{doing}: {first}", advice_for(first)) from None
-    except Unreadable as error:
-        raise StoreLost(f"{doing}: {error.reason}", _SEE) from None
 
 
 def first_line(error: Exception) -> str:
@@ -221,4 +158,6 @@ def advice_for(text: str) -> str:
         )
     if "invalid snapshot identifier" in text:
         return "the connection that held the snapshot is gone: run the job again"
+    if _DAMAGED.search(text):
+        return DAMAGE_ADVICE
     return errors.certificate_advice(text, *errors.OF_STORE)

@@ -7,7 +7,6 @@ end.
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,36 +16,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-import asyncpg
-
 from delayer.audit import spark as sessions
 from delayer.core.secret import SecretUrl
-from delayer.store import pool, schema
-from delayer.store.errors import translated
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_MORE: Final = {
-    "statement_timeout": "0",
-    "idle_session_timeout": "0",
-    "idle_in_transaction_session_timeout": "0",
-    "lock_timeout": "30s",
-}
-_NO_TIMEOUT: Final = "SELECT set_config(name, '0', false) FROM pg_settings WHERE name = 'transaction_timeout'"
-_LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN ACCESS SHARE MODE"
-_EXPORT: Final = """
-SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica
-"""
+    from delayer.audit.connection import Reading
+
 # While a replica streams, and has replayed all that it received, it is up to date. Otherwise it has come as far as the
 # last commit that it replayed, or the checkpoint that it started from.
-_COME_TO: Final = """
-SELECT CASE
-    WHEN pg_last_wal_receive_lsn() <= pg_last_wal_replay_lsn()
-        AND (SELECT coalesce(status, 'streaming') = 'streaming' FROM pg_stat_wal_receiver)
-    THEN clock_timestamp()
-    ELSE coalesce(pg_last_xact_replay_timestamp(), (SELECT checkpoint_time FROM pg_control_checkpoint()))
-END
+_EXPORT: Final = """
+SELECT pg_export_snapshot(), floor(extract(epoch FROM now) * 1000)::bigint,
+       floor(extract(epoch FROM least(now, reached)) * 1000)::bigint
+FROM (
+    SELECT clock_timestamp() AS now, CASE
+        WHEN NOT pg_is_in_recovery() OR (pg_last_wal_receive_lsn() <= pg_last_wal_replay_lsn()
+            AND (SELECT coalesce(status, 'streaming') = 'streaming' FROM pg_stat_wal_receiver))
+        THEN NULL
+        ELSE coalesce(pg_last_xact_replay_timestamp(), (SELECT checkpoint_time FROM pg_control_checkpoint()))
+    END AS reached
+) AS seen
 """
 _LANES: Final = """
 SELECT l.number, l.owner,
@@ -59,6 +49,8 @@ SELECT l.number, l.owner,
 FROM lane AS l
 ORDER BY l.number
 """
+# Before the snapshot, so that no partition goes in between.
+_LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN ACCESS SHARE MODE"
 _COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
 
 
@@ -79,66 +71,40 @@ class Exported(NamedTuple):
 
 
 class Snapshot:
-    """A snapshot, and the small tables that the driver reads on it. Made by :func:`hold_snapshot`."""
+    """A snapshot, and the small tables that the driver reads on it. Made by :func:`hold_snapshot`. Raises StoreLost."""
 
-    def __init__(
-        self, url: SecretUrl, connection: asyncpg.Connection, runner: asyncio.Runner, exported: Exported
-    ) -> None:
-        self._url = url
-        self._connection = connection
-        self._runner = runner
-        self.exported = exported
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        [(id_, now_ms, at_ms)] = reading.rows(_EXPORT)
+        self.exported = Exported(id_, at_ms, now_ms - at_ms)
 
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes. Raises StoreLost, as the other methods do."""
-        return tuple(Lane(*row) for row in self._fetch("read the lanes", _LANES))
+        """The lanes."""
+        return tuple(Lane(*row) for row in self._reading.rows(_LANES))
 
     def counters(self) -> dict[tuple[int, str], int]:
         """The counters by lane and kind."""
-        return {(lane, kind): n for lane, kind, n in self._fetch("read the counters", _COUNTERS)}
+        return {(lane, kind): n for lane, kind, n in self._reading.rows(_COUNTERS)}
 
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
         """The bytes of these tables. A table of 0 bytes has no rows."""
-        sql = "SELECT name, pg_relation_size(name::regclass) FROM unnest($1::text[]) AS name"
-        return dict(self._fetch("look at the tables' sizes", sql, list(tables)))
-
-    def _fetch(self, doing: str, sql: str, *arguments: object) -> list[tuple[Any, ...]]:
-        async def fetch() -> list[tuple[Any, ...]]:
-            with translated(doing):
-                return [tuple(row) for row in await self._connection.fetch(sql, *arguments, timeout=None)]
-
-        return self._runner.run(fetch())
+        names = ", ".join(f"'{name}'" for name in tables)
+        return dict(
+            self._reading.rows(f"SELECT name, pg_relation_size(name::regclass) FROM unnest(ARRAY[{names}]) AS name")
+        )
 
 
 @contextmanager
 def hold_snapshot(url: SecretUrl) -> Iterator[Snapshot]:
-    """Take the snapshot and keep it until the end of the block. Not for a thread with a running event loop.
+    """Take the snapshot and keep it until the end of the block. Raises StoreLost."""
+    from delayer.audit.connection import reading  # noqa: PLC0415 - needs the extra
 
-    Raises StoreLost, BadStoreUrl, SchemaOutdated.
-    """
-    with asyncio.Runner() as runner:
-        connection = runner.run(_open(url))
-        try:
-            yield Snapshot(url, connection, runner, runner.run(_begin(connection)))
-        finally:
-            runner.run(pool.close(connection))
+    with reading(url, _LOCK, 1 << 20) as own:
+        yield Snapshot(own)
 
 
-async def _open(url: SecretUrl) -> asyncpg.Connection:
-    return await pool.connect(url.reveal(), "delayer audit snapshot", _MORE)
-
-
-async def _begin(connection: asyncpg.Connection) -> Exported:
-    with translated("take a snapshot"):
-        await schema.check(connection)
-        await connection.execute(_NO_TIMEOUT)
-        await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        await connection.execute(_LOCK)  # Before the snapshot, so that no partition goes in between.
-        id_, now_ms, replica = await connection.fetchrow(_EXPORT)
-        at_ms = min(now_ms, await connection.fetchval(_COME_TO)) if replica else now_ms
-    return Exported(id_, at_ms, now_ms - at_ms)
-
-
+_NAME: Final = "delayer-audit-"
+"""The beginning of the name of an extract's directory."""
 Watch = Callable[[str], AbstractContextManager[None]]
 """Shows the progress of a block under a name."""
 
@@ -154,23 +120,11 @@ _SAMPLED: Final = ("message", "segment_message")
 """Relations of which a sample reads a share only."""
 
 _COLUMNS: Final = "id, lane, due_ms, kind, route, to_exchange, to_key, key, size, faults, fingerprint, retry_ms"
-_VIEWS: Final = {
-    "damage": " UNION ALL ".join(f"SELECT damage.* FROM {name} WHERE damage IS NOT NULL" for name in _SAID),
-    "segments": "SELECT * FROM segment WHERE damage IS NULL",
-    "keys": "SELECT * FROM message_key WHERE damage IS NULL",
-    "packed": "SELECT * FROM segment_message WHERE damage IS NULL",
-    "messages": f"SELECT {_COLUMNS} FROM message WHERE damage IS NULL"
-    f" UNION ALL SELECT {_COLUMNS} FROM held WHERE damage IS NULL"
-    f" UNION ALL SELECT {_COLUMNS} FROM packed WHERE id IS NOT NULL",
-}
-"""The views that the rules ask, by name, over the files that were read.
-
-- damage: places that Postgres cannot read.
-- segments: the headers of segments (source.SEGMENTS).
-- keys: the message of each key.
-- packed: the messages unpacked from segments (source.MESSAGES).
-- messages: all messages: waiting, held, and in segments.
-"""
+_MESSAGES: Final = (
+    f"SELECT {_COLUMNS} FROM message UNION ALL SELECT {_COLUMNS} FROM held"
+    f" UNION ALL SELECT {_COLUMNS} FROM segment_message WHERE id IS NOT NULL"
+)
+"""The view ``messages``: all messages, those that wait, that are held, and that are in segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +150,10 @@ class Extract:
         return self.sample >= 1.0
 
     def show(self, files: Mapping[str, DataFrame]) -> None:
-        """Make the views from a frame for each relation."""
+        """Make a view of each relation, and ``messages``."""
         for name, frame in files.items():
             frame.createOrReplaceTempView(name)
-        for name, sql in _VIEWS.items():
-            self.spark.sql(sql).createOrReplaceTempView(name)
+        self.spark.sql(_MESSAGES).createOrReplaceTempView("messages")
 
     def rows(self, sql: str) -> list[Any]:
         """The few rows of a query over the views. Spark's errors pass."""
@@ -209,17 +162,16 @@ class Extract:
 
 @contextmanager
 def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[str]:
-    """A fresh directory below ``work`` (a path, or a URL of shared storage), removed at the end. On this machine the
-    directories of killed runs are removed as well.
+    """A fresh directory below ``work`` (a path, or a URL of shared storage), for this user only, removed at the end.
 
     ``work`` None means the system's directory for temporary files. A URL needs ``spark``.
     """
     if work is None or not urlsplit(work).scheme:
         if work is not None:
             Path(work).mkdir(parents=True, exist_ok=True)
-        with sessions.scratch_directory(Path(work or tempfile.gettempdir()), sessions.EXTRACT) as made:
+        with tempfile.TemporaryDirectory(prefix=_NAME, dir=work, ignore_cleanup_errors=True) as made:
             try:
-                yield made.as_uri()
+                yield Path(made).as_uri()
             except (SystemExit, KeyboardInterrupt):
                 # Running tasks would make the directory again after its removal.
                 if spark is not None:
@@ -227,7 +179,7 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
                 raise
         return
     assert spark is not None
-    url = f"{work.rstrip('/')}/{sessions.EXTRACT}{uuid.uuid4().hex}"
+    url = f"{work.rstrip('/')}/{_NAME}{uuid.uuid4().hex}"
     try:
         _make(spark, url)
         yield url
@@ -260,7 +212,7 @@ def take(
 ) -> Extract:
     """Write the extract into ``place`` (a URL of a directory).
 
-    Raises StoreLost, BadStoreUrl, SchemaOutdated; Spark's errors, see tasks.translated.
+    Raises StoreLost; Spark's errors, see tasks.translated.
     """
     from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415  (needs the extra)
 

@@ -33,7 +33,7 @@ def shown(name: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding. ``subject``: the place, such as "lane 3". ``count``: its messages, keys, or unreadable places.
+    """One finding. ``subject``: the place, such as "lane 3". ``count``: its messages or keys.
     ``first_due_ms``: the due instant of its first message, epoch ms. ``details``: JSON values; ``details["examples"]``
     are some ids of messages."""
 
@@ -171,12 +171,12 @@ class Report:
     version: int = VERSION
 
     @property
-    def violations(self) -> tuple[Finding, ...]:
-        return tuple(found for found in self.findings if found.severity == "violation")
+    def violations(self) -> int:
+        return sum(run.violations for run in self.rules)
 
     @property
-    def warnings(self) -> tuple[Finding, ...]:
-        return tuple(found for found in self.findings if found.severity == "warning")
+    def warnings(self) -> int:
+        return sum(run.warnings for run in self.rules)
 
     def to_json(self) -> str:
         """ASCII JSON on one line."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
 
 from delayer.audit import coming, extract, rules
 from delayer.audit import spark as sessions
 from delayer.audit.coming import RELEASE_RATE
-from delayer.audit.errors import JobFailed, JobMisused
+from delayer.audit.errors import JobFailed
 from delayer.audit.findings import Report
 from delayer.audit.tasks import Say, Watching
 from delayer.core.secret import SecretUrl
@@ -31,28 +28,6 @@ FINDINGS: Final = (
     "audited_ms bigint, rule string, severity string, subject string, count bigint, first_due_ms bigint, details string"
 )
 """Columns of the findings as Parquet; ``details`` is JSON."""
-
-
-def check_place(out: str | None) -> None:
-    """Check that files can be made in ``out``, if it is a path of this machine. Raises JobMisused."""
-    if out is None or urlsplit(out).scheme:
-        return
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise JobMisused(f"--out {out}: {error.strerror}") from error
-
-
-def add_findings(spark: SparkSession, report: Report, out: str) -> None:
-    """Add this audit's findings to the Parquet files there; ``audited_ms`` tells audits apart. Spark's errors pass."""
-    at = report.store_now_ms
-    rows = [
-        (at, one.rule, one.severity, one.subject, one.count, one.first_due_ms, json.dumps(one.details, default=str))
-        for one in report.findings
-    ]
-    spark.createDataFrame(rows, FINDINGS).coalesce(1).write.mode("append").parquet(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +57,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A finished audit. ``remarks``: why questions have no answer, for people. ``unkept``: why the findings could not
-    be written to ``out``, which does not discard hours of reading."""
+    """A finished audit. ``remarks``: why questions have no answer, for people. ``unkept``: why the findings are not in
+    ``out``."""
 
     report: Report
     remarks: tuple[str, ...] = ()
@@ -91,17 +66,14 @@ class Audited:
 
 
 def check(options: Options) -> None:
-    """Check before a JVM starts that the store can be read and has our schema, and that there is a place for results.
-
-    Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused.
-    """
-    check_place(options.out)
+    """Check before a JVM starts that the store can be read and has our schema. Raises StoreLost, BadStoreUrl,
+    SchemaOutdated."""
     if wrong := schema.outdated(asyncio.run(schema.current(options.store.reveal()))):
         raise wrong
 
 
 def run(spark: SparkSession, options: Options, say: Say) -> Audited:
-    """One audit. Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused, JobFailed."""
+    """One audit. Raises StoreLost, JobMisused, JobFailed."""
     began = time.monotonic()
     sessions.check_work(spark.sparkContext.master, options.work)  # Only now is spark-submit's master known.
     watching = Watching(spark, say)
@@ -121,6 +93,23 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
         except JobFailed as error:
             unkept = error
     return Audited(report, remarks, unkept)
+
+
+def add_findings(spark: SparkSession, report: Report, out: str) -> None:
+    """Add this audit's findings to the Parquet files there; ``audited_ms`` tells audits apart. Spark's errors pass."""
+    rows = [
+        (
+            report.store_now_ms,
+            one.rule,
+            one.severity,
+            one.subject,
+            one.count,
+            one.first_due_ms,
+            json.dumps(one.details, default=str),
+        )
+        for one in report.findings
+    ]
+    spark.createDataFrame(rows, FINDINGS).coalesce(1).write.mode("append").parquet(out)
 
 
 def _asked(report: Report, store: Extract, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:

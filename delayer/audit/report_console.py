@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from rich.console import Console
@@ -12,17 +12,9 @@ from rich.text import Text
 
 from delayer.audit import words
 from delayer.audit.findings import Bar, Finding, Report
-from delayer.audit.words import advice
-from delayer.broker.route_check import Verdict
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-_VERDICTS: Final = {
-    Verdict.ROUTED.value: "green",
-    Verdict.ALTERNATE.value: "yellow",
-    Verdict.MISSING.value: "bold red",
-    Verdict.UNROUTABLE.value: "bold red",
-    Verdict.CLOSED.value: "bold red",
-}
+_STYLES: Final = {"good": "green", "warn": "yellow", "bad": "bold red", "": "dim"}
 
 
 def show(report: Report, console: Console) -> None:
@@ -65,12 +57,11 @@ def _findings(report: Report, console: Console) -> None:
 
 
 def _finding(one: Finding, now_ms: int, console: Console) -> None:
-    line = Text.assemble("  ", (words.name(one.subject), "bold"), f"  {words.about(one)}")
+    line = Text.assemble("  ", (words.name(one.subject), "bold"), f"  {words.counted(one.count, 'message')}")
     if one.first_due_ms is not None:
         line.append(f", first due {words.instant(one.first_due_ms)} ({words.away(one.first_due_ms, now_ms)})")
     console.print(line)
-    rows = [f"{label}: {text}" for label, text in words.details(one.details)]
-    if rows:
+    if rows := [f"{label}: {text}" for label, text in words.details(one.details)]:
         console.print(Text("    " + "; ".join(rows), "dim"))
 
 
@@ -89,12 +80,10 @@ def _coming(report: Report, console: Console) -> None:
         first, last = totals.first_due_ms, totals.last_due_ms
         text = f"  next due {words.instant(first)} ({words.away(first, now_ms)})"
         console.print(Text(f"{text}, last {words.instant(last)} ({words.away(last, now_ms)})"))
-    drawn = sparkline(report.calendar.hours, now_ms)
-    if drawn:
+    if drawn := sparkline(report.calendar.hours, now_ms):
         console.print(Text.assemble("  next 48 hours ", (drawn, "cyan")))
     console.print()
-    peaks = words.peaks(report)
-    if peaks:
+    if peaks := words.peaks(report):
         rate = f"to drain at {report.calendar.release_rate:,.0f}/s"
         table = _table("peak from", "within one", "messages", rate, right=(2, 3))
         for peak in peaks[:5]:
@@ -124,10 +113,9 @@ def _destinations(report: Report, console: Console) -> None:
     if not at.destinations:
         return
     table = _table("destination", "messages", "first due", "the broker would", right=(1,))
-    # Destinations that would not take their messages stand first, even the smallest.
-    rows = sorted(at.destinations, key=lambda one: not _bad(one.verdict))
-    for one in rows[:12]:
-        verdict = Text(one.verdict or "not asked", _VERDICTS.get(one.verdict, "dim"))
+    for one in words.destinations(report)[:12]:
+        badge = words.badge(one)
+        verdict = Text(badge.text, _STYLES[badge.tone])
         if one.way:
             verdict.append(f" ({words.name(one.way)})", "dim")
         table.add_row(
@@ -136,14 +124,9 @@ def _destinations(report: Report, console: Console) -> None:
             words.instant(one.first_due_ms),
             verdict,
         )
-    rest = len(rows[12:]) + at.destinations_more
-    if rest:
+    if rest := len(at.destinations[12:]) + at.destinations_more:
         table.add_row(Text(f"… and {rest:,} more", "dim"))
     _indented(console, table)
-
-
-def _bad(verdict: str) -> bool:
-    return any(one.value == verdict and one.bad for one in Verdict)
 
 
 def _lanes(report: Report, console: Console) -> None:
@@ -154,13 +137,7 @@ def _lanes(report: Report, console: Console) -> None:
     )
     for lane in report.lanes:
         alive = {True: Text("running", "green"), False: Text("free", "yellow"), None: Text("not known", "dim")}
-        counts = (
-            lane.counters.get("parked", 0),
-            lane.counters.get("released", 0),
-            lane.held,
-            lane.waiting,
-            lane.packed,
-        )
+        counts = lane.counters["parked"], lane.counters["released"], lane.held, lane.waiting, lane.packed
         owner = Text(words.name(lane.owner, "-"))
         table.add_row(str(lane.number), owner, alive[lane.alive], *(f"{count:,}" for count in counts))
     _indented(console, table)
@@ -169,7 +146,7 @@ def _lanes(report: Report, console: Console) -> None:
 def _rules(report: Report, console: Console) -> None:
     for run in report.rules:
         if run.skipped:
-            console.print(Text(f"{advice(run.rule).title}, not checked: {words.name(run.skipped)}", "dim"))
+            console.print(Text(f"{words.ADVICE[run.rule].title}, not checked: {words.name(run.skipped)}", "dim"))
 
 
 def _verdict(report: Report, console: Console) -> None:
@@ -177,16 +154,7 @@ def _verdict(report: Report, console: Console) -> None:
         console.print(Text(behind, "yellow"))
     if report.sample is not None:
         console.print(Text(words.sampled(report), "yellow"))
-    violations = sum(run.violations for run in report.rules)
-    sign, style = ("✗", "bold red") if violations else ("✓", "bold green")
+    sign, style = ("✗", "bold red") if report.violations else ("✓", "bold green")
     line = Text.assemble((f"{sign} {words.verdict(report)}", style))
     line.append(f"  ({words.instant(report.store_now_ms)}, took {words.duration(report.seconds)})", "dim")
     console.print(line)
-
-
-def lines(report: Report, width: int = 120) -> Iterator[str]:
-    """The report as plain lines."""
-    console = Console(width=width, no_color=True, highlight=False, force_terminal=False, legacy_windows=False)
-    with console.capture() as capture:
-        show(report, console)
-    yield from (line.rstrip() for line in capture.get().splitlines())

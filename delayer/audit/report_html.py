@@ -16,25 +16,14 @@ from markupsafe import Markup, escape
 
 from delayer import __version__
 from delayer.audit import words
-from delayer.audit.findings import Bar, LaneFigures, Report, Share
-from delayer.audit.words import advice
-from delayer.broker.route_check import Verdict
+from delayer.audit.findings import Bar, LaneFigures, Report
 from delayer.core.files import replacing
+from delayer.store.admin.stats import waiting
 
 KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
-_TONES: Final = {
-    Verdict.ROUTED: ("good", "take them"),
-    Verdict.ALTERNATE: ("warn", "use an alternate"),
-    Verdict.MISSING: ("bad", "not find it"),
-    Verdict.UNROUTABLE: ("bad", "find no queue"),
-    Verdict.CLOSED: ("bad", "refuse them"),
-    Verdict.DEPENDS: ("", "depends on headers"),
-    Verdict.UNKNOWN: ("", "not known"),
-    Verdict.NOT_ASKED: ("", "not asked"),
-}
 _HELPERS: Final = (
-    "instant", "away", "duration", "size", "width", "change", "counted", "about", "name", "details",
-    "behind", "sampled",
+    "instant", "away", "duration", "size", "width", "counted", "name", "details", "behind",
+    "sampled", "badge", "verdict", "groups", "destinations", "peaks", "ADVICE",
 )  # fmt: skip
 
 
@@ -42,13 +31,6 @@ class Tile(NamedTuple):
     label: str
     value: str
     more: str = ""
-
-
-class Tone(NamedTuple):
-    """``tone`` is good, warn, bad or empty."""
-
-    tone: str
-    text: str
 
 
 class Banner(NamedTuple):
@@ -59,25 +41,17 @@ class Banner(NamedTuple):
 
 def page(report: Report) -> str:
     """The report as a page of HTML."""
-    at = report.calendar
-    most = max((one.messages for one in at.destinations), default=1)
+    most = max((one.messages for one in report.calendar.destinations), default=1)
     return _template().render(
         report=report,
         version=__version__,
-        verdict=words.verdict(report),
         banner=_banner(report),
         tiles=list(_tiles(report)),
-        groups=list(words.groups(report)),
         charts=list(_charts(report)),
         asked=words.name(next((run.skipped for run in report.rules if run.rule == "destinations"), ""), ""),
-        # Destinations that would not take their messages stand first, even the smallest.
-        destinations=sorted(at.destinations, key=lambda one: _badge(one).tone != "bad"),
-        peaks=words.peaks(report),
-        badges=_badge,
         share=lambda messages: 100 * messages / max(most, 1),
         off=_off,
         kinds=KINDS,
-        advice=advice,
     )
 
 
@@ -110,17 +84,16 @@ def _code(text: str) -> Markup:
 
 
 def _banner(report: Report) -> Banner:
-    violations = sum(run.violations for run in report.rules)
-    warnings = sum(run.warnings for run in report.rules)
-    if violations:
-        soonest = min((one.first_due_ms for one in report.violations if one.first_due_ms is not None), default=None)
+    if report.violations:
+        dues = (one.first_due_ms for one in report.findings if one.severity == "violation")
+        soonest = min((due_ms for due_ms in dues if due_ms is not None), default=None)
         when = f" The first message that it is about is due {words.instant(soonest)}." if soonest is not None else ""
         return Banner("bad", words.verdict(report), f"Something is not as it must be.{when}")
     sampled = " in the sample" if report.sample is not None else ""
     text = f"Everything that came in{sampled} went out or is here, as far as it was checked."
     headline = f"No violations{sampled}"
-    if warnings:
-        return Banner("warn", f"{headline}, {words.counted(warnings, 'warning')}", text)
+    if report.warnings:
+        return Banner("warn", f"{headline}, {words.counted(report.warnings, 'warning')}", text)
     return Banner("good", headline, text)
 
 
@@ -195,15 +168,6 @@ def chart(title: str, bars: Sequence[Bar], now_ms: int, room: int = 240) -> Char
     return Chart(title, told, *ends, view.format(max(-(-slots // together), 8), drawn))
 
 
-def _badge(share: Share) -> Tone:
-    try:
-        return Tone(*_TONES[Verdict(share.verdict)])
-    except ValueError:  # The audit was made without asking, or by a newer version.
-        return Tone("", share.verdict or "not asked")
-
-
 def _off(lane: LaneFigures) -> int:
     """The number of messages that are missing (negative) or too many by the law of conservation."""
-    counters = lane.counters
-    came = counters["parked"] + counters["restored"]
-    return counters["released"] + counters["cancelled"] + counters["compacted"] + lane.held + lane.waiting - came
+    return lane.waiting - waiting({**lane.counters, "held": lane.held})

@@ -19,10 +19,10 @@ from delayer.audit import tasks
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
-from delayer.store import pool, schema
-from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.admin.listing import looking
+from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe
 from delayer.store.rows import partitions
-from delayer.store.rows.days import DAY_MS, existing
+from delayer.store.rows.days import DAY_MS
 from delayer.store.segments import catalog as segments
 from delayer.store.segments.catalog import Listed
 
@@ -47,37 +47,30 @@ class Back(NamedTuple):
 def work(url: str, portion: Iterable[tuple[int, int]]) -> list[Back]:
     """On an executor: restore segments (id, first due instant) one after the other. Segments that are due soon take no
     turns."""
-    return asyncio.run(_work(url, list(portion)))
+    return asyncio.run(tasks.each(url, "delayer restore", list(portion), restore_segment, _lost))
 
 
-async def _work(url: str, portion: Sequence[tuple[int, int]]) -> list[Back]:
-    try:
-        connection = await pool.connect(url, "delayer restore", {**tasks.SESSION, **tasks.LAZY})
-    except StoreLost as error:
-        return [Back(one, 0, lost=str(error)) for one, _ in portion]
-    back: list[Back] = []
-    try:
-        for one, first_due_ms in portion:
-            soon = first_due_ms < time.time() * 1000 + 600_000  # This machine's clock is exact enough for that.
-            back.append(await restore_segment(connection, one, Turns(connection, hurried=soon)))
-        await tasks.flush(connection)
-    except DRIVER_ERRORS as error:  # Mostly of the flush: the last restores may be undone.
-        return [_perhaps(one, describe(error)) if one.restored else one for one in back]
-    else:
-        return back
-    finally:
-        await pool.close(connection)
+def _lost(of: tuple[int, int], one: Back | None, reason: str) -> Back:
+    """A segment that was not begun, or whose commit is uncertain: it counts in no total."""
+    if one is not None and not one.restored:
+        return one
+    perhaps = f"; perhaps its {one.messages} messages are restored" if one is not None else ""
+    return Back(of[0], 0, lost=reason + perhaps)
 
 
-async def restore_segment(connection: asyncpg.Connection, segment: int, ours: Turns | None = None) -> Back:
-    """Restore one segment. A transaction that lost against another one is tried again."""
+async def restore_segment(connection: asyncpg.Connection, of: tuple[int, int]) -> Back:
+    """Restore a segment (id, first due instant). A transaction that lost against another one is tried again."""
+    segment, first_due_ms = of
     lost = ""
-    ours = ours or Turns(connection, hurried=True)
+    # This machine's clock is exact enough for that.
+    ours = Turns(connection, hurried=first_due_ms < time.time() * 1000 + 600_000)
     for _ in range(5):
         try:
             async with ours.turn() as beside_traffic:
                 found = await _restored(connection, segment, beside_traffic)
-            return Back(segment, 0, gone=True) if found is None else _back(segment, found)
+            if found is None:
+                return Back(segment, 0, gone=True)
+            return Back(segment, 0, broken=found.reason) if isinstance(found, Broken) else Back(segment, found.messages)
         except WORTH_REPEATING as error:
             lost = describe(error)
         except DAMAGED as error:  # One damaged segment does not end the others' work.
@@ -94,19 +87,6 @@ async def _restored(connection: asyncpg.Connection, segment: int, beside_traffic
     if not beside_traffic:
         return await segments.restore(connection, segment)
     return await segments.restore(connection, segment, portion_bytes=segments.SMALL_PORTION_BYTES, pause=0.005)
-
-
-def _perhaps(one: Back, reason: str) -> Back:
-    """A segment whose commit is uncertain counts in no total."""
-    return Back(one.segment, 0, lost=f"{reason}; perhaps its {one.messages} messages are restored")
-
-
-def _back(segment: int, found: Restored | Broken) -> Back:
-    match found:
-        case Broken():
-            return Back(segment, 0, broken=found.reason)
-        case Restored():
-            return Back(segment, found.messages)
 
 
 class Plan(NamedTuple):
@@ -151,15 +131,10 @@ class Done:
 async def plan(url: str, within_ms: int | None) -> Plan:
     """The segments that are due within ``within_ms`` from now, or all. Raises StoreLost, BadStoreUrl,
     SchemaOutdated."""
-    connection = await pool.connect(url, "delayer restore plan")
-    try:
-        with translated("plan"):
-            await schema.check(connection)
-            now_ms = await connection.fetchval("SELECT statement_timestamp()")
-            before = None if within_ms is None else now_ms + within_ms
-            return Plan(now_ms, await segments.listed(connection, before))
-    finally:
-        await pool.close(connection)
+    async with looking(url, "plan", "delayer restore plan") as connection:
+        now_ms = await connection.fetchval("SELECT statement_timestamp()")
+        before = None if within_ms is None else now_ms + within_ms
+        return Plan(now_ms, await segments.listed(connection, before))
 
 
 def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
@@ -182,17 +157,8 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
 
 
 async def _make_days(url: str, part: Sequence[Listed]) -> None:
-    """Make partitions for restored rows. A row of a day without one goes into the default partition."""
+    """Make partitions for restored rows."""
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
-    connection = await pool.connect(url, "delayer restore plan")
-    try:
-        with translated("make partitions"):
-            today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
-            days = partitions.Days(await existing(connection))
-            until = time.monotonic() + 20.0
-            # One at a time, with a pause, because each stops the traffic for as long as a release takes.
-            while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
-                await days.make(connection, missing[:1], today, now, until - now)
-                await asyncio.sleep(0.1)
-    finally:
-        await pool.close(connection)
+    async with looking(url, "make partitions", "delayer restore plan", {}) as connection:
+        # With pauses, because each one stops the traffic for as long as a release takes.
+        await partitions.make_missing(connection, wanted, 20.0, pause=0.1)

@@ -2,7 +2,7 @@
 
 - conservation: every message that came in is out, or still here.
 - segments: each segment reads back, and holds the messages that its header names.
-- integrity: a row's bytes, format and partition; pages that Postgres cannot read.
+- integrity: a row's bytes, format and partition.
 - overdue: messages past their due instant.
 - lanes: lanes without an owner.
 - repeats: one message, or one id, more than once.
@@ -34,7 +34,6 @@ from delayer.audit.findings import (
     shown,
 )
 from delayer.store.admin.stats import KINDS, RESTORED_MS, waiting
-from delayer.store.rows.days import DAY_MS, day_of
 
 GRACE_MS: Final = 60_000
 """A message counts as overdue from this time on, because a release may be at work before."""
@@ -68,24 +67,23 @@ def judge(
         FROM messages GROUP BY lane, kind""")
     of_segments = store.rows("""
         SELECT lane, count(*) AS segments, sum(messages) AS packed, sum(packed_bytes) AS packed_bytes
-        FROM segments GROUP BY lane""")
+        FROM segment GROUP BY lane""")
     figures = _figures(store, places, of_segments)
     totals = _totals(figures, places, of_segments)
-    damaged = damage(store)
-    unread = {found.subject.split()[1].rstrip(":"): str(found.details["places"][0]) for found in damaged}
     coming = calendar(store, release_rate)
     first_due = {place.lane: place.first_due_ms for place in places if place.kind == WAITING}
     questions: dict[str, Callable[[], list[Finding]]] = {
         CONSERVATION: lambda: conservation(figures),
-        SEGMENTS: lambda: [*segments(store, restored_ms), *_law_of_segments(store, figures, unread)],
-        INTEGRITY: lambda: [*damaged, *integrity(store)],
+        SEGMENTS: lambda: [*segments(store, restored_ms), *_law_of_segments(store, figures)],
+        INTEGRITY: lambda: integrity(store),
         OVERDUE: lambda: overdue(store, figures, paced or {}),
         LANES: lambda: lanes(store, figures, first_due),
         REPEATS: lambda: repeats(store),
         KEYS: lambda: keys(store),
         PEAKS: lambda: peaks(coming),
     }
-    skipped = _skipped(store, unread)
+    why = "a sample was read, and this rule needs the whole store"
+    skipped = {} if store.whole else dict.fromkeys(OF_THE_WHOLE, why)
     runs: list[RuleRun] = []
     listed: list[Finding] = []
     for rule, question in questions.items():
@@ -142,27 +140,18 @@ def _totals(figures: list[LaneFigures], places: list[Any], of_segments: list[Any
     )
 
 
-def _skipped(store: Extract, unread: Mapping[str, str]) -> dict[str, str]:
-    """The rules that are not run, and why. Rows that the database could not read are not missing rows."""
-    if not store.whole:
-        return dict.fromkeys(OF_THE_WHOLE, "a sample was read, and this rule needs the whole store")
-    found = {}
-    for table, place in unread.items():
-        why = f"table {table} could not be read as a whole ({place}): see integrity"
-        if table == "message_key":
-            found[KEYS] = why
-        elif not table.startswith("segment"):
-            found |= dict.fromkeys(OF_THE_WHOLE, why)
-    return found
-
-
-def _grouped(store: Extract, rows: str, by: str) -> list[Any]:
-    """The rows of a query in groups, with the number of ``messages``, the first due time, and the lowest ids."""
-    return store.rows(f"""
-        SELECT {by}, sum(messages) AS messages, min(due_ms) AS first_due_ms,
+def _violations(store: Extract, rule: str, rows: str, examples: str = "examples") -> list[Finding]:
+    """A finding for each ``subject`` of a query, which has also ``messages``, ``due_ms`` and ``id``. Its details have
+    the lowest ids as ``examples``."""
+    found = store.rows(f"""
+        SELECT subject, sum(messages) AS messages, min(due_ms) AS first_due_ms,
                array_sort(collect_set(CASE WHEN nth <= {EXAMPLES} THEN id END)) AS examples
-        FROM (SELECT *, row_number() OVER (PARTITION BY {by} ORDER BY id) AS nth FROM ({rows}))
-        GROUP BY {by} ORDER BY {by}""")
+        FROM (SELECT *, row_number() OVER (PARTITION BY subject ORDER BY id) AS nth FROM ({rows}))
+        WHERE subject IS NOT NULL GROUP BY subject""")
+    return [
+        Finding(rule, "violation", one.subject, one.messages, one.first_due_ms, {examples: one.examples})
+        for one in found
+    ]
 
 
 def conservation(figures: list[LaneFigures]) -> list[Finding]:
@@ -185,7 +174,7 @@ def _off(where: str, waits: int, held: int, counters: Mapping[str, int]) -> Iter
 
 UNREADABLE: Final = "does not read back"
 DUE: Final = "its first and last due time are not those of its messages"
-IDS: Final = "its first and last id are not those of its messages: a cancel would miss them"
+IDS: Final = "its ids are not those of its messages: a cancel would miss them"
 SIZE: Final = "its messages have another size than it says"
 LATE: Final = "it was not restored in time"
 MARKED: Final = "a daemon could not restore it"
@@ -195,76 +184,43 @@ def segments(store: Extract, restored_ms: int) -> list[Finding]:
     """The headers of segments against their unpacked messages."""
     rows = f"""
         WITH found AS (
-            SELECT segment, max(id) IS NULL AS unreadable, min(id) AS first_id, max(id) AS last_id,
+            SELECT segment, max(id) IS NULL AS unreadable, array_sort(collect_list(id)) AS ids,
                    min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms, sum(size) AS raw_bytes
-            FROM packed GROUP BY segment
+            FROM segment_message GROUP BY segment
         ), joined AS (
             SELECT s.id, s.lane, s.first_due_ms AS due_ms, s.broken_ms, s.messages, f.unreadable,
                    (s.first_due_ms, s.last_due_ms) <> (f.first_due_ms, f.last_due_ms) AS other_due,
-                   (s.first_id, s.last_id) <> (f.first_id, f.last_id) AS other_ids,
+                   array_sort(s.ids) <> f.ids AS other_ids,
                    s.raw_bytes <> f.raw_bytes AS other_size
-            FROM segments AS s LEFT JOIN found AS f ON s.id = f.segment
+            FROM segment AS s LEFT JOIN found AS f ON s.id = f.segment
         )
-        SELECT id, lane, due_ms, messages, explode(array_compact(array(
+        SELECT concat('lane ', lane, ': ', fault) AS subject, id, due_ms, messages
+        FROM joined LATERAL VIEW explode(array(
             CASE WHEN unreadable THEN '{UNREADABLE}' WHEN broken_ms IS NOT NULL THEN '{MARKED}'
                  WHEN due_ms < {store.now_ms + restored_ms} THEN '{LATE}' END,
             CASE WHEN NOT unreadable AND other_due THEN '{DUE}' END,
             CASE WHEN NOT unreadable AND other_ids THEN '{IDS}' END,
             CASE WHEN NOT unreadable AND other_size THEN '{SIZE}' END
-        ))) AS fault FROM joined"""
-    return [
-        Finding(
-            SEGMENTS,
-            "violation",
-            f"lane {row.lane}: {row.fault}",
-            row.messages,
-            row.first_due_ms,
-            {"segments": row.examples},
-        )
-        for row in _grouped(store, rows, "lane, fault")
-    ]
+        )) AS fault"""
+    return _violations(store, SEGMENTS, rows, "segments")
 
 
-def _law_of_segments(store: Extract, figures: list[LaneFigures], unread: Mapping[str, str]) -> list[Finding]:
+def _law_of_segments(store: Extract, figures: list[LaneFigures]) -> list[Finding]:
     packed, compacted = sum(lane.packed for lane in figures), sum(lane.counters["compacted"] for lane in figures)
     restored = sum(lane.counters["restored"] for lane in figures)
     expected = compacted - restored
-    if packed == expected or not store.whole or "segment" in unread:
+    if packed == expected or not store.whole:
         return []
     details = {"expected": expected, "found": packed, "compacted": compacted, "restored": restored}
     return [Finding(SEGMENTS, "violation", "all segments: compacted - restored", abs(packed - expected), None, details)]
 
 
-def damage(store: Extract) -> list[Finding]:
-    """Places that the database cannot read: a finding for each table, with some of the places and reasons."""
-    rows = store.rows("""
-        SELECT relation, count(DISTINCT place) AS places, slice(array_sort(collect_set(place)), 1, 20) AS some,
-               slice(array_sort(collect_set(reason)), 1, 3) AS reasons
-        FROM damage GROUP BY relation ORDER BY relation""")
-    found = []
-    for row in rows:
-        details = {"places": row.some, "reasons": row.reasons}
-        if (day := day_of(row.relation)) is not None:
-            details |= {"due_from_ms": day * DAY_MS, "due_before_ms": (day + 1) * DAY_MS}
-        subject = f"table {row.relation}: the database cannot read it"
-        found.append(Finding(INTEGRITY, "violation", subject, row.places, None, details))
-    return found
-
-
 def integrity(store: Extract) -> list[Finding]:
     """Defects of single messages, which the readers found (source.look)."""
-    faults = "SELECT lane, kind, explode(faults) AS fault, id, due_ms, 1 AS messages FROM messages"
-    return [
-        Finding(
-            INTEGRITY,
-            "violation",
-            f"lane {row.lane}, {row.kind}: {row.fault}",
-            row.messages,
-            row.first_due_ms,
-            {"examples": row.examples},
-        )
-        for row in _grouped(store, faults, "lane, kind, fault")
-    ]
+    rows = """
+        SELECT concat('lane ', lane, ', ', kind, ': ', fault) AS subject, id, due_ms, 1 AS messages
+        FROM messages LATERAL VIEW explode(faults) AS fault"""
+    return _violations(store, INTEGRITY, rows)
 
 
 PACED: Final = "paced"
@@ -370,7 +326,7 @@ def keys(store: Extract) -> list[Finding]:
             SELECT coalesce(m.key, k.key) AS key, m.id, m.due_ms, coalesce(m.kind = '{WAITING}', false) AS waits,
                    k.id AS pointed, k.due_ms AS pointed_ms,
                    m.id <=> k.id AND (m.kind = '{HELD}' OR (m.lane, m.due_ms) = (k.lane, k.due_ms)) AS met
-            FROM (SELECT * FROM messages WHERE key IS NOT NULL) AS m FULL JOIN keys AS k ON m.key = k.key
+            FROM (SELECT * FROM messages WHERE key IS NOT NULL) AS m FULL JOIN message_key AS k ON m.key = k.key
         ), by_key AS (
             SELECT *, count_if(waits) OVER one AS waiting, bool_or(met) OVER one AS reached
             FROM claims WINDOW one AS (PARTITION BY key)
@@ -378,9 +334,6 @@ def keys(store: Extract) -> list[Finding]:
         SELECT DISTINCT key, if(waits, id, pointed) AS id, if(waits, due_ms, pointed_ms) AS due_ms, 1 AS messages,
                CASE WHEN waits AND waiting > 1 THEN '{COLLIDES}'
                     WHEN waits AND NOT met THEN '{UNREACHABLE}'
-                    WHEN waiting = 0 AND pointed IS NOT NULL AND NOT reached THEN '{DANGLES}' END AS fault
+                    WHEN waiting = 0 AND pointed IS NOT NULL AND NOT reached THEN '{DANGLES}' END AS subject
         FROM by_key"""
-    return [
-        Finding(KEYS, "violation", row.fault, row.messages, row.first_due_ms, {"examples": row.examples})
-        for row in _grouped(store, f"SELECT * FROM ({rows}) WHERE fault IS NOT NULL", "fault")
-    ]
+    return _violations(store, KEYS, rows)

@@ -16,9 +16,6 @@ Neither bodies nor headers leave the executor that reads them. It makes columns 
 Spark shows options in plans, pages and logs, so no password may stand in one: :func:`bound` makes a class that carries
 the URL inside. Spark keeps it as a pickle, and shows it nowhere.
 
-A page or a value that Postgres cannot read ends the reading of its piece (some megabytes) alone. A row with only the
-column ``damage`` names the piece and the reason.
-
 Memory is bounded by a batch, or by one larger row, because libpq streams.
 """
 
@@ -26,7 +23,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from struct import Struct
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -39,7 +36,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.audit import connection
-from delayer.audit.connection import Reading, Unreadable
+from delayer.audit.connection import Reading
 from delayer.audit.findings import HELD, PACKED, WAITING
 from delayer.core.secret import SecretUrl
 from delayer.store.rows.days import DAY_MS, day_of
@@ -100,26 +97,19 @@ def look(message: Message) -> Looked:
     return Looked(size, faults, blake2b(told + blake2b(body).digest(), digest_size=16).digest())
 
 
-_DAMAGE: Final = ("damage", pa.struct([("relation", pa.string()), ("place", pa.string()), ("reason", pa.string())]))
-
-
-def _schema(**columns: pa.DataType) -> pa.Schema:
-    return pa.schema([*columns.items(), _DAMAGE])
-
-
 _INT, _LONG, _TEXT, _BYTES = pa.int32(), pa.int64(), pa.string(), pa.binary()
-MESSAGES: Final = _schema(
-    id=_LONG, lane=_INT, due_ms=_LONG, kind=_TEXT, segment=_LONG, route=_BYTES, to_exchange=_BYTES, to_key=_BYTES,
-    key=_BYTES, size=_LONG, faults=pa.list_(_TEXT), fingerprint=_BYTES, retry_ms=_LONG,
-)  # fmt: skip
+MESSAGES: Final = pa.schema({
+    "id": _LONG, "lane": _INT, "due_ms": _LONG, "kind": _TEXT, "segment": _LONG, "route": _BYTES, "to_exchange": _BYTES,
+    "to_key": _BYTES, "key": _BYTES, "size": _LONG, "faults": pa.list_(_TEXT), "fingerprint": _BYTES, "retry_ms": _LONG,
+})  # fmt: skip
 """Messages of every kind. ``segment``: the id of its segment. ``retry_ms``: the next attempt of a held message. A row
 with a segment and without an id stands for a segment that does not read back."""
-SEGMENTS: Final = _schema(
-    id=_LONG, lane=_INT, first_due_ms=_LONG, last_due_ms=_LONG, first_id=_LONG, last_id=_LONG, messages=_LONG,
-    raw_bytes=_LONG, packed_bytes=_LONG, broken_ms=_LONG,
-)  # fmt: skip
+SEGMENTS: Final = pa.schema({
+    "id": _LONG, "lane": _INT, "first_due_ms": _LONG, "last_due_ms": _LONG, "ids": pa.list_(_LONG), "messages": _LONG,
+    "raw_bytes": _LONG, "packed_bytes": _LONG, "broken_ms": _LONG,
+})  # fmt: skip
 """The headers of segments. ``broken_ms``: when a daemon marked it as broken."""
-KEYS: Final = _schema(key=_BYTES, lane=_INT, due_ms=_LONG, id=_LONG)
+KEYS: Final = pa.schema({"key": _BYTES, "lane": _INT, "due_ms": _LONG, "id": _LONG})
 
 
 def _ms(column: str) -> str:
@@ -148,7 +138,7 @@ RELATIONS: Final[Mapping[str, Relation]] = {
     "segment_message": Relation("segment", "id, lane, format::int, messages, digest, packed", MESSAGES),
     "segment": Relation(
         "segment",
-        f"id, lane, {_ms('first_due')} AS first_due_ms, {_ms('last_due')} AS last_due_ms, first_id, last_id, messages,"
+        f"id, lane, {_ms('first_due')} AS first_due_ms, {_ms('last_due')} AS last_due_ms, ids, messages,"
         f" raw_bytes, octet_length(packed) AS packed_bytes, {_ms('broken_at')} AS broken_ms",
         SEGMENTS,
     ),
@@ -226,11 +216,6 @@ class Piece(NamedTuple):
     first: int
     after: int | None
 
-    def __str__(self) -> str:
-        if self.after is None:
-            return f"page {self.first} and all behind it"
-        return f"pages {self.first} to {self.after - 1}"
-
     def condition(self) -> str:
         """The condition for WHERE."""
         low = f"ctid >= '({self.first},0)'::tid"
@@ -298,10 +283,13 @@ class StoreSource(DataSource):
         return NAME
 
     def schema(self) -> StructType:
-        return from_arrow_schema(Asked.of(self.options, self.url).relation.schema)
+        name = self.options["relation"]
+        if name not in RELATIONS:
+            raise ValueError(f"no relation {name!r}; there are {', '.join(RELATIONS)}")
+        return from_arrow_schema(RELATIONS[name].schema)
 
     def reader(self, schema: StructType) -> StoreReader:
-        return StoreReader(Asked.of(self.options, self.url))
+        return StoreReader(self.options, self.url)
 
 
 def bound(url: SecretUrl) -> type[StoreSource]:
@@ -314,44 +302,8 @@ def bound(url: SecretUrl) -> type[StoreSource]:
     return Bound
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The options, read once. Raises ValueError for a bad one."""
-
-    url: SecretUrl
-    name: str
-    snapshot: str
-    sample: float
-    seed: int
-    split_bytes: int
-    batch_bytes: int
-
-    @classmethod
-    def of(cls, options: Any, url: SecretUrl) -> Asked:
-        name = options.get("relation", "message")
-        if name not in RELATIONS:
-            raise ValueError(f"no relation {name!r}; there are {', '.join(RELATIONS)}")
-        return cls(
-            url=url,
-            name=name,
-            snapshot=options.get("snapshot", ""),
-            sample=float(options.get("sample", "1")),
-            seed=int(options.get("seed", "0")),
-            split_bytes=int(options.get("split_bytes", SPLIT_BYTES)),
-            batch_bytes=int(options.get("batch_bytes", (8 << 20))),
-        )
-
-    @property
-    def relation(self) -> Relation:
-        return RELATIONS[self.name]
-
-
-@dataclass
 class Task(InputPartition):
     """The input of one task. ``days`` have partitions; the reader of the default partition uses them."""
-
-    split: Split
-    days: frozenset[int]
 
     def __init__(self, split: Split, days: frozenset[int]) -> None:
         super().__init__(split)
@@ -360,19 +312,26 @@ class Task(InputPartition):
 
 
 class StoreReader(DataSourceReader):
-    """Plans on the driver, reads on the executors."""
+    """Plans on the driver, reads on the executors. Options: the relation, the snapshot ("": one of its own), and the
+    sizes and the share of :func:`plan_splits`."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, options: Mapping[str, str], url: SecretUrl) -> None:
+        self._name = options["relation"]
+        self._sample = float(options.get("sample", 1))
+        self._seed = int(options.get("seed", 0))
+        self._split_bytes = int(options.get("split_bytes", SPLIT_BYTES))
+        first, batch_bytes = (
+            connection.on_snapshot(options.get("snapshot", "")),
+            int(options.get("batch_bytes", 8 << 20)),
+        )
+        self._reading = partial(connection.reading, url, first, batch_bytes)
 
     def partitions(self) -> Sequence[InputPartition]:
         """The tasks. An empty relation gives one task without pieces, because Spark wants one. Raises StoreLost."""
-        asked, table = self._asked, self._asked.relation.table
-        at_work = connection.reading(asked.url, asked.snapshot, asked.batch_bytes)
-        with at_work as reading, connection.translated(table):
-            found = [Heap(*row) for row in reading.rows(_HEAPS.format(table=table))]
+        with self._reading() as reading:
+            found = [Heap(*row) for row in reading.rows(_HEAPS.format(table=RELATIONS[self._name].table))]
         days = frozenset(day for heap in found if (day := day_of(heap.name)) is not None)
-        planned = plan_splits(found, split_bytes=asked.split_bytes, sample=asked.sample, seed=asked.seed)
+        planned = plan_splits(found, split_bytes=self._split_bytes, sample=self._sample, seed=self._seed)
         return [Task(split, days) for split in planned or [()]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -380,19 +339,13 @@ class StoreReader(DataSourceReader):
         assert isinstance(partition, Task)
         if not partition.split:
             return
-        asked = self._asked
-        with connection.reading(asked.url, asked.snapshot, asked.batch_bytes) as reading:
+        with self._reading() as reading:
             for piece in partition.split:
-                with connection.translated(piece.heap):
-                    try:
-                        yield from self._piece(reading, piece, partition.days)
-                    except Unreadable as error:
-                        damage = {"relation": piece.heap, "place": str(piece), "reason": error.reason}
-                        yield made(asked.relation.schema, 1, {"damage": damage})
+                yield from self._piece(reading, piece, partition.days)
 
     def _piece(self, reading: Reading, piece: Piece, days: frozenset[int]) -> Iterator[pa.RecordBatch]:
-        """The rows of one piece. Raises Unreadable, and the driver's errors."""
-        name, relation = self._asked.name, self._asked.relation
+        """The rows of one piece. Raises StoreLost."""
+        name, relation = self._name, RELATIONS[self._name]
         for found in reading.batches(f"SELECT {relation.columns} FROM ONLY {piece.heap} WHERE {piece.condition()}"):
             if name == "segment_message":
                 yield from _unpacked(found)

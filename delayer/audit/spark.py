@@ -6,7 +6,6 @@ delayer/audit/source.py says how the URL travels.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -28,51 +26,6 @@ from delayer.audit.errors import JavaMissing, JobMisused, SparkMissing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-EXTRACT: Final = "delayer-audit-"
-SCRATCH: Final = "delayer-spark-"
-
-
-@contextmanager
-def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """A fresh directory below ``parent`` for this user only, removed at the end. It first removes the directories of
-    killed runs. Raises OSError.
-
-    A run locks its directory, and the kernel frees the lock with the process. The name contains the boot id of the
-    kernel, because a free lock of another machine's run proves nothing.
-    """
-    boot = _boot()
-    for left in (*parent.glob(f"{EXTRACT}{boot}-*"), *parent.glob(f"{SCRATCH}{boot}-*")):
-        with suppress(OSError):  # A living run holds it, or it belongs to another user.
-            os.close(_locked(left))
-            shutil.rmtree(left, ignore_errors=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{prefix}{boot}-", dir=parent))
-    lock = _locked(fresh)
-    made = fresh.rename(fresh.with_name(fresh.name.removeprefix(".")))  # It is locked before another run can sweep it.
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        os.close(lock)
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
-    except OSError:
-        return uuid.uuid4().hex[:8]  # No later run needs the name.
-
-
-def _locked(directory: Path) -> int:
-    """Lock a directory. Raises OSError if another process holds it."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
-
 
 JAVA_NEEDED: Final = 17
 _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
@@ -182,15 +135,14 @@ def session(
 
 @contextmanager
 def _scratch(master: str | None, work: str | None) -> Iterator[str | None]:
-    """A directory on this machine for Spark's spilled data, with keys and destinations. The next run removes it if this
-    one is killed."""
+    """A directory on this machine for Spark's spilled data, with keys and destinations."""
     if not is_local(master) or submitted():
         yield None
         return
     parent = Path(tempfile.gettempdir() if work is None or urlsplit(work).scheme else work)
     parent.mkdir(parents=True, exist_ok=True)
-    with scratch_directory(parent, SCRATCH) as made:
-        yield str(made)
+    with tempfile.TemporaryDirectory(prefix="delayer-spark-", dir=parent, ignore_cleanup_errors=True) as made:
+        yield made
 
 
 def _hush(spark: SparkSession) -> None:

@@ -12,9 +12,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import asyncpg
@@ -22,8 +23,10 @@ import asyncpg
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
 from delayer.core.secret import mask
+from delayer.store import pool
 from delayer.store.admin import traffic
 from delayer.store.admin.traffic import Traffic
+from delayer.store.errors import DRIVER_ERRORS, describe
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -207,6 +210,32 @@ def run(
     with Watching(spark, say)(name):
         found: list[R] = spark.sparkContext.parallelize(tasks, len(tasks)).flatMap(partial(_last, work)).collect()
         return found
+
+
+async def each(
+    url: str,
+    application: str,
+    items: Sequence[T],
+    do: Callable[[asyncpg.Connection, T], Awaitable[R]],
+    lost: Callable[[T, R | None, str], R],
+) -> list[R]:
+    """Do it to ``items`` one after the other, on one session of the store. ``lost`` makes the result of an item if the
+    session ends before its commit is certain. It gets the result so far and the reason."""
+    try:
+        connection = await pool.connect(url, application, {**SESSION, **LAZY})
+    except StoreLost as error:
+        return [lost(item, None, str(error)) for item in items]
+    done: list[R] = []
+    try:
+        for item in items:
+            done.append(await do(connection, item))
+        await flush(connection)
+    except DRIVER_ERRORS as error:
+        return [lost(item, one, describe(error)) for item, one in zip_longest(items, done)]
+    else:
+        return done
+    finally:
+        await pool.close(connection)
 
 
 def _last(work: Callable[[Sequence[T]], Iterable[R]], portion: Sequence[T]) -> Iterable[R]:

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from delayer.audit.findings import Finding, Peak, Report, Severity
+from delayer.audit.findings import Finding, Peak, Report, Severity, Share
+from delayer.broker.route_check import Verdict
 from delayer.config.logs import readable
 
-_UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+_UNITS: Final = (("years", 31_557_600), ("d", 86_400), ("h", 3_600), ("min", 60))
 _SECOND_MS, _MINUTE_MS, _HOUR_MS, _DAY_MS = 1_000, 60_000, 3_600_000, 86_400_000
 _WIDTHS: Final = {_SECOND_MS: "second", _MINUTE_MS: "minute", _HOUR_MS: "hour", _DAY_MS: "day"}
 
@@ -37,55 +38,24 @@ def away(at_ms: int | None, now_ms: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """At most two units: ``1 h 55 min``, ``115 s``, ``40 ms``. Below two minutes in seconds."""
+    """Three digits in the largest unit of which it has two: ``1.92 h``, ``115 s``, ``40 ms``."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 9.95 and round(seconds, 1) % 1:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    if whole >= 730 * 86_400:
-        return f"{_digits(round(whole / (365.25 * 86_400), 1))} years"
-    parts = []
-    for unit, size in _UNITS:
-        amount, whole = divmod(whole, size)
-        if amount:
-            parts.append(f"{amount} {unit}")
-        if parts and (len(parts) == 2 or not amount or amount >= 10):
-            break
-    return " ".join(parts)
+    unit, length = next(((unit, length) for unit, length in _UNITS if seconds >= 2 * length), ("s", 1))
+    return f"{seconds / length:.3g} {unit}"
 
 
 def size(amount: float) -> str:
     """Bytes in the units that disks are sold in: ``512 B``, ``4.2 GB``."""
-    for unit_size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(amount) >= unit_size * 0.9995:
-            return f"{_digits(amount / unit_size)} {unit}"
+    for length, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if amount >= length * 0.9995:
+            return f"{amount / length:.3g} {unit}"
     return f"{amount:.0f} B"
-
-
-def _digits(number: float) -> str:
-    """At most three digits."""
-    if number == round(number) or abs(number) >= 99.95:
-        return f"{number:.0f}"
-    return f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}".rstrip("0").rstrip(".")
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
     """``1 violation``, ``1,200 violations``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
-def about(finding: Finding) -> str:
-    """The extent of a finding: ``3 messages``, ``2 places``."""
-    noun = "place" if "places" in finding.details else "message"
-    return counted(finding.count, noun)
-
-
-def change(number: int) -> str:
-    """A number with its sign: ``+1,200``, ``-3``, ``±0``."""
-    return f"{number:+,}" if number else "±0"
 
 
 def width(width_ms: int) -> str:
@@ -101,6 +71,32 @@ def name(raw: bytes | str, empty: str = "(empty)") -> str:
 def destination(exchange: bytes, key: bytes) -> str:
     """A destination in words."""
     return f"{name(exchange)} · {name(key)}" if exchange else f"queue {name(key)}"
+
+
+class Badge(NamedTuple):
+    """What the broker would do. ``tone`` is good, warn, bad or empty."""
+
+    tone: str
+    text: str
+
+
+_BADGES: Final = {
+    Verdict.ROUTED.value: Badge("good", "take them"),
+    Verdict.ALTERNATE.value: Badge("warn", "use an alternate"),
+    Verdict.MISSING.value: Badge("bad", "not find it"),
+    Verdict.UNROUTABLE.value: Badge("bad", "find no queue"),
+    Verdict.CLOSED.value: Badge("bad", "refuse them"),
+}
+
+
+def badge(share: Share) -> Badge:
+    """The verdict on a destination. It has no tone without a clear answer of the broker."""
+    return _BADGES.get(share.verdict) or Badge("", share.verdict or Verdict.NOT_ASKED.value)
+
+
+def destinations(report: Report) -> list[Share]:
+    """The destinations to show. Those that would not take their messages stand first, even the smallest."""
+    return sorted(report.calendar.destinations, key=lambda one: badge(one).tone != "bad")
 
 
 def peaks(report: Report) -> list[Peak]:
@@ -123,14 +119,12 @@ def groups(report: Report) -> Iterator[Group]:
     unlisted = {run.rule: run.unlisted for run in report.rules}
     ordered = sorted(report.findings, key=lambda one: one.severity == "warning")
     for (severity, rule), found in groupby(ordered, key=lambda one: (one.severity, one.rule)):
-        yield Group(severity, advice(rule), tuple(found), unlisted.pop(rule, 0))
+        yield Group(severity, ADVICE[rule], tuple(found), unlisted.pop(rule, 0))
 
 
 def verdict(report: Report) -> str:
     """The whole audit in one line."""
-    parts = [counted(sum(run.violations for run in report.rules), "violation")]
-    parts.append(counted(sum(run.warnings for run in report.rules), "warning"))
-    return ", ".join(parts)
+    return f"{counted(report.violations, 'violation')}, {counted(report.warnings, 'warning')}"
 
 
 def behind(report: Report) -> str:
@@ -188,8 +182,6 @@ class Advice(NamedTuple):
     next: str
 
 
-_FALLBACK: Final = Advice("", "A rule found something.", "See docs/backlog.md for this rule.")
-
 ADVICE: Final[dict[str, Advice]] = {
     "conservation": Advice(
         "Conservation",
@@ -209,9 +201,8 @@ ADVICE: Final[dict[str, Advice]] = {
     "integrity": Advice(
         "Integrity",
         "Rows whose bytes differ from the parked ones, cannot be decoded, are of an unknown format, or lie in the "
-        "wrong partition: a daemon holds such a message and does not send it. Or places of a table that the database "
-        "itself cannot read.",
-        "Check the disks and the checksums of Postgres (`pg_amcheck`); unreadable pages come back from a backup "
+        "wrong partition: a daemon holds such a message and does not send it.",
+        "Check the disks and the checksums of Postgres (`pg_amcheck`); changed bytes come back from a backup "
         "or a replica only. An unknown format is a daemon that is older than its store: upgrade it.",
     ),
     "overdue": Advice(
@@ -254,8 +245,3 @@ ADVICE: Final[dict[str, Advice]] = {
         "workers.",
     ),
 }
-
-
-def advice(rule: str) -> Advice:
-    """The advice for any rule, also for one of a newer version."""
-    return ADVICE.get(rule) or _FALLBACK._replace(title=rule)

@@ -7,7 +7,7 @@ these frames leave the check to the broker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeVar
@@ -149,18 +149,7 @@ class PipelinedAdmin:
     async def exists(self, queue: str) -> bool:
         """Whether the queue exists and no other connection owns it. RabbitMQ 4.3 shows a queue only to users with the
         configure permission; for others it counts as missing."""
-        try:
-            return (await self._look([queue]))[0] is not None
-        except BrokerRefused:
-            return False
-
-    async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
-        """Messages ready in each queue; None if it is missing, or another connection owns it exclusively.
-
-        Raises BrokerRefused if this user lacks the permission.
-        """
-        asked = list(queues)
-        return dict(zip(asked, await self._look(asked), strict=True))
+        return isinstance((await self.depths([queue]))[queue], int)
 
     async def cascade_depths(self, cascade: Cascade, queues: Iterable[str] = ()) -> CascadeDepths:
         """Levels with their depths, and the depths of ``queues`` and of the strays queue.
@@ -174,27 +163,21 @@ class PipelinedAdmin:
         around = [*wanted, *([cascade.strays] if cascade.strays else [])]
         every = [*(level.name for level in cascade.levels()), *around]
         inner = [level.name for level in cascade.levels() if level.name not in (first, last)]
-        answers = await self._answers([name for name in every if name not in inner])
+        answers = await self.depths(name for name in every if name not in inner)
         if all(_forbidden(one) for one in answers.values()):
-            _raise_if_forbidden(answers.values())
+            raise BrokerRefused(str(answers[first]))
         there = isinstance(answers[first], int) or isinstance(answers[last], int)
-        answers |= await self._answers(inner) if there else dict.fromkeys(inner, answers[first])
+        answers |= await self.depths(inner) if there else dict.fromkeys(inner, answers[first])
         hidden = [name for name in every if _forbidden(answers[name])]
-        depths = dict(zip(answers, _depths(answers.values()), strict=True))
+        depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}
         levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())
         return CascadeDepths(
             cascade.kind, cascade.delivery, tuple(levels), {name: depths[name] for name in around}, tuple(hidden)
         )
 
-    async def _answers(self, queues: Sequence[str]) -> dict[str, int | ChannelClosed]:
-        return dict(zip(queues, await self._ask(queues), strict=True))
-
-    async def _look(self, queues: Collection[str]) -> list[int | None]:
-        answers = await self._ask(queues)
-        _raise_if_forbidden(answers)
-        return _depths(answers)
-
-    async def _ask(self, queues: Collection[str]) -> list[int | ChannelClosed]:
+    async def depths(self, queues: Iterable[str]) -> dict[str, int | ChannelClosed]:
+        """Messages ready in each queue, or the broker's refusal."""
+        names = list(queues)
         room = asyncio.Semaphore(min(CHANNELS, self._connection.channel_max))
 
         async def look(queue: str) -> int:
@@ -204,7 +187,7 @@ class PipelinedAdmin:
                 await channel.close()
                 return found.message_count or 0
 
-        return await self._all([look(queue) for queue in queues])
+        return dict(zip(names, await self._all([look(name) for name in names]), strict=True))
 
     async def _channel(self) -> Channel:
         opened = (await self._all([self._connection.channel()]))[0]
@@ -232,16 +215,6 @@ class PipelinedAdmin:
 
 def _forbidden(answer: int | ChannelClosed) -> bool:
     return isinstance(answer, ChannelClosed) and answer.code == ACCESS_REFUSED
-
-
-def _raise_if_forbidden(answers: Iterable[int | ChannelClosed]) -> None:
-    for one in answers:
-        if isinstance(one, ChannelClosed) and one.code == ACCESS_REFUSED:
-            raise BrokerRefused(str(one)) from one
-
-
-def _depths(answers: Iterable[int | ChannelClosed]) -> list[int | None]:
-    return [None if isinstance(one, ChannelClosed) else one for one in answers]
 
 
 def _loss(task: asyncio.Task[object]) -> BaseException | None:

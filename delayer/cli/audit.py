@@ -132,7 +132,7 @@ def audit(
             failures.append(Misused(f"--html {html}: {error.strerror}"))
     for one in failures:
         note(f"delayer: {one.message}")
-    if any(rule.violations for rule in audited.report.rules):
+    if audited.report.violations:
         context.exit(FOUND)
     context.exit(failures[0].exit_code if failures else DONE)
 

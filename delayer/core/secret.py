@@ -76,30 +76,6 @@ def _place(place: str, at: str) -> str:
     return f"{name}:{HIDDEN}" if colon and _NAME.fullmatch(name) else HIDDEN
 
 
-class SecretUrl:
-    """A URL that prints with its password masked. :meth:`reveal` returns the whole URL."""
-
-    __slots__ = ("_url",)
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def reveal(self) -> str:
-        return self._url
-
-    def __str__(self) -> str:
-        return concealed(self._url)
-
-    def __repr__(self) -> str:
-        return f"SecretUrl({concealed(self._url)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SecretUrl) and other._url == self._url
-
-    def __hash__(self) -> int:
-        return hash(self._url)
-
-
 class Secret:
     """A text that never prints. :meth:`reveal` returns it."""
 
@@ -115,10 +91,19 @@ class Secret:
         return HIDDEN
 
     def __repr__(self) -> str:
-        return f"Secret({HIDDEN!r})"
+        return f"{type(self).__name__}({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and other._text == self._text
+        return type(other) is type(self) and isinstance(other, Secret) and other._text == self._text
 
     def __hash__(self) -> int:
         return hash(self._text)
+
+
+class SecretUrl(Secret):
+    """A URL that prints with its password masked. :meth:`reveal` returns the whole URL."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return concealed(self._text)

@@ -60,6 +60,11 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
         "the database, as Postgres's superuser: ALTER DATABASE … OWNER TO …",
     ),
     (
+        asyncpg.OutOfMemoryError,
+        "if it says out of shared memory, the lock table is full: ALTER SYSTEM SET max_locks_per_transaction = 256, or "
+        "more for many lanes (docs/operations.md), and restart Postgres",
+    ),
+    (
         asyncpg.InvalidCatalogNameError,
         "create it, as Postgres's superuser: createdb -O ROLE DATABASE; or name another one in store.url",
     ),

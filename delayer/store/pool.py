@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
 import asyncpg
@@ -54,6 +55,9 @@ STATEMENT_SECONDS = 30.0
 # The server gives up first, with a reason; we only give up on a server that does not answer at all.
 COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
 
+LONG_SECONDS = 3_600.0
+"""For statements over the whole store that have no statement_timeout. For the driver, None means COMMAND_SECONDS."""
+
 GIVEN_UP = (asyncio.CancelledError, TimeoutError)
 """The caller waits no longer for the server's answer, neither to the statement nor to its cancellation."""
 
@@ -63,10 +67,10 @@ BEGINNING_MS = -(1 << 62)
 """Before every instant: ``-infinity`` in Postgres."""
 
 
-def _to_wire(due_ms: int) -> tuple[int]:
+def _to_wire(due_ms: int | Decimal) -> tuple[int]:
     if due_ms == BEGINNING_MS:
         return (-_FOREVER_US - 1,)
-    return (due_ms * 1000 - POSTGRES_EPOCH_US,)
+    return (int(due_ms * 1000) - POSTGRES_EPOCH_US,)
 
 
 def _from_wire(wire: tuple[int]) -> int:

@@ -115,14 +115,14 @@ CREATE TABLE counter (
 ) WITH ({ROWS_THAT_COUNT});
 
 -- A run of far-future messages of one lane, compacted (segments/codec.py). broken is the reason why it did not read
--- back. packed is compressed already, and is stored as it is.
+-- back. packed is a Parquet file, compressed already, and is stored as it is; digest is its SHA-256. ids are those of
+-- the messages in it.
 CREATE TABLE segment (
     id        bigint      NOT NULL DEFAULT nextval('segment_id'),
     lane      smallint    NOT NULL,
     first_due timestamptz NOT NULL,
     last_due  timestamptz NOT NULL,
-    first_id  bigint      NOT NULL,
-    last_id   bigint      NOT NULL,
+    ids       bigint[]    NOT NULL,
     messages  integer     NOT NULL,
     raw_bytes bigint      NOT NULL,
     format    smallint    NOT NULL,

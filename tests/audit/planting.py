@@ -308,7 +308,7 @@ class Planting:
         return await self._say(await self._segment(), "first_due = last_due", rules.DUE)
 
     async def segment_ids(self) -> Findings:
-        return await self._say(await self._segment(), "first_id = last_id", rules.IDS)
+        return await self._say(await self._segment(), "ids[1] = 4711", rules.IDS)
 
     async def segment_size(self) -> Findings:
         return await self._say(await self._segment(), "raw_bytes = raw_bytes + 1", rules.SIZE)

@@ -59,8 +59,7 @@ def segment(number: int, messages: Iterable[Row], /, **other: Any) -> Row:
         "lane": 1,
         "first_due_ms": min(one["due_ms"] for one in inside),
         "last_due_ms": max(one["due_ms"] for one in inside),
-        "first_id": min(one["id"] for one in inside),
-        "last_id": max(one["id"] for one in inside),
+        "ids": [one["id"] for one in inside],
         "messages": len(inside),
         "raw_bytes": sum(one["size"] for one in inside),
         "packed_bytes": 1000,
@@ -71,12 +70,6 @@ def segment(number: int, messages: Iterable[Row], /, **other: Any) -> Row:
 def key(name: bytes, number: int, **other: Any) -> Row:
     """A key that stands for a message as :func:`message` makes it."""
     return {"key": name, "lane": 1, "due_ms": NOW + 3_600_000, "id": number} | other
-
-
-def unread(place: str, reason: str) -> Row:
-    """A row that stands for a place that the database cannot read; ``place``: table and pages."""
-    table, _, pages = place.partition(" ")
-    return {"damage": {"relation": table, "place": pages, "reason": reason}}
 
 
 def store(

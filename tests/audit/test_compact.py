@@ -97,7 +97,7 @@ async def test_a_segment_that_somebody_else_has_locked_is_waited_for(database: s
         transaction = other.transaction()
         await transaction.start()
         await other.execute("SELECT FROM segment WHERE id = $1 FOR UPDATE", soonest["id"])
-        restoring = asyncio.create_task(restore.restore_segment(admin, soonest["id"]))
+        restoring = asyncio.create_task(restore.restore_segment(admin, (soonest["id"], 0)))
         waiting = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = $1"
         while not await watch.fetchval(waiting, admin.get_server_pid()):  # noqa: ASYNC110 - another session
             await asyncio.sleep(0.005)

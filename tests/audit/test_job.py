@@ -173,7 +173,7 @@ def test_errors_do_not_quote_the_url(spark: SparkSession, filled: str, work: str
     chain = [raised.value, raised.value.__cause__, raised.value.__context__]
     assert PASSWORD not in "".join(f"{one!r} {getattr(one, '_desc', '')}" for one in chain)
     assert PASSWORD not in repr(source.bound(SecretUrl(missing)).__dict__)
-    assert PASSWORD not in repr(source.Asked.of({}, SecretUrl(missing)))
+    assert PASSWORD not in repr(source.StoreReader({"relation": "held"}, SecretUrl(missing))._reading)
 
 
 # ---- the command
@@ -223,7 +223,6 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
         (["--url", "postgresql://h/d", "--url-file", "/x"], 2, "expected one of them"),
         (["--url-file", "/nowhere/url"], 2, "No such file"),
         (["--html", "/nowhere/page.html"], 2, "there is no directory"),
-        (["--out", "/dev/null/findings"], 2, "--out /dev/null/findings: Not a directory"),
         (["--master", "spark://nowhere:7077"], 2, "--work is needed"),
         (["--sample", "0"], 2, "--sample"),
         (["--conf", "nonsense"], 2, "expected KEY=VALUE"),

@@ -221,15 +221,3 @@ LOST_TASK = (
 )
 def test_the_reason_of_a_task_that_was_given_up_is_told(reason: str, expected: str) -> None:
     assert str(failure("packing", LOST_TASK.format(reason))) == expected
-
-
-def test_whether_there_is_a_place_for_the_findings_is_tried_before_the_work(tmp_path: Path) -> None:
-    job.check_place(None)
-    job.check_place(str(tmp_path / "new" / "findings"))
-    job.check_place("hdfs://cluster/findings")
-    assert [path.name for path in tmp_path.iterdir()] == ["new"]
-    (tmp_path / "file").touch()
-    with pytest.raises(JobMisused, match=r"--out .*file: File exists"):
-        job.check_place(str(tmp_path / "file"))
-    with pytest.raises(JobMisused, match="--out /proc: "):
-        job.check_place("/proc")

@@ -1,5 +1,4 @@
-"""An audit that is ended in the middle of its work: asked to, it leaves nothing; what a killed one left goes with a
-later one, and what one that lives has there stays."""
+"""An audit that is ended in the middle of its work leaves nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from delayer.audit import extract
 from tests.audit.test_reading import fill
 from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE
@@ -59,15 +57,3 @@ async def test_a_termination_leaves_nothing(filled: str, tmp_path: Path, end: Ca
     assert b"Traceback" not in told, told.decode()
     assert names(tmp_path) == []
     assert process.returncode == 143
-
-
-async def test_a_later_audit_removes_the_files_of_a_killed_one(filled: str, tmp_path: Path) -> None:
-    process = await midway(filled, tmp_path)
-    with extract.workplace(str(tmp_path)):
-        assert extracts(tmp_path), "the one that is at work keeps its own"
-    os.killpg(process.pid, signal.SIGKILL)
-    await process.communicate()
-    assert extracts(tmp_path), "nobody had the time to remove anything"
-    with extract.workplace(str(tmp_path)):
-        assert len(names(tmp_path)) == 1, "ours"
-    assert names(tmp_path) == []

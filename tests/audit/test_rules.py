@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from delayer.audit import rules
 from delayer.audit.findings import PACKED, LaneFigures
 from delayer.store.admin.stats import KINDS, RESTORED_MS
-from delayer.store.rows.partitions import DAY_MS, name_of
-from tests.audit.rows import DAY, NOW, Row, held, judged, key, message, packed, said, segment, store, unread
+from delayer.store.rows.partitions import DAY_MS
+from tests.audit.rows import NOW, Row, held, judged, key, message, packed, said, segment, store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +103,6 @@ def wrong_segments() -> Iterator[tuple[Row, list[Row], tuple[str, str, int]]]:
         number = next(numbers)
         first = 1000 * number
         inside = [packed(first + n, number, lane=number, due_ms=due_ms + n) for n in range(10)]
-        says = {name: first + value if name.endswith("_id") else value for name, value in says.items()}
         said = segment(number, inside, lane=number, **says)
         if broken:
             inside = [{"segment": number, "lane": number, "kind": PACKED}]
@@ -113,8 +112,8 @@ def wrong_segments() -> Iterator[tuple[Row, list[Row], tuple[str, str, int]]]:
     yield one(rules.UNREADABLE, broken=True, broken_ms=NOW)
     yield one(rules.DUE, first_due_ms=NOW + 8 * DAY_MS - 1)
     yield one(rules.DUE, last_due_ms=NOW + 9 * DAY_MS)
-    yield one(rules.IDS, first_id=-1)
-    yield one(rules.IDS, last_id=8)
+    yield one(rules.IDS, ids=[])
+    yield one(rules.IDS, ids=[8])
     yield one(rules.SIZE, raw_bytes=999)
     yield one(rules.LATE, due_ms=NOW + RESTORED_MS - 1)
     yield one(rules.MARKED, broken_ms=NOW)
@@ -200,24 +199,3 @@ def test_a_sample_says_nothing_about_the_whole(spark: SparkSession) -> None:
     assert {run.rule for run in report.rules if run.skipped} == {"conservation", "repeats", "keys"}
     assert report.sample == 0.01
     assert (report.totals.waiting, report.totals.packed, report.totals.segments) == (3, 2, 2), "what was unpacked"
-
-
-def test_rows_that_damage_hides_are_not_called_missing(spark: SparkSession) -> None:
-    """The damaged tables are told with their places; the rules that hidden rows would mislead are not asked."""
-    home = name_of(DAY)
-    places = [("pages 0 to 7", "one"), ("pages 8 to 15", "two"), ("pages 0 to 7", "one")]
-    rows = [message(1, key=b"k"), *(unread(f"{home} {place}", reason) for place, reason in places)]
-    report = judged(spark, rows, counters={(1, "parked"): 9})
-    assert said(report) == [("integrity", "violation", f"table {home}: the database cannot read it", 2)]
-    (damage,) = report.findings
-    assert damage.first_due_ms is None
-    assert damage.details == {
-        "places": ["pages 0 to 7", "pages 8 to 15"],
-        "reasons": ["one", "two"],
-        "due_from_ms": DAY * DAY_MS,
-        "due_before_ms": (DAY + 1) * DAY_MS,
-    }
-    assert {run.rule for run in report.rules if run.skipped} == {"conservation", "repeats", "keys"}
-    other = judged(spark, [message(1, key=b"k")], keys=[unread("message_key page 3", "bad")])
-    assert {run.rule for run in other.rules if run.skipped} == {"keys"}
-    assert [one.rule for one in other.findings] == ["integrity"]

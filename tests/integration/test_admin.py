@@ -297,7 +297,7 @@ async def test_depths_are_those_of_the_admin(vhost: str) -> None:
     async with pipelined_admin(vhost, "test") as broker:
         assert await broker.declared(Topology((), tuple(map(Queue, there))))
         await publish(vhost, there[1])
-        found = await broker.depths(asked)
+        found = {name: one if isinstance(one, int) else None for name, one in (await broker.depths(asked)).items()}
         assert found == {name: (0 if name in there else None) for name in asked} | {there[1]: 1}
         assert await broker.exists(there[0])
         assert not await broker.exists("q1")

@@ -329,9 +329,9 @@ async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, databa
     delayer("topology", "apply")
     async with sql(database) as connection:
         await connection.execute(
-            "INSERT INTO segment (lane, first_due, last_due, first_id, last_id, messages, raw_bytes, format,"
-            " digest, packed) SELECT 1, now() + n * interval '30 hours', now() + interval '40 days', 1, 9, 7, 1, 1, '',"
-            " '' FROM generate_series(1, 2) AS n"
+            "INSERT INTO segment (lane, first_due, last_due, ids, messages, raw_bytes, format, digest, packed)"
+            " SELECT 1, now() + n * interval '30 hours', now() + interval '40 days', '{1,9}', 7, 1, 1, '', ''"
+            " FROM generate_series(1, 2) AS n"
         )
         told = delayer("status").stdout
         assert "compacted: 14 in 2 segments   next due: 2" in told

@@ -111,7 +111,7 @@ async def test_a_broken_segment_is_said_once_and_stands_in_nobodys_way(database:
     [said] = [line for line in logged if line["event"] == "segment broken"]
     assert "delayer restore --all" in said["next_step"]
     assert (said["log_level"], said["messages"], said["first_due_ms"]) == ("error", 100, now - 3_000)
-    assert "checksum" in said["reason"]
+    assert "the bytes changed" in said["reason"]
     seen = (await overview(database)).segments
     assert (seen.segments, seen.messages, seen.broken, seen.broken_messages) == (1, 100, 1, 100)
     assert seen.next_due_ms is None

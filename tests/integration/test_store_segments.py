@@ -75,7 +75,7 @@ async def test_the_header_of_a_segment(database: str) -> None:
         assert (made.segment, made.messages, made.raw_bytes, made.more) == (listed.id, 3, raw, False)
         assert listed[1:7] == (1, START_MS + 5, START_MS + 9, 3, raw, made.packed_bytes)
         assert listed.broken is None
-        assert await admin.fetchrow("SELECT first_id, last_id, format FROM segment") == (3, 7, 1)
+        assert await admin.fetchrow("SELECT ids, format FROM segment") == ([7, 5, 3], 1)
         assert await catalog.count(admin) == (1, 3, 0, 0, START_MS + 5)
         assert await catalog.listed(admin, START_MS + 5) == []
         assert await catalog.restore_one(admin, START_MS + 4) is None
@@ -109,8 +109,7 @@ async def test_restored_messages_are_released(database: str) -> None:
 @pytest.mark.parametrize("at_most", [1, 7, 100, 10_000])
 @pytest.mark.parametrize("odd_us", [0, 500])
 async def test_windows_cover_every_row_once(database: str, days: int, at_most: int, odd_us: int) -> None:
-    """Lanes, days, gaps between them, many at one instant. A daemon's rows are due at whole milliseconds; those of
-    others are counted a little wrong, but left out or taken twice as little."""
+    """Lanes, days, gaps between them, many at one instant."""
     chance = random.Random(at_most)
     made = []
     for number in range(400):
@@ -120,28 +119,24 @@ async def test_windows_cover_every_row_once(database: str, days: int, at_most: i
     async with store(database, days) as admin:
         await put(admin, made)
         found = await compacting.windows(admin, START_MS - 1, at_most)
-        begins = [(window.lane, window.first_ms, window.first_id) for window in found]
-        assert begins == sorted(begins)
-        assert sum(window.rows for window in found) == len(made)
-        assert max(window.rows for window in found) <= at_most
+        assert found == sorted(found)
+        assert all(one.rows <= at_most or one.last_ms - one.first_ms < HOUR_MS for one in found)
         assert all(window.last_ms - window.first_ms < compacting.SPAN_MS for window in found)
-        counted = [sum(_inside(one, window) for one in made) for window in found]
-        assert odd_us or counted == [window.rows for window in found]
+        assert [sum(_inside(one, window) for one in made) for window in found] == [window.rows for window in found]
         assert all(sum(_inside(one, window) for window in found) == 1 for one in made)
         # Fewer would not do: neighbours are joined where they may be.
         for one, two in pairwise(found):
             fits = one.rows + two.rows <= at_most and two.last_ms - one.first_ms < compacting.SPAN_MS
             assert one.lane != two.lane or not fits
-        if at_most > 1:
-            segments_made = await compact(admin, START_MS - 1, at_most)
-            assert odd_us or [one.messages for one in segments_made] == counted
-            assert await waiting(admin) == {}
+        await compact(admin, START_MS - 1, at_most)
+        assert await waiting(admin) == {}
+
+
+HOUR_MS = 3_600_000
 
 
 def _inside(one: Row, window: Window) -> bool:
-    end_ms, end_id = window.end
-    begins, ends = (window.first_ms * 1000, window.first_id), (end_ms * 1000, end_id)
-    return one.lane == window.lane and begins <= (one.due_us, one.id) < ends
+    return one.lane == window.lane and window.first_ms <= one.due_us // 1000 <= window.last_ms
 
 
 async def test_windows_begin_after_a_limit(database: str) -> None:
@@ -149,7 +144,7 @@ async def test_windows_begin_after_a_limit(database: str) -> None:
         await put(admin, [row(n, START_MS + n * 1000) for n in range(10)])
         assert await compacting.windows(admin, START_MS + 9_000) == []
         [window] = await compacting.windows(admin, START_MS + 4_000)
-        assert (window.first_ms, window.rows) == (START_MS + 5_000, 5)
+        assert (window.first_ms, window.rows) == (START_MS + 4_001, 5)
         made = await compacting.compact_one(admin, window)
         assert made is not None
         assert sorted(await waiting(admin)) == [0, 1, 2, 3, 4]
@@ -158,10 +153,9 @@ async def test_windows_begin_after_a_limit(database: str) -> None:
 async def test_many_due_at_one_instant(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(n, START_MS) for n in range(1_000)])
-        found = await compacting.windows(admin, 0, 100)
-        assert [window.rows for window in found] == [100] * 10
-        made = [await compacting.compact_one(admin, window, rows=100) for window in found]
-        assert [one and one.messages for one in made] == [100] * 10
+        [window] = await compacting.windows(admin, 0, 100)
+        assert window.rows == 1_000
+        assert [one.messages for one in await compact(admin, rows=100)] == [100] * 10
         assert sorted(await packed(admin)) == list(range(1_000))
 
 
@@ -258,11 +252,11 @@ async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
 ) -> None:
     """Rows of a day without a partition are routed to the default one, which does not take them any more."""
     halfway, attached = asyncio.Event(), asyncio.Event()
-    real = catalog._portions
+    real = catalog._records
 
-    async def portions(*args: Any) -> AsyncIterator[bytes]:
+    async def records(*args: Any) -> AsyncIterator[tuple[Any, ...]]:
         async for number, one in enumerated(real(*args)):
-            if number == 1:
+            if number == 150:
                 halfway.set()
                 await attached.wait()
             yield one
@@ -270,10 +264,10 @@ async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
     async with store(database, 1) as admin, sql(database) as other:
         first = START_MS // DAY_MS
         late = [row(1000 + n, START_MS + DAY_MS + n) for n in range(10)]
-        await put(admin, [row(n, START_MS + n, body=b"x" * 3000) for n in range(1, 200)] + late)
+        await put(admin, [row(n, START_MS + n, body=b"x" * 10_000) for n in range(1, 200)] + late)
         await compact(admin)
         with monkeypatch.context() as patched:
-            patched.setattr(catalog, "_portions", portions)
+            patched.setattr(catalog, "_records", records)
             restoring = asyncio.create_task(catalog.restore_one(admin, FOREVER_MS, portion_bytes=20_000))
             await halfway.wait()
             assert await partitions.make(other, first + 1, first - 10) is partitions.Making.DONE
@@ -284,7 +278,7 @@ async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
         assert len(await waiting(admin)) == 209
 
 
-async def enumerated(source: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
+async def enumerated(source: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]]:
     number = 0
     async for one in source:
         yield number, one
@@ -307,7 +301,7 @@ async def test_a_segment_that_does_not_read_back_is_not_committed(
             with pytest.raises(SegmentBroken, match="the bytes changed"):
                 await compact(admin)
             patch.setattr(compacting, "_insert", lambda c, n, p: good(c, n, p._replace(messages=19)))
-            with pytest.raises(SegmentBroken, match="expected 20 messages, found 19"):
+            with pytest.raises(SegmentBroken, match="expected 19 messages, found 20"):
                 await compact(admin)
         with monkeypatch.context() as patch:
             patch.setattr(statements, "DELETE_RUN", f"{statements.DELETE_RUN} AND id > 1")
@@ -334,10 +328,10 @@ async def test_a_flipped_bit_is_found_wherever_it_is(database: str) -> None:
         assert {one.segment for one in back if isinstance(one, Broken)} == broken
         assert {one.segment for one in back if isinstance(one, Restored)} == inside.keys() - broken
         assert all(one.messages == inside[one.segment] for one in back)
-        assert all("checksum" in one.reason for one in back if isinstance(one, Broken))
+        assert all("the bytes changed" in one.reason for one in back if isinstance(one, Broken))
         left = await catalog.listed(admin)
         assert {one.id for one in left} == broken
-        assert all(one.broken and "checksum" in one.broken for one in left)
+        assert all(one.broken and "the bytes changed" in one.broken for one in left)
         count = sum(inside[number] for number in broken)
         assert await catalog.count(admin) == (len(broken), count, len(broken), count, None)
         assert len(await waiting(admin)) == 300 - count
@@ -360,7 +354,7 @@ FLIP = "UPDATE segment SET packed = set_bit(packed, $2::int, 1 - get_bit(packed,
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("packed = ''", "found 0 bytes"),
+        ("packed = ''", "the bytes changed"),
         ("digest = sha256('')", "expected the digest"),
         ("format = 7", "found 7"),
         ("messages = 9", "expected 9 messages, found 10"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 import asyncpg
@@ -18,6 +17,7 @@ from delayer.store.rows.partitions import DAY_MS, DAYS_AHEAD, name_of
 from delayer.store.segments import compact
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.faults.place import compact_all, eventually
+from tests.integration.segments_store import apart
 from tests.integration.test_store_lane import opened, sql
 from tests.support.postgres import Postgres
 
@@ -76,31 +76,21 @@ async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> Non
         assert await it.admin.fetchval("SELECT count(*) FROM message") == 100 + ROWS
 
 
-async def test_the_next_compaction_finishes_a_dead_one(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its segments say which days it worked on: their empty pages go back, also where rows with keys are left."""
-    monkeypatch.setattr(compact, "SETTLED", timedelta())
+async def test_the_next_compaction_finishes_a_dead_one(database: str) -> None:
+    """The server knows where the dead rows are: their empty pages go back, also where rows with keys are left."""
     async with scene(database) as it:
         emptied, partly, untouched = (it.today + DAYS_AHEAD + n for n in (1, 2, 3))
         for day in (partly, untouched):  # first, so that the pages behind them are empty in the end
             await it.park(day, 1, key=b"%d" % day)
         for day in (emptied, partly):
             await it.park(day)
-        assert await compact_all(it.admin) == 1
+        assert await apart(database, compact_all) == 1
         before = await compact.size(database)
         shrunk = await it.shrink()
         assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(emptied),), (name_of(partly),))
         assert await compact.size(database) < 0.2 * before
         again = await it.shrink()
         assert (again.dropped, set(again.vacuumed) - {"message_default"}) == ((), set()), "and then it is finished"
-
-
-def test_days_are_unfinished_until_a_vacuum_long_after_their_segments() -> None:
-    made, late = datetime(2030, 1, 1, tzinfo=UTC), compact.SETTLED
-    names = {1: "one", 2: "two", 3: "three", 5: "gone"}
-    vacuumed = {"one": made + late, "two": made + late / 2, "three": None, "message_default": made + late}
-    assert compact.unfinished(dict.fromkeys(range(1, 6), made), names, vacuumed) == {2, 3}
-    assert compact.unfinished({4: made + late}, names, vacuumed) == {4}, "a day without a partition"
-    assert compact.unfinished({}, names, vacuumed) == set()
 
 
 async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next_time(database: str) -> None:
@@ -112,7 +102,7 @@ async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next
         before = await compact.size(database)
         async with it.other.transaction(isolation="repeatable_read", readonly=True):
             await it.other.fetch("SELECT FROM lane")
-            assert await compact_all(it.admin) == 1
+            assert await apart(database, compact_all) == 1
             with capture_logs() as logged:
                 shrunk = await it.shrink()
             assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((), (), (name_of(day),))

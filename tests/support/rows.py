@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import asyncpg
+import pyarrow as pa
 
 from delayer.store.rows import envelope
 from delayer.store.rows.partitions import DAY_MS
@@ -92,8 +93,8 @@ async def packed(admin: asyncpg.Connection) -> dict[int, Row]:
     for segment in await catalog.listed(admin):
         table = await catalog.read(admin, segment.id)
         assert table is not None
-        columns = [column.cast("int64") if column.type.num_fields == 0 and str(column.type).startswith("timestamp")
-                   else column for column in table.columns]  # fmt: skip
+        columns = [column.cast(pa.timestamp("us", "UTC")).cast("int64") if name.endswith("_at") else column
+                   for name, column in zip(table.column_names, table.columns, strict=True)]  # fmt: skip
         for values in zip(*(column.to_pylist() for column in columns), strict=True):
             assert values[0] not in found, f"message {values[0]} is in two segments"
             found[values[0]] = Row(segment.lane, *values)

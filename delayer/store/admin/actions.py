@@ -16,7 +16,6 @@ interruption leaves whole portions.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -27,15 +26,15 @@ import asyncpg
 
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken
-from delayer.store import pool, schema, statements
+from delayer.store import pool, statements
 from delayer.store.admin import audit_log, listing
 from delayer.store.admin.detail import Found, HeldEntry
-from delayer.store.admin.listing import BEGINNING, NO_DUES, SETTINGS, Dues, Test
-from delayer.store.errors import WORTH_REPEATING, translated
+from delayer.store.admin.listing import BEGINNING, NO_DUES, Dues, Test
+from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.notify import notify
-from delayer.store.rows.days import DAY_MS, existing
+from delayer.store.rows.days import DAY_MS
 from delayer.store.rows.keys import forget, lock_keys
-from delayer.store.rows.partitions import PARK_SECONDS, Days
+from delayer.store.rows.partitions import PARK_SECONDS, make_missing
 from delayer.store.segments import catalog
 
 LOOKS: Final = 10
@@ -64,10 +63,10 @@ async def cancel(
 ) -> dict[int, Found]:
     """Cancel messages by id. Returns the place where each was met.
 
-    Finding a row by its id alone reads the index of every partition, and the ids of every segment with a range around
-    it. So ask for many at once, or give their due instants in ``dues``. The cancel waits for a message that is being
-    released, and then finds it NOWHERE, or waiting again. ``act``: the entry of the audit log (audit_log.py). Raises
-    the driver's errors; messages cancelled by then are in the audit log.
+    Finding a row by its id alone reads the index of every partition, and the ids of every segment. So ask for many at
+    once, or give their due instants in ``dues``. The cancel waits for a message that is being released, and then finds
+    it NOWHERE, or waiting again. ``act``: the entry of the audit log (audit_log.py). Raises the driver's errors;
+    messages cancelled by then are in the audit log.
     """
     return await _until_quiet(connection, ids, dues, act, partial(_cancel_rows, dues=dues))
 
@@ -115,13 +114,8 @@ async def _in_segments(
     connection: asyncpg.Connection, ids: Sequence[int], dues: Dues, act: int | None, work: Work
 ) -> dict[int, Found]:
     """Do it to those of ``ids`` that stand in segments: one segment after the other."""
-    holding, unreadable = await listing.find_in_segments(connection, ids, dues)
-    found = {
-        number: Found.UNREADABLE
-        for number in ids
-        if any(first <= number <= last for first, last in unreadable.values())
-    }
-    for segment, inside in sorted(holding.items()):
+    found: dict[int, Found] = {}
+    for segment, inside in (await listing.find_in_segments(connection, ids, dues)).items():
         await _make_days(connection, segment)
         met, _ = await patiently(partial(_do, connection, inside, act, work, segment))
         found |= {number: Found.SEGMENT if where is Found.WAITING else where for number, where in met.items()}
@@ -129,14 +123,11 @@ async def _in_segments(
 
 
 async def _make_days(connection: asyncpg.Connection, segment: int) -> None:
-    """Make the partitions that the messages of a segment go back into; a row of a day without one waits in the default
-    partition. Raises the driver's errors."""
+    """Make the partitions that the messages of a segment go back into. Raises the driver's errors."""
     row = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
     if row is not None:
-        today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
-        days, now = Days(await existing(connection)), time.monotonic()
-        missing = days.missing(range(row["first_due"] // DAY_MS, row["last_due"] // DAY_MS + 1), today, now)
-        await days.make(connection, missing, today, now, PARK_SECONDS)
+        days = range(row["first_due"] // DAY_MS, row["last_due"] // DAY_MS + 1)
+        await make_missing(connection, days, PARK_SECONDS)
 
 
 async def write_counters(connection: asyncpg.Connection, changes: Changes) -> None:
@@ -147,7 +138,7 @@ async def write_counters(connection: asyncpg.Connection, changes: Changes) -> No
 
 async def lock_keys_of(connection: asyncpg.Connection, places: listing.Places, more: Sequence[bytes] = ()) -> None:
     """Take turns with all other transactions on the keys of these rows, and on ``more``. Raises the driver's errors."""
-    rows = await connection.fetch(statements.KEYS_OF_ROWS, *places[:3], *places.bounds)
+    rows = await connection.fetch(statements.KEYS_OF_ROWS, *places)
     if keys := [*more, *(key for (key,) in rows)]:
         await lock_keys(connection, keys)
 
@@ -159,13 +150,8 @@ async def _cancel_rows(
     places = await listing.find_rows(connection, ids, dues)
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
-    gone = []
-    if places is not None:
-        await lock_keys_of(connection, places, keys)
-        rows = await connection.fetch(statements.DELETE_ROWS, *places[:3], *places.bounds, timeout=None)
-        gone += [(*row, Found.WAITING) for row in rows]
-    elif keys:
-        await lock_keys(connection, keys)
+    await lock_keys_of(connection, places, keys)
+    gone = [(*row, Found.WAITING) for row in await connection.fetch(statements.DELETE_ROWS, *places)]
     for row in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
         gone.append((*row, Found.HELD))
     changes: Changes = Counter()
@@ -174,7 +160,7 @@ async def _cancel_rows(
         changes[lane, "held"] -= where is Found.HELD
     if keyed := [(key, number) for number, _, key, _ in gone if key is not None]:
         await forget(connection, keyed)
-    quiet = len(gone) == (0 if places is None else len(places.ids)) + len(held)
+    quiet = len(gone) == len(places.ids) + len(held)
     return {number: where for number, _, _, where in gone}, changes, quiet
 
 
@@ -215,25 +201,23 @@ async def _move_rows(
     """Waiting and held rows."""
     places = await listing.find_rows(connection, ids, dues)
     held = [number for (number,) in await connection.fetch("SELECT id FROM held WHERE id = ANY($1) ORDER BY id", ids)]
-    moved: list[asyncpg.Record] = []
-    if places is not None:
-        await lock_keys_of(connection, places)
-        moved = await connection.fetch(statements.MOVE_ROWS, *places[:3], *when, *places.bounds, timeout=None)
+    await lock_keys_of(connection, places)
+    moved = await connection.fetch(statements.MOVE_ROWS, *places[:3], *when, *places[3:])
     if keyed := [(key, number, due_ms) for number, _, due_ms, key in moved if key is not None]:
         await _point(connection, sorted(keyed))
-    again = await connection.fetch(_MOVE_HELD, held, *when) if held else []
+    again = await connection.fetch(_MOVE_HELD, held, *when)
     found = {number: Found.WAITING for number, *_ in moved} | {number: Found.HELD for number, *_ in again}
-    soonest = _soonest((lane, due_ms) for _, lane, due_ms, _ in moved)
-    await notify(connection, soonest, _soonest((lane, retry_ms) for _, lane, retry_ms in again))
-    return found, Counter(), len(found) == (0 if places is None else len(places.ids)) + len(held)
+    moved_to = soonest((lane, due_ms) for _, lane, due_ms, _ in moved)
+    await notify(connection, moved_to, soonest((lane, retry_ms) for _, lane, retry_ms in again))
+    return found, Counter(), len(found) == len(places.ids) + len(held)
 
 
-def _soonest(dues: Iterable[tuple[int, int]]) -> dict[int, int]:
+def soonest(dues: Iterable[tuple[int, int]]) -> dict[int, int]:
     """The soonest instant of each lane."""
-    soonest: dict[int, int] = {}
+    found: dict[int, int] = {}
     for lane, at_ms in dues:
-        soonest[lane] = min(at_ms, soonest.get(lane, at_ms))
-    return soonest
+        found[lane] = min(at_ms, found.get(lane, at_ms))
+    return found
 
 
 async def _point(connection: asyncpg.Connection, keyed: Sequence[tuple[bytes, int, int]]) -> None:
@@ -272,13 +256,9 @@ async def acting(url: str, doing: str) -> AsyncIterator[asyncpg.Connection]:
 
     A command that is stopped in the middle of a transaction (Ctrl-Z) keeps its locks for ten seconds at most.
     """
-    connection = await pool.connect(url, "delayer act", {**SETTINGS, "idle_in_transaction_session_timeout": "10s"})
-    try:
-        with translated(doing):
-            await schema.check(connection)
-            yield connection
-    finally:
-        await pool.close(connection)
+    settings = {**listing.SETTINGS, "idle_in_transaction_session_timeout": "10s"}
+    async with listing.looking(url, doing, "delayer act", settings) as connection:
+        yield connection
 
 
 @asynccontextmanager
@@ -315,7 +295,8 @@ async def whereabouts(connection: asyncpg.Connection, tokens: Sequence[Token]) -
         some = tokens[start : start + PORTION]
         entries, broken = await listing.named(connection, some)
         held = await connection.fetch("SELECT id FROM held WHERE id = ANY($1)", [token.id for token in some])
-        found |= dict.fromkeys((token.id for token in some), Found.UNREADABLE if broken else Found.NOWHERE)
+        found |= dict.fromkeys((token.id for token in some), Found.NOWHERE)
+        found |= dict.fromkeys(broken, Found.UNREADABLE)
         found |= {one.place.id: Found.WAITING if one.place.segment is None else Found.SEGMENT for one in entries}
         found |= dict.fromkeys((number for (number,) in held), Found.HELD)
     return found
@@ -375,7 +356,7 @@ async def count(connection: asyncpg.Connection, wanted: Filter, test: Test | Non
             first_ms,
             last_ms,
             *given,
-            timeout=None,
+            timeout=pool.LONG_SECONDS,
         )
         inside, broken = await _count_in_segments(connection, wanted, first_ms, last_ms)
     return Counted(rows + inside, broken)
@@ -454,13 +435,10 @@ _RETRY: Final = (
 async def retry_held(connection: asyncpg.Connection, ids: Collection[int], act: int) -> int:
     """Try these again now, or as soon as they are due. How many there were; one that is being tried at this moment is
     waited for. Raises the driver's errors; then nothing is changed."""
-    soonest: dict[int, int] = {}
     async with pool.transaction(connection):
         rows = await connection.fetch(_RETRY, list(ids))
-        for lane, retry_ms in rows:
-            soonest[lane] = min(retry_ms, soonest.get(lane, retry_ms))
         await audit_log.add(connection, act, len(rows))
-        await notify(connection, {}, soonest)
+        await notify(connection, {}, soonest(rows))
     return len(rows)
 
 

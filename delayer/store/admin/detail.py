@@ -5,30 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import asyncpg
 
 from delayer.core.filters import Filter, Token
 from delayer.store.admin import listing
-from delayer.store.admin.listing import Entry, Place, Test, meant
+from delayer.store.admin.listing import Entry, Test, entry_of, meant
 from delayer.store.rows import envelope
 from delayer.store.segments import catalog
 
 HELD: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
-_COLUMNS: Final = (
-    "lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, checksum, format, route, exchange,"
-    " routing_key, to_exchange, to_key, properties, octet_length(body) AS size, key,"
-    " CASE WHEN octet_length(body) <= $2 THEN body ELSE substring(body FROM 1 FOR $3) END AS body"
-)
-_ROW: Final = f"SELECT {_COLUMNS} FROM message WHERE lane = $4 AND due_at >= $5 AND due_at < $6 AND id = $1"
-_HELD: Final = f"SELECT {_COLUMNS}, {HELD} FROM held WHERE id = $1"
 BEGINNING: Final = 4096
 """Bytes of a body that are read where it is not read whole."""
-_NAMES: Final = (
-    "id", "due_at", "parked_at", "checksum", "format", "route", "exchange", "routing_key", "to_exchange", "to_key",
-    "properties", "body",
-)  # fmt: skip
+_CONTENT: Final = (
+    f"{listing.ENTRY}, checksum, format,"
+    f" CASE WHEN octet_length(body) <= ${{}} THEN body ELSE substring(body FROM 1 FOR {BEGINNING}) END AS body"
+)
+_ROW: Final = f"SELECT {_CONTENT.format(6)} {listing.AT_PLACES}"
+_HELD: Final = f"SELECT {_CONTENT.format(2)}, {HELD} FROM held WHERE id = $1"
 
 
 class Found(Enum):
@@ -39,7 +34,7 @@ class Found(Enum):
     SEGMENT = "segment"
     NOWHERE = "nowhere"
     UNREADABLE = "unreadable"
-    """Nowhere else; but a segment whose ids do not read back may hold it."""
+    """In a segment that does not read back."""
 
 
 class Held(NamedTuple):
@@ -69,24 +64,19 @@ class Whole(NamedTuple):
 
 
 async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 31) - 1) -> Whole | Found:
-    """The message of this name, on one snapshot; NOWHERE, or UNREADABLE if a segment that may hold it does not read
-    back. Of a body larger than ``most`` bytes only the beginning. Raises the driver's errors."""
+    """The message of this name, on one snapshot; NOWHERE, or UNREADABLE if its segment does not read back. Of a body
+    larger than ``most`` bytes only the beginning. Raises the driver's errors."""
     dues = {} if token.due_ms is None else {token.id: token.due_ms}
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        held = await connection.fetchrow(_HELD, token.id, most, BEGINNING)
+        held = await connection.fetchrow(_HELD, token.id, most)
         if held is not None:
-            return await _whole(connection, Found.HELD, held, Held(*held[15:22]))
+            return await _whole(connection, Found.HELD, entry_of(held), held[12:15], Held(*held[15:22]))
         places = await listing.find_rows(connection, [token.id], dues)
-        if places is not None:
-            lane, due_ms = places.lanes[0], places.dues[0]
-            row = await connection.fetchrow(_ROW, token.id, most, BEGINNING, lane, due_ms, due_ms + 1)
-            return await _whole(connection, Found.WAITING, row, None)
-        holding, unreadable = await listing.find_in_segments(connection, [token.id], dues)
-        for segment in holding:
-            found = await _in_segment(connection, segment, token.id)
-            if found is not None:
-                return found
-        return Found.UNREADABLE if unreadable or holding else Found.NOWHERE
+        if (row := await connection.fetchrow(_ROW, *places, most)) is not None:
+            return await _whole(connection, Found.WAITING, entry_of(row), row[12:15])
+        for segment in await listing.find_in_segments(connection, [token.id], dues):
+            return await _in_segment(connection, segment, token.id) or Found.UNREADABLE
+        return Found.NOWHERE
 
 
 async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> Whole | None:
@@ -104,41 +94,25 @@ async def _in_segment(connection: asyncpg.Connection, segment: int, number: int)
     if not len(table):
         return None
     lane = await connection.fetchval("SELECT lane FROM segment WHERE id = $1", segment)
-    values = {
-        name: (table[name].cast("int64") if name in ("due_at", "parked_at") else table[name])[0].as_py()
-        for name in _NAMES
-    }
-    row = {**values, "lane": lane, "due_us": values["due_at"], "parked_at": values["parked_at"] // 1000, "key": None}
-    row["size"] = len(row["body"])
-    return await _whole(connection, Found.SEGMENT, row, None, segment)
+    content = [table[name][0].as_py() for name in ("checksum", "format", "body")]
+    return await _whole(connection, Found.SEGMENT, listing.entries_in(table, lane, segment)[0], content)
 
 
 async def _whole(
-    connection: asyncpg.Connection, where: Found, row: asyncpg.Record, held: Held | None, segment: int | None = None
+    connection: asyncpg.Connection, where: Found, entry: Entry, content: Sequence[Any], held: Held | None = None
 ) -> Whole:
+    """``content``: the checksum, the format, and the body or the beginning of it."""
     owner = await connection.fetchrow(
         "SELECT owner, EXISTS (SELECT FROM pg_locks AS k WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2"
         " AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
         " AND k.classid = 'lane'::regclass AND k.objid = number::int::oid) FROM lane WHERE number = $1",
-        row["lane"],
+        entry.place.lane,
     )
-    body, properties = row["body"], row["properties"]
-    entry = Entry(
-        Place(row["due_us"], row["id"], row["lane"], segment),
-        row["parked_at"],
-        row["route"],
-        row["exchange"],
-        row["routing_key"],
-        row["to_exchange"],
-        row["to_key"],
-        row["key"],
-        row["size"],
-        properties,
-    )
+    checksum, format_, body = content
     sound = None
-    if len(body) == row["size"]:
-        fits = row["checksum"] == envelope.checksum(row["exchange"], row["routing_key"], properties, body)
-        sound = fits and row["format"] == envelope.FORMAT
+    if len(body) == entry.size:
+        fits = checksum == envelope.checksum(entry.exchange, entry.routing_key, entry.properties, body)
+        sound = fits and format_ == envelope.FORMAT
     name, owned = (owner[0], owner[1]) if owner is not None else ("", False)
     return Whole(where, entry, body, sound, held, name, owned)
 
@@ -162,11 +136,7 @@ def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> st
 
 
 AT_ONCE: Final = 1000
-_HELD_ENTRY: Final = f"""
-SELECT lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, route, exchange, routing_key,
-       to_exchange, to_key, key, octet_length(body) AS size, properties, {HELD}
-FROM held
-"""
+_HELD_ENTRY: Final = f"SELECT {listing.ENTRY}, {HELD} FROM held"
 _NEXT: Final = f"{_HELD_ENTRY} WHERE id > $1 ORDER BY id LIMIT $2"
 _NAMED: Final = f"{_HELD_ENTRY} WHERE id = ANY($1) ORDER BY id"
 
@@ -216,4 +186,4 @@ async def held_named(connection: asyncpg.Connection, ids: Collection[int]) -> li
 
 
 def _read(row: asyncpg.Record) -> HeldEntry:
-    return HeldEntry(Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:12]), Held(*row[12:19]))
+    return HeldEntry(entry_of(row), Held(*row[12:19]))

@@ -11,17 +11,17 @@ import asyncpg
 
 from delayer.core.faultpoint import reach
 from delayer.core.message import Due
-from delayer.store import pool, statements
-from delayer.store.admin import audit_log
-from delayer.store.admin.listing import Place
-from delayer.store.admin.stats import KINDS, waiting
+from delayer.store import pool
+from delayer.store.admin import actions, audit_log
+from delayer.store.admin.listing import Place, Places
+from delayer.store.admin.stats import counters, waiting
 from delayer.store.rows import envelope, keys
 from delayer.store.segments import catalog
 
 _TAKE: Final = """
 DELETE FROM message AS m
-USING unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS w (lane, due_us, id)
-WHERE m.lane = w.lane AND m.due_at = 'epoch'::timestamptz + w.due_us * interval '1 microsecond' AND m.id = w.id
+USING unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
+WHERE m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
   AND m.due_at >= $4 AND m.due_at < $5 AND (m.key IS NULL OR $6)
 RETURNING m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_key,
           m.to_exchange, m.to_key, m.properties, m.body, m.key, m.lane
@@ -61,14 +61,13 @@ CROSS JOIN LATERAL (
     SELECT FROM message WHERE lane = l.number AND due_at < $1 AND (key IS NULL OR $3) LIMIT $2
 ) AS soonest
 """
-_COUNTED: Final = "SELECT kind, sum(n)::bigint FROM counter GROUP BY kind"
 
 
 async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bool = False) -> Standing:
     """Count, on one snapshot. ``soon_ms``: epoch ms, before which a row is left alone; one with a key stays anyway,
     unless ``keys_too``. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        kinds = dict.fromkeys(KINDS, 0) | dict(await connection.fetch(_COUNTED))
+        kinds = await counters(connection)
         keyed = await connection.fetchval(_KEYED)
         soon = await connection.fetchval(_SOON, soon_ms, SOON_MOST, keys_too)
         packed = await catalog.count(connection)
@@ -83,12 +82,8 @@ async def taken(
 ) -> AsyncIterator[list[Due]]:
     """The messages that are still at these places, without a key unless ``keys_too``. They are deleted, and count as
     released, if the block ends well; otherwise they stay. Raises Unsound, the driver's errors."""
-    dues = [place.due_us for place in places]
     async with pool.transaction(connection):
-        rows = await connection.fetch(
-            _TAKE, [place.lane for place in places], dues, [place.id for place in places],
-            min(dues) // 1000, max(dues) // 1000 + 1, keys_too,
-        )  # fmt: skip
+        rows = await connection.fetch(_TAKE, *Places.of(places), keys_too)
         found = [envelope.read(row) for row in rows]
         unsound = frozenset(one.id for one in found if not one.sound)
         if unsound:
@@ -99,10 +94,5 @@ async def taken(
         if keyed := [(one.parcel.key, one.id) for one in found if one.parcel.key is not None]:
             await keys.forget(connection, keyed)
         await audit_log.add(connection, act, len(rows))
-        by_lane = Counter(row["lane"] for row in rows)
-        if by_lane:
-            lanes = sorted(by_lane)
-            await connection.execute(
-                statements.COUNT, lanes, ["released"] * len(lanes), [by_lane[lane] for lane in lanes]
-            )
+        await actions.write_counters(connection, Counter((row["lane"], "released") for row in rows))
     reach("drain.committed")

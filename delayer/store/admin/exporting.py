@@ -7,7 +7,7 @@ changes nothing in the file.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -17,32 +17,18 @@ from delayer.core.filters import Filter
 from delayer.core.hold import Hold
 from delayer.core.message import Parcel, Target
 from delayer.store.admin import listing
-from delayer.store.admin.listing import BEGINNING, Place, Test
+from delayer.store.admin.listing import BEGINNING, Place, Places, Test
 from delayer.store.rows import envelope
 from delayer.store.segments import catalog
 
 PAGE: Final = 1_000
 PAGE_BYTES: Final = 16 << 20
 """Bodies that are read at once."""
-_WHOLE: Final = """
-SELECT m.id, m.due_at, m.checksum, m.route, m.exchange, m.routing_key, m.to_exchange, m.to_key, m.properties, m.body,
-       m.key
-FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS w (lane, due_us, id)
-CROSS JOIN LATERAL (
-    SELECT * FROM message
-    WHERE lane = w.lane AND due_at = 'epoch'::timestamptz + w.due_us * interval '1 microsecond' AND id = w.id
-      AND due_at >= $4 AND due_at < $5
-) AS m
+_WHOLE: Final = f"""
+SELECT id, due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key
+{listing.AT_PLACES}
 """
-_SIZES: Final = """
-SELECT m.id, octet_length(m.body) AS size
-FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS w (lane, due_us, id)
-CROSS JOIN LATERAL (
-    SELECT id, body FROM message
-    WHERE lane = w.lane AND due_at = 'epoch'::timestamptz + w.due_us * interval '1 microsecond' AND id = w.id
-      AND due_at >= $4 AND due_at < $5
-) AS m
-"""
+_SIZES: Final = f"SELECT id, octet_length(body) AS size {listing.AT_PLACES}"
 _HELD: Final = """
 SELECT id, due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key,
        kind, reason, may_be_delivered, isolated, token
@@ -93,7 +79,6 @@ async def waiting(
     connection: asyncpg.Connection, wanted: Filter, test: Test | None
 ) -> AsyncIterator[Sequence[Exported]]:
     """Waiting messages of the snapshot, by portions. Raises the driver's errors; at the end BrokenSegments, if any."""
-    reader = _Segments(connection)
     broken: set[int] = set()
     exported = 0
     after: tuple[int, int] | None = BEGINNING
@@ -101,8 +86,9 @@ async def waiting(
         found = await listing.find(connection, wanted, test, PAGE, after, scan=100_000)
         broken |= set(found.broken)
         for places in await _portions(connection, found.places):
-            rows = await _rows(connection, [place for place in places if place.segment is None])
-            rows |= await reader.rows([place for place in places if place.segment is not None])
+            as_rows = Places.of(place for place in places if place.segment is None)
+            rows = {row["id"]: _exported(row) for row in await connection.fetch(_WHOLE, *as_rows)}
+            rows |= await _packed(connection, places)
             whole = [rows[place.id] for place in places]  # All places are of one snapshot.
             exported += len(whole)
             yield whole
@@ -127,17 +113,10 @@ def _exported(row: Mapping[str, Any], held: Hold | None = None, token: bytes | N
     return Exported(parcel, row["checksum"], held)
 
 
-def _arguments(places: Sequence[Place]) -> tuple[Any, ...]:
-    dues = [place.due_us for place in places]
-    return (
-        [place.lane for place in places], dues, [place.id for place in places], min(dues) // 1000, max(dues) // 1000 + 1
-    )  # fmt: skip
-
-
 async def _portions(connection: asyncpg.Connection, places: Sequence[Place]) -> list[list[Place]]:
     """``places`` in runs whose bodies fit PAGE_BYTES, one at least."""
-    as_rows = [place for place in places if place.segment is None]
-    sizes = dict(await connection.fetch(_SIZES, *_arguments(as_rows))) if as_rows else {}
+    as_rows = Places.of(place for place in places if place.segment is None)
+    sizes = dict(await connection.fetch(_SIZES, *as_rows))
     portions: list[list[Place]] = []
     room = 0
     for place in places:
@@ -150,41 +129,23 @@ async def _portions(connection: asyncpg.Connection, places: Sequence[Place]) -> 
     return portions
 
 
-async def _rows(connection: asyncpg.Connection, places: Sequence[Place]) -> dict[int, Exported]:
-    if not places:
-        return {}
-    return {row["id"]: _exported(row) for row in await connection.fetch(_WHOLE, *_arguments(places))}
+async def _packed(connection: asyncpg.Connection, places: Sequence[Place]) -> dict[int, Exported]:
+    """Messages in segments. One segment after the other is unpacked."""
+    found: dict[int, Exported] = {}
+    for segment in {place.segment for place in places if place.segment is not None}:
+        wanted = {place.id for place in places if place.segment == segment}
+        table = await catalog.read(connection, segment)
+        found |= {} if table is None else _messages(table, wanted)
+    return found
 
 
-class _Segments:
-    """Messages in segments, of which the latest are kept unpacked."""
+def _messages(table: Any, wanted: Collection[int]) -> dict[int, Exported]:
+    """The messages ``wanted`` of a table of codec.SCHEMA."""
+    from delayer.store.segments.codec import microseconds  # noqa: PLC0415 - pyarrow
 
-    def __init__(self, connection: asyncpg.Connection, *, kept: int = 2) -> None:
-        self._connection = connection
-        self._most = kept
-        self._kept: dict[int, dict[int, Exported]] = {}
-
-    async def rows(self, places: Sequence[Place]) -> dict[int, Exported]:
-        found = {}
-        for place in places:
-            assert place.segment is not None
-            found[place.id] = (await self._unpacked(place.segment))[place.id]
-        return found
-
-    async def _unpacked(self, segment: int) -> dict[int, Exported]:
-        if segment not in self._kept:
-            table = await catalog.read(self._connection, segment)
-            while len(self._kept) >= self._most:
-                del self._kept[next(iter(self._kept))]
-            self._kept[segment] = {} if table is None else {one[0]: one[1] for one in _messages(table)}
-        return self._kept[segment]
-
-
-def _messages(table: Any) -> list[tuple[int, Exported]]:
-    due = [micros // 1000 for micros in table["due_at"].cast("int64").to_pylist()]
-    names = ("id", "checksum", "route", "exchange", "routing_key", "to_exchange", "to_key", "properties", "body")
-    columns = [table[name].to_pylist() for name in names]
-    return [
-        (id_, _exported(dict(zip(names, (id_, *rest), strict=True), due_at=due_ms, key=None)))
-        for due_ms, id_, *rest in zip(due, *columns, strict=True)
-    ]
+    rows = [at for at, number in enumerate(table["id"].to_pylist()) if number in wanted]
+    table = table.take(rows)
+    columns = {name: table[name].to_pylist() for name in table.column_names if not name.endswith("_at")}
+    columns["due_at"] = [due_us // 1000 for due_us in microseconds(table["due_at"])]
+    values = (dict(zip(columns, row, strict=True), key=None) for row in zip(*columns.values(), strict=True))
+    return {one["id"]: _exported(one) for one in values}

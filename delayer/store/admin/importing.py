@@ -10,7 +10,6 @@ as superseded, and the audit log names its key.
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -112,7 +111,9 @@ class ImportStore:
 
     async def commit(self, run: Run, batch: Batch) -> Run:
         """Park and hold the batch, with its progress: all of it, or nothing."""
-        await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None})
+        days = {item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None}
+        with translated("make partitions"):
+            await partitions.make_missing(self._connection, days, partitions.MAINTAIN_SECONDS, self._days)
         attempts = 0
         while True:
             attempts += 1
@@ -186,15 +187,6 @@ class ImportStore:
                 kept.append(parcel)
         return kept, superseded
 
-    async def _make_days(self, wanted: Collection[int]) -> None:
-        """Partitions for these days, as far as there is time. Raises StoreLost."""
-        with translated("make partitions"):
-            now_ms = await self._connection.fetchval("SELECT clock_timestamp()")
-            until = time.monotonic() + partitions.MAINTAIN_SECONDS
-            today = now_ms // DAY_MS
-            while (at := time.monotonic()) < until and (missing := self._days.missing(wanted, today, at)):
-                await self._days.make(self._connection, missing, today, at, until - at)
-
     async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
         """The keys among these under which a message waits. An import would not park another one. Raises StoreLost."""
         with translated("import"):
@@ -237,10 +229,10 @@ class ImportStore:
                     " FROM import_item WHERE run = $1 ORDER BY due_ms, position OFFSET $2 LIMIT 1)",
                     run.id,
                     limit - 1,
-                    timeout=None,
+                    timeout=pool.LONG_SECONDS,
                 )
                 count: int = await self._connection.fetchval(
-                    "SELECT count(*) FROM import_item WHERE run = $1", run.id, timeout=None
+                    "SELECT count(*) FROM import_item WHERE run = $1", run.id, timeout=pool.LONG_SECONDS
                 )
         return count
 

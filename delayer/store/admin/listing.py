@@ -8,7 +8,7 @@ page reads on to find them, up to a bound. A page that ends before it is full sa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +16,7 @@ import asyncpg
 
 from delayer.core.filters import MAX_ID, Filter, Token
 from delayer.store import pool, schema, statements
-from delayer.store.errors import DAMAGED, translated
+from delayer.store.errors import translated
 from delayer.store.rows.days import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import catalog as segments
@@ -154,28 +154,21 @@ SETTINGS: Final = {
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
 }
-_COLUMNS: Final = """
-SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint AS due_us, m.id, m.parked_at, m.route, m.exchange,
-       m.routing_key, m.to_exchange, m.to_key, m.key, octet_length(m.body) AS size, m.properties
+ENTRY: Final = """
+lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, route, exchange, routing_key,
+to_exchange, to_key, key, octet_length(body) AS size, properties
 """
-_ENTRIES: Final = f"""{_COLUMNS}
-FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS w (lane, due_us, id)
+"""The columns of ``message`` and ``held`` for :func:`entry_of`."""
+AT_PLACES: Final = """
+FROM unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS wanted (of_lane, due, number)
 CROSS JOIN LATERAL (
     SELECT * FROM message
-    WHERE lane = w.lane AND due_at = 'epoch'::timestamptz + w.due_us * interval '1 microsecond' AND id = w.id
+    WHERE lane = of_lane AND due_at >= due AND due_at < due + interval '1 millisecond' AND id = number
       AND due_at >= $4 AND due_at < $5
-) AS m
-ORDER BY due_us, id
+) AS there
 """
-# The due instant of these is known to the millisecond.
-_NAMED: Final = f"""{_COLUMNS}
-FROM unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
-CROSS JOIN LATERAL (
-    SELECT * FROM message
-    WHERE lane = w.lane AND due_at >= w.due AND due_at < w.due + interval '1 millisecond' AND id = w.id
-      AND due_at >= $4 AND due_at < $5
-) AS m
-"""
+"""Rows by the primary key. The arguments are :class:`Places`."""
+_ENTRIES: Final = f"SELECT {ENTRY} {AT_PLACES} ORDER BY due_us, id"
 _KEYED: Final = (
     "SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint, m.id FROM message_key AS k JOIN message AS m"
     " ON m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id WHERE k.key = $1"
@@ -213,9 +206,11 @@ class Found(NamedTuple):
 
 
 @asynccontextmanager
-async def looking(url: str, doing: str) -> AsyncIterator[asyncpg.Connection]:
+async def looking(
+    url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = SETTINGS
+) -> AsyncIterator[asyncpg.Connection]:
     """A connection to look at the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    connection = await pool.connect(url, "delayer look", SETTINGS)
+    connection = await pool.connect(url, application, settings)
     try:
         with translated(doing):
             await schema.check(connection)
@@ -254,36 +249,32 @@ async def find(
 async def entries(connection: asyncpg.Connection, found: Found) -> list[Entry]:
     """The entries of found messages, without the bodies and without messages that went meanwhile. Raises the driver's
     errors."""
-    rows = [place for place in found.places if place.segment is None]
+    rows = Places.of(place for place in found.places if place.segment is None)
     read = [found.packed[place.id] for place in found.places if place.segment is not None]
-    if rows:
-        dues = [place.due_us for place in rows]
-        told = await connection.fetch(
-            _ENTRIES, [place.lane for place in rows], dues, [place.id for place in rows],
-            min(dues) // 1000, max(dues) // 1000 + 1,
-        )  # fmt: skip
-        read += map(_entry, told)
-    return sorted(read)
+    return sorted([*read, *map(entry_of, await connection.fetch(_ENTRIES, *rows))])
 
 
-def _entry(row: asyncpg.Record) -> Entry:
-    return Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:])
+def entry_of(row: asyncpg.Record) -> Entry:
+    """The entry of a row that begins with the columns of ENTRY."""
+    return Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:12])
 
 
 async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tuple[list[Entry], list[int]]:
-    """The messages of these names that wait, as rows or in segments; and segments that do not read back and may hold
-    more. Raises the driver's errors."""
+    """The messages of these names that wait, as rows or in segments; and the ids of those in segments that do not read
+    back. Raises the driver's errors."""
     ids = {token.id for token in tokens}
     dues = {token.id: token.due_ms for token in tokens if token.due_ms is not None}
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         places = await find_rows(connection, list(ids), dues)
-        rows = [] if places is None else await connection.fetch(_NAMED, *places[:3], *places.bounds)
-        found = [_entry(row) for row in rows]
+        found = [entry_of(row) for row in await connection.fetch(_ENTRIES, *places)]
         left = ids - {entry.place.id for entry in found}
-        there = await find_in_segments(connection, left, dues)
-        for segment, numbers in there.holding.items():
-            found += [one for one in await entries_of(connection, segment) or () if one.place.id in numbers]
-    return sorted(found), sorted(there.unreadable)
+        broken = []
+        for segment, numbers in (await find_in_segments(connection, left, dues)).items():
+            inside = await entries_of(connection, segment)
+            if inside is None:
+                broken += numbers
+            found += [one for one in inside or () if one.place.id in numbers]
+    return sorted(found), sorted(broken)
 
 
 async def _find_keyed(
@@ -356,15 +347,16 @@ async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry
     if table is None:
         return []
     lane = await connection.fetchval("SELECT lane FROM segment WHERE id = $1", segment)
-    return await asyncio.to_thread(_of_table, table, lane, segment)
+    return await asyncio.to_thread(entries_in, table, lane, segment)
 
 
-def _of_table(table: Any, lane: int, segment: int) -> list[Entry]:
+def entries_in(table: Any, lane: int, segment: int) -> list[Entry]:
+    """The entries of a table of codec.SCHEMA, which holds messages of ``segment``."""
     import pyarrow.compute as pc  # noqa: PLC0415
 
-    from delayer.store.segments.codec import integers  # noqa: PLC0415
+    from delayer.store.segments.codec import microseconds  # noqa: PLC0415
 
-    columns = [integers(table[name]).to_pylist() for name in ("due_at", "id", "parked_at")]
+    columns = [microseconds(table["due_at"]), table["id"].to_pylist(), microseconds(table["parked_at"])]
     columns += [table[name].to_pylist() for name in ("route", "exchange", "routing_key", "to_exchange", "to_key")]
     columns += [table["properties"].to_pylist(), pc.binary_length(table["body"]).to_pylist()]
     return [
@@ -373,31 +365,18 @@ def _of_table(table: Any, lane: int, segment: int) -> list[Entry]:
     ]
 
 
-IDS_AT_ONCE: Final = 64
-"""Segments whose ids are read by one statement: some 4 MB."""
-
-
-class InSegments(NamedTuple):
-    """The segments that hold messages which were asked for, each with these, and those that do not say."""
-
-    holding: dict[int, list[int]]
-    unreadable: dict[int, tuple[int, int]]
-    """Lowest and highest id of each."""
-
-
+_HOLDING: Final = """
+SELECT s.id, array_agg(number)
+FROM segment AS s CROSS JOIN LATERAL unnest(s.ids) AS number
+WHERE s.first_due <= $3 AND s.last_due >= $2 AND number = ANY($1)
+GROUP BY s.id ORDER BY s.id
+"""
 _SEEN: Final = """
 SELECT coalesce(max(id), 0), count(*), (SELECT coalesce(sum(n), 0)::bigint FROM counter WHERE kind = 'restored')
 FROM segment
 """
 
 _EVERY_LANE = "SELECT array(SELECT number FROM lane)"
-
-# As in sql/candidates.sql, without reading the bytes.
-_RANGES = (
-    "SELECT s.id, s.first_id, s.last_id FROM segment AS s WHERE s.id > $2 AND s.first_due <= $5 AND s.last_due >= $4"
-    " AND EXISTS (SELECT FROM unnest($1::bigint[]) AS wanted WHERE wanted BETWEEN s.first_id AND s.last_id)"
-    " ORDER BY s.id LIMIT $3"
-)
 
 Dues = Mapping[int, int]
 """When messages are due (epoch ms), by id, of those of which that is known: they are found by it, or not at all."""
@@ -420,86 +399,45 @@ async def segments_seen(connection: asyncpg.Connection) -> Seen:
 
 class Places(NamedTuple):
     """The places of rows, as the statements take them, in the order in which a release locks them. Due instants travel
-    as milliseconds. A row written by hand may lie between two milliseconds; ``bounds`` cover all rows."""
+    as milliseconds. A row written by hand may lie between two milliseconds. ``from_ms`` and ``before_ms`` are bounds of
+    all rows, which prune partitions while planning."""
 
     lanes: list[int]
     dues: list[int]
     ids: list[int]
-    bounds: tuple[int, int]
+    from_ms: int
+    before_ms: int
+
+    @classmethod
+    def of(cls, places: Iterable[Place]) -> Places:
+        ordered = sorted(places, key=lambda one: (one.lane, one.due_us, one.id))
+        dues = [one.due_us // 1000 for one in ordered]
+        lanes, ids = [one.lane for one in ordered], [one.id for one in ordered]
+        return cls(lanes, dues, ids, min(dues, default=0), max(dues, default=-1) + 1)
 
 
-async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Dues) -> Places | None:
-    """The places of the rows among ``ids``; None if there is none. Raises the driver's errors."""
+async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Dues) -> Places:
+    """The places of the rows among ``ids``. Raises the driver's errors."""
     known = [number for number in ids if number in dues]
     unknown = [number for number in ids if number not in dues]
-    found = await connection.fetch(statements.FIND_ROWS, unknown, timeout=None) if unknown else []
+    found = await connection.fetch(statements.FIND_ROWS, unknown) if unknown else []
     if known:
         at = [dues[number] for number in known]
         lanes = await connection.fetchval(_EVERY_LANE)
         found += await connection.fetch(statements.FIND_ROWS_AT, known, at, min(at), max(at) + 1, lanes)
-    if not found:
-        return None
-    of_lanes, due_ms, numbers = map(list, zip(*sorted(map(tuple, found)), strict=True))
-    return Places(of_lanes, due_ms, numbers, (min(due_ms), max(due_ms) + 1))
+    return Places.of(Place(due_ms * 1000, number, lane) for lane, due_ms, number in found)
 
 
-async def find_in_segments(connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES) -> InSegments:
-    """The segments that hold messages ``ids``.
+async def find_in_segments(
+    connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES
+) -> dict[int, list[int]]:
+    """The segments that hold messages ``ids``, each with these.
 
-    Reads some 70 KB of every segment whose range of ids contains one. If ``dues`` has all of them, it reads only
-    segments around those instants. Raises the driver's errors.
+    Reads the ids of every segment, some 40 KB each. If ``dues`` has all of them, it reads only segments around those
+    instants. Raises the driver's errors.
     """
-    wanted, last = set(ids), 0
-    at = [dues[number] for number in wanted if number in dues]
-    known = bool(at) and len(at) == len(wanted)
-    first_ms, last_ms = (min(at), max(at) + 1) if known else (pool.BEGINNING_MS, segments.FOREVER_MS)
-    found = InSegments({}, {})
-    while wanted:
-        from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow, once there may be something to read
-
-        rows, damaged = await _candidates(connection, list(wanted), last, (first_ms, last_ms))
-        found.unreadable.update(damaged)
-        for row in rows:
-            try:
-                ids_there = codec.ids_of(row["head"], row["tail"], row["size"], row["format"])
-                if ids_there is None and (packed := await catalog.bytes_of(connection, row["id"])) is not None:
-                    ids_there = codec.ids_of(packed, b"", len(packed), row["format"])
-            except codec.SegmentBroken:
-                found.unreadable[row["id"]] = (row["first_id"], row["last_id"])
-                continue
-            if here := wanted.intersection(ids_there or ()):
-                found.holding[row["id"]] = list(here)
-        if len(rows) + len(damaged) < IDS_AT_ONCE:
-            break
-        last = max([*(row["id"] for row in rows), *damaged])
-    return found
-
-
-async def _candidates(
-    connection: asyncpg.Connection, wanted: list[int], last: int, dues: tuple[int, int]
-) -> tuple[list[asyncpg.Record], dict[int, tuple[int, int]]]:
-    """The next candidates, IDS_AT_ONCE together; and of those that the store cannot read, the ranges of ids."""
-    try:
-        return await _heads(connection, wanted, last, IDS_AT_ONCE, dues), {}
-    except DAMAGED:
-        pass  # One of several ids fails: try each alone.
-    rows: list[asyncpg.Record] = []
-    damaged: dict[int, tuple[int, int]] = {}
-    for number, first, highest in await connection.fetch(_RANGES, wanted, last, IDS_AT_ONCE, *dues, timeout=None):
-        try:
-            rows += await _heads(connection, wanted, number - 1, 1, dues)
-        except DAMAGED:
-            damaged[number] = (first, highest)
-    return rows, damaged
-
-
-async def _heads(
-    connection: asyncpg.Connection, wanted: list[int], last: int, count: int, dues: tuple[int, int]
-) -> list[asyncpg.Record]:
-    from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
-
-    async with pool.transaction(connection):  # A savepoint: the damage ends only the statements inside.
-        rows: list[asyncpg.Record] = await connection.fetch(
-            statements.CANDIDATES, wanted, codec.HEAD, codec.TAIL, last, count, *dues, timeout=None
-        )
-    return rows
+    if not ids:
+        return {}
+    at = [dues[number] for number in ids if number in dues]
+    first_ms, last_ms = (min(at), max(at) + 1) if len(at) == len(ids) else (pool.BEGINNING_MS, segments.FOREVER_MS)
+    return dict(map(tuple, await connection.fetch(_HOLDING, list(ids), first_ms, last_ms)))

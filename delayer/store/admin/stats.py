@@ -243,8 +243,7 @@ async def take_census(connection: asyncpg.Connection) -> Census:
         await connection.execute("SET LOCAL statement_timeout = '10s'")
         now_ms = await connection.fetchval("SELECT now()")
         sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms))
-        exact_total = await _total(connection)
-        counts = corrected(sampled, certain, exact_total)
+        counts = corrected(sampled, certain, waiting(await counters(connection)))
         near = await _due_soon(connection, now_ms)
         if near is not None and sampled:
             counts = with_near(counts, near)
@@ -272,10 +271,10 @@ def _ours(name: str) -> bool:
     return name == "message_default" or day_of(name) is not None
 
 
-async def _total(connection: asyncpg.Connection) -> int:
-    """Rows that wait, by the counters: see waiting."""
+async def counters(connection: asyncpg.Connection) -> dict[str, int]:
+    """The counters of all lanes together; every kind is present. Raises the driver's errors."""
     kinds = dict(await connection.fetch("SELECT kind, sum(n)::bigint FROM counter GROUP BY kind"))
-    return waiting(dict.fromkeys(KINDS, 0) | kinds)
+    return dict.fromkeys(KINDS, 0) | kinds
 
 
 async def _due_soon(connection: asyncpg.Connection, now_ms: int) -> Counts | None:

@@ -11,7 +11,7 @@ tried without the lock first, and is bounded under it.
 
 from __future__ import annotations
 
-import math
+import asyncio
 import time
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
@@ -46,6 +46,10 @@ HELD_SECONDS = 2.0
 """How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
 MADE_BY_A_PARK = 16
 """Partitions that one park makes before it goes on; messages of further days wait in the default one."""
+AGAIN_SECONDS = 900.0
+"""Seconds before a partition that cannot be made is tried again."""
+LOCKED_SECONDS = 60.0
+"""The same while another session holds a lock that every day's partition needs."""
 PARK_SECONDS = 1.0
 MAINTAIN_SECONDS = 10.0
 """After these no further partition is begun: the messages at hand, and the daemon's watchdog, are waiting for it."""
@@ -184,43 +188,22 @@ def _check_rows(waiting: int, day: int, today: int) -> None:
         raise _NotNow("the default partition has rows of that day, and the day has begun")
 
 
-class Rarer:
-    """Actions that may be repeated only after a time, which doubles from ``first`` to ``longest`` seconds. Pure."""
-
-    def __init__(self, first: float, longest: float) -> None:
-        self._first = first
-        self._longest = longest
-        self._done: dict[object, tuple[int, float]] = {}  # The number of failures, and the time of the next attempt.
-
-    def may(self, what: object, at: float) -> bool:
-        """``at``: monotonic seconds, as everywhere here."""
-        return what not in self._done or at >= self._done[what][1]
-
-    def done(self, what: object, at: float) -> None:
-        times, _ = self._done.get(what, (0, at))
-        self._done[what] = (times + 1, at + min(self._longest, self._first * 2.0 ** min(times, 16)))
-
-    def forget(self, what: object) -> None:
-        self._done.pop(what, None)
-
-
 class Days:
     """The days that have a partition, as far as this process knows, so that a park need not ask."""
 
-    def __init__(self, known: Iterable[int], *, again_seconds: float = 60.0, longest: float = 4 * 3600.0) -> None:
+    def __init__(self, known: Iterable[int]) -> None:
         self.known = set(known)
         """Days since 1970-01-01 that have a partition."""
-        self._again_seconds = again_seconds
-        self._vain = Rarer(again_seconds, longest)  # Days; and SLOW, which stands for all of them.
-        self._said = Rarer(3600.0, 3600.0)
-        self._locked_until = -math.inf
+        self._not_before: dict[int | None, float] = {}  # The next attempt for a day; None: for any day.
+        self._said: set[str] = set()
 
     def missing(self, days: Collection[int], today: int, at: float) -> list[int]:
-        """The days to make a partition for: not known, not passed, not too far, and not just tried in vain."""
-        if at < self._locked_until or not self._vain.may(Making.SLOW, at):
+        """The days to make a partition for: not known, not passed, not too far, and not just tried in vain. ``at``:
+        monotonic seconds, as everywhere here."""
+        if at < self._not_before.get(None, at):
             return []
         near = range(today - 1, today + FARTHEST_DAYS + 1)
-        return [day for day in sorted(set(days) - self.known) if day in near and self._vain.may(day, at)]
+        return [day for day in sorted(set(days) - self.known) if day in near and at >= self._not_before.get(day, at)]
 
     def learn(self, days: Iterable[int]) -> None:
         """Learn the days of the catalog."""
@@ -231,7 +214,7 @@ class Days:
 
         Raises the driver's errors.
         """
-        self._say_left(sum(day > today + FARTHEST_DAYS for day in days), f"farther than {FARTHEST_DAYS} days", at)
+        self._say_left(sum(day > today + FARTHEST_DAYS for day in days), f"farther than {FARTHEST_DAYS} days")
         if missing := self.missing(days, today, at):
             async with session.borrowed(pool) as connection:
                 await self.make(connection, missing, today, at, PARK_SECONDS)
@@ -243,25 +226,39 @@ class Days:
         end = time.monotonic() + seconds
         for position, day in enumerate(missing):
             if position == MADE_BY_A_PARK or time.monotonic() > end:
-                self._say_left(len(missing) - position, "no time for more; the next parks go on", at)
+                self._say_left(len(missing) - position, "no time for more; the next parks go on")
                 return
             made = await make(connection, day, today)
             if made is Making.DONE:
                 self.known.add(day)
-                self._vain.forget(Making.SLOW)
             elif made is Making.NOT_NOW:
-                self._vain.done(day, at)
-            elif made is Making.SLOW:
-                self._vain.done(made, at)
-                return
+                self._not_before[day] = at + AGAIN_SECONDS
             else:  # A lock_timeout for each day would stop the parking.
-                self._locked_until = at + self._again_seconds
+                self._not_before[None] = at + (LOCKED_SECONDS if made is Making.LOCKED else AGAIN_SECONDS)
                 return
 
-    def _say_left(self, days: int, reason: str, at: float) -> None:
-        if days and self._said.may(reason, at):
-            self._said.done(reason, at)
+    def _say_left(self, days: int, reason: str) -> None:
+        """Log it once for each process."""
+        if days and reason not in self._said:
+            self._said.add(reason)
             log.warning("partition not made", days=days, reason=reason)
+
+
+async def make_missing(
+    connection: asyncpg.Connection,
+    wanted: Collection[int],
+    seconds: float,
+    days: Days | None = None,
+    pause: float = 0.0,
+) -> None:
+    """Make the partitions of the days ``wanted``, with ``pause`` seconds after each, and begin none after ``seconds``.
+    A row of a day without one waits in the default partition. Raises the driver's errors."""
+    days = days or Days(await existing(connection))
+    today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
+    until = time.monotonic() + seconds
+    while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
+        await days.make(connection, missing[:1], today, now, until - now)
+        await asyncio.sleep(pause)
 
 
 async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:

@@ -7,8 +7,7 @@ A process that changes a segment locks its row (FOR UPDATE). So a cancel is exac
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
@@ -107,27 +106,7 @@ async def restore(
     return await _restore(connection, (_LOCK_ONE, segment), portion_bytes, pause)
 
 
-class _Unfit(Exception):
-    """The rows of a segment cannot be written: some are there already, in the same lane, or a place where they belong
-    is damaged."""
-
-    def __init__(self, broken: Broken) -> None:
-        self.broken = broken
-        super().__init__(broken.reason)
-
-
 async def _restore(
-    connection: asyncpg.Connection, which: tuple[str, int], portion_bytes: int, pause: float
-) -> Restored | Broken | None:
-    try:
-        return await _restore_at_once(connection, which, portion_bytes, pause)
-    except _Unfit as unfit:
-        # The attempt is rolled back. Without the mark it would be repeated for ever, and before all others.
-        await mark_broken(connection, unfit.broken.segment, unfit.broken.reason)
-        return unfit.broken
-
-
-async def _restore_at_once(
     connection: asyncpg.Connection, which: tuple[str, int], portion_bytes: int, pause: float
 ) -> Restored | Broken | None:
     from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow, without segments a daemon never loads it
@@ -138,17 +117,18 @@ async def _restore_at_once(
         if segment is None:
             return None
         reach("restore.locked")
-        count = segment["messages"]
+        count, broken = segment["messages"], ""
         try:
             table = await live(connection, segment)
+            async with pool.transaction(connection):  # A savepoint: without the mark it would be tried for ever.
+                status = await write_rows(connection, table, segment["lane"], portion_bytes, pause)
         except SegmentBroken as error:
-            await mark_broken(connection, segment["id"], error.reason)
-            return Broken(segment["id"], count, segment["first_due"], error.reason)
-        try:
-            status = await write_rows(connection, table, segment["lane"], portion_bytes, pause)
+            broken = error.reason
         except (asyncpg.UniqueViolationError, *DAMAGED) as error:
-            reason = f"its messages cannot be written: {describe(error)}"
-            raise _Unfit(Broken(segment["id"], count, segment["first_due"], reason)) from error
+            broken = f"its messages cannot be written: {describe(error)}"
+        if broken:
+            await mark_broken(connection, segment["id"], broken)
+            return Broken(segment["id"], count, segment["first_due"], broken)
         if status != f"COPY {count}":
             raise RuntimeError(f"segment {segment['id']}: expected {count} messages, but {status}")
         reach("restore.copied")
@@ -163,22 +143,24 @@ async def _restore_at_once(
 async def write_rows(
     connection: asyncpg.Connection, table: Any, lane: int, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
 ) -> str:
-    """Rows of ``message`` from a table of packing.SCHEMA, in the open transaction. The server's answer. Raises the
+    """Rows of ``message`` from a table of codec.SCHEMA, in the open transaction. The server's answer. Raises the
     driver's errors."""
     from delayer.store.segments.codec import COPIED  # noqa: PLC0415 - pyarrow
 
-    source = _portions(table, lane, portion_bytes, pause)
-    status: str = await connection.copy_to_table("message", source=source, columns=COPIED, format="binary")
+    records = _records(table, lane, portion_bytes, pause)
+    status: str = await connection.copy_records_to_table("message", records=records, columns=COPIED)
     return status
 
 
-async def _portions(table: Any, lane: int, portion_bytes: int, pause: float) -> AsyncIterator[bytes]:
-    """One is encoded, in a thread, when it is wanted: all of them at once took as much memory as everything else."""
-    from delayer.store.segments.codec import copy_stream  # noqa: PLC0415 - pyarrow
+async def _records(table: Any, lane: int, portion_bytes: int, pause: float) -> AsyncIterator[tuple[Any, ...]]:
+    """A thread makes a portion of rows when it is wanted: all of them at once took as much memory as everything
+    else."""
+    from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
 
-    stream = copy_stream(table, lane, portion_bytes)
-    while (portion := await asyncio.to_thread(next, stream, None)) is not None:
-        yield portion
+    portions = codec.records(table, lane, portion_bytes)
+    while (portion := await asyncio.to_thread(next, portions, None)) is not None:
+        for record in portion:
+            yield record
         await asyncio.sleep(pause)
 
 
@@ -194,45 +176,28 @@ async def mark_broken(connection: asyncpg.Connection, segment: int, reason: str)
 _READ = "SELECT id, messages, format, digest FROM segment WHERE id = $1"
 
 
-async def bytes_of(connection: asyncpg.Connection, segment: int) -> bytes | None:
-    """The packed bytes; None when the segment is gone. Raises SegmentBroken where the store itself cannot read
-    them, and the driver's errors."""
-    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow
-
-    try:
-        async with pool.transaction(connection):  # A savepoint: the damage ends only the statements inside.
-            packed: bytes | None = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment)
-    except DAMAGED as error:
-        raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
-    return packed
-
-
-def unpacked(segment: Mapping[str, Any]) -> Any:
-    """The messages of a row of ``segment``, as a table of codec.SCHEMA sorted by (due_at, id). Raises SegmentBroken."""
-    from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
-
-    return codec.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
-
-
 async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
-    """The messages of a segment (see :func:`unpacked`), for lists; None if it is gone. A thread decodes them, because
-    the daemon of the page releases messages meanwhile.
-
-    Raises SegmentBroken, and the driver's errors.
-    """
+    """The messages of a segment (see :func:`live`), for lists; None if it is gone. Raises SegmentBroken, and the
+    driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         row = await connection.fetchrow(_READ, segment)
-        if row is None:
-            return None
-        whole = dict(row) | {"packed": await bytes_of(connection, segment)}
-        return await asyncio.to_thread(unpacked, whole)
+        return None if row is None else await live(connection, row)
 
 
 async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
-    """The messages (see :func:`unpacked`) of a segment whose row the open transaction has locked. Decoding is done in a
-    thread. Raises SegmentBroken, and the driver's errors."""
-    whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
-    return await asyncio.to_thread(unpacked, whole)
+    """The messages of a row of ``segment``, as a table of codec.SCHEMA sorted by (due_at, id). A thread decodes them,
+    because the daemon of the page releases messages meanwhile.
+
+    Raises SegmentBroken, also if the store itself cannot read the bytes, and the driver's errors.
+    """
+    from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
+
+    try:
+        async with pool.transaction(connection):  # A savepoint: the damage ends only the statements inside.
+            packed = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment["id"])
+    except DAMAGED as error:
+        raise codec.SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
+    return await asyncio.to_thread(codec.unpack, packed, segment["format"], segment["messages"], segment["digest"])
 
 
 PAUSE: Final = 0.002
@@ -253,20 +218,10 @@ async def restore_soonest(pool: asyncpg.Pool, horizon_ms: int, ensure_days: Ensu
         return None
     # If another process restores this one, the call restores the next: then rows may go to the default partition.
     first_ms, last_ms = soonest
-    work = partial(restore_one, horizon_ms=horizon_ms)
-    return await _restore_with_days(pool, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
-
-
-async def _restore_with_days(
-    pool: asyncpg.Pool,
-    dues: tuple[int, int],
-    ensure_days: EnsureDays,
-    work: Callable[..., Awaitable[Restored | Broken | None]],
-) -> Restored | Broken | None:
-    first_ms, last_ms = dues
     # The first time it takes half a second, and would be the event loop's.
     await asyncio.to_thread(import_module, "delayer.store.segments.codec")
     # Days that are passed, or too far, have none in any case.
     await ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
     async with session.borrowed(pool) as connection:
-        return await work(connection, portion_bytes=SMALL_PORTION_BYTES, pause=PAUSE)
+        restored = await restore_one(connection, horizon_ms, portion_bytes=SMALL_PORTION_BYTES, pause=PAUSE)
+    return restored or Locked(first_ms)

@@ -1,6 +1,4 @@
--- $1 lane, $2 and $3 first and last due instant (epoch microseconds, exact up to the year 2255), $4 and $5 lowest and
--- highest id, $6 messages, $7 bytes before packing, $8 format, $9 digest, $10 packed.
-INSERT INTO segment (lane, first_due, last_due, first_id, last_id, messages, raw_bytes, format, digest, packed)
-VALUES ($1, 'epoch'::timestamptz + $2::bigint * interval '1 microsecond',
-        'epoch'::timestamptz + $3::bigint * interval '1 microsecond', $4, $5, $6, $7, $8, $9, $10)
+-- $1 lane, $2 and $3 first and last due instant, $4 ids, $5 messages, $6 bytes before packing, $7 format, $8 digest, $9 packed.
+INSERT INTO segment (lane, first_due, last_due, ids, messages, raw_bytes, format, digest, packed)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
 RETURNING id

@@ -1,43 +1,25 @@
--- Lock the first rows of a window and give them back as one row, each column as one byte string (store/segments/codec.py).
+-- Lock the first rows of a window and give them back: codec.SCHEMA with instants in microseconds, then their bytes before
+-- each, and how many are locked.
 --
--- $1 lane; from ($9, $3) inclusive to ($4, $5) exclusive in the order of (due_at, id), where $9 is epoch microseconds
--- (exact up to the year 2255), as a portion may end inside a millisecond; the bounds of due_at once more, as $2 and $6,
--- because row comparisons prune no partition; $7 rows; $8 bytes of bodies and properties, but one row at least. Rows with
--- a key stay rows: a later message must find them; and those of more than $10 bytes, which gain nothing in a segment. Rows that somebody has locked (a cancel, another compaction) are left
--- to him. Rows that are locked here and do not fit $8 are left, too; they are summed up in the order that they were
--- locked in, and by whatever order would do as well. It is one pass over them: kept for a second one, in a CTE, they took a
--- third more of the server's time.
-SELECT count(*) AS locked,
-       string_agg(int8send(id), '') FILTER (WHERE before < $8) AS id,
-       string_agg(timestamptz_send(due_at), '') FILTER (WHERE before < $8) AS due_at,
-       string_agg(timestamptz_send(parked_at), '') FILTER (WHERE before < $8) AS parked_at,
-       string_agg(int8send(checksum), '') FILTER (WHERE before < $8) AS checksum,
-       string_agg(int8send(format), '') FILTER (WHERE before < $8) AS format,
-       string_agg(int4send(octet_length(route)), '') FILTER (WHERE before < $8) AS route_lengths,
-       string_agg(route, '') FILTER (WHERE before < $8) AS route,
-       string_agg(int4send(octet_length(exchange)), '') FILTER (WHERE before < $8) AS exchange_lengths,
-       string_agg(exchange, '') FILTER (WHERE before < $8) AS exchange,
-       string_agg(int4send(octet_length(routing_key)), '') FILTER (WHERE before < $8) AS routing_key_lengths,
-       string_agg(routing_key, '') FILTER (WHERE before < $8) AS routing_key,
-       string_agg(int4send(octet_length(to_exchange)), '') FILTER (WHERE before < $8) AS to_exchange_lengths,
-       string_agg(to_exchange, '') FILTER (WHERE before < $8) AS to_exchange,
-       string_agg(int4send(octet_length(to_key)), '') FILTER (WHERE before < $8) AS to_key_lengths,
-       string_agg(to_key, '') FILTER (WHERE before < $8) AS to_key,
-       string_agg(int4send(octet_length(properties)), '') FILTER (WHERE before < $8) AS properties_lengths,
-       string_agg(properties, '') FILTER (WHERE before < $8) AS properties,
-       string_agg(int4send(octet_length(body)), '') FILTER (WHERE before < $8) AS body_lengths,
-       string_agg(body, '') FILTER (WHERE before < $8) AS body
+-- $1 lane; due from $2 to before $3, which prune partitions; from ($4 microseconds, $5) on in the order of (due_at, id);
+-- $6 rows; $7 bytes of bodies and properties, but one row at least. Rows with a key stay rows: a later message must find
+-- them. So do those of more than $8 bytes, which gain nothing in a segment. Rows that another session has locked (a
+-- cancel, another compaction) are left to it. Rows that are locked here and do not fit $7 are left, too.
+SELECT *
 FROM (
     SELECT *, sum(octet_length(body) + octet_length(properties)) OVER (ROWS UNBOUNDED PRECEDING)
-              - octet_length(body) - octet_length(properties) AS before
+              - octet_length(body) - octet_length(properties) AS before, count(*) OVER () AS locked
     FROM (
-        SELECT id, due_at, parked_at, checksum, format, route, exchange, routing_key, to_exchange, to_key, properties, body
+        SELECT id, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us,
+               (extract(epoch FROM parked_at) * 1000000)::bigint AS parked_us, checksum, format, route, exchange,
+               routing_key, to_exchange, to_key, properties, body
         FROM message
-        WHERE lane = $1 AND due_at >= $2 AND due_at < $6 AND key IS NULL AND (due_at, id) < ($4, $5)
-          AND octet_length(body) + octet_length(properties) <= $10
-          AND (due_at, id) >= ('epoch'::timestamptz + $9::bigint * interval '1 microsecond', $3)
+        WHERE lane = $1 AND due_at >= $2 AND due_at < $3 AND key IS NULL
+          AND (due_at, id) >= ('epoch'::timestamptz + $4::bigint * interval '1 microsecond', $5::bigint)
+          AND octet_length(body) + octet_length(properties) <= $8
         ORDER BY due_at, id
-        LIMIT $7
+        LIMIT $6
         FOR UPDATE SKIP LOCKED
-    ) AS locked
+    ) AS rows
 ) AS summed
+WHERE before < $7

@@ -7,15 +7,14 @@ import pytest
 from delayer.audit import words
 from delayer.audit.destination_findings import RULE
 from delayer.audit.rules import RULES
-from delayer.audit.words import ADVICE, advice
+from delayer.audit.words import ADVICE
 
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(0, "0 ms"), (0.04, "40 ms"), (0.9996, "1 s"), (1.25, "1.2 s"), (9.99, "10 s"), (115, "115 s"), (119.7, "2 min"),
-     (6900, "1 h 55 min"), (7200, "2 h"), (86_400, "1 d"), (90_000, "1 d 1 h"), (3_456_000, "40 d"),
-     (86_400_000, "2.7 years"),
-     (315_576_000, "10 years")],
+    [(0, "0 ms"), (0.04, "40 ms"), (0.9996, "1 s"), (1.25, "1.25 s"), (9.99, "9.99 s"), (115, "115 s"), (120, "2 min"),
+     (6900, "115 min"), (7200, "2 h"), (86_400, "24 h"), (90_000, "25 h"), (3_456_000, "40 d"),
+     (86_400_000, "2.74 years"), (315_576_000, "10 years")],
 )  # fmt: skip
 def test_durations(seconds: float, expected: str) -> None:
     assert words.duration(seconds) == expected
@@ -55,4 +54,3 @@ def test_details_in_words() -> None:
 
 def test_every_rule_has_its_advice() -> None:
     assert set(ADVICE) == {*RULES, RULE}
-    assert advice("of the future").title == "of the future"

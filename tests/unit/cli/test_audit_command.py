@@ -24,7 +24,7 @@ def test_what_cannot_be_written_hides_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, violations: int, unkept: JobFailed | None
 ) -> None:
     """The report is told all the same, and what it found wins over the failure in the exit code."""
-    report = replace(audit_reports.empty(), rules=(RuleRun("sound", violations, 0),))
+    report = replace(audit_reports.empty(), rules=(RuleRun("segments", violations, 0),))
     monkeypatch.setattr(audit, "_run", lambda *_: Audited(report, (), unkept))
     page = [] if unkept else ["--html", str(tmp_path / ("x" * 300))]
     result = CliRunner().invoke(cli, ["audit", "--json", "--no-broker", *page], prog_name="delayer")
