@@ -1,7 +1,7 @@
 """Circuit breakers of destinations: while one is open, its messages are held at once and not published.
 
 A breaker is *closed* (not in the table), *open* until a time, or *half-open* after it. A half-open breaker lets one
-message through as a probe. The probe closes the breaker, or opens it for longer. This module publishes nothing.
+batch through as a probe. The probe closes the breaker, or opens it for longer. This module publishes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.core.message import Outcome, Outgoing, Unanswered
+from delayer.core.message import CONFIRMED, Outcome, Outgoing, Unanswered
 
 MANY: Final = 3
 """With so many open breakers, the other keys of an exchange are doubtful: if keys name orders, each key is new."""
@@ -44,43 +44,48 @@ def destination(message: Outgoing) -> Destination:
 
 @dataclass(slots=True)
 class _Breaker:
-    outcome: Outcome | None  # None: the destination is suspected, so the next message is a probe.
+    outcome: Outcome
+    """CONFIRMED: the destination answered lately, although its exchange has many open breakers."""
     failures: int
     until: float
 
 
 class CircuitBreaker:
-    """The breakers of one process. ``clock`` returns seconds; ``most`` bounds each table."""
+    """The breakers of one process. ``clock`` returns seconds; ``most`` bounds the table."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, most: int = 10_000) -> None:
         self._clock = clock
         self._most = most
         self.table: dict[Destination, _Breaker] = {}
-        """The breakers that are not closed, ordered by their last failure, the oldest first."""
-        self._of_exchange: Counter[bytes] = Counter()
-        self._open_of_exchange: Counter[bytes] = Counter()
-        # Destinations that answered lately, although their exchange has open breakers.
-        self._answering: dict[Destination, float] = {}
-        # No batch waits for probes before the first time. The second is the time of the last batch that did.
-        self._turn = self._granted = 0.0
+        """The breakers that are not closed, ordered by their last probe, the oldest first."""
+        self._open: Counter[bytes] = Counter()  # How many breakers of each exchange are not closed.
+        self._turn = 0.0  # No batch probes silent queues before this time.
 
     def partition(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[dict[int, Outcome], list[int]]:
         """The messages that an open breaker holds, with their outcome, and the doubtful ones, whose destination needs a
-        probe first. All others take the shared channel."""
+        probe first. All others take the shared channel.
+
+        A batch waits a second for probes of silent queues, so only one batch in five seconds sends such probes.
+        """
         now = self._clock()
         self._forget(now)
         held: dict[int, Outcome] = {}
         doubtful: list[int] = []
-        for one, group in self.groups(batch, (i for i in indexes if batch[i].exchange in self._of_exchange)).items():
+        our_turn = self._turn <= now
+        for one, group in self.groups(batch, (i for i in indexes if batch[i].exchange in self._open)).items():
             breaker = self.table.get(one)
-            if breaker is None:
-                if self.suspects(one) and one not in self._answering:
+            if breaker is None or breaker.outcome is CONFIRMED:
+                if self.suspects(one) and (breaker is None or breaker.until <= now):
                     doubtful += group
-            elif (outcome := self._held(breaker, now)) is not None:
-                held.update((index, outcome) for index in group)
-            else:
-                doubtful += group
-                self._grant(breaker, now)
+                continue
+            silent = isinstance(breaker.outcome, Unanswered)
+            if breaker.until > now or (silent and not our_turn):
+                held.update((index, breaker.outcome) for index in group)
+                continue
+            doubtful += group
+            breaker.until = now + 10.0  # This batch has the probe.
+            if silent:
+                self._turn = now + 5.0
         return held, doubtful
 
     def groups(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> dict[Destination, list[int]]:
@@ -93,72 +98,40 @@ class CircuitBreaker:
             found.setdefault(one, []).append(index)
         return found
 
+    def suspects(self, one: Destination) -> bool:
+        """Whether a short wait for its answer is enough: a probe of it failed, or its exchange has silent queues."""
+        return one in self.table or self._open[one.exchange] >= MANY
+
     def open(self, one: Destination, outcome: Outcome) -> None:
         """Open the breaker after a failed probe, for longer each time."""
-        earlier = self.table.pop(one, None)
+        earlier = self._remove(one)
         failures = 1 + (earlier.failures if earlier is not None else 0)
         # A probe of a silent queue takes a second, a probe that closes a channel takes some milliseconds.
         first, longest = (5.0, 30.0) if isinstance(outcome, Unanswered) else (1.0, 10.0)
         pause = min(longest, first * 2.0 ** min(failures - 1, 10))
-        self._enter(one, earlier, _Breaker(outcome, failures, self._clock() + pause))
-
-    def suspect(self, one: Destination) -> None:
-        """Suspect a destination that did not answer while nothing else was confirmed: its next message is a probe."""
-        if one not in self.table:
-            self._enter(one, None, _Breaker(None, 0, self._clock()))
-
-    def has(self, one: Destination) -> bool:
-        """Whether the destination has a breaker: an earlier probe of it failed or got no answer."""
-        return one in self.table
-
-    def suspects(self, one: Destination) -> bool:
-        """Whether a short wait for its answer is enough: it was silent before, or its exchange has silent queues."""
-        breaker = self.table.get(one)
-        return breaker.outcome is not None if breaker is not None else self._open_of_exchange[one.exchange] >= MANY
+        self._enter(one, _Breaker(outcome, failures, self._clock() + pause))
 
     def close(self, one: Destination) -> None:
         """Close the breaker: the destination answered, with any outcome."""
         self._remove(one)
-        if self._open_of_exchange[one.exchange] >= MANY:
-            if len(self._answering) >= self._most:
-                del self._answering[next(iter(self._answering))]
-            self._answering[one] = self._clock() + 60.0
+        if one.routing_key is not None and self._open[one.exchange] >= MANY:
+            self._enter(one, _Breaker(CONFIRMED, 0, self._clock() + 60.0))
 
-    def _held(self, breaker: _Breaker, now: float) -> Outcome | None:
-        """The outcome of an open breaker; None for a half-open one. A batch waits a second for probes of silent queues,
-        so only one batch in five seconds sends such probes."""
-        silent = isinstance(breaker.outcome, Unanswered)
-        return breaker.outcome if breaker.until > now or (silent and self._turn > now != self._granted) else None
-
-    def _grant(self, breaker: _Breaker, now: float) -> None:
-        """Reserve the probe for this batch."""
-        if breaker.outcome is not None:
-            breaker.until = now + 10.0
-            if isinstance(breaker.outcome, Unanswered):
-                self._turn, self._granted = now + 5.0, now
-
-    def _enter(self, one: Destination, earlier: _Breaker | None, breaker: _Breaker) -> None:
-        if earlier is None:
-            self._of_exchange[one.exchange] += 1
-        if breaker.outcome is not None and (earlier is None or earlier.outcome is None):
-            self._open_of_exchange[one.exchange] += 1
-        self._answering.pop(one, None)
+    def _enter(self, one: Destination, breaker: _Breaker) -> None:
         self.table[one] = breaker
+        self._open[one.exchange] += breaker.outcome is not CONFIRMED
         if len(self.table) > self._most:
             self._remove(next(iter(self.table)))
 
-    def _remove(self, one: Destination) -> None:
+    def _remove(self, one: Destination) -> _Breaker | None:
         breaker = self.table.pop(one, None)
-        if breaker is None:
-            return
-        for counter, counts in ((self._of_exchange, True), (self._open_of_exchange, breaker.outcome is not None)):
-            counter[one.exchange] -= counts
-            if counter[one.exchange] <= 0:
-                del counter[one.exchange]
+        if breaker is not None:
+            self._open[one.exchange] -= breaker.outcome is not CONFIRMED
+            if not self._open[one.exchange]:
+                del self._open[one.exchange]
+        return breaker
 
     def _forget(self, now: float) -> None:
         """Close breakers that had no publish for ten minutes."""
         while self.table and self.table[first := next(iter(self.table))].until + 600.0 < now:
             self._remove(first)
-        while self._answering and self._answering[fine := next(iter(self._answering))] <= now:
-            del self._answering[fine]

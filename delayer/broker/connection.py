@@ -68,6 +68,8 @@ class ReconnectingConnection:
         """
         if self._keeper is not None and self._keeper.done():
             self._keeper.result()
+        while self._connection is not None and self._connection.closed.done():  # noqa: ASYNC110 - the keeper clears it
+            await asyncio.sleep(0)
         try:
             await asyncio.wait_for(self._connected.wait(), timeout)
         except TimeoutError as late:

@@ -1,11 +1,13 @@
 """Isolation of failed publishes: finds the message or the destination at fault, on a second connection.
 
 A batch on the shared channel loses some outcomes in two cases. A queue does not confirm, or the broker closes the
-channel or the connection for one message. These messages come here, and so do messages that may end a connection.
+channel or the connection for one message. These messages come here, and so do messages that may end a connection. Each
+case is published in rounds:
 
-- Unanswered: one message of each destination is published on a channel of its own. If one stays silent while the broker
-  confirms others, its circuit breaker opens and its messages are held.
-- Closed: smaller and smaller portions are published until one message alone closes the channel or the connection.
+- A probing round publishes one message of each destination, each on a channel of its own. If a destination stays silent
+  while the broker answers, its circuit breaker opens and its messages are held.
+- Every other round publishes a portion on one channel. A portion grows after a success. It shrinks to one message after
+  the broker closed the channel or the connection, until that one message is found.
 """
 
 from __future__ import annotations
@@ -13,16 +15,14 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 
-from delayer.amqp.channel import TOKEN_HEADER, Channel
+from delayer.amqp.channel import TOKEN_HEADER, Channel, seconds_until
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ACCESS_REFUSED, NOT_FOUND, ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.properties import encode_headers, entry, long_string
@@ -30,23 +30,23 @@ from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destinat
 from delayer.broker.connection import ReconnectingConnection
 from delayer.core.errors import BrokerLost
 from delayer.core.message import (
-    CONFIRMED,
     NACKED,
     ClosedChannel,
     ClosedConnection,
     Outcome,
     Outgoing,
+    Schedule,
     Unanswered,
 )
 
 log = structlog.get_logger(__name__)
 
 PATIENCE: Final = 2.0
-"""Seconds that a destination has to answer its probe."""
+"""Seconds that a destination has to answer its probe. The broker itself has half of them."""
 BRIEF: Final = 1.0
 """The same for doubtful destinations beside open breakers, because the whole batch waits."""
 CONNECTING: Final = 2.0
-"""Seconds for the second connection, and for an answer of the broker itself."""
+"""Seconds for the second connection. Also all that the rest of a batch waits for messages that may end a connection."""
 ISOLATING: Final = 10.0
 """After a message ended a connection, every batch is published here for so many seconds."""
 SPARE: Final = 0.1
@@ -58,430 +58,310 @@ AT_ONCE: Final = 512
 NOT_TRIED: Final = ClosedConnection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
 
 
-class _Silent(NamedTuple):
-    """A destination whose probe got no answer; ``group``: all its messages."""
+@dataclass(slots=True)
+class Pending:
+    """A batch whose outcomes become known one after the other."""
 
-    where: Destination
-    group: list[int]
-    began: float
+    batch: Sequence[Outgoing]
+    deadline: float
+    """When the caller stops waiting, in seconds of the loop."""
+    schedule: Schedule | None = None
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    in_doubt: set[int] = field(default_factory=set)
+    """Published messages without an answer, while the broker answered nothing at all."""
+
+    def unknown(self, indexes: Sequence[int]) -> list[int]:
+        """Those of these messages that can be published again."""
+        return [index for index in indexes if index not in self.outcomes and index not in self.in_doubt]
+
+    def enter(self, indexes: Sequence[int], answers: Sequence[Outcome | None]) -> None:
+        """Enter the known outcomes. No answers: none is known."""
+        answered = zip(indexes, answers, strict=bool(answers))
+        self.outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
+
+    async def due(self, indexes: Sequence[int]) -> None:
+        """Wait until all of these messages are due."""
+        while indexes and (left := seconds_until(self.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
+            await asyncio.sleep(left)
 
 
 @dataclass(slots=True)
 class _Case:
-    """The isolated messages of one batch. ``outcomes`` fills as they become known."""
+    """The isolated messages of one batch."""
 
-    batch: Sequence[Outgoing]
-    outcomes: dict[int, Outcome]
-    deadline: float
-    own: bool = False
+    pending: Pending
+    indexes: Sequence[int]
+    until: float
+    own: bool
     """Whether only a connection of our own may carry these messages, because they may end it."""
-    alone: bool = False
-    """Whether each step has the connection for itself."""
-    began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    alone: bool
+    """Whether each round has the connection for itself."""
     written: set[int] = field(default_factory=set)
-    in_doubt: set[int] = field(default_factory=set)
-    """Published messages without an answer, while nothing else was confirmed."""
-    silent: list[_Silent] = field(default_factory=list)
-    """The destinations of the messages in doubt."""
-
-    def unknown(self, indexes: Sequence[int]) -> list[int]:
-        return [index for index in indexes if index not in self.outcomes and index not in self.in_doubt]
-
-    def portion(self, todo: Sequence[int], size: int) -> list[int]:
-        """The first ``size`` messages with distinct tokens, because a return names only the token."""
-        return list({self.batch[index].token: index for index in reversed(todo[:size])}.values())[::-1]
+    probed: set[Destination] = field(default_factory=set)
 
 
 class Isolation:
     """One isolation for all publishers of a process. ``reconnecting`` is theirs, and opens the second connection."""
 
-    def __init__(
-        self, reconnecting: ReconnectingConnection, *, timeout: float, breaker: CircuitBreaker | None = None
-    ) -> None:
+    def __init__(self, reconnecting: ReconnectingConnection, *, timeout: float) -> None:
         """``timeout``: seconds that a publish waits for its confirms. Only the text of a hold uses it."""
-        self.breaker = breaker or CircuitBreaker()
+        self.breaker = CircuitBreaker()
         self.exchanges: set[bytes] = set()
         """Exchanges that accepted a publish. A missing exchange closes the channel, which leaves others in doubt."""
+        self.isolating_until = -math.inf
+        """Until this time of the loop every batch is isolated: a message ended a connection less than ISOLATING seconds
+        ago. Such messages often come together."""
         self._reconnecting = reconnecting
         self._timeout = timeout
         self._connection: Connection | None = None
-        self._spare: Channel | None = None
-        """A channel of the second connection that the last portion left open: another one costs two round trips."""
-        self._connecting = asyncio.Lock()
-        self._bisecting = asyncio.Lock()
-        self._unshared = asyncio.Event()
-        self._unshared.set()
-        self._sharing = 0
+        self._spare: list[Channel] = []
+        """Channels of the second connection that earlier rounds left open: another one costs two round trips."""
+        self._turns = asyncio.Lock()
         self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
         self._idle: asyncio.TimerHandle | None = None
-        self.isolating_until = -math.inf
-        """Until this time of the loop every batch is isolated: a message ended a connection less than WARY seconds ago.
-        Such messages often come together."""
-        self.last_confirm = -math.inf
-        """The begin of the last confirmed publish, in seconds of the loop: the broker has answered since then."""
         self._refused = -math.inf
 
     def close(self) -> None:
         """End the second connection. Safe to call twice."""
         if self._idle is not None:
             self._idle.cancel()
+        self._spare.clear()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abandon()
 
-    async def replace(self, connection: Connection) -> None:
-        """End the publishers' ``connection``, which opened no channel in time, if the broker answers on this one. A
-        channel that waits for a queue may keep the broker from reading its connection."""
-        if not self._reconnecting.blocked and await self._answers() and self._reconnecting.current is connection:
-            connection.drop("the broker does not read this connection, and answers on another")
-
-    # The publishers' requests. A message without an outcome afterwards is in doubt.
-
-    async def publish_isolated(
-        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
+    async def publish(
+        self, pending: Pending, indexes: Sequence[int], *, own: bool = False, alone: bool = False
     ) -> None:
-        """Publish messages that may end a connection: known ones, and direct replies. All of them get an outcome within
-        two seconds, because the rest of their batch waits."""
-        case = _Case(batch, outcomes, min(deadline, _now() + 2.0), own=True, alone=True)
-        replies = [index for index in indexes if not batch[index].isolated]
-        isolated = [index for index in indexes if batch[index].isolated]
+        """Publish these messages once all are due. A message without an outcome afterwards is in doubt.
+
+        ``alone``: one of them ended a connection. ``own``: each may end one. The latter all get an outcome within two
+        seconds, because the rest of their batch waits.
+        """
+        await pending.due(indexes)
+        until = min(pending.deadline, _now() + CONNECTING if own else math.inf)
+        case = _Case(pending, indexes, until - SPARE, own, alone or own or self.isolating_until > _now())
         try:
-            async with asyncio.timeout_at(case.deadline + SPARE):
-                await self._settle(case, replies)
-                await self._settle(case, isolated, size=1)
-        except (BrokerLost, TimeoutError) as lost:
-            log.warning("no isolation connection", messages=len(indexes), reason=str(lost) or "no answer in time")
-        for index in replies:
-            outcomes.setdefault(index, NACKED)  # The reader of the reply waits no longer either.
-        for index in isolated:
-            one = batch[index]
-            silent = Unanswered(self._timeout, one.exchange, one.routing_key)
-            outcomes.setdefault(index, silent if index in case.written else NOT_TRIED)
-
-    async def probe(
-        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
-    ) -> None:
-        """Publish one message to each destination, and then the other messages of destinations that answer."""
-        case = _Case(batch, outcomes, deadline)
-        await self._isolate(case, indexes, partial(self._settle, case, indexes, probing=True))
-
-    async def try_exchange(
-        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
-    ) -> None:
-        """Publish some of these messages for one exchange, alone, until the exchange is known to accept publishes."""
-        case = _Case(batch, outcomes, deadline)
-
-        async def work() -> None:
-            while (todo := case.unknown(indexes)) and batch[todo[0]].exchange not in self.exchanges:
-                if self._reconnecting.blocked:
-                    raise BrokerLost("the broker blocks publishers (a resource alarm)")
-                try:
-                    async with self._turn(case):
-                        await self._probe_destinations(
-                            case, next(iter(self.breaker.groups(batch, todo).values())), indexes
-                        )
-                except ConnectionLost as lost:
-                    if not (lost.objects and case.alone):
-                        raise
-                    self._enter_objection(case, todo[0], lost, indexes)
-
-        await self._isolate(case, indexes, work)
-
-    async def bisect(
-        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
-    ) -> None:
-        """Publish these messages, and find each one for which the broker closes the channel or the connection."""
-        case = _Case(batch, outcomes, deadline)
-        await self._isolate(case, indexes, partial(self._settle, case, indexes))
-
-    # The steps of a request.
-
-    async def _isolate(self, case: _Case, indexes: Sequence[int], work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work`` beside other callers. If the broker ends the connection for a message, repeat it: then the
-        callers take turns, and each step has the connection for itself."""
-        try:
-            if self.isolating_until <= _now():
-                try:
-                    return await work()
-                except ConnectionLost as lost:
-                    if not lost.objects:
-                        raise
-            case.alone = True
-            await work()
+            async with asyncio.timeout_at(until):
+                await self._settle(case)
         except (BrokerLost, TimeoutError) as lost:
             log.warning("isolation interrupted", messages=len(indexes), reason=str(lost) or "no answer in time")
-        for one in case.silent:
-            self._hold_if_proven(case, one)  # Later confirms may prove the silence now.
+        for index in indexes if own else ():
+            one = pending.batch[index]
+            outcome: Outcome = NACKED  # The reader of a direct reply waits no longer either.
+            if one.isolated:
+                silent = Unanswered(self._timeout, one.exchange, one.routing_key)
+                outcome = silent if index in case.written else NOT_TRIED
+            pending.outcomes.setdefault(index, outcome)
 
-    async def _settle(self, case: _Case, indexes: Sequence[int], *, size: int = FEW, probing: bool = False) -> None:
-        """Publish these messages in portions. A portion grows after a success, and shrinks to one message after the
-        broker closed the channel or connection. Unanswered messages get a probe for each destination. Raises
-        BrokerLost, TimeoutError.
+    async def _settle(self, case: _Case) -> None:
+        """Publish in rounds. Raises BrokerLost.
 
         The broker confirms nothing before it closes, so the messages before the one at fault are published twice.
         """
-        most = FEW
-        while todo := case.unknown(indexes):
-            some = todo if probing else case.portion(todo, size)
-            try:
-                if probing:
-                    async with self._turn(case):
-                        await self._probe_destinations(case, some)
-                    # A slow broker does not get all messages at once.
-                    probing, size, most = False, 8 * FEW, len(indexes)
+        batch = case.pending.batch
+        probing, size = not case.alone, 1 if case.own else FEW
+        while _now() < case.until and (todo := case.pending.unknown(case.indexes)):
+            some: list[int] = []
+            lost: ChannelClosed | ConnectionLost | None
+            async with self._using(case) as connection:
+                groups = self.breaker.groups(batch, todo) if probing else {}
+                fresh = [one for one in groups if one not in case.probed]
+                if fresh:
+                    at_once = max(1, min(AT_ONCE, self._free(connection) // 2))
+                    lost = await self._probe(case, connection, {one: groups[one] for one in fresh[:at_once]})
                 else:
-                    async with self._turn(case):
-                        await self._together(case, some)
-                    size = min(most, 2 * size)
-            except ConfirmTimeout:
+                    probing = False
+                    # Distinct tokens, because a return names only the token.
+                    some = list({batch[index].token: index for index in reversed(todo[:size])}.values())[::-1]
+                    lost = await self._published(case, connection, some, min(PATIENCE, case.until - _now()))
+            if isinstance(lost, ConnectionLost) and not (case.alone and len(some) == 1):
+                probing, size = False, 1 if case.alone else FEW
+                case.alone = True
+            elif fresh:
+                size = FEW
+            elif isinstance(lost, ConfirmTimeout):
                 probing = True
-            except (ChannelClosed, ConnectionLost) as lost:
-                if isinstance(lost, ConnectionLost) and not (lost.objects and case.alone):
-                    raise
-                if len(some) == 1:
-                    self._enter_objection(case, some[0], lost, indexes)
-                probing, size, most = False, 1, FEW
+                case.probed.clear()
+            elif lost is None:
+                size = min(FEW if case.alone else len(batch), 2 * size)
+            elif len(some) == 1:
+                self._enter_objection(case, some[0], lost)
+            else:
+                size = 1
 
-    @asynccontextmanager
-    async def _turn(self, case: _Case) -> AsyncIterator[None]:
-        """A step beside other callers, or alone on the connection."""
-        if case.alone:
-            async with self._bisecting:
-                await self._unshared.wait()
-                yield
-            return
-        async with self._bisecting:
-            self._sharing += 1
-            self._unshared.clear()
+    async def _probe(
+        self, case: _Case, connection: Connection, groups: dict[Destination, list[int]]
+    ) -> ConnectionLost | None:
+        """Publish the first message of each group on a channel of its own, and hold the groups of silent destinations.
+        Returns the end of the connection. A silence counts only if the broker answered early in this round."""
+        patience = BRIEF if all(self.breaker.suspects(one) for one in groups) else PATIENCE
+        seconds = min(patience, case.until - _now())
+        case.probed.update(groups)
+        sent = [self._published(case, connection, group[:1], seconds) for group in groups.values()]
+        answers, losses = await asyncio.gather(self._answers(connection, seconds / 2), asyncio.gather(*sent))
+        proven = answers and not self._reconnecting.blocked
+        silent = []
+        for (one, group), lost in zip(groups.items(), losses, strict=True):
+            if isinstance(lost, ConnectionLost):
+                return lost
+            if isinstance(lost, ConfirmTimeout):
+                silent.append(one)
+                if proven:
+                    self._hold(case, one, Unanswered(self._timeout, one.exchange, one.routing_key or b""), group)
+                else:
+                    case.pending.in_doubt.update(group)
+            elif lost is not None:
+                self._enter_objection(case, group[0], lost)
+            else:
+                self.breaker.close(one)
+                if len(self.exchanges) >= 10_000:
+                    self.exchanges.clear()
+                self.exchanges.add(one.exchange)
+        if silent:
+            unproven = 0 if proven else len(silent)
+            exchange, key, _ = silent[0]
+            log.warning(
+                "destination silent",
+                destinations=len(silent),
+                unproven=unproven,
+                exchange=exchange,
+                routing_key=key or b"",
+            )
+        return None
+
+    async def _answers(self, connection: Connection, seconds: float) -> bool:
+        """Whether the broker answers at all, within ``seconds``: publish a message without a queue."""
+        token = b"delayer.nobody." + uuid.uuid4().hex.encode()
+        message = Outgoing(b"", token, encode_headers(entry(TOKEN_HEADER, long_string(token))), b"", token)
         try:
-            yield
-        finally:
-            self._sharing -= 1
-            if not self._sharing:
-                self._unshared.set()
+            async with asyncio.timeout(seconds):
+                await self._on_channel(connection, [message], seconds)
+        except (BrokerLost, TimeoutError):
+            return False
+        return True
 
-    async def _together(self, case: _Case, some: Sequence[int]) -> None:
-        """Publish all of these on one channel. Enters the known outcomes, also when it raises."""
-        began = _now()
-        async with self._using(case.deadline, 1, own=case.own) as connection:
-            spare, self._spare = self._spare, None
-            usable = spare is not None and connection is self._connection and not spare.closed.done()
-            channel = spare if spare is not None and usable else await connection.confirming_channel()
-            case.written.update(some)
-            answers: Sequence[Outcome | None] = ()
-            try:
-                messages = [case.batch[index] for index in some]
-                answers = await channel.publish(messages, timeout=min(PATIENCE, left(case.deadline)))
-                if connection is self._connection and self._spare is None:
-                    self._spare = channel
-            except (ChannelClosed, ConnectionLost) as lost:
-                answers = lost.outcomes
+    async def _published(
+        self, case: _Case, connection: Connection, some: Sequence[int], seconds: float
+    ) -> ChannelClosed | ConnectionLost | None:
+        """Publish these on one channel, and enter the known outcomes. Returns the reason if others are missing. Raises
+        BrokerLost if no message is the reason."""
+        case.written.update(some)
+        try:
+            messages = [case.pending.batch[index] for index in some]
+            case.pending.enter(some, await self._on_channel(connection, messages, seconds))
+        except (ChannelClosed, ConnectionLost) as lost:
+            case.pending.enter(some, lost.outcomes)
+            if isinstance(lost, ConnectionLost) and not lost.objects:
                 raise
-            finally:
-                if channel is not self._spare:
-                    channel.abandon()
-                known = zip(some, answers, strict=bool(answers))
-                case.outcomes.update((index, outcome) for index, outcome in known if outcome is not None)
-                if CONFIRMED in answers:
-                    self.last_confirm = max(self.last_confirm, began)
+            return lost
+        return None
 
-    def _enter_objection(
-        self, case: _Case, index: int, lost: ChannelClosed | ConnectionLost, indexes: Sequence[int]
-    ) -> None:
+    async def _on_channel(self, connection: Connection, messages: Sequence[Outgoing], seconds: float) -> list[Outcome]:
+        """Publish on a channel that no other publish uses. Raises BrokerLost."""
+        own = connection is self._connection
+        self._spare = [one for one in self._spare if not one.closed.done()]
+        channel = self._spare.pop() if own and self._spare else await connection.confirming_channel()
+        try:
+            outcomes = await channel.publish(messages, timeout=seconds)
+        except BaseException:
+            channel.abandon()
+            raise
+        if own:
+            self._spare.append(channel)
+        else:
+            channel.abandon()
+        return outcomes
+
+    def _enter_objection(self, case: _Case, index: int, lost: ChannelClosed | ConnectionLost) -> None:
         """Enter the outcome of the one message for which the broker closed something. A missing exchange concerns all
         messages for it, a missing permission those with the same key."""
         if isinstance(lost, ConnectionLost):
             if not case.own:  # Known messages end the second connection only, at each retry.
                 self.isolating_until = _now() + ISOLATING
-            case.outcomes[index] = ClosedConnection(lost.code, lost.text)
+            case.pending.outcomes[index] = ClosedConnection(lost.code, lost.text)
             return
-        outcome = case.outcomes[index] = ClosedChannel(lost.code, lost.text)
-        one = destination(case.batch[index])
+        batch = case.pending.batch
+        one = destination(batch[index])
+        everywhere = Destination(one.exchange, None)
+        outcome = ClosedChannel(lost.code, lost.text)
         if lost.code == NOT_FOUND:
             self.exchanges.discard(one.exchange)
-            one = Destination(one.exchange, None)
-        elif lost.code != ACCESS_REFUSED:
-            return self.breaker.close(one)
-        self.breaker.open(one, outcome)
-        for other in case.unknown(indexes):
-            message = case.batch[other]
-            if message.exchange == one.exchange and (one.routing_key is None or destination(message) == one):
-                case.outcomes[other] = outcome
-
-    async def _probe_destinations(self, case: _Case, indexes: Sequence[int], concerned: Sequence[int] = ()) -> None:
-        """Publish the first message of each destination on a channel of its own. Hold all messages of silent ones."""
-        waiting = deque(self.breaker.groups(case.batch, indexes).items())
-        silent: list[_Silent] = []
-        async with self._using(case.deadline, min(AT_ONCE, len(waiting))) as connection:
-            at_once = max(1, min(AT_ONCE, len(waiting), connection.free_channels // 2))
-            try:
-                async with asyncio.TaskGroup() as workers:
-                    for _ in range(at_once):
-                        workers.create_task(self._worker(case, connection, waiting, silent, concerned or indexes))
-            except* (BrokerLost, TimeoutError) as several:
-                raise _first(several) from None
-        case.in_doubt.update(index for _, group in waiting for index in case.unknown(group))
-        await self._judge(case, silent)
-
-    async def _worker(
-        self,
-        case: _Case,
-        connection: Connection,
-        waiting: deque[tuple[Destination, list[int]]],
-        silent: list[_Silent],
-        indexes: Sequence[int],
-    ) -> None:
-        """Probe one destination after the other. A silent one keeps its channel, and the next probe gets a new one."""
-        channel: Channel | None = None
-        until, began = case.deadline - SPARE, case.began
-        try:
-            while waiting and left(until):
-                one, group = waiting.popleft()
-                if not (group := case.unknown(group)):
-                    continue
-                channel = channel or await connection.confirming_channel()
-                patience = min(left(until), BRIEF if self.breaker.suspects(one) else PATIENCE)
-                case.written.add(group[0])
-                try:
-                    outcome = (await channel.publish([case.batch[group[0]]], timeout=patience))[0]
-                except ConfirmTimeout:
-                    channel = None
-                    silent.append(_Silent(one, group, began))
-                except ChannelClosed as lost:
-                    channel = None
-                    if one.routing_key is None and lost.code != NOT_FOUND:
-                        self.breaker.close(one)  # The exchange exists by now.
-                    self._enter_objection(case, group[0], lost, indexes)
-                else:
-                    case.outcomes[group[0]] = outcome
-                    self._answered(one)
-                    if outcome is CONFIRMED:
-                        self.last_confirm = max(self.last_confirm, began)
-                began = _now()
-        finally:
-            if channel is not None:
-                channel.abandon()
-
-    def _answered(self, one: Destination) -> None:
+            return self._hold(case, everywhere, outcome, [i for i in case.indexes if batch[i].exchange == one.exchange])
+        self.breaker.close(everywhere)  # The exchange exists by now.
+        if lost.code == ACCESS_REFUSED:
+            same_key = [i for i in case.indexes if batch[i][:2] == one[:2]]
+            return self._hold(case, one, outcome, [i for i in same_key if destination(batch[i]) == one])
         self.breaker.close(one)
-        if len(self.exchanges) >= 10_000:
-            self.exchanges.clear()
-        self.exchanges.add(one.exchange)
+        case.pending.outcomes[index] = outcome
 
-    async def _judge(self, case: _Case, silent: Sequence[_Silent]) -> None:
-        """Open the breakers of destinations that were silent while the broker confirmed others. Without other confirms,
-        a second silence counts if the broker answers a test message without a queue."""
-        if self._reconnecting.blocked:  # A blocked broker proves nothing about a destination.
-            case.in_doubt.update(index for one in silent for index in one.group)
-            return
-        unproven = [one for one in silent if not self._hold_if_proven(case, one)]
-        again = [one for one in unproven if self.breaker.has(one.where) or self.last_confirm >= case.began]
-        answers = bool(again) and await self._answers()
-        for one in unproven:
-            if answers and one in again:
-                self._hold(case, one)
-            else:
-                self.breaker.suspect(one.where)
-                case.in_doubt.update(one.group)
-                case.silent.append(one)
-        if silent:
-            exchange, key, _ = silent[0].where
-            log.warning(
-                "destination silent",
-                destinations=len(silent),
-                unproven=len(case.silent),
-                exchange=exchange,
-                routing_key=key or b"",
-            )
-
-    def _hold_if_proven(self, case: _Case, one: _Silent) -> bool:
-        """Hold the destination's messages if the broker confirmed a later publish. Returns whether it did."""
-        if self.last_confirm >= one.began:
-            self._hold(case, one)
-        return self.last_confirm >= one.began
-
-    def _hold(self, case: _Case, one: _Silent) -> None:
-        outcome = Unanswered(self._timeout, one.where.exchange, one.where.routing_key or b"")
-        self.breaker.open(one.where, outcome)
-        case.outcomes.update((index, outcome) for index in one.group)
-
-    async def _answers(self) -> bool:
-        """Whether the broker answers at all: publish a message without a queue on the second connection."""
-        token = b"delayer.nobody." + uuid.uuid4().hex.encode()
-        message = Outgoing(b"", token, encode_headers(entry(TOKEN_HEADER, long_string(token))), b"", token)
-        try:
-            async with asyncio.timeout(CONNECTING), self._using(_now() + CONNECTING, 1) as connection:
-                channel = await connection.confirming_channel()
-                try:
-                    await channel.publish([message], timeout=CONNECTING)
-                finally:
-                    channel.abandon()
-        except (BrokerLost, TimeoutError):
-            return False
-        return True
+    def _hold(self, case: _Case, one: Destination, outcome: Outcome, indexes: Sequence[int]) -> None:
+        """Open the breaker, unless another probe of this round did. Enter the outcome for its messages."""
+        if held := case.pending.unknown(indexes):
+            self.breaker.open(one, outcome)
+            case.pending.outcomes.update(dict.fromkeys(held, outcome))
 
     # The second connection.
 
     @asynccontextmanager
-    async def _using(self, deadline: float, channels: int, *, own: bool = False) -> AsyncIterator[Connection]:
-        """The second connection, opened if there is none, and kept for ten seconds afterwards. If the broker refuses a
-        second one, the publishers' connection serves, unless ``own``. Raises BrokerLost, TimeoutError."""
-        if not left(deadline):
-            raise TimeoutError
+    async def _using(self, case: _Case) -> AsyncIterator[Connection]:
+        """The second connection for a round, beside other cases or alone. It stays open for ten seconds afterwards.
+        Raises BrokerLost."""
+        async with AsyncExitStack() as turn:
+            await turn.enter_async_context(self._turns)
+            if case.alone:
+                await self._unused.wait()
+            connection = await self._connected(own=case.own)
+            self._users += 1
+            self._unused.clear()
+            if not case.alone:
+                await turn.aclose()
+            try:
+                yield connection
+            finally:
+                self._users -= 1
+                if not self._users:
+                    self._unused.set()
+                self._close_later()
+
+    def _close_later(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
-        connection = await self._connected(deadline, channels, own=own)
-        self._users += 1
-        try:
-            yield connection
-        finally:
-            self._users -= 1
-            if not self._users:
-                self._idle = asyncio.get_running_loop().call_later(10.0, self._close_idle)
+        self._idle = asyncio.get_running_loop().call_later(10.0, self._close_idle)
 
     def _close_idle(self) -> None:
         """End the second connection, unless it is blocked: only there the broker announces the end of the alarm."""
-        if self._connection is not None and self._connection.blocked:
-            self._idle = asyncio.get_running_loop().call_later(10.0, self._close_idle)
+        if self._users or (self._connection is not None and self._connection.blocked):
+            self._close_later()
         else:
             self.close()
 
-    async def _connected(self, deadline: float, channels: int, *, own: bool) -> Connection:
-        async with self._connecting:
-            connection = self._connection
-            if connection is not None and not self._users and connection.free_channels < 2 * channels + 1:
-                connection.abandon()  # The broker then ends its channels that wait for silent queues.
-            if connection is not None and not connection.closed.done():
-                return connection
-            if own or self._refused + 30.0 < _now():
-                try:
-                    self._connection = await self._reconnecting.another(min(CONNECTING, left(deadline)))
-                except BrokerLost as lost:
-                    self._refused = _now()
-                    if own:
-                        raise
-                    log.warning("no isolation connection", reason=str(lost))
-                else:
-                    return self._connection
-        while True:
+    async def _connected(self, *, own: bool) -> Connection:
+        """The second connection, opened if there is none. If the broker refuses a second one, the publishers'
+        connection serves, unless ``own``."""
+        connection = self._connection
+        if connection is not None and not self._users and self._free(connection) <= connection.channel_max // 2:
+            connection.abandon()  # The broker then ends its channels that wait for silent queues.
+        if connection is not None and not connection.closed.done():
+            return connection
+        if own or self._refused + 30.0 < _now():
             try:
-                return await self._reconnecting.connection(left(deadline))
-            except BrokerLost:  # It may be connecting again.
-                if not left(deadline):
+                self._connection = await self._reconnecting.another(CONNECTING)
+            except BrokerLost as lost:
+                self._refused = _now()
+                log.warning("no isolation connection", reason=str(lost))
+                if own:
                     raise
-                await asyncio.sleep(0.05)
+            else:
+                return self._connection
+        return await self._reconnecting.connection(CONNECTING)
 
-
-def left(deadline: float) -> float:
-    """Seconds until ``deadline``, by the loop's clock; at least 0."""
-    return max(0.0, deadline - _now())
+    def _free(self, connection: Connection) -> int:
+        """How many publishes can have a channel of their own now."""
+        return connection.free_channels + (len(self._spare) if connection is self._connection else 0)
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One failure of many workers; a lost connection has priority."""
-    all_of = list(several.exceptions)
-    return next((one for one in all_of if isinstance(one, ConnectionLost)), all_of[0])

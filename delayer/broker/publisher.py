@@ -11,19 +11,17 @@ channel.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import structlog
 
 from delayer.amqp.channel import Channel, seconds_until
-from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.isolation import Isolation
+from delayer.broker.isolation import Isolation, Pending
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.message import CONFIRMED, Outcome, Outgoing, Schedule, is_direct_reply
+from delayer.core.message import Outcome, Outgoing, Schedule, is_direct_reply
 
 log = structlog.get_logger(__name__)
 
@@ -37,9 +35,6 @@ MAX_PROPERTIES: Final = 131_072 - OVERHEAD
 """The room in RabbitMQ's default frame; assumed before the first connection."""
 BATCH: Final = 10_000
 """The most messages of a batch."""
-
-
-_Work = Callable[[Sequence[Outgoing], list[int], dict[int, Outcome], float], Coroutine[None, None, None]]
 
 
 class AmqpPublisher:
@@ -85,24 +80,25 @@ class AmqpPublisher:
         if not batch:
             return []
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout + seconds_until(schedule, -1)
-        outcomes: dict[int, Outcome] = {}
+        pending = Pending(batch, loop.time() + self._timeout + seconds_until(schedule, -1), schedule)
         lost: Exception | None = None
         try:
             # This bounds every other wait, such as the opening of a channel.
-            async with asyncio.timeout_at(deadline + 0.5):
-                await self._publish(batch, outcomes, deadline, schedule)
+            async with asyncio.timeout_at(pending.deadline + 0.5):
+                await self._usable()
+                await self._publish(pending, range(len(batch)))
         except BrokerLost as error:
             lost = error
         except TimeoutError:
             lost = BrokerLost(f"the broker did not take {len(batch)} messages within {self._timeout:g} s")
-        if len(outcomes) == len(batch):
-            if deadline - loop.time() > self._timeout * 3 / 4:
+        left = pending.deadline - loop.time()
+        if len(pending.outcomes) == len(batch):
+            if left > self._timeout * 3 / 4:
                 self.batch_limit = min(BATCH, 2 * self.batch_limit)
-            return [outcomes[index] for index in range(len(batch))]
-        if deadline - loop.time() <= self._timeout * (1 - SHARED):
+            return [pending.outcomes[index] for index in range(len(batch))]
+        if left <= self._timeout * (1 - SHARED):
             self.batch_limit = max(1, min(self.batch_limit, len(batch)) // 4)
-        raise _unconfirmed(batch, outcomes, lost) from lost
+        raise _unconfirmed(batch, pending.outcomes, lost) from lost
 
     async def close(self) -> None:
         """See ports.Publisher."""
@@ -110,69 +106,46 @@ class AmqpPublisher:
         if channel is not None:
             channel.abandon()
 
-    async def _publish(
-        self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], deadline: float, schedule: Schedule | None
-    ) -> None:
-        """Publish, and enter outcomes as they become known. Silent destinations may leave theirs missing."""
-        await self._usable()
-        ordinary, separate = self._sorted(batch, outcomes, schedule)
-        tasks = [asyncio.create_task(work(batch, indexes, outcomes, deadline)) for work, indexes in separate if indexes]
-        if tasks:
-            await asyncio.sleep(0)  # Then a later confirm proves that the broker answered after these began.
-        try:
-            if self._isolation.isolating_until > asyncio.get_running_loop().time():
-                await _due(schedule, ordinary)
-                await self._isolation.bisect(batch, list(ordinary), outcomes, deadline)
-            else:
-                await self._together(batch, ordinary, outcomes, deadline, schedule)
-            for task in tasks:
-                await task
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+    async def _publish(self, pending: Pending, indexes: Sequence[int], *, tried: bool = False) -> None:
+        """Publish, and enter outcomes as they become known. Silent destinations may leave theirs missing.
 
-    def _sorted(
-        self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], schedule: Schedule | None
-    ) -> tuple[Sequence[int], list[tuple[_Work, list[int]]]]:
-        """The messages for the shared channel, and the work for the others. Enters the outcomes of open breakers."""
-        isolation = self._isolation
-        ordinary: Sequence[int] = range(len(batch))
-        separate: list[tuple[_Work, list[int]]] = []
-        if special := [index for index, one in enumerate(batch) if one.isolated or _is_reply(one)]:
-            separate.append((partial(_when_due, schedule, isolation.publish_isolated), special))
-            ordinary = sorted({*ordinary}.difference(special))
+        ``tried``: the first message for each new exchange was published before. Raises BrokerLost.
+        """
+        isolation, batch = self._isolation, pending.batch
+        doubtful: list[int] = []
+        ordinary = indexes
+        special = [index for index in indexes if batch[index].isolated or _is_reply(batch[index])]
+        if special:
+            ordinary = _without(ordinary, special)
         if isolation.breaker.table:
             held, doubtful = isolation.breaker.partition(batch, ordinary)
-            outcomes |= held
-            separate.append((partial(_when_due, schedule, isolation.probe), doubtful))
-            ordinary = sorted({*ordinary}.difference(held, doubtful))
-        for exchange in {batch[index].exchange for index in ordinary} - isolation.exchanges:
-            unknown = [index for index in ordinary if batch[index].exchange == exchange]
-            separate.append((partial(self._first, schedule), unknown))
-            ordinary = sorted({*ordinary}.difference(unknown))
-        return ordinary, separate
+            pending.outcomes |= held
+            ordinary = _without(ordinary, [*held, *doubtful])
+        new: list[int] = []
+        if unknown := {batch[index].exchange for index in ordinary} - isolation.exchanges:
+            new = [index for index in ordinary if batch[index].exchange in unknown]
+            ordinary = _without(ordinary, new)
+        if tried:
+            doubtful, new = [*doubtful, *new], []
+        work = [isolation.publish(pending, special, own=True)] if special else []
+        if doubtful:
+            work.append(isolation.publish(pending, sorted(doubtful)))
+        if new:
+            work.append(self._first(pending, new))
+        if isolation.isolating_until > asyncio.get_running_loop().time():
+            work.append(isolation.publish(pending, ordinary))
+        else:
+            work.append(self._together(pending, ordinary))
+        for result in await asyncio.gather(*work, return_exceptions=True):
+            if result is not None:
+                raise result
 
-    async def _first(
-        self,
-        schedule: Schedule | None,
-        batch: Sequence[Outgoing],
-        indexes: Sequence[int],
-        outcomes: dict[int, Outcome],
-        deadline: float,
-    ) -> None:
-        """Publish the first messages for an exchange: one alone, then the others."""
-        known, exchange = self._isolation.exchanges, batch[indexes[0]].exchange
-        await _due(schedule, indexes[:1])
-        due = [index for index in indexes if not seconds_until(schedule, index)]
-        for part in (due, indexes[len(due) :]):
-            if part and exchange not in known:
-                await _due(schedule, part)
-                await self._isolation.try_exchange(batch, part, outcomes, deadline)
-        if exchange in known:
-            rest = [index for index in indexes if index not in outcomes]
-            await self._together(batch, rest, outcomes, deadline, schedule)
+    async def _first(self, pending: Pending, indexes: Sequence[int]) -> None:
+        """Publish the first message for each new exchange alone, because a missing exchange closes the channel; then
+        the others."""
+        firsts = {pending.batch[index].exchange: index for index in reversed(indexes)}
+        await self._isolation.publish(pending, sorted(firsts.values()))
+        await self._publish(pending, pending.unknown(indexes), tried=True)
 
     async def _usable(self) -> None:
         await self._reconnecting.connection(self._timeout)
@@ -181,94 +154,64 @@ class AmqpPublisher:
         except TimeoutError as late:
             raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
 
-    async def _together(
-        self,
-        batch: Sequence[Outgoing],
-        indexes: Sequence[int],
-        outcomes: dict[int, Outcome],
-        deadline: float,
-        schedule: Schedule | None = None,
-    ) -> None:
+    async def _together(self, pending: Pending, indexes: Sequence[int]) -> None:
         """Publish on the shared channel. The isolation publishes copies, and messages in doubt. Raises BrokerLost."""
         together: list[int] = []
         copies: list[int] = []
         for index in indexes:
-            token = batch[index].token
+            token = pending.batch[index].token
             (copies if token in self._tokens else together).append(index)
             self._tokens.add(token)
         try:
             if together:
-                await self._settle(batch, together, outcomes, deadline, schedule)
+                await self._settle(pending, together)
         finally:
-            self._tokens.difference_update(batch[index].token for index in together)
+            self._tokens.difference_update(pending.batch[index].token for index in together)
         if copies:
-            await _due(schedule, copies)
-            await self._isolation.bisect(batch, copies, outcomes, deadline)
+            await self._isolation.publish(pending, copies)
 
-    async def _settle(
-        self,
-        batch: Sequence[Outgoing],
-        indexes: Sequence[int],
-        outcomes: dict[int, Outcome],
-        deadline: float,
-        schedule: Schedule | None,
-    ) -> None:
-        began = asyncio.get_running_loop().time()
-        connection = await self._reconnecting.connection(deadline - began)
+    async def _settle(self, pending: Pending, indexes: Sequence[int]) -> None:
+        whole = schedule = pending.schedule
+        if whole is not None and len(indexes) < len(pending.batch):
+            schedule = Schedule([whole.due_ms[index] for index in indexes], whole.now_ms, whole.on_written)
         lost: ChannelClosed | ConnectionLost | None = None
-        part = schedule
-        if schedule is not None and len(indexes) < len(batch):
-            part = Schedule([schedule.due_ms[index] for index in indexes], schedule.now_ms, schedule.on_written)
         try:
-            channel = await self._shared(connection)
-            messages = [batch[index] for index in indexes]
-            answers: Sequence[Outcome | None] = await channel.publish(
-                messages, timeout=self._timeout * SHARED, schedule=part
-            )
+            channel = await self._shared(pending)
+            messages = [pending.batch[index] for index in indexes]
+            answers: Sequence[Outcome | None]
+            answers = await channel.publish(messages, timeout=self._timeout * SHARED, schedule=schedule)
         except (ChannelClosed, ConnectionLost) as error:
             lost, answers = error, error.outcomes
-        if schedule is not None and part is not None and part is not schedule:
-            schedule.written_ms |= {indexes[at]: written_ms for at, written_ms in part.written_ms.items()}
-        answered = zip(indexes, answers, strict=bool(answers))
-        outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
-        if CONFIRMED in answers:
-            self._isolation.last_confirm = max(self._isolation.last_confirm, began)
-        if lost is None:
-            return
+        if whole is not None and schedule is not None and schedule is not whole:
+            whole.written_ms |= {indexes[at]: written_ms for at, written_ms in schedule.written_ms.items()}
+        pending.enter(indexes, answers)
         silent = isinstance(lost, ConfirmTimeout)
+        if lost is None or (silent and self._reconnecting.blocked):
+            return
         if not (silent or lost.objects):
             raise lost
-        unknown = [index for index in indexes if index not in outcomes]
-        await _due(schedule, unknown)
+        unknown = pending.unknown(indexes)
         if not silent:
             log.warning("publish channel closed", reason=str(lost), in_doubt=len(unknown))
-            await self._isolation.bisect(batch, unknown, outcomes, deadline)
-        elif not self._reconnecting.blocked:
-            await self._isolation.probe(batch, unknown, outcomes, deadline)
+        await self._isolation.publish(pending, unknown, alone=isinstance(lost, ConnectionLost))
 
-    async def _shared(self, connection: Connection) -> Channel:
+    async def _shared(self, pending: Pending) -> Channel:
+        connection = await self._reconnecting.connection(pending.deadline - asyncio.get_running_loop().time())
         async with self._opening:
             if self._channel is None or self._channel.closed.done():
                 try:
                     async with asyncio.timeout(self._timeout * SHARED):
                         self._channel = await connection.confirming_channel()
                 except TimeoutError as late:
-                    await self._isolation.replace(connection)
+                    if not self._reconnecting.blocked:
+                        # A channel that waits for a silent queue may keep the broker from reading its connection.
+                        connection.drop("the broker opened no channel in time")
                     raise BrokerLost("the broker opened no channel in time") from late
             return self._channel
 
 
-async def _when_due(
-    schedule: Schedule | None, work: _Work, batch: Sequence[Outgoing], indexes: list[int], *more: Any
-) -> None:
-    await _due(schedule, indexes)
-    await work(batch, indexes, *more)
-
-
-async def _due(schedule: Schedule | None, indexes: Sequence[int]) -> None:
-    """Wait until all of these messages are due. The isolation publishes at once."""
-    while indexes and (left := seconds_until(schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
-        await asyncio.sleep(left)
+def _without(indexes: Sequence[int], others: Sequence[int]) -> list[int]:
+    return sorted({*indexes}.difference(others))
 
 
 def _is_reply(one: Outgoing) -> bool:

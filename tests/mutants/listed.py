@@ -233,8 +233,8 @@ MUTANTS: Sequence[Mutant] = (
         ("writes-before-the-instant", "due = bisect_right(schedule.due_ms, now_ms, index)", "due = len(batch)"),
     ),
     *of(
-        "delayer/broker/publisher.py",
+        "delayer/broker/isolation.py",
         "tests/conformance/test_publisher.py::test_messages_that_are_not_due_wait_also_beside_a_message_at_fault",
-        ("isolation-before-the-instant", "        await _due(schedule, unknown)\n", ""),
+        ("isolation-before-the-instant", "        await pending.due(indexes)\n", ""),
     ),
 )

@@ -86,16 +86,9 @@ def test_a_missing_exchange_holds_all_its_keys_for_a_second() -> None:
     assert it.sort(to(b"a"), to(b"b")) == ({}, [0, 1])
 
 
-def test_a_suspected_one_is_probed_at_once() -> None:
-    it = Scene()
-    it.breaker.suspect(Destination(X, b"a"))
-    assert it.sort(to(b"a"), to(b"b")) == ({}, [0])
-
-
 def test_the_table_is_bounded() -> None:
     it = Scene(most=10)
     for number in range(1000):
         it.opened(b"%d" % number)
         it.breaker.close(Destination(X, b"other %d" % number))
     assert len(it.breaker.table) == 10
-    assert len(it.breaker._answering) <= 10
