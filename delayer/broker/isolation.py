@@ -29,15 +29,7 @@ from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination
 from delayer.broker.connection import ReconnectingConnection
 from delayer.core.errors import BrokerLost
-from delayer.core.message import (
-    NACKED,
-    ClosedChannel,
-    ClosedConnection,
-    Outcome,
-    Outgoing,
-    Schedule,
-    Unanswered,
-)
+from delayer.core.message import NACKED, ClosedChannel, ClosedConnection, Outcome, Outgoing, Schedule, Unanswered
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +47,12 @@ FEW: Final = 8
 """Messages of a portion, if one of them may close a channel or a connection."""
 AT_ONCE: Final = 512
 """Parallel probes, if the connection allows as many channels."""
+KNOWN: Final = 10_000
+"""Exchanges that are remembered."""
 NOT_TRIED: Final = ClosedConnection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
+
+
+_Loss = ChannelClosed | ConnectionLost
 
 
 @dataclass(slots=True)
@@ -120,14 +117,10 @@ class Isolation:
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
-        self._idle: asyncio.TimerHandle | None = None
         self._refused = -math.inf
 
     def close(self) -> None:
         """End the second connection. Safe to call twice."""
-        if self._idle is not None:
-            self._idle.cancel()
-        self._spare.clear()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abandon()
@@ -165,7 +158,6 @@ class Isolation:
         probing, size = not case.alone, 1 if case.own else FEW
         while _now() < case.until and (todo := case.pending.unknown(case.indexes)):
             some: list[int] = []
-            lost: ChannelClosed | ConnectionLost | None
             async with self._using(case) as connection:
                 groups = self.breaker.groups(batch, todo) if probing else {}
                 fresh = [one for one in groups if one not in case.probed]
@@ -176,6 +168,7 @@ class Isolation:
                     probing = False
                     # Distinct tokens, because a return names only the token.
                     some = list({batch[index].token: index for index in reversed(todo[:size])}.values())[::-1]
+                    case.written.update(some)
                     lost = await self._published(case, connection, some, min(PATIENCE, case.until - _now()))
             if isinstance(lost, ConnectionLost) and not (case.alone and len(some) == 1):
                 probing, size = False, 1 if case.alone else FEW
@@ -192,9 +185,7 @@ class Isolation:
             else:
                 size = 1
 
-    async def _probe(
-        self, case: _Case, connection: Connection, groups: dict[Destination, list[int]]
-    ) -> ConnectionLost | None:
+    async def _probe(self, case: _Case, connection: Connection, groups: dict[Destination, list[int]]) -> _Loss | None:
         """Publish the first message of each group on a channel of its own, and hold the groups of silent destinations.
         Returns the end of the connection. A silence counts only if the broker answered early in this round."""
         patience = BRIEF if all(self.breaker.suspects(one) for one in groups) else PATIENCE
@@ -203,33 +194,24 @@ class Isolation:
         sent = [self._published(case, connection, group[:1], seconds) for group in groups.values()]
         answers, losses = await asyncio.gather(self._answers(connection, seconds / 2), asyncio.gather(*sent))
         proven = answers and not self._reconnecting.blocked
-        silent = []
+        silent: list[Destination] = []
         for (one, group), lost in zip(groups.items(), losses, strict=True):
             if isinstance(lost, ConnectionLost):
                 return lost
-            if isinstance(lost, ConfirmTimeout):
+            if lost is None:
+                self._answered(one)
+            elif not isinstance(lost, ConfirmTimeout):
+                self._enter_objection(case, group[0], lost)
+            else:
                 silent.append(one)
                 if proven:
                     self._hold(case, one, Unanswered(self._timeout, one.exchange, one.routing_key or b""), group)
                 else:
                     case.pending.in_doubt.update(group)
-            elif lost is not None:
-                self._enter_objection(case, group[0], lost)
-            else:
-                self.breaker.close(one)
-                if len(self.exchanges) >= 10_000:
-                    self.exchanges.clear()
-                self.exchanges.add(one.exchange)
         if silent:
+            first = {"exchange": silent[0].exchange, "routing_key": silent[0].routing_key or b""}
             unproven = 0 if proven else len(silent)
-            exchange, key, _ = silent[0]
-            log.warning(
-                "destination silent",
-                destinations=len(silent),
-                unproven=unproven,
-                exchange=exchange,
-                routing_key=key or b"",
-            )
+            log.warning("destination silent", destinations=len(silent), unproven=unproven, **first)
         return None
 
     async def _answers(self, connection: Connection, seconds: float) -> bool:
@@ -245,37 +227,41 @@ class Isolation:
 
     async def _published(
         self, case: _Case, connection: Connection, some: Sequence[int], seconds: float
-    ) -> ChannelClosed | ConnectionLost | None:
+    ) -> _Loss | None:
         """Publish these on one channel, and enter the known outcomes. Returns the reason if others are missing. Raises
         BrokerLost if no message is the reason."""
-        case.written.update(some)
+        answers: Sequence[Outcome | None]
+        lost: _Loss | None = None
         try:
-            messages = [case.pending.batch[index] for index in some]
-            case.pending.enter(some, await self._on_channel(connection, messages, seconds))
-        except (ChannelClosed, ConnectionLost) as lost:
-            case.pending.enter(some, lost.outcomes)
-            if isinstance(lost, ConnectionLost) and not lost.objects:
-                raise
-            return lost
-        return None
+            answers = await self._on_channel(connection, [case.pending.batch[index] for index in some], seconds)
+        except (ChannelClosed, ConnectionLost) as error:
+            lost, answers = error, error.outcomes
+        case.pending.enter(some, answers)
+        if isinstance(lost, ConnectionLost) and not lost.objects:
+            raise lost
+        return lost
 
     async def _on_channel(self, connection: Connection, messages: Sequence[Outgoing], seconds: float) -> list[Outcome]:
         """Publish on a channel that no other publish uses. Raises BrokerLost."""
-        own = connection is self._connection
+        ours = connection is self._connection
         self._spare = [one for one in self._spare if not one.closed.done()]
-        channel = self._spare.pop() if own and self._spare else await connection.confirming_channel()
+        channel = self._spare.pop() if ours and self._spare else await connection.confirming_channel()
         try:
             outcomes = await channel.publish(messages, timeout=seconds)
-        except BaseException:
-            channel.abandon()
-            raise
-        if own:
-            self._spare.append(channel)
-        else:
-            channel.abandon()
-        return outcomes
+            if ours and len(self._spare) < FEW:
+                self._spare.append(channel)
+            return outcomes
+        finally:
+            if channel not in self._spare:
+                channel.abandon()
 
-    def _enter_objection(self, case: _Case, index: int, lost: ChannelClosed | ConnectionLost) -> None:
+    def _answered(self, one: Destination) -> None:
+        self.breaker.close(one)
+        if len(self.exchanges) >= KNOWN:
+            self.exchanges.clear()
+        self.exchanges.add(one.exchange)
+
+    def _enter_objection(self, case: _Case, index: int, lost: _Loss) -> None:
         """Enter the outcome of the one message for which the broker closed something. A missing exchange concerns all
         messages for it, a missing permission those with the same key."""
         if isinstance(lost, ConnectionLost):
@@ -307,8 +293,7 @@ class Isolation:
 
     @asynccontextmanager
     async def _using(self, case: _Case) -> AsyncIterator[Connection]:
-        """The second connection for a round, beside other cases or alone. It stays open for ten seconds afterwards.
-        Raises BrokerLost."""
+        """The second connection for a round, beside other cases or alone. Raises BrokerLost."""
         async with AsyncExitStack() as turn:
             await turn.enter_async_context(self._turns)
             if case.alone:
@@ -324,19 +309,6 @@ class Isolation:
                 self._users -= 1
                 if not self._users:
                     self._unused.set()
-                self._close_later()
-
-    def _close_later(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = asyncio.get_running_loop().call_later(10.0, self._close_idle)
-
-    def _close_idle(self) -> None:
-        """End the second connection, unless it is blocked: only there the broker announces the end of the alarm."""
-        if self._users or (self._connection is not None and self._connection.blocked):
-            self._close_later()
-        else:
-            self.close()
 
     async def _connected(self, *, own: bool) -> Connection:
         """The second connection, opened if there is none. If the broker refuses a second one, the publishers'
