@@ -345,7 +345,9 @@ class Channel:
                     await asyncio.sleep((schedule.due_ms[index] - now_ms) / 1000)
             async with asyncio.timeout(timeout):
                 if self._connection.blocked:
-                    await self._connection.unblocked  # After its alarm the broker publishes what stands in the socket.
+                    await (
+                        self._connection.unblocked()
+                    )  # After its alarm the broker publishes what stands in the socket.
                 await self._connection.drain()
             self._check_open()
             start, frame_max = index, self._connection.frame_max

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Self, cast
 
@@ -29,53 +29,6 @@ from delayer.amqp.errors import (
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, HEARTBEAT_FRAME, Outlet, Parser, Receiver, ReturnedMessage
 from delayer.amqp.handshake import Dialogue
 from delayer.core.message import Delivery
-
-
-class Alarm:
-    """The broker's resource alarm. ``raised`` and ``reason`` hold until it is cleared or the connection is lost."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.raised = False
-        self.reason = ""
-        self.on_change: Callable[[str], object] = lambda _reason: None
-        """Called with the broker's reason when an alarm is raised, and with "" when it is cleared."""
-        self._loop = loop
-        self._loss: ConnectionLost | None = None
-        self._over: asyncio.Future[None] | None = None
-
-    @property
-    def over(self) -> Awaitable[None]:
-        """A future that is done as soon as no alarm is raised. Raises ConnectionLost."""
-        if self._over is None or (self._over.done() and (self.raised or self._loss is not None)):
-            self._over = self._loop.create_future()
-            self._over.add_done_callback(_retrieve)
-            if self._loss is not None:
-                self._over.set_exception(again(self._loss))
-            elif not self.raised:
-                self._over.set_result(None)
-        return asyncio.shield(self._over)
-
-    def sound(self, reason: str) -> None:
-        self.raised, self.reason = True, reason
-        self.on_change(reason)
-
-    def clear(self) -> None:
-        self.raised, self.reason = False, ""
-        self.on_change("")
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
-
-    def fail(self, loss: ConnectionLost) -> None:
-        """Fail all waiting calls: the connection is gone."""
-        self._loss = loss
-        if self._over is not None and not self._over.done():
-            self._over.set_exception(again(loss))
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    """Retrieve a failure, so that asyncio does not report it as never retrieved."""
-    if not future.cancelled():
-        future.exception()
 
 
 class Numbers:
@@ -191,8 +144,7 @@ class Connection(asyncio.Protocol):
 
     ``closed`` is done when the connection is gone; its result is the reason. Wait for it with ``asyncio.wait`` or
     ``asyncio.shield``: a cancelled task that awaits the future directly cancels the future. ``blocked`` is true while
-    the broker accepts no publishes because of a resource alarm; ``blocked_reason`` is the broker's text. ``numbers``
-    is for channels.
+    the broker accepts no publishes because of a resource alarm. ``numbers`` is for channels.
     """
 
     def __init__(self) -> None:
@@ -209,7 +161,10 @@ class Connection(asyncio.Protocol):
         self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
         self._outlet = Outlet(loop)
         self._pulse = Pulse(loop, self._outlet, self._on_silence)
-        self._alarm = Alarm(loop)
+        self._alarm: str | None = None  # The broker's reason, while it accepts no publishes.
+        self._on_alarm: Callable[[str], object] = lambda _reason: None
+        self._unblocked = asyncio.Event()
+        self._unblocked.set()
         self.numbers = Numbers(loop, self, self._outlet.write)
         self._parser = Parser(self.numbers.receivers)
         self._discarding = False
@@ -264,22 +219,19 @@ class Connection(asyncio.Protocol):
 
     @property
     def blocked(self) -> bool:
-        return self._alarm.raised
+        return self._alarm is not None
 
-    @property
-    def blocked_reason(self) -> str:
-        return self._alarm.reason
-
-    @property
-    def unblocked(self) -> Awaitable[None]:
-        """A future that is done as soon as the broker accepts publishes. Raises ConnectionLost."""
-        return self._alarm.over
+    async def unblocked(self) -> None:
+        """Wait until the broker accepts publishes. Raises ConnectionLost."""
+        await self._unblocked.wait()
+        self._check_open()
 
     def on_alarm(self, on_change: Callable[[str], object]) -> None:
-        """Call ``heard`` with the broker's reason of each alarm (also of the present one), and with "" at its end."""
-        self._alarm.on_change = on_change
-        if self._alarm.raised:
-            on_change(self._alarm.reason)
+        """Call ``on_change`` with the broker's reason of each alarm (also of the present one), and with "" at its
+        end."""
+        self._on_alarm = on_change
+        if self._alarm is not None:
+            on_change(self._alarm)
 
     async def channel(self) -> Channel:
         """Open a channel. Raises NoFreeChannel, ConnectionLost."""
@@ -392,9 +344,13 @@ class Connection(asyncio.Protocol):
         elif self._loss is not None:
             pass  # We closed: ignore all other frames until the broker answers.
         elif isinstance(method, commands.Connection.Blocked):
-            self._alarm.sound(str(method.reason))
+            self._alarm = str(method.reason)
+            self._unblocked.clear()
+            self._on_alarm(self._alarm)
         elif isinstance(method, commands.Connection.Unblocked):
-            self._alarm.clear()
+            self._alarm = None
+            self._unblocked.set()
+            self._on_alarm("")
         elif not self._dialogue.received(method):
             raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel 0")
 
@@ -466,7 +422,7 @@ class Connection(asyncio.Protocol):
         self._pulse.stop()
         self.numbers.fail(loss)
         self._dialogue.fail(loss)
-        self._alarm.fail(loss)
+        self._unblocked.set()
         self._outlet.resume()
         if not self.closed.done():
             self.closed.set_result(loss)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from itertools import pairwise
@@ -47,7 +47,6 @@ _SIGNED = {kind: (_NUMBERS[kind], struct.Struct(">B" + _NUMBERS[kind].format[1:]
 _WIDER = {ord("b"): ord("s"), ord("s"): ord("I"), ord("I"): ord("l"), ord("B"): ord("s"), ord("u"): ord("I"),
           ord("i"): ord("l")}  # fmt: skip
 _U32 = struct.Struct(">I")
-_U64 = struct.Struct(">Q")
 _DECIMAL = struct.Struct(">Bi")
 _MAX_INT64 = (1 << 63) - 1
 _NUMERIC = re.compile(rb"\s*([+-]?)((?:[0-9]|\.[0-9]).*)", re.DOTALL)
@@ -99,15 +98,6 @@ def entries(
     return found
 
 
-def value_at(buffer: bytes, type_at: int, stop: int) -> Value:
-    """The Python value of an entry of :func:`entries`; see :func:`decode`."""
-    number = _NUMBERS.get(buffer[type_at])
-    if number is not None:
-        found: int | float = number.unpack_from(buffer, type_at + 1)[0]
-        return found
-    return _decode(buffer, type_at, stop, MAX_DEPTH)
-
-
 def decode(kind: int, raw: bytes) -> Value:
     """The Python value of ``raw``. ``S`` gives str if it is UTF-8, else bytes; ``T`` a Timestamp; ``V`` None.
 
@@ -116,10 +106,11 @@ def decode(kind: int, raw: bytes) -> Value:
     whole = bytes((kind,)) + raw
     if end_of_value(whole, 0, len(whole)) != len(whole):
         raise MalformedTable(f"{len(raw)} bytes are too many for a value of type {chr(kind)!r}")
-    return _decode(whole, 0, len(whole), MAX_DEPTH)
+    return value_at(whole, 0, len(whole))
 
 
-def _decode(buffer: bytes, at: int, end: int, depth: int) -> Value:  # noqa: PLR0911 - one return for each type
+def value_at(buffer: bytes, at: int, end: int, depth: int = MAX_DEPTH) -> Value:  # noqa: PLR0911 - one for each type
+    """The Python value of an entry of :func:`entries`; see :func:`decode`. ``depth``: the levels that may follow."""
     kind = buffer[at]
     number = _NUMBERS.get(kind)
     if number is not None:
@@ -137,7 +128,7 @@ def _decode(buffer: bytes, at: int, end: int, depth: int) -> Value:  # noqa: PLR
         case "t":
             return buffer[at + 1] != 0
         case "T":
-            return Timestamp(_U64.unpack_from(buffer, at + 1)[0])
+            return Timestamp(int.from_bytes(buffer[at + 1 : end], "big"))
         case "D":
             # The specification's grammar says unsigned and its text says signed. Only a signed value can be negated.
             scale, unscaled = _DECIMAL.unpack_from(buffer, at + 1)
@@ -147,21 +138,20 @@ def _decode(buffer: bytes, at: int, end: int, depth: int) -> Value:  # noqa: PLR
         case "A" | "F" if depth == 0:
             raise MalformedTable(f"nested deeper than {MAX_DEPTH} levels")
         case "A":
-            return _array(buffer, at + 5, end, depth - 1)
+            return [value_at(buffer, first, stop, depth - 1) for first, stop in _elements(buffer, at + 5, end)]
         case _:
             return {
-                name.decode("utf-8", "surrogateescape"): _decode(buffer, type_at, stop, depth - 1)
+                name.decode("utf-8", "surrogateescape"): value_at(buffer, type_at, stop, depth - 1)
                 for name, type_at, stop in entries(buffer, at + 5, end)
             }
 
 
-def _array(buffer: bytes, at: int, end: int, depth: int) -> list[Value]:
-    found = []
+def _elements(buffer: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
+    """The span of each value of an array whose content is ``buffer[at:end]``, from its type byte on."""
     while at < end:
         stop = end_of_value(buffer, at, end)
-        found.append(_decode(buffer, at, stop, depth))
+        yield at, stop
         at = stop
-    return found
 
 
 def negated_if_positive(buffer: bytes, type_at: int) -> bytes | None:
@@ -249,12 +239,7 @@ def array(content: bytes) -> bytes:
 
 def elements(raw: bytes) -> list[bytes]:
     """The values in an array's content, each encoded with its type. Raises MalformedTable."""
-    found, at = [], 0
-    while at < len(raw):
-        stop = end_of_value(raw, at, len(raw))
-        found.append(raw[at:stop])
-        at = stop
-    return found
+    return [raw[at:stop] for at, stop in _elements(raw, 0, len(raw))]
 
 
 def int64(value: int) -> bytes:
@@ -296,8 +281,7 @@ _LAYOUT = (
 )
 FLAGS = {name: 1 << (15 - position) for position, (name, _) in enumerate(_LAYOUT)}
 NAMES = tuple(FLAGS)
-_HEADERS = FLAGS["headers"]
-_DELIVERY_MODE = FLAGS["delivery_mode"]
+_OURS = FLAGS["headers"] | FLAGS["delivery_mode"]
 _FLAGS_AND_LENGTH = struct.Struct(">HI")
 
 
@@ -393,12 +377,6 @@ class Properties:
     def spans(self) -> dict[str, tuple[int, int]]:
         """The span of each present property, in their order."""
         return dict(zip(self.places, pairwise(self.bounds), strict=True))
-
-    @property
-    def headers_span(self) -> tuple[int, int] | None:
-        """The span of the table's entries (after its length), or None without a table."""
-        span = self.span("headers")
-        return None if span is None else (span[0] + 4, span[1])
 
     def entries(self, wanted: Collection[bytes] | None = None) -> list[tuple[bytes, int, int]]:
         """The table's own entries (of these names) as (name, offset of the type byte, end). Raises MalformedTable if
@@ -519,4 +497,4 @@ def edited(properties: Properties, cuts: Sequence[Cut], append: bytes) -> bytes:
 
 def encode_headers(headers: bytes = b"", delivery_mode: int = 2) -> bytes:
     """Properties of a message of our own: a table of the encoded entries, and the delivery mode."""
-    return _FLAGS_AND_LENGTH.pack(_HEADERS | _DELIVERY_MODE, len(headers)) + headers + bytes((delivery_mode,))
+    return _FLAGS_AND_LENGTH.pack(_OURS, len(headers)) + headers + bytes((delivery_mode,))

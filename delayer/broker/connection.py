@@ -50,7 +50,7 @@ class ReconnectingConnection:
     async def unblocked(self) -> None:
         """Wait until the broker accepts publishes on every connection. Raises ConnectionLost."""
         for one in self._open():
-            await one.unblocked
+            await one.unblocked()
 
     def _open(self) -> list[Connection]:
         every = (self._connection, *self._others)

@@ -68,7 +68,7 @@ async def test_closed_by_the_broker() -> None:
         with pytest.raises(ConnectionLost, match="320"):
             channel.ack(1)
         with pytest.raises(ConnectionLost, match="320"):
-            await connection.unblocked
+            await connection.unblocked()
         await channel.close()
         await connection.close()
 
@@ -151,24 +151,24 @@ async def test_blocked_and_unblocked() -> None:
     async with scripted_channel() as (connection, channel, peer):
         heard: list[str] = []
         connection.on_alarm(heard.append)
-        await connection.unblocked
+        await connection.unblocked()
         peer.send(commands.Connection.Blocked("low on memory"))
         await round_trip(channel, peer)
-        assert (connection.blocked, connection.blocked_reason) == (True, "low on memory")
-        waiting = [asyncio.ensure_future(connection.unblocked) for _ in range(3)]
+        assert connection.blocked
+        waiting = [asyncio.ensure_future(connection.unblocked()) for _ in range(3)]
         waiting[0].cancel()
         await round_trip(channel, peer)
         assert not any(one.done() for one in waiting[1:])
         peer.send(commands.Connection.Unblocked())
         await asyncio.gather(*waiting[1:])
         assert connection.blocked is False
-        await connection.unblocked
+        await connection.unblocked()
         peer.send(commands.Connection.Blocked("low on disk"))
         await round_trip(channel, peer)
         assert heard == ["low on memory", "", "low on disk"]
         connection.on_alarm(heard.append)
         assert heard[3:] == ["low on disk"], "whoever comes later hears of it too"
-        waiting = [asyncio.ensure_future(connection.unblocked)]
+        waiting = [asyncio.ensure_future(connection.unblocked())]
         peer.writer.transport.abort()
         with pytest.raises(ConnectionLost):
             await waiting[0]

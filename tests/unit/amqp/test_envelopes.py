@@ -87,8 +87,8 @@ def test_the_format() -> None:
 
 def test_the_broker_may_add_to_an_envelope() -> None:
     found = Properties.parse(FORMAT_1)
-    assert found.headers_span is not None
-    start, stop = found.headers_span
+    start, stop = found.spans["headers"]
+    start += 4  # the length of the table
     died = entry(b"x-death", b"A" + sized(b"")) + text("x-first-death-queue")
     assert opened(with_headers(FORMAT_1[start:stop], died)) == Envelope(b"id", PLAIN)
 
