@@ -369,8 +369,8 @@ class Outlet:
         self.written_at = loop.time()
         self._loop = loop
         self._transport: asyncio.WriteTransport | None = None
-        self._full = False
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._room = asyncio.Event()
+        self._room.set()
 
     def attach(self, transport: asyncio.WriteTransport) -> None:
         """Set the transport: earlier writes are dropped."""
@@ -397,24 +397,15 @@ class Outlet:
 
     async def drain(self) -> None:
         """Wait while the transport holds more than the high-water mark."""
-        while self._full:
-            future: asyncio.Future[None] = self._loop.create_future()
-            self._waiting.add(future)
-            try:
-                await future
-            finally:
-                self._waiting.discard(future)
+        await self._room.wait()
 
     def pause(self) -> None:
         """Make drain() wait: the transport holds more than the high-water mark."""
-        self._full = True
+        self._room.clear()
 
     def resume(self) -> None:
         """End all waits: the buffer has room again, or the connection is gone."""
-        self._full = False
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
+        self._room.set()
 
 
 _CLOSES = {close.index: close for close in (commands.Connection.Close, commands.Channel.Close)}

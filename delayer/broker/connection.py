@@ -47,10 +47,14 @@ class ReconnectingConnection:
         publish, so perhaps only to one of :meth:`another`."""
         return any(one.blocked for one in self._open())
 
-    async def unblocked(self) -> None:
-        """Wait until the broker accepts publishes on every connection. Raises ConnectionLost."""
-        for one in self._open():
-            await one.unblocked()
+    async def unblocked(self, timeout: float) -> None:
+        """Wait until the broker accepts publishes on every connection. Raises BrokerLost."""
+        try:
+            async with asyncio.timeout(timeout):
+                for one in self._open():
+                    await one.unblocked()
+        except TimeoutError as late:
+            raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
 
     def _open(self) -> list[Connection]:
         every = (self._connection, *self._others)

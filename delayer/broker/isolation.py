@@ -71,16 +71,6 @@ class Pending:
         """Those of these messages that can be published again."""
         return [index for index in indexes if index not in self.outcomes and index not in self.in_doubt]
 
-    def enter(self, indexes: Sequence[int], answers: Sequence[Outcome | None]) -> None:
-        """Enter the known outcomes. No answers: none is known."""
-        answered = zip(indexes, answers, strict=bool(answers))
-        self.outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
-
-    async def due(self, indexes: Sequence[int]) -> None:
-        """Wait until all of these messages are due."""
-        while indexes and (left := seconds_until(self.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
-            await asyncio.sleep(left)
-
 
 @dataclass(slots=True)
 class _Case:
@@ -133,7 +123,8 @@ class Isolation:
         ``alone``: one of them ended a connection. ``own``: each may end one. The latter all get an outcome within two
         seconds, because the rest of their batch waits.
         """
-        await pending.due(indexes)
+        while indexes and (left := seconds_until(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
+            await asyncio.sleep(left)
         until = min(pending.deadline, _now() + CONNECTING if own else math.inf)
         case = _Case(pending, indexes, until - SPARE, own, alone or own or self.isolating_until > _now())
         try:
@@ -236,7 +227,8 @@ class Isolation:
             answers = await self._on_channel(connection, [case.pending.batch[index] for index in some], seconds)
         except (ChannelClosed, ConnectionLost) as error:
             lost, answers = error, error.outcomes
-        case.pending.enter(some, answers)
+        answered = zip(some, answers, strict=bool(answers))
+        case.pending.outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
         if isinstance(lost, ConnectionLost) and not lost.objects:
             raise lost
         return lost

@@ -11,15 +11,17 @@ channel.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import structlog
 
 from delayer.amqp.channel import Channel, seconds_until
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
+from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation, Pending
+from delayer.broker.retry import raise_first
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import Outcome, Outgoing, Schedule, is_direct_reply
 
@@ -29,10 +31,6 @@ CONFIRM_TIMEOUT: Final = 8.0
 """Seconds to wait for the confirms of a batch. They are fewer than the idle timeout of the store's transaction."""
 SHARED: Final = 0.625
 """The share of that time for the shared channel. The rest is for the isolation of unconfirmed messages."""
-OVERHEAD: Final = 8 + 12
-"""Bytes of a content-header frame around the properties: type, channel, size and end; class, weight and body size."""
-MAX_PROPERTIES: Final = 131_072 - OVERHEAD
-"""The room in RabbitMQ's default frame; assumed before the first connection."""
 BATCH: Final = 10_000
 """The most messages of a batch."""
 
@@ -54,7 +52,7 @@ class AmqpPublisher:
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
         self._tokens: set[bytes] = set()  # Tokens in flight on the shared channel.
-        self._max_properties = MAX_PROPERTIES
+        self._frame_max = DEFAULT_FRAME_MAX  # That of the last connection.
         self.batch_limit = BATCH
         """See ports.Publisher. A batch that misses its time divides it by four, and a quick one doubles it."""
 
@@ -65,11 +63,11 @@ class AmqpPublisher:
 
     @property
     def max_properties(self) -> int:
-        """See ports.Publisher. The value is that of the last connection."""
+        """See ports.Publisher."""
         connection = self._reconnecting.current
         if connection is not None:
-            self._max_properties = connection.frame_max - OVERHEAD
-        return self._max_properties
+            self._frame_max = connection.frame_max
+        return header_limit(self._frame_max)
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
         """See ports.Publisher. It waits while the broker blocks publishers.
@@ -85,7 +83,8 @@ class AmqpPublisher:
         try:
             # This bounds every other wait, such as the opening of a channel.
             async with asyncio.timeout_at(pending.deadline + 0.5):
-                await self._usable()
+                await self._reconnecting.connection(self._timeout)
+                await self._reconnecting.unblocked(self._timeout)
                 await self._publish(pending, range(len(batch)))
         except BrokerLost as error:
             lost = error
@@ -112,33 +111,28 @@ class AmqpPublisher:
         ``tried``: the first message for each new exchange was published before. Raises BrokerLost.
         """
         isolation, batch = self._isolation, pending.batch
-        doubtful: list[int] = []
-        ordinary = indexes
-        special = [index for index in indexes if batch[index].isolated or _is_reply(batch[index])]
+        special = [
+            index
+            for index in indexes
+            if batch[index].isolated or is_direct_reply(batch[index].exchange, batch[index].routing_key)
+        ]
+        ordinary = _without(indexes, special)
+        held, doubtful = isolation.breaker.partition(batch, ordinary) if isolation.breaker.table else ({}, [])
+        pending.outcomes |= held
+        ordinary = _without(ordinary, [*held, *doubtful])
+        unknown = {batch[index].exchange for index in ordinary} - isolation.exchanges
+        new = [index for index in ordinary if batch[index].exchange in unknown] if unknown else []
+        ordinary = _without(ordinary, new)
+        work = [self._together(pending, ordinary)]
         if special:
-            ordinary = _without(ordinary, special)
-        if isolation.breaker.table:
-            held, doubtful = isolation.breaker.partition(batch, ordinary)
-            pending.outcomes |= held
-            ordinary = _without(ordinary, [*held, *doubtful])
-        new: list[int] = []
-        if unknown := {batch[index].exchange for index in ordinary} - isolation.exchanges:
-            new = [index for index in ordinary if batch[index].exchange in unknown]
-            ordinary = _without(ordinary, new)
-        if tried:
-            doubtful, new = [*doubtful, *new], []
-        work = [isolation.publish(pending, special, own=True)] if special else []
-        if doubtful:
-            work.append(isolation.publish(pending, sorted(doubtful)))
-        if new:
+            work.append(isolation.publish(pending, special, own=True))
+        if new and not tried:
             work.append(self._first(pending, new))
-        if isolation.isolating_until > asyncio.get_running_loop().time():
-            work.append(isolation.publish(pending, ordinary))
-        else:
-            work.append(self._together(pending, ordinary))
-        for result in await asyncio.gather(*work, return_exceptions=True):
-            if result is not None:
-                raise result
+        elif new:
+            doubtful = sorted([*doubtful, *new])
+        if doubtful:
+            work.append(isolation.publish(pending, doubtful))
+        raise_first(await asyncio.gather(*work, return_exceptions=True))
 
     async def _first(self, pending: Pending, indexes: Sequence[int]) -> None:
         """Publish the first message for each new exchange alone, because a missing exchange closes the channel; then
@@ -147,15 +141,10 @@ class AmqpPublisher:
         await self._isolation.publish(pending, sorted(firsts.values()))
         await self._publish(pending, pending.unknown(indexes), tried=True)
 
-    async def _usable(self) -> None:
-        await self._reconnecting.connection(self._timeout)
-        try:
-            await asyncio.wait_for(self._reconnecting.unblocked(), self._timeout)
-        except TimeoutError as late:
-            raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
-
     async def _together(self, pending: Pending, indexes: Sequence[int]) -> None:
         """Publish on the shared channel. The isolation publishes copies, and messages in doubt. Raises BrokerLost."""
+        if self._isolation.isolating_until > asyncio.get_running_loop().time():
+            return await self._isolation.publish(pending, indexes)
         together: list[int] = []
         copies: list[int] = []
         for index in indexes:
@@ -184,7 +173,8 @@ class AmqpPublisher:
             lost, answers = error, error.outcomes
         if whole is not None and schedule is not None and schedule is not whole:
             whole.written_ms |= {indexes[at]: written_ms for at, written_ms in schedule.written_ms.items()}
-        pending.enter(indexes, answers)
+        answered = zip(indexes, answers, strict=bool(answers))
+        pending.outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
         silent = isinstance(lost, ConfirmTimeout)
         if lost is None or (silent and self._reconnecting.blocked):
             return
@@ -210,13 +200,8 @@ class AmqpPublisher:
             return self._channel
 
 
-def _without(indexes: Sequence[int], others: Sequence[int]) -> list[int]:
-    return sorted({*indexes}.difference(others))
-
-
-def _is_reply(one: Outgoing) -> bool:
-    # Nearly every message has an exchange, so the first test is enough.
-    return not one.exchange and is_direct_reply(one.exchange, one.routing_key)
+def _without(indexes: Sequence[int], others: Collection[int]) -> Sequence[int]:
+    return sorted({*indexes}.difference(others)) if others else indexes
 
 
 def _unconfirmed(batch: Sequence[Outgoing], outcomes: dict[int, Outcome], lost: Exception | None) -> BrokerLost:

@@ -8,9 +8,9 @@ from typing import Final
 
 from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.amqp.properties import Properties
 from delayer.broker.admin import Admin
-from delayer.broker.publisher import MAX_PROPERTIES
 from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
 from delayer.core.importing import Item, Meant, Rewrite
 from delayer.core.levels import CONSULTED, due_at_level
@@ -69,7 +69,7 @@ class Level:
         if properties is None or not ours:
             return None
         try:
-            return edits.opened(properties, delivery.body, MAX_PROPERTIES).parcel
+            return edits.opened(properties, delivery.body, header_limit(DEFAULT_FRAME_MAX)).parcel
         except (edits.NoEnvelope, MalformedProperties, MalformedTable):
             return None
 

@@ -85,10 +85,6 @@ def test_header_entries() -> None:
     assert second is not None
     assert (second.value, second.content) == (5, b"\0\0\0\5")
     assert found.get(b"A") is None
-    span = found.headers_span
-    assert span is not None
-    assert raw[slice(*span)].startswith(b"\1aS")
-    assert Properties.parse(b"\0\0").headers_span is None
 
 
 @pytest.mark.parametrize(
