@@ -162,7 +162,7 @@ BATCH_BYTES: Final = 8 << 20
 
 
 class AmqpConsumer:
-    """Satisfies ports.Consumer, over a connection of its own, because pausing one queue must not pause another.
+    """The opener of subscriptions, over a connection of its own, because pausing one queue must not pause another.
     Consumers that share a connection share its ``flow_control``; otherwise each subscription has ``buffer_bytes``.
 
     ``adaptive_prefetch``: the size of a queue's messages so far. A subscription may end itself in order (``overrun``)
@@ -213,7 +213,7 @@ class AmqpConsumer:
 
 
 class AmqpSubscription:
-    """Satisfies ports.Subscription."""
+    """One consumer on one queue, valid until :meth:`next_batch` raises BrokerLost."""
 
     def __init__(
         self,
@@ -237,7 +237,10 @@ class AmqpSubscription:
         self._wanted = prefetch
         self._adaptive_prefetch = adaptive_prefetch
         self.prefetch = prefetch if adaptive_prefetch is None else adaptive_prefetch.prefetch(prefetch)
+        """The most unsettled deliveries."""
         self.overrun = False
+        """Whether the caller should end this subscription in order and subscribe again, with another prefetch. Its
+        deliveries were too large for too long, or they are smaller now."""
         self.received = 0
         """Deliveries so far. The broker has as many acknowledgements, less the prefetch."""
         self.in_order = False
@@ -256,7 +259,11 @@ class AmqpSubscription:
         self._consumer_tag = await self._channel.consume(self._queue, self._on_delivery, self._on_cancelled)
 
     async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
-        """See ports.Subscription."""
+        """Wait for deliveries. Returns up to ``limit``, gathered until ``gather`` seconds after the last batch at most.
+
+        An empty list means that a second passed without any, so that the caller can do other work.
+        Raises BrokerLost if connection, channel or consumer is gone; all unsettled deliveries return to the queue.
+        """
         if not self._buffer:
             self._arrived.clear()
             self._raise_if_lost()
@@ -278,7 +285,7 @@ class AmqpSubscription:
 
     @property
     def behind(self) -> bool:
-        """See ports.Subscription."""
+        """Whether there are deliveries that :meth:`next_batch` has not returned yet."""
         return bool(self._buffer) or self._flow_control.behind(self)
 
     @property
@@ -287,16 +294,18 @@ class AmqpSubscription:
         return self._cancelled or self._channel.closed.done()
 
     def ack(self, tag: int, *, multiple: bool) -> None:
-        """See ports.Subscription."""
+        """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
         if not self._channel.closed.done():
             self._channel.ack(tag, multiple=multiple)
 
     async def stop_deliveries(self) -> None:
-        """See ports.Subscription. The consumer itself ends in :meth:`close`, after the last acknowledgement."""
+        """Stop the batches. Deliveries handed out before can still be settled; the consumer itself ends in
+        :meth:`close`."""
         self._stop()
 
     async def close(self, seconds: float = ANSWER_SECONDS) -> None:
-        """See ports.Subscription. ``seconds`` is the time that the broker has to end the consumer.
+        """Close the channel: unsettled deliveries return to the queue. Safe to call twice. ``seconds`` is the time that
+        the broker has to end the consumer.
 
         A busy quorum queue may miss acknowledgements just before the end of the channel, or after the end of the
         consumer. On 3.10.8 hundreds of messages were repeated after an orderly stop. The end of a consumer goes through

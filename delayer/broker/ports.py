@@ -8,81 +8,9 @@ from typing import Protocol
 
 from delayer.amqp.edits import Endpoints
 from delayer.core.hold import Hold, Limits
-from delayer.core.message import Delivery, Due, Look, Outcome, Outgoing, Parcel, Schedule
+from delayer.core.message import Due, Look, Parcel
 from delayer.core.plan import Policy
 from delayer.core.segment import Restoration
-
-
-class Publisher(Protocol):
-    """A publishing channel with confirms and the mandatory flag, which reopens after a loss."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is connected, and no resource alarm of the broker blocks it."""
-
-    @property
-    def max_properties(self) -> int:
-        """The most bytes of ``properties`` that fit a frame of this broker."""
-
-    @property
-    def batch_limit(self) -> int:
-        """The recommended size of a batch now; it is small while many messages are published one by one. A longer batch
-        is published too, but is more likely to miss the deadline and be repeated."""
-
-    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
-        """Publish and wait for every confirm. Returns one outcome for each message, in the order of the batch. Messages
-        of one exchange are published in that order.
-
-        With a ``schedule`` each message is published at its instant, in clumps of 2 ms at most. Messages that something
-        is wrong with are published later, up to the last instant of the batch. A cancellation stops the messages that
-        are not due yet.
-
-        Raises BrokerLost if an outcome stays unknown. Then the whole batch is in doubt, except for the outcomes that an
-        Unconfirmed carries.
-        """
-
-    async def close(self) -> None:
-        """Release the channel without waiting for the broker. Raises nothing if the broker is gone. Safe to call twice;
-        a later publish opens another channel."""
-
-
-class Subscription(Protocol):
-    """One consumer on one queue, valid until :meth:`next_batch` raises BrokerLost."""
-
-    async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
-        """Wait for deliveries. Returns up to ``limit``, gathered until ``gather`` seconds after the last batch at most.
-
-        An empty list means that a second passed without any, so that the caller can do other work.
-        Raises BrokerLost if connection, channel or consumer is gone; all unsettled deliveries return to the queue.
-        """
-
-    @property
-    def behind(self) -> bool:
-        """Whether there are deliveries that :meth:`next_batch` has not returned yet."""
-
-    @property
-    def prefetch(self) -> int:
-        """The most unsettled deliveries."""
-
-    @property
-    def overrun(self) -> bool:
-        """Whether the caller should end this subscription in order and subscribe again, with another prefetch. Its
-        deliveries were too large for too long, or they are smaller now."""
-
-    def ack(self, tag: int, *, multiple: bool) -> None:
-        """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
-
-    async def stop_deliveries(self) -> None:
-        """Stop the batches. Deliveries handed out before can still be settled."""
-
-    async def close(self) -> None:
-        """Close the channel. Unsettled deliveries return to the queue. Safe to call twice."""
-
-
-class Consumer(Protocol):
-    """The opener of subscriptions. It waits for the broker without a limit."""
-
-    async def subscribe(self, queue: str, prefetch: int) -> Subscription: ...
 
 
 class Window(Protocol):

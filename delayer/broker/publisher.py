@@ -36,7 +36,8 @@ BATCH: Final = 10_000
 
 
 class AmqpPublisher:
-    """Satisfies ports.Publisher. Several publishes may be in flight on its one channel."""
+    """A publishing channel with confirms and the mandatory flag, which reopens after a loss. Several publishes may be
+    in flight on it."""
 
     def __init__(
         self,
@@ -54,26 +55,32 @@ class AmqpPublisher:
         self._tokens: set[bytes] = set()  # Tokens in flight on the shared channel.
         self._frame_max = DEFAULT_FRAME_MAX  # That of the last connection.
         self.batch_limit = BATCH
-        """See ports.Publisher. A batch that misses its time divides it by four, and a quick one doubles it."""
+        """The recommended size of a batch now: a longer one is more likely to miss the deadline, and then repeated. A
+        batch that misses its time divides it by four, and a quick one doubles it."""
 
     @property
     def ready(self) -> bool:
-        """See ports.Publisher."""
+        """Whether it is connected, and no resource alarm of the broker blocks it."""
         return self._reconnecting.current is not None and not self._reconnecting.blocked
 
     @property
     def max_properties(self) -> int:
-        """See ports.Publisher."""
+        """The most bytes of ``properties`` that fit a frame of this broker."""
         connection = self._reconnecting.current
         if connection is not None:
             self._frame_max = connection.frame_max
         return header_limit(self._frame_max)
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
-        """See ports.Publisher. It waits while the broker blocks publishers.
+        """Publish and wait for every confirm, also while the broker blocks publishers. Returns one outcome for each
+        message, in the order of the batch. Messages of one exchange are published in that order.
 
-        Raises Unconfirmed if outcomes are missing ``confirm_timeout`` seconds after the call, or after the last
-        instant of the ``schedule``; BrokerLost.
+        With a ``schedule`` each message is published at its instant, in clumps of 2 ms at most. Messages that something
+        is wrong with are published later, up to the last instant of the batch. A cancellation stops the messages that
+        are not due yet.
+
+        Raises BrokerLost if an outcome is missing ``confirm_timeout`` seconds after the call, or the last instant. Then
+        the whole batch is in doubt, except for the outcomes that an Unconfirmed carries.
         """
         if not batch:
             return []
@@ -100,7 +107,8 @@ class AmqpPublisher:
         raise _unconfirmed(batch, pending.outcomes, lost) from lost
 
     async def close(self) -> None:
-        """See ports.Publisher."""
+        """Release the channel without waiting for the broker. Raises nothing if the broker is gone. Safe to call twice;
+        a later publish opens another channel."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.abandon()

@@ -16,7 +16,9 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.amqp.edits import Held
-from delayer.broker.ports import Consumer, Heartbeat, Live, Publisher, Subscription
+from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
+from delayer.broker.ports import Heartbeat, Live
+from delayer.broker.publisher import AmqpPublisher
 from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
@@ -41,7 +43,7 @@ class AckTracker:
     Deliveries that are never accepted return to the queue when the channel closes.
     """
 
-    def __init__(self, subscription: Subscription, progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, subscription: AmqpSubscription, progress: Callable[[], None] = lambda: None) -> None:
         """``progress`` feeds the watchdog."""
         self._subscription = subscription
         self.progress = progress
@@ -110,7 +112,7 @@ KEPT_BYTES: Final = 16 << 20
 class Session:
     """The work for one subscription. ``prefetch``: the most deliveries without an acknowledgement."""
 
-    def __init__(self, subscription: Subscription, progress: Callable[[], None], in_flight: int) -> None:
+    def __init__(self, subscription: AmqpSubscription, progress: Callable[[], None], in_flight: int) -> None:
         self.acks = AckTracker(subscription, progress)
         self.prefetch = subscription.prefetch
         self._in_flight = in_flight
@@ -206,7 +208,7 @@ class Publication(NamedTuple):
 class Dispatch:
     """Publishes on behalf of deliveries. It accepts confirmed ones, and holds those that a destination did not take."""
 
-    def __init__(self, publisher: Publisher, holding: Holding, live: Live, counters: Counters) -> None:
+    def __init__(self, publisher: AmqpPublisher, holding: Holding, live: Live, counters: Counters) -> None:
         self.publisher = publisher
         self.new_id = holding.new_id
         self._holding = holding
@@ -372,7 +374,7 @@ class QueueConsumer:
     def __init__(
         self,
         intake: Intake,
-        consumer: Consumer,
+        consumer: AmqpConsumer,
         handler: Handler,
         *,
         prepare: Callable[[], Awaitable[None]],
@@ -413,7 +415,7 @@ class QueueConsumer:
                 await retry.pause()
         self._forget()
 
-    async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Retry) -> None:
+    async def _consume(self, subscription: AmqpSubscription, stopping: asyncio.Event, retry: Retry) -> None:
         session = Session(subscription, self._beat, self._intake.in_flight)
         self._handler.begin(session)
         now = asyncio.get_running_loop().time

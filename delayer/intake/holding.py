@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.amqp.edits import Held, into_broker, to_strays
-from delayer.broker.ports import Holder, Live, Publisher
+from delayer.broker.ports import Holder, Live
+from delayer.broker.publisher import AmqpPublisher
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import seconds_until
@@ -40,7 +41,7 @@ class Holding:
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: AmqpPublisher,
         store: Holder,
         live: Live,
         counters: Counters,

@@ -16,7 +16,7 @@ import structlog
 
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import Properties, changed, encode_headers, entry, long_string
-from delayer.broker.ports import Publisher
+from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import hold_for
 from delayer.core.message import Confirmed, Outgoing
@@ -62,7 +62,7 @@ def reply(ask: Asked, outcome: str, token: bytes) -> Outgoing:
     return Outgoing(b"", ask.reply_to, raw, body, token)
 
 
-async def send(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
+async def send(publisher: AmqpPublisher, answers: Sequence[Outgoing]) -> None:
     """Publish replies to cancels. The daemon logs a reply that is not confirmed, and does not retry it."""
     if not answers:
         return

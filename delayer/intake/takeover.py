@@ -16,7 +16,8 @@ import structlog
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, value_at
-from delayer.broker.ports import Consumer, Heartbeat, Parking
+from delayer.broker.consumer import AmqpConsumer
+from delayer.broker.ports import Heartbeat, Parking
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
 from delayer.core.levels import CONSULTED, due_at_level
@@ -45,7 +46,7 @@ class LevelTakeover(Handler):
         cascade: Cascade,
         level: int,
         *,
-        consumer: Consumer,
+        consumer: AmqpConsumer,
         parking: Parking,
         prepare: Callable[[], Awaitable[None]],
         now_ms: Callable[[], int],

@@ -15,7 +15,8 @@ import structlog
 from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.broker.ports import Heartbeat, Lane, Live, Publisher, Window
+from delayer.broker.ports import Heartbeat, Lane, Live, Window
+from delayer.broker.publisher import AmqpPublisher
 from delayer.broker.retry import Retry, raise_first, take_failures
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
@@ -53,7 +54,7 @@ class Release:
     def __init__(
         self,
         lane: Lane,
-        publisher: Publisher,
+        publisher: AmqpPublisher,
         live: Live,
         *,
         heartbeat: Heartbeat,

@@ -16,7 +16,6 @@ from delayer.amqp.edits import ID
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
-from delayer.broker.ports import Publisher, Subscription
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.message import ClosedChannel, ClosedConnection, Delivery, Outcome, Outgoing, Returned
@@ -154,7 +153,7 @@ def codes(outcomes: Sequence[Outcome]) -> list[int | Outcome]:
     return [one.code if isinstance(one, Objection) else one for one in outcomes]
 
 
-async def until_published(publisher: Publisher, batch: Sequence[Outgoing]) -> list[Outcome]:
+async def until_published(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> list[Outcome]:
     """Publish as the services do: again, until the broker is back."""
     while True:
         try:
@@ -163,7 +162,7 @@ async def until_published(publisher: Publisher, batch: Sequence[Outgoing]) -> li
             continue
 
 
-async def publish_all(publisher: Publisher, batch: Sequence[Outgoing]) -> list[Outcome]:
+async def publish_all(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> list[Outcome]:
     """Publish as many at a time as the publisher wants. Raises BrokerLost as soon as some are in doubt."""
     outcomes: list[Outcome] = []
     while len(outcomes) < len(batch):
@@ -171,7 +170,7 @@ async def publish_all(publisher: Publisher, batch: Sequence[Outgoing]) -> list[O
     return outcomes
 
 
-async def take(subscription: Subscription, count: int, *, ack: bool = False) -> list[Delivery]:
+async def take(subscription: AmqpSubscription, count: int, *, ack: bool = False) -> list[Delivery]:
     """Exactly that many deliveries; each acknowledged where few would ever be here otherwise."""
     found: list[Delivery] = []
     while len(found) < count:
