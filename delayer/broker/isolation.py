@@ -34,7 +34,7 @@ from delayer.core.message import NACKED, ClosedChannel, ClosedConnection, Outcom
 log = structlog.get_logger(__name__)
 
 PATIENCE: Final = 2.0
-"""Seconds that a destination has to answer its probe. The broker itself has half of them."""
+"""Seconds that a destination has to answer its probe. The broker itself has three quarters of them."""
 BRIEF: Final = 1.0
 """The same for doubtful destinations beside open breakers, because the whole batch waits."""
 CONNECTING: Final = 2.0
@@ -153,7 +153,7 @@ class Isolation:
                 groups = self.breaker.groups(batch, todo) if probing else {}
                 fresh = [one for one in groups if one not in case.probed]
                 if fresh:
-                    at_once = max(1, min(AT_ONCE, self._free(connection) // 2))
+                    at_once = max(1, min(AT_ONCE, connection.free_channels // 2))
                     lost = await self._probe(case, connection, {one: groups[one] for one in fresh[:at_once]})
                 else:
                     probing = False
@@ -183,22 +183,29 @@ class Isolation:
         seconds = min(patience, case.until - _now())
         case.probed.update(groups)
         sent = [self._published(case, connection, group[:1], seconds) for group in groups.values()]
-        answers, losses = await asyncio.gather(self._answers(connection, seconds / 2), asyncio.gather(*sent))
+        before = {one: self.breaker.table.get(one) for one in groups}
+        answers, losses = await asyncio.gather(self._answers(connection, seconds * 0.75), asyncio.gather(*sent))
         proven = answers and not self._reconnecting.blocked
         silent: list[Destination] = []
         for (one, group), lost in zip(groups.items(), losses, strict=True):
             if isinstance(lost, ConnectionLost):
                 return lost
             if lost is None:
-                self._answered(one)
+                self.breaker.close(one)
+                if len(self.exchanges) >= KNOWN:
+                    self.exchanges.clear()
+                self.exchanges.add(one.exchange)
             elif not isinstance(lost, ConfirmTimeout):
                 self._enter_objection(case, group[0], lost)
             else:
                 silent.append(one)
-                if proven:
-                    self._hold(case, one, Unanswered(self._timeout, one.exchange, one.routing_key or b""), group)
-                else:
+                if not proven:
                     case.pending.in_doubt.update(group)
+                    continue
+                outcome = Unanswered(self._timeout, one.exchange, one.routing_key or b"")
+                case.pending.outcomes.update(dict.fromkeys(case.pending.unknown(group), outcome))
+                if self.breaker.table.get(one) is before[one]:  # Otherwise a probe at the same time opened it.
+                    self.breaker.open(one, outcome)
         if silent:
             first = {"exchange": silent[0].exchange, "routing_key": silent[0].routing_key or b""}
             unproven = 0 if proven else len(silent)
@@ -246,12 +253,6 @@ class Isolation:
         finally:
             if channel not in self._spare:
                 channel.abandon()
-
-    def _answered(self, one: Destination) -> None:
-        self.breaker.close(one)
-        if len(self.exchanges) >= KNOWN:
-            self.exchanges.clear()
-        self.exchanges.add(one.exchange)
 
     def _enter_objection(self, case: _Case, index: int, lost: _Loss) -> None:
         """Enter the outcome of the one message for which the broker closed something. A missing exchange concerns all
@@ -306,7 +307,7 @@ class Isolation:
         """The second connection, opened if there is none. If the broker refuses a second one, the publishers'
         connection serves, unless ``own``."""
         connection = self._connection
-        if connection is not None and not self._users and self._free(connection) <= connection.channel_max // 2:
+        if connection is not None and not self._users and connection.free_channels <= connection.channel_max // 2:
             connection.abandon()  # The broker then ends its channels that wait for silent queues.
         if connection is not None and not connection.closed.done():
             return connection
@@ -321,10 +322,6 @@ class Isolation:
             else:
                 return self._connection
         return await self._reconnecting.connection(CONNECTING)
-
-    def _free(self, connection: Connection) -> int:
-        """How many publishes can have a channel of their own now."""
-        return connection.free_channels + (len(self._spare) if connection is self._connection else 0)
 
 
 def _now() -> float:
