@@ -160,7 +160,7 @@ class Connection(asyncio.Protocol):
         """The name of the broker's cluster, the same on all of its nodes. "" if the broker does not send it."""
         self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
         self._outlet = Outlet(loop)
-        self._pulse = Pulse(loop, self._outlet, self._on_silence)
+        self._pulse = Pulse(loop, self._outlet, self.drop)
         self._alarm: str | None = None  # The broker's reason, while it accepts no publishes.
         self._on_alarm: Callable[[str], object] = lambda _reason: None
         self._unblocked = asyncio.Event()
@@ -286,7 +286,8 @@ class Connection(asyncio.Protocol):
 
     def drop(self, why: str) -> None:
         """Cut the connection without a close: an unresponsive broker would not read it."""
-        self._on_silence(why)
+        self._fail(ConnectionLost(0, why))
+        self._abort()
 
     def write(self, data: bytes) -> None:
         """Hand bytes to the transport. Raises ConnectionLost."""
@@ -386,10 +387,6 @@ class Connection(asyncio.Protocol):
     def _check_open(self) -> None:
         if self._loss is not None:
             raise again(self._loss)
-
-    def _on_silence(self, text: str) -> None:
-        self._fail(ConnectionLost(0, text))
-        self._abort()
 
     def _end(self, loss: ConnectionLost) -> None:
         """Close from our side, without waiting."""

@@ -77,13 +77,19 @@ def matcher(exchange: ExchangeInfo, bindings: Bindings) -> Callable[[bytes], Mat
     kind = str(exchange.arguments.get("x-delayed-type", "")) if exchange.type == _DELAYED else exchange.type
     match kind:
         case "direct":
-            return _Direct(bindings).matched
+            by_key: dict[bytes, list[Binding]] = {}
+            for binding, _ in bindings:
+                by_key.setdefault(binding.key.encode(), []).append(binding)
+            targets = {one: _targets(some) for one, some in by_key.items()}
+            return lambda key: targets.get(key, Matched())
         case "fanout":
-            return _Always(_targets(binding for binding, _ in bindings)).matched
+            everywhere = _targets(binding for binding, _ in bindings)
+            return lambda _: everywhere
         case "topic":
             return Topics(binding for binding, _ in bindings).matched
         case "headers":
-            return _Always(_headers(bindings)).matched
+            certain = _headers(bindings)
+            return lambda _: certain
         case _:
             return None
 
@@ -94,25 +100,6 @@ def _targets(bindings: Iterable[Binding], *, depends: bool = False) -> Matched:
     for binding in bindings:
         (queues if binding.destination_kind == "queue" else exchanges).add(binding.destination)
     return Matched(frozenset(queues), frozenset(exchanges), depends)
-
-
-class _Always:
-    def __init__(self, answer: Matched) -> None:
-        self._answer = answer
-
-    def matched(self, _key: bytes) -> Matched:
-        return self._answer
-
-
-class _Direct:
-    def __init__(self, bindings: Bindings) -> None:
-        by_key: dict[bytes, list[Binding]] = {}
-        for binding, _ in bindings:
-            by_key.setdefault(binding.key.encode(), []).append(binding)
-        self._by_key = {key: _targets(some) for key, some in by_key.items()}
-
-    def matched(self, key: bytes) -> Matched:
-        return self._by_key.get(key, Matched())
 
 
 def _headers(bindings: Bindings) -> Matched:
