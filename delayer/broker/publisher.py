@@ -119,11 +119,7 @@ class AmqpPublisher:
         ``tried``: the first message for each new exchange was published before. Raises BrokerLost.
         """
         isolation, batch = self._isolation, pending.batch
-        special = [
-            index
-            for index in indexes
-            if batch[index].isolated or is_direct_reply(batch[index].exchange, batch[index].routing_key)
-        ]
+        special = [index for index in indexes if batch[index].isolated or _is_reply(batch[index])]
         ordinary = _without(indexes, special)
         held, doubtful = isolation.breaker.partition(batch, ordinary) if isolation.breaker.table else ({}, [])
         pending.outcomes |= held
@@ -131,6 +127,8 @@ class AmqpPublisher:
         unknown = {batch[index].exchange for index in ordinary} - isolation.exchanges
         new = [index for index in ordinary if batch[index].exchange in unknown] if unknown else []
         ordinary = _without(ordinary, new)
+        if not (special or doubtful or new):
+            return await self._together(pending, ordinary)
         work = [self._together(pending, ordinary)]
         if special:
             work.append(isolation.publish(pending, special, own=True))
@@ -206,6 +204,10 @@ class AmqpPublisher:
                         connection.drop("the broker opened no channel in time")
                     raise BrokerLost("the broker opened no channel in time") from late
             return self._channel
+
+
+def _is_reply(one: Outgoing) -> bool:
+    return not one.exchange and is_direct_reply(one.exchange, one.routing_key)
 
 
 def _without(indexes: Sequence[int], others: Collection[int]) -> Sequence[int]:
