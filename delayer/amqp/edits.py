@@ -52,7 +52,7 @@ from delayer.core.delay_headers import (
 )
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
-from delayer.core.message import SHORT_STRING, Delivery, Outgoing, Parcel, Target
+from delayer.core.message import SHORT_STRING, WINDOW_MS, Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import CONSULTED, LATEST_MS
 from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
 from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure
@@ -358,18 +358,14 @@ class Endpoints:
     """Whether the broker itself delays envelopes in the due queue, so that they need no cascade."""
 
 
-AHEAD_MS: Final = 100
-"""A delivery, and the publish at its instant, then cost no lateness."""
-
-
 def into_broker(
     parcel: Parcel, id: bytes, at_ms: int, seconds: int, names: Endpoints, *, held: Held | None = None, rest_ms: int = 0
 ) -> Outgoing:
     """A publish to where the broker keeps an envelope until ``at_ms``, in ``seconds`` and ``rest_ms``: the cascade, or
-    the due queue. The due queue delivers it ``AHEAD_MS`` before ``at_ms``, and the daemon keeps it for the rest."""
+    the due queue. The due queue delivers it ``WINDOW_MS`` before ``at_ms``, and the daemon keeps it for the rest."""
     if not names.broker_delays:
         return into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms)
-    properties = enveloped(parcel, id, held, more=entry(OPT_TIME, int64(min(at_ms - AHEAD_MS, LONGEST_TIMER_MS))))
+    properties = enveloped(parcel, id, held, more=entry(OPT_TIME, int64(min(at_ms - WINDOW_MS, LONGEST_TIMER_MS))))
     key = cascade.routing_key(0, names.due_queue)
     return Outgoing(names.levels.delivery.encode(), key, properties, parcel.body, id)
 

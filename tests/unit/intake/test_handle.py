@@ -17,6 +17,7 @@ from delayer.core.hold import Hold, HoldKind, hold_for, too_late
 from delayer.core.message import (
     CONFIRMED,
     NACKED,
+    WINDOW_MS,
     ClosedChannel,
     Delivery,
     Outcome,
@@ -333,7 +334,7 @@ async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays() -> No
     await it.carry(carried(1, NOW - 60_000, b"gone"))
     _, again = it.publisher.published
     timer = Properties.parse(again.properties).get(b"x-opt-delivery-time")
-    assert (again.exchange, timer and timer.value) == (Cascade().delivery.encode(), NOW + 10_000 - edits.AHEAD_MS)
+    assert (again.exchange, timer and timer.value) == (Cascade().delivery.encode(), NOW + 10_000 - WINDOW_MS)
     assert opened(again.properties).next_ms == NOW + 10_000
 
 
