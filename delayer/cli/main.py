@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -41,8 +42,8 @@ VERBS: Final = {
     "export": "export",
 }
 """The modules of the verbs, in the order of their use: the module in delayer.cli, and the name in it if it differs."""
-WITHOUT_LOGS: Final = frozenset({"status", "list", "show", "audit-log"})
-"""Verbs whose modules log nothing. structlog would take as long to load as the store to answer."""
+PLAIN_LOGS: Final = frozenset({"status", "list", "show", "cancel", "reschedule", "held", "audit-log"})
+"""Verbs that log through the standard library only. structlog would take as long to load as the store to answer."""
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk or file system."""
 
@@ -141,7 +142,9 @@ def cli(
     """
     from delayer.cli.options import Request, pair  # noqa: PLC0415 - loaded with the verb, not for --version
 
-    if context.invoked_subcommand not in WITHOUT_LOGS:
+    if context.invoked_subcommand in PLAIN_LOGS:
+        logging.basicConfig(level=logging.ERROR)
+    else:
         from delayer.config import logs  # noqa: PLC0415 - as above
 
         logs.configure("console", "error")

@@ -7,7 +7,6 @@ import re
 
 import asyncpg
 import pytest
-from structlog.testing import capture_logs
 
 from delayer.audit import compact as compaction
 from delayer.core import backoff
@@ -39,6 +38,7 @@ from tests.integration.rights import (
 )
 from tests.integration.test_store_lane import sql
 from tests.support.fakes import WHY
+from tests.support.logged import capture_logs
 from tests.support.rows import compact, put, row
 from tests.support.servers import Postgres
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import asyncpg
 import pytest
-from structlog.testing import capture_logs
 
 from delayer.broker.ports import Lane
 from delayer.store.postgres import PostgresStore
@@ -19,6 +18,7 @@ from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.faults.place import compact_all, eventually
 from tests.integration.segments_store import apart
 from tests.integration.test_store_lane import opened, sql
+from tests.support.logged import capture_logs
 from tests.support.postgres import Postgres
 
 KEPT = b"x" * 500
