@@ -42,6 +42,18 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
+def test_the_details_of_the_standard_library_are_fields(stream: io.StringIO) -> None:
+    configure("json", "info", stream)
+    logging.getLogger("delayer.store").info("partition made", extra={"partition": "p\n"})
+    (line,) = lines(stream)
+    assert {name: line[name] for name in ("level", "event", "logger", "partition")} == {
+        "level": "info",
+        "event": "partition made",
+        "logger": "delayer.store",
+        "partition": "p\\n",
+    }
+
+
 def test_one_object_a_line(stream: io.StringIO) -> None:
     configure("json", "info", stream)
     structlog.get_logger("delayer.release.loop").info("message held", id=7, key=b"orders.\xff\n", route=b"a", n=None)
