@@ -205,6 +205,16 @@ def strip_prefix(key: bytes) -> bytes:
     return key[match.end() :] if match else key
 
 
+def delay_in_key(routing_key: bytes) -> int | None:
+    """The whole delay of a cascade's routing key, in seconds; None for any other key.
+
+    >>> delay_in_key(b"0." * 26 + b"1.1.Sales.Orders"), delay_in_key(b"Sales.Orders")
+    (3, None)
+    """
+    found = _PREFIX.match(routing_key)
+    return None if found is None else int(found[0].replace(b".", b""), 2)
+
+
 def leads_to(key: bytes, address: bytes) -> bool:
     """Whether ``key`` has the digits of a cascade and then ``address``.
 

@@ -82,6 +82,16 @@ def read_instant_ms(value: object) -> int:
     )
 
 
+def read_utc_ms(value: object) -> int | None:
+    """The same, where a text without a zone is UTC. None for an unreadable value."""
+    for spelled in (value, f"{value}Z") if isinstance(value, str) else (value,):
+        try:
+            return read_instant_ms(spelled)
+        except UnreadableDelay:
+            continue
+    return None
+
+
 def read_delivery_time_ms(value: object) -> int:
     """The due time of ``x-opt-delivery-time`` in epoch ms. Integers that can only be seconds are refused: in
     milliseconds they are in 1970 to 1973, and the message would leave at once. Raises UnreadableDelay.
@@ -159,15 +169,12 @@ def instant_in_json_ms(body: bytes, pointer: str, encoding: bytes | None = None)
     value = _at(_parsed(body, encoding), steps(pointer))
     if value is _MISSING or value is None:
         return None
-    for spelled in (value, f"{value}Z") if isinstance(value, str) else (value,):
-        try:
-            return read_instant_ms(spelled)
-        except UnreadableDelay:
-            continue
-    raise UnreadableDelay(
-        f"expected an instant in RFC 3339, the same without a zone in UTC, or integer epoch milliseconds, "
-        f"found {shown(value)}"
-    )
+    if (due_ms := read_utc_ms(value)) is None:
+        raise UnreadableDelay(
+            f"expected an instant in RFC 3339, the same without a zone in UTC, or integer epoch milliseconds, "
+            f"found {shown(value)}"
+        )
+    return due_ms
 
 
 def _parsed(body: bytes, encoding: bytes | None) -> Any:

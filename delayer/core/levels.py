@@ -8,13 +8,12 @@ message, so it tells nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
 from delayer.core import nservicebus
-from delayer.core.cascade import LEVELS, Cascade
-from delayer.core.delay_headers import UnreadableDelay, read_instant_ms, shown
+from delayer.core.cascade import Cascade, delay_in_key
+from delayer.core.delay_headers import LAST_DUE, UnreadableDelay, read_utc_ms, shown
 from delayer.core.message import Timestamp
 
 ETA: Final = b"eta"
@@ -31,34 +30,18 @@ def eta_ms(value: object) -> int | None:
     """
     if value is None:
         return None
-    if isinstance(value, str):
-        for spelled in (value, value + "Z"):
-            try:
-                return read_instant_ms(spelled)
-            except UnreadableDelay:
-                continue
-    raise UnreadableDelay(f"expected an instant in ISO 8601, found {shown(value)}")
+    due_ms = read_utc_ms(value) if isinstance(value, str) else None
+    if due_ms is None:
+        raise UnreadableDelay(f"expected an instant in ISO 8601, found {shown(value)}")
+    return due_ms
 
 
 T = TypeVar("T")
 X_DEATH: Final = b"x-death"
-LAST_DUE: Final = b"x-delayer-due"
 CLOCKS_MS: Final = 5_000
 """The tolerance for times in headers, because senders' clocks may be behind and cascades late."""
 CONSULTED: Final = nservicebus.CONSULTED | {X_DEATH, LAST_DUE, ETA}
 """The headers that :func:`due_at_level` reads."""
-
-_DIGITS = re.compile(rb"(?:[01]\.){%d}" % LEVELS)
-
-
-def delay_in_key(routing_key: bytes) -> int | None:
-    """The whole delay of a cascade's routing key, in seconds; None for any other key.
-
-    >>> delay_in_key(b"0." * 26 + b"1.1.Sales.Orders"), delay_in_key(b"Sales.Orders")
-    (3, None)
-    """
-    found = _DIGITS.match(routing_key)
-    return None if found is None else int(found[0].replace(b".", b""), 2)
 
 
 def longest_wait_seconds(level: int, routing_key: bytes) -> int:

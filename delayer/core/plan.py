@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
 from delayer.core import nservicebus
-from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
+from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, delay_in_key, strip_prefix
 from delayer.core.delay_headers import (
     ABSOLUTE,
     CANCEL,
@@ -46,7 +46,7 @@ from delayer.core.delay_headers import (
     shown,
 )
 from delayer.core.hold import Hold, too_late
-from delayer.core.levels import ETA, delay_in_key, eta_ms
+from delayer.core.levels import ETA, eta_ms
 from delayer.core.message import SHORT_STRING, KeyGroup, Target, as_bytes, is_direct_reply
 from delayer.core.retry_policy import Failure, NoFailure, Retry, failure, wait_ms
 

@@ -7,8 +7,7 @@ import pytest
 from delayer.amqp import edits
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
 from delayer.cli.drain import AGAIN, Left, into_cascade, left_in_cascade, left_in_store
-from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
-from delayer.core.levels import delay_in_key
+from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.message import Delivery, Due, Parcel, Target
 from delayer.imports.cascade import Level
 from delayer.imports.queues import parsed

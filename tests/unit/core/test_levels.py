@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core import delay_headers, levels, nservicebus
-from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, routing_key
-from delayer.core.levels import X_DEATH, delay_in_key, due_at_level, longest_wait_seconds
+from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, delay_in_key, routing_key
+from delayer.core.levels import X_DEATH, due_at_level, longest_wait_seconds
 from delayer.core.message import Timestamp
 from delayer.core.nservicebus import DELAY_IN_SECONDS, EXPIRE, RETRIES_TIMESTAMP, TIME_SENT
 from tests.support.raw import wire_instant
