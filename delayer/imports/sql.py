@@ -13,7 +13,6 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
@@ -110,9 +109,7 @@ class SqlTimeouts:
         self._overdue_too = overdue_too
         self._staged: list[TimeoutTable] = []
         self._removed: dict[str, Place] = {}
-        # One batch is read while the store commits another one, and one more while that one is removed.
-        self._ahead: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(2)
-        self._reader: asyncio.Task[None] | None = None
+        self._batches: AsyncGenerator[Batch] | None = None
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -190,24 +187,11 @@ class SqlTimeouts:
 
     async def next_batch(self) -> Batch | None:
         """See Source."""
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
-        found = await self._ahead.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if self._batches is None:
+            self._batches = self._read()
+        return await anext(self._batches, None)
 
-    async def _read(self) -> None:
-        """Read batches ahead of :meth:`next_batch`."""
-        try:
-            async with aclosing(self._batches()) as batches:
-                async for batch in batches:
-                    await self._ahead.put(batch)
-            await self._ahead.put(None)
-        except Exception as error:  # noqa: BLE001 - next_batch raises it
-            await self._ahead.put(error)
-
-    async def _batches(self) -> AsyncGenerator[Batch]:
+    async def _read(self) -> AsyncGenerator[Batch]:
         """The staged rows, the soonest due first."""
         tables, upto = self._staged, dict(self._removed)
         items: list[Item] = []
@@ -223,8 +207,6 @@ class SqlTimeouts:
                 if len(items) >= BATCH or size >= BATCH_BYTES:
                     yield Batch(items, write_places(upto))
                     items, size = [], 0
-                elif not len(items) % 250:
-                    await asyncio.sleep(0)  # Let the commit of the last batch go on.
         if items:
             yield Batch(items, write_places(upto))
 
@@ -276,9 +258,8 @@ class SqlTimeouts:
 
     async def close(self) -> None:
         """See Source."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        if self._batches is not None:
+            await self._batches.aclose()
         await self._database.close()
 
     def _names(self, connection: Connection) -> list[str]:
