@@ -192,7 +192,7 @@ async def numbers(url: str, planned: Plan) -> Numbers:
     """Count the rows of ``planned``, reading each once. Raises StoreLost."""
     async with _reading(url) as connection:
         messages, keyed, large, raw = await connection.fetchrow(_NUMBERS, planned.after_ms, compact.LARGEST)
-    return Numbers(messages, keyed, large, raw, await compact.size(url))
+        return Numbers(messages, keyed, large, raw, await compact.size(connection))
 
 
 def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Done:

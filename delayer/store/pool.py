@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
+from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost, translated
 
 
 class _Asked(NamedTuple):
@@ -111,6 +111,19 @@ async def connect(url: str, application: str, more: Mapping[str, str] | None = N
         connection.terminate()
         raise lost("connect", error) from error
     return connection
+
+
+@asynccontextmanager
+async def opened(
+    url: str, application: str, doing: str, more: Mapping[str, str] | None = None
+) -> AsyncIterator[asyncpg.Connection]:
+    """A connection of :func:`connect` for one block, which is ``doing`` something. Raises StoreLost, BadStoreUrl."""
+    connection = await connect(url, application, more)
+    try:
+        with translated(doing):
+            yield connection
+    finally:
+        await close(connection)
 
 
 async def connect_plain(

@@ -8,7 +8,7 @@ from typing import Final
 import asyncpg
 
 from delayer.store import pool
-from delayer.store.errors import SchemaOutdated, translated
+from delayer.store.errors import SchemaOutdated
 
 VERSION_TABLE: Final = "delayer_schema_version"
 HEAD: Final = "0001"
@@ -20,12 +20,8 @@ CHURN_OPTIONS = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold
 
 async def current(url: str) -> str | None:
     """The revision of the store; None if it has no schema of ours. Raises StoreLost, BadStoreUrl."""
-    connection = await pool.connect(url, "delayer schema")
-    try:
-        with translated("read the schema's version"):
-            return await current_of(connection)
-    finally:
-        await pool.close(connection)
+    async with pool.opened(url, "delayer schema", "read the schema's version") as connection:
+        return await current_of(connection)
 
 
 async def current_of(connection: asyncpg.Connection) -> str | None:

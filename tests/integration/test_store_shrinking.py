@@ -71,7 +71,7 @@ async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> Non
         assert shrunk.left == ()
         assert said == [(0, 3), (1, 3), (2, 3), (3, 3)]
         assert shrunk.bytes_after < 0.5 * shrunk.bytes_before
-        assert shrunk.bytes_after == await compact.size(database)
+        assert shrunk.bytes_after == await compact.size(it.admin)
         assert await partitions.existing(it.admin) == {near, partly, untouched}
         assert await it.admin.fetchval("SELECT count(*) FROM message") == 100 + ROWS
 
@@ -85,10 +85,10 @@ async def test_the_next_compaction_finishes_a_dead_one(database: str) -> None:
         for day in (emptied, partly):
             await it.park(day)
         assert await apart(database, compact_all) == 1
-        before = await compact.size(database)
+        before = await compact.size(it.admin)
         shrunk = await it.shrink()
         assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(emptied),), (name_of(partly),))
-        assert await compact.size(database) < 0.2 * before
+        assert await compact.size(it.admin) < 0.2 * before
         again = await it.shrink()
         assert (again.dropped, set(again.vacuumed) - {"message_default"}) == ((), set()), "and then it is finished"
 
@@ -99,7 +99,7 @@ async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next
         day = it.today + DAYS_AHEAD + 2
         await it.park(day, 1, key=b"k")
         await it.park(day)
-        before = await compact.size(database)
+        before = await compact.size(it.admin)
         async with it.other.transaction(isolation="repeatable_read", readonly=True):
             await it.other.fetch("SELECT FROM lane")
             assert await apart(database, compact_all) == 1
@@ -107,10 +107,10 @@ async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next
                 shrunk = await it.shrink()
             assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((), (), (name_of(day),))
             assert [entry["event"] for entry in logged] == ["partition not vacuumed"]
-            assert await compact.size(database) >= before
+            assert await compact.size(it.admin) >= before
         shrunk = await it.shrink()
         assert (shrunk.vacuumed, shrunk.left) == ((name_of(day),), ())
-        assert await compact.size(database) < 0.3 * before
+        assert await compact.size(it.admin) < 0.3 * before
 
 
 async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str) -> None:

@@ -16,7 +16,6 @@ import asyncpg
 
 from delayer.core.filters import MAX_ID, Filter, Token
 from delayer.store import pool, schema, statements
-from delayer.store.errors import translated
 from delayer.store.rows.days import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import catalog as segments
@@ -210,13 +209,9 @@ async def looking(
     url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = SETTINGS
 ) -> AsyncIterator[asyncpg.Connection]:
     """A connection to look at the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    connection = await pool.connect(url, application, settings)
-    try:
-        with translated(doing):
-            await schema.check(connection)
-            yield connection
-    finally:
-        await pool.close(connection)
+    async with pool.opened(url, application, doing, settings) as connection:
+        await schema.check(connection)
+        yield connection
 
 
 async def find(

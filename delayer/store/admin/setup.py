@@ -13,7 +13,7 @@ import asyncpg
 
 from delayer.core.errors import StoreLost
 from delayer.store import pool
-from delayer.store.errors import WORTH_REPEATING, translated
+from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.locks import ADD
 from delayer.store.schema import check
 
@@ -28,16 +28,11 @@ async def ordinary(connection: asyncpg.Connection) -> int:
 
 async def raise_lanes(url: str, wanted: int) -> int:
     """Make lanes until there are ``wanted`` without a route; how many there are. Raises StoreLost, BadStoreUrl."""
-    connection = await pool.connect(url, "delayer schema")
-    try:
-        with translated("make lanes"):
-            async with pool.transaction(connection):
-                await connection.execute("LOCK TABLE lane IN SHARE ROW EXCLUSIVE MODE")
-                for _ in range(await ordinary(connection), wanted):
-                    await connection.execute(ADD, None)
-                return await ordinary(connection)
-    finally:
-        await pool.close(connection)
+    async with pool.opened(url, "delayer schema", "make lanes") as connection, pool.transaction(connection):
+        await connection.execute("LOCK TABLE lane IN SHARE ROW EXCLUSIVE MODE")
+        for _ in range(await ordinary(connection), wanted):
+            await connection.execute(ADD, None)
+        return await ordinary(connection)
 
 
 TRIES: Final = 10
@@ -63,9 +58,8 @@ async def skip_ids(url: str, by: int) -> int:
 
     Raises StoreLost, BadStoreUrl, SchemaOutdated.
     """
-    connection = await pool.connect(url, "delayer skip-ids")
     try:
-        with translated("move the ids on"):
+        async with pool.opened(url, "delayer skip-ids", "move the ids on") as connection:
             await check(connection)
             for _ in range(TRIES - 1):
                 with suppress(*IN_THE_WAY):
@@ -76,8 +70,6 @@ async def skip_ids(url: str, by: int) -> int:
         if isinstance(error.__cause__, IN_THE_WAY):
             raise StoreLost(str(error), _WAY_OUT) from error
         raise
-    finally:
-        await pool.close(connection)
 
 
 async def _skip(connection: asyncpg.Connection, by: int) -> int:
@@ -109,10 +101,6 @@ class Mistaken(NamedTuple):
 async def mistaken(url: str) -> Mistaken | None:
     """Both, where the daemon's role upgraded a store that has an owner: that of the database, a member of the other and
     no superuser. None where all is well. Raises StoreLost, BadStoreUrl."""
-    connection = await pool.connect(url, "delayer check")
-    try:
-        with translated("look at the owner"):
-            row = await connection.fetchrow(_OWNERS)
-    finally:
-        await pool.close(connection)
+    async with pool.opened(url, "delayer check", "look at the owner") as connection:
+        row = await connection.fetchrow(_OWNERS)
     return None if row is None else Mistaken(*row)

@@ -16,7 +16,6 @@ import asyncpg
 
 from delayer.core import horizon
 from delayer.store import pool, schema, statements
-from delayer.store.errors import translated
 from delayer.store.rows.days import DAY_MS, day_of, existing, name_of
 from delayer.store.segments import catalog as segments
 
@@ -120,14 +119,12 @@ def restored_ms(restore_ahead_ms: int) -> int:
 
 async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
     """Look at the store behind ``url``. Raises StoreLost, BadStoreUrl; an outdated schema is part of the answer."""
-    connection = await pool.connect(url, "delayer status")
-    try:
-        with translated("status"):
-            # One snapshot, so that the figures fit each other while daemons work.
-            async with connection.transaction(isolation="repeatable_read", readonly=True):
-                return await _overview(connection, restored_ms(restore_ahead_ms))
-    finally:
-        await pool.close(connection)
+    async with (
+        pool.opened(url, "delayer status", "status") as connection,
+        # One snapshot, so that the figures fit each other while daemons work.
+        connection.transaction(isolation="repeatable_read", readonly=True),
+    ):
+        return await _overview(connection, restored_ms(restore_ahead_ms))
 
 
 async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOverview:

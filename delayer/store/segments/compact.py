@@ -210,14 +210,9 @@ class Shrunk:
     bytes_after: int
 
 
-async def size(url: str) -> int:
-    """Bytes of all waiting rows on disk, indexes, TOAST and dead ones included. Raises StoreLost."""
-    connection = await pool.connect(url, "delayer shrink")
-    try:
-        with translated("size"):
-            return int(await connection.fetchval(_SIZE))
-    finally:
-        await pool.close(connection)
+async def size(connection: asyncpg.Connection) -> int:
+    """Bytes of all waiting rows on disk, indexes, TOAST and dead ones included. Raises the driver's errors."""
+    return int(await connection.fetchval(_SIZE))
 
 
 async def shrink(
@@ -240,7 +235,7 @@ async def shrink(
 async def _shrink(
     connection: asyncpg.Connection, touched: Collection[int], today: int, say: Callable[[int, int], None]
 ) -> Shrunk:
-    before = int(await connection.fetchval(_SIZE))
+    before = await size(connection)
     names = {day: name_of(day) for day in await existing(connection)}
     far = {name for day, name in names.items() if day > today + DAYS_AHEAD}
     empty = {name for name in far if await _empty(connection, name)}
@@ -266,8 +261,7 @@ async def _shrink(
         else:
             (vacuumed if clean and name not in empty else left).append(name)
     say(len(work), len(work))
-    after = int(await connection.fetchval(_SIZE))
-    return Shrunk(tuple(dropped), tuple(vacuumed), tuple(left), before, after)
+    return Shrunk(tuple(dropped), tuple(vacuumed), tuple(left), before, await size(connection))
 
 
 async def _dead(connection: asyncpg.Connection) -> dict[str, int]:
