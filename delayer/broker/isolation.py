@@ -42,7 +42,7 @@ CONNECTING: Final = 2.0
 ISOLATING: Final = 10.0
 """After a message ended a connection, every batch is published here for so many seconds."""
 SPARE: Final = 0.1
-"""Probes end so many seconds before a batch's deadline."""
+"""Probes end so many seconds before a batch's deadline, because other messages may wait behind them."""
 FEW: Final = 8
 """Messages of a portion, if one of them may close a channel or a connection."""
 AT_ONCE: Final = 512
@@ -126,7 +126,7 @@ class Isolation:
         while indexes and (left := seconds_until(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
             await asyncio.sleep(left)
         until = min(pending.deadline, _now() + CONNECTING if own else math.inf)
-        case = _Case(pending, indexes, until - SPARE, own, alone or own or self.isolating_until > _now())
+        case = _Case(pending, indexes, until, own, alone or own or self.isolating_until > _now())
         try:
             async with asyncio.timeout_at(until):
                 await self._settle(case)
@@ -147,24 +147,26 @@ class Isolation:
         """
         batch = case.pending.batch
         probing, size = not case.alone, 1 if case.own else FEW
-        while _now() < case.until and (todo := case.pending.unknown(case.indexes)):
+        while todo := case.pending.unknown(case.indexes):
             some: list[int] = []
             async with self._using(case) as connection:
                 groups = self.breaker.groups(batch, todo) if probing else {}
-                fresh = [one for one in groups if one not in case.probed]
-                if fresh:
+                fresh = sorted(groups.keys() - case.probed, key=lambda one: (-len(groups[one]), groups[one][0]))
+                # What waits behind an answered probe goes before the next probes.
+                ready = sorted(index for one in groups.keys() & case.probed for index in groups[one]) or todo
+                if fresh and ready is todo:
                     at_once = max(1, min(AT_ONCE, connection.free_channels // 2))
                     lost = await self._probe(case, connection, {one: groups[one] for one in fresh[:at_once]})
                 else:
-                    probing = False
+                    probing = bool(fresh)
                     # Distinct tokens, because a return names only the token.
-                    some = list({batch[index].token: index for index in reversed(todo[:size])}.values())[::-1]
+                    some = list({batch[index].token: index for index in reversed(ready[:size])}.values())[::-1]
                     case.written.update(some)
                     lost = await self._published(case, connection, some, min(PATIENCE, case.until - _now()))
             if isinstance(lost, ConnectionLost) and not (case.alone and len(some) == 1):
                 probing, size = False, 1 if case.alone else FEW
                 case.alone = True
-            elif fresh:
+            elif not some:
                 size = FEW
             elif isinstance(lost, ConfirmTimeout):
                 probing = True
@@ -180,11 +182,12 @@ class Isolation:
         """Publish the first message of each group on a channel of its own, and hold the groups of silent destinations.
         Returns the end of the connection. A silence counts only if the broker answered early in this round."""
         patience = BRIEF if all(self.breaker.suspects(one) for one in groups) else PATIENCE
-        seconds = min(patience, case.until - _now())
+        seconds = min(patience, case.until - SPARE - _now())
         case.probed.update(groups)
         sent = [self._published(case, connection, group[:1], seconds) for group in groups.values()]
         before = {one: self.breaker.table.get(one) for one in groups}
-        answers, losses = await asyncio.gather(self._answers(connection, seconds * 0.75), asyncio.gather(*sent))
+        answering = asyncio.create_task(self._answers(connection, seconds * 0.75))  # Before the others.
+        answers, losses = await asyncio.gather(answering, asyncio.gather(*sent))
         proven = answers and not self._reconnecting.blocked
         silent: list[Destination] = []
         for (one, group), lost in zip(groups.items(), losses, strict=True):
