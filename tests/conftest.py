@@ -34,7 +34,6 @@ SLOW = (
     "tests/acceptance/test_examples.py",
     "tests/acceptance/test_http.py",
     "tests/acceptance/test_page.py",
-    "tests/acceptance/test_segments.py",
     "tests/acceptance/test_switch_under_load.py",
     "tests/acceptance/test_systemd.py",
     "tests/acceptance/test_takeover.py",
@@ -51,7 +50,7 @@ SLOW = (
     "tests/faults/test_store_fails_over.py",
     "tests/integration/test_import_",
     "tests/integration/test_restoring.py",
-    "tests/integration/test_rights_besides.py",
+    "tests/integration/test_rights_daemon.py",
     "tests/integration/test_rig_servers.py",
     "tests/integration/test_store_segments.py",
     "tests/integration/test_store_shrinking.py",
@@ -155,6 +154,14 @@ def rabbitmq() -> Iterator[RabbitMQ]:
     """One broker for all tests; whoever wants to stop, kill or pause it starts one of their own."""
     with RabbitMQ() as server:
         yield server
+
+
+@pytest.fixture
+def delaying(rabbitmq: RabbitMQ) -> RabbitMQ:
+    """A broker that delays messages itself."""
+    if not rabbitmq.delays_messages:
+        pytest.skip(f"RabbitMQ {'.'.join(map(str, rabbitmq.version))} delays no messages itself: that begins with 4.4")
+    return rabbitmq
 
 
 @pytest.fixture(scope="session")

@@ -80,10 +80,6 @@ async def test_cancels_without_a_waiting_message_or_a_reader(place: Place, store
         assert json.loads(arrival.delivery.body) == {"outcome": "too late", "key": "never there"}
         assert (await daemon.event("reply not confirmed"))["replies"] == 1
         await inbox.got([b"after all of that", b"held"])
-
-        async def depth() -> int:
-            return place.things.depth("delays")
-
-        await eventually(depth, lambda count: count == 0)
+        await eventually(lambda: place.things.depth("delays") == 0)
         assert await daemon.stop() == 0
         assert not [one for one in daemon.events if one["level"] == "error"]

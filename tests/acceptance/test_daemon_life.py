@@ -19,7 +19,7 @@ import pytest
 
 from tests.acceptance.conftest import Notices
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import Things, assert_no_secret, secret_store_url, wait_for
+from tests.acceptance.world import Things, assert_no_secret, secret_store_url
 from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess, command
 from tests.support.proxy import Proxy
@@ -142,13 +142,13 @@ async def test_a_spare_process_is_ready_and_says_that_it_has_no_lane(
     environ = place.environ("store", postgres.url(schema))
     async with DaemonProcess(environ) as first:
         await first.ready()
-        await wait_for(lambda: notices.said("READY=1"))
+        await eventually(lambda: notices.said("READY=1"))
         async with DaemonProcess(environ) as spare:
-            await wait_for(lambda: notices.said("READY=1", "no lane for this process"))
+            await eventually(lambda: notices.said("READY=1", "no lane for this process"))
             assert "ready" not in [event["event"] for event in spare.events], "it consumes nothing yet"
             assert await first.stop() == 0
             await spare.ready()
-            await wait_for(lambda: notices.said("STATUS=mode store"))
+            await eventually(lambda: notices.said("STATUS=mode store"))
             assert await spare.stop() == 0
 
 
@@ -251,7 +251,7 @@ async def test_a_topology_change_does_not_stop_a_running_daemon(place: Place, po
             close_connections(place)
             return any("queue 'theirs'" in event.get("reason", "") for event in daemon.events)
 
-        await wait_for(cut)
+        await eventually(cut)
         await daemon.event("consuming interrupted", where=lambda event: "queue 'theirs'" in event["reason"])
         await inbox.got([b"parked"])
         seen = len(daemon.events)
@@ -332,22 +332,18 @@ async def bound(place: Place) -> bool:
 
 async def test_a_log_that_nobody_reads(place: Place) -> None:
     outlet, inlet = os.pipe()
-
-    async def full() -> bool:
-        return not select.select([], [inlet], [], 0)[1]
-
     environ = {"HTTP__LISTEN": "", "LOG__FORMAT": "json"} | place.environ("native")
     daemon = await asyncio.create_subprocess_exec(
         str(EXECUTABLE), "run", stdin=asyncio.subprocess.DEVNULL, stderr=inlet,
         env=os.environ | {f"DELAYER_{name}": value for name, value in environ.items()},
     )  # fmt: skip
     try:
-        await eventually(lambda: bound(place), bool)
+        await eventually(lambda: bound(place))
         async with await place.raw() as raw:
             inbox = await raw.inbox("inbox")
             wrong = Props(headers=((b"x-delay", text(b"some day " * 40)),), delivery_mode=2)
             await raw.publish(*(Message("in", b"inbox", wrong, b"bad") for _ in range(REFUSED)))
-            await eventually(full, bool)
+            await eventually(lambda: not select.select([], [inlet], [], 0)[1])
             await raw.publish(delayed("soon", 1_000))
             await inbox.got([b"soon"])
         began = time.monotonic()

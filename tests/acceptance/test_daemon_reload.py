@@ -8,7 +8,8 @@ import pytest
 
 from tests.acceptance.conftest import Notices
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import STORE_SECRET, assert_no_secret, secret_store_url, wait_for
+from tests.acceptance.world import STORE_SECRET, assert_no_secret, secret_store_url
+from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Arrival, Inbox, Message, Props, content, number, text
 from tests.support.servers import Postgres
@@ -160,7 +161,7 @@ async def test_native_mode_beside_a_store(
         await inbox.got(bodies)
         assert [by_store(inbox.only(body)) for body in bodies] == [True, False, False]
         held = "SELECT FROM held WHERE kind = 'closed_channel'"
-        await wait_for(lambda: postgres.execute(held, database=schema) == "SELECT 2")
+        await eventually(lambda: postgres.execute(held, database=schema) == "SELECT 2")
         assert place.things.depth("delayer.delay-strays") == 0
         assert await daemon.stop() == 0
         await raw.round_trip()
@@ -176,18 +177,18 @@ async def test_systemd_hears_the_end_of_a_reload_when_it_is_in_force(
     place.write(config, "store", {"store": {"url": store}})
     async with DaemonProcess({}, config=config) as daemon:
         await daemon.ready()
-        await wait_for(lambda: notices.said("READY=1", "mode store"))
+        await eventually(lambda: notices.said("READY=1", "mode store"))
 
         place.write(config, "native", {"store": {"url": store}})
         daemon.reload()
-        await wait_for(lambda: notices.said("RELOADING=1\nMONOTONIC_USEC="))
-        await wait_for(lambda: notices.said("READY=1", "STATUS=mode native"))
+        await eventually(lambda: notices.said("RELOADING=1\nMONOTONIC_USEC="))
+        await eventually(lambda: notices.said("READY=1", "STATUS=mode native"))
         assert (await daemon.event("mode switched"))["now"] == "native", "logged before it is said"
 
         config.write_text('mode = "nativ"\n')
         daemon.reload()
-        await wait_for(lambda: notices.said("RELOADING=1\nMONOTONIC_USEC="))
-        await wait_for(lambda: notices.said("READY=1", "STATUS=mode native; the last reload was refused", "nativ"))
+        await eventually(lambda: notices.said("RELOADING=1\nMONOTONIC_USEC="))
+        await eventually(lambda: notices.said("READY=1", "STATUS=mode native; the last reload was refused", "nativ"))
         assert "nativ" in (await daemon.event("reload refused"))["reason"]
         assert await daemon.stop() == 0
-        await wait_for(lambda: notices.said("STOPPING=1"))
+        await eventually(lambda: notices.said("STOPPING=1"))

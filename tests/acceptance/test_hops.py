@@ -67,13 +67,9 @@ async def test_a_plain_message_crosses_few_modules(
     environ = place.environ(mode, postgres.url(schema) if mode == "store" else "")
     daemon = Daemon(load(None, {f"DELAYER_{name}": value for name, value in environ.items()}, {}), Notifier())
     queues = 2 if mode == "native" else 1
-
-    async def consuming() -> dict[str, bool]:
-        return daemon.consuming()
-
     running = asyncio.create_task(daemon.run())
     try:
-        await eventually(consuming, lambda seen: all(seen.values()) and len(seen) == queues)
+        await eventually(daemon.consuming, lambda seen: all(seen.values()) and len(seen) == queues)
         # The first message of a connection and of a store meets what is asked once: statements, partitions, channels,
         # and the isolation connection.
         await asyncio.to_thread(published_and_received, place.url)

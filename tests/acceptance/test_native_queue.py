@@ -18,14 +18,6 @@ from tests.support.servers import RabbitMQ
 HOUR_MS = 3_600_000
 
 
-@pytest.fixture
-def delaying(rabbitmq: RabbitMQ) -> RabbitMQ:
-    """A broker that delays messages itself."""
-    if not rabbitmq.delays_messages:
-        pytest.skip(f"RabbitMQ {'.'.join(map(str, rabbitmq.version))} delays no messages itself: that begins with 4.4")
-    return rabbitmq
-
-
 def file(place: Place, path: Path, strategy: str) -> Path:
     sections: Mapping[str, Mapping[str, str]] = {
         "native": {"strategy": strategy},

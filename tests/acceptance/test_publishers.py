@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.acceptance.place import Place
-from tests.acceptance.world import wait_for
+from tests.faults.place import eventually
 from tests.integration.cli import Run
 from tests.support.daemon import DaemonProcess
 
@@ -37,7 +37,7 @@ async def test_the_python_examples_send_replace_and_cancel(place: Place, store: 
         def waiting() -> list[dict[str, Any]]:
             return json.loads(delayer("list", "--json", DELAYER_STORE__URL=store).stdout)["messages"]
 
-        found = await wait_for(lambda: len(waiting()) == 2 and waiting())
+        found = await eventually(lambda: len(waiting()) == 2 and waiting())
         assert [message["due_ms"] for message in found][1:] == [1_893_488_400_000]
         assert await run(AIO_PIKA, url) == "cancelled\n"
         assert len(waiting()) == 2

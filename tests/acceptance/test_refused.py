@@ -10,7 +10,8 @@ import pytest
 
 from delayer.core.errors import BrokerLost
 from tests.acceptance.test_fidelity import FULL
-from tests.acceptance.world import MODES, NATIVE, STORE, World, wait_for
+from tests.acceptance.world import MODES, NATIVE, STORE, World
+from tests.faults.place import eventually
 from tests.support.raw import VOID, Header, Message, Props, Raw, Value, array, content, number, table, text
 
 PLAIN = Props(delivery_mode=2)
@@ -159,7 +160,7 @@ def test_each_is_reported(played: World) -> None:
     def reasons() -> list[str]:
         return [event["reason"] for event in played.daemon.events if event["event"] == "message refused"]
 
-    played.run(wait_for(lambda: len(reasons()) >= len(sent_in(played.mode))))
+    played.run(eventually(lambda: len(reasons()) >= len(sent_in(played.mode))))
     assert all(reasons())
 
 
@@ -196,9 +197,9 @@ def test_the_longest_delay(any_world: World) -> None:
     assert any_world.inbox.only(b"address of 199").delivery.routing_key == address
     if any_world.native:
         depth: Callable[[], bool] = lambda: any_world.things.depth("delayer.delay-level-27") == len(seconds)  # noqa: E731
-        any_world.run(wait_for(depth))
+        any_world.run(eventually(depth))
     else:
-        any_world.run(wait_for(lambda: any_world.parked_beyond(2**27 - 60) == len(seconds)))
+        any_world.run(eventually(lambda: any_world.parked_beyond(2**27 - 60) == len(seconds)))
     assert not [each for each in seconds if any_world.refused.of(b"long: %d" % each)]
 
 
@@ -238,5 +239,5 @@ def test_broken_header_bytes_stop_nobody(any_world: World, case: str) -> None:
     any_world.wait(good)
     any_world.inbox.only(good)
     if taken:
-        any_world.run(wait_for(lambda: any_world.inbox.counts[bad] + any_world.refused.counts[bad]))
+        any_world.run(eventually(lambda: any_world.inbox.counts[bad] + any_world.refused.counts[bad]))
     assert not [event for event in any_world.daemon.events[before:] if event["level"] == "error"]

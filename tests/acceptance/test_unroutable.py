@@ -15,7 +15,7 @@ from delayer.core.cascade import delivery_binding
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import STORE, USER, World, secret_broker_url, wait_for
+from tests.acceptance.world import STORE, USER, World, secret_broker_url
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess, command
 from tests.support.raw import Message, Props, number, text
@@ -61,7 +61,7 @@ def played(any_world: World) -> World:
         messages.insert(20 + 25 * index, Message(one.through, one.key, props, body_of(case)))
     any_world.run(any_world.raw.publish(*messages))
     any_world.wait(*map(sound, range(GOOD)))
-    any_world.run(wait_for(lambda: held(any_world) == len(CASES)))
+    any_world.run(eventually(lambda: held(any_world) == len(CASES)))
     return any_world
 
 
@@ -87,7 +87,7 @@ def test_it_is_held_with_its_reason(played: World, case: str) -> None:
         events = [event for event in played.daemon.events if event["event"] == "message held"]
         return [event["reason"] for event in events if event["route"] == one.through]
 
-    played.run(wait_for(lambda: len(reasons()) >= 2))
+    played.run(eventually(lambda: len(reasons()) >= 2))
     assert all(one.reason in reason for reason in reasons()), reasons()
 
 
@@ -109,7 +109,7 @@ def test_held_messages_leave_by_themselves_once_they_can(played: World) -> None:
         assert arrival.props.expiration == b"600000"
         assert arrival.props.one(b"x-delayer-user-id") == text("guest")
     if played.mode == STORE:
-        played.run(wait_for(lambda: held(played) == 0))
+        played.run(eventually(lambda: held(played) == 0))
     secret_broker_url(played.rabbitmq, played.vhost)
 
 

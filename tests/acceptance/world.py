@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,7 +27,6 @@ BROKER_SECRET = "Sesame.Broker/1"
 STORE_SECRET = "Sesame.Store/2"
 FORBIDDEN = "closed"
 """An exchange that the daemon's user may not write to."""
-POLL_SECONDS = 0.05
 
 
 def secret_broker_url(rabbitmq: RabbitMQ, vhost: str) -> str:
@@ -47,15 +45,6 @@ def assert_no_secret(daemon: DaemonProcess) -> None:
     for secret in (BROKER_SECRET, STORE_SECRET):
         for spelled in (secret, quote(secret, safe=""), json.dumps(secret)[1:-1]):
             assert not [line for line in lines if spelled in line]
-
-
-async def wait_for(ask: Callable[[], T], timeout: float = 30.0) -> T:
-    """Ask servers that do not tell until the answer is true."""
-    deadline = time.monotonic() + timeout
-    while not (answer := ask()):
-        assert time.monotonic() < deadline, f"still {answer!r} after {timeout:g} s"
-        await asyncio.sleep(POLL_SECONDS)
-    return answer
 
 
 @dataclass

@@ -50,7 +50,7 @@ def until(look: object) -> None:
         async def once() -> bool:
             return bool(await asyncio.to_thread(look))  # type: ignore[arg-type]
 
-        await eventually(once, bool)
+        await eventually(once)
 
     asyncio.run(scene())
 

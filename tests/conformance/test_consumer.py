@@ -269,7 +269,7 @@ async def test_queues_that_share_a_relay_share_its_bound(place: Place) -> None:
         for name in queues:
             await world.publisher.publish([message(n, name, body=bytes((n,)) * size) for n in range(count)])
 
-        async def waiting() -> int:
+        def waiting() -> int:
             return 0 if connection._pulse.reading else sum(one._bytes for one in subscriptions)
 
         assert bound < await eventually(waiting, lambda found: found > 0) <= bound + A_READ + size

@@ -215,11 +215,7 @@ class Fleet:
         """Switch to it, and wait until every daemon works in it: before that a fault would meet the other mode."""
         await asyncio.gather(*(daemon.ready() for daemon in self.daemons))
         self.switch(mode)
-
-        async def modes() -> list[str]:
-            return [daemon.mode for daemon in self.daemons]
-
-        await eventually(modes, lambda found: set(found) == {mode}, timeout=60)
+        await eventually(lambda: {daemon.mode for daemon in self.daemons} == {mode}, timeout=60)
 
     # ---- what faults need
 

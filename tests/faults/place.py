@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import random
@@ -30,14 +31,19 @@ LOOK_SECONDS = 0.02
 _IN_SEGMENTS = "SELECT coalesce(sum(messages), 0) FROM segment"
 
 
-async def eventually(look: Callable[[], Awaitable[T]], wanted: Callable[[T], bool], *, timeout: float = 30.0) -> T:
-    """Look until what is seen is wanted: for counts that servers do not announce."""
-    seen = None
+async def eventually(
+    look: Callable[[], Awaitable[T] | T], wanted: Callable[[T], bool] = bool, *, timeout: float = 30.0
+) -> T:
+    """Look, here or in a coroutine, until what is seen is wanted: for what servers do not announce."""
+    seen: T | None = None
     try:
         async with asyncio.timeout(timeout):
-            while not wanted(seen := await look()):  # noqa: ASYNC110 - the server on the other side sets no event
+            while True:
+                found = look()
+                seen = await found if inspect.isawaitable(found) else found
+                if wanted(seen):
+                    return seen
                 await asyncio.sleep(LOOK_SECONDS)
-            return seen
     except TimeoutError:
         raise AssertionError(f"not within {timeout:g} s; the last look saw {seen}") from None
 

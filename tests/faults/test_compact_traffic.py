@@ -77,9 +77,6 @@ class Jobs:
         """Packed, restored, and packed again; and cancelled in both places."""
         return self.again > OF_A_SEGMENT and {Found.WAITING, Found.SEGMENT} <= set(self.gone.values())
 
-    async def rounds_of_packing(self) -> int:
-        return self.rounds
-
     async def pack(self) -> None:
         async with sql(self.url) as admin:
             begun = await admin.fetchval("SELECT coalesce(sum(n), 0) > 0 FROM counter WHERE kind = 'restored'")
@@ -119,7 +116,7 @@ async def send(ledger: Ledger, jobs: Jobs) -> None:
         if portion >= PORTIONS:
             if jobs.enough():
                 break
-            await eventually(jobs.rounds_of_packing, lambda rounds, seen=jobs.rounds: rounds > seen, timeout=60)
+            await eventually(lambda seen=jobs.rounds: jobs.rounds > seen, timeout=60)
         await ledger.publish(FAR // PORTIONS, longest_ms=FAR_MS)
         await ledger.publish(NEAR // PORTIONS, longest_ms=NEAR_MS)
 

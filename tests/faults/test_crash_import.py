@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -139,7 +140,15 @@ async def test_run_again(store: str, tmp_path: Path, fault: str, committed: int)
     assert len(await parked(store)) == committed
     if committed == COUNT:
         refused, _, told = await delayer(store, *arguments, "--limit", "49")
-        assert (refused, "begun with other parameters" in told) == (1, True), told
+        assert (refused, "limit: begun with 'nothing', now 49" in told) == (1, True), told
+        seen = await report(store, "import", "jsonl", "preview", *arguments[3::2], "--limit", "49", expect=1)
+        assert "begun with other parameters" in seen["refused"]
+        elsewhere = {"DELAYER_IMPORT_URL": "postgresql://127.0.0.1:1/sales"}
+        refused, _, told = await delayer(store, "import", "nservicebus-sql", "abort", "--yes", **elsewhere)
+        assert (refused, "import 1 from jsonl is not finished" in told) == (1, True), told
+    else:  # and killed once more while it goes on
+        await killed(store, *arguments, fault="import.committed:1")
+        committed += min(BATCH, COUNT - committed)
     done = await report(store, *arguments)
     assert (done["resumed"], done["parked"]) == (True, COUNT)
     assert done["this_time"]["parked"] == COUNT - committed
@@ -163,6 +172,8 @@ async def test_abort_instead(store: str, tmp_path: Path, fault: str, committed: 
         assert "Next: --again" in told
     # From the beginning: that is a new import.
     assert (await report(store, "import", "jsonl", "run", *arguments, "--again"))["parked"] == COUNT
+    code, _, told = await delayer(store, "import", "jsonl", "abort", *arguments)
+    assert (code, "there is no unfinished import to abort" in told) == (1, True), told
 
 
 TABLES = ("A_TimeoutData", "B_TimeoutData")
@@ -216,6 +227,29 @@ async def test_a_removal_that_a_crash_of_the_source_undid(store: str, source: So
     assert await parked(store) == sorted(row["State"] for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("meanwhile", "differs"),
+    [
+        ("DELETE FROM {staged} WHERE {first}", "50 messages were staged, but 49 are committed"),
+        ("CREATE RULE kept AS ON DELETE TO {staged} WHERE old.{first} DO INSTEAD NOTHING", "but 49 could be removed"),
+    ],
+    ids=["a row is gone", "a row cannot be removed"],
+)
+async def test_counts_that_differ_stop_the_import(store: str, postgres: Postgres, meanwhile: str, differs: str) -> None:
+    name = postgres.add_database()
+    source = Source("postgresql", postgres.url(name))
+    await fill(source)
+    arguments = ("import", "nservicebus-sql", "run", "--unverified", "--yes", "--json")
+    url = {"DELAYER_IMPORT_URL": source.url}
+    await killed(store, *arguments, fault="import.taken:1", **url)
+    [staged] = [name for name in await source.tables() if name.startswith(f"{TABLES[0]}_delayer_")]
+    first = f""""Id" = '{uuid.UUID(int=0)}'"""
+    postgres.execute(meanwhile.format(staged=source.quoted(staged), first=first), database=name)
+    code, _, told = await delayer(store, *arguments, **url)
+    assert (code, differs in told) == (1, True), told
+    postgres.drop_database(name)
+
+
 @pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2")[:-1])
 async def test_tables_get_the_rest_back(store: str, source: Source, fault: str, committed: int) -> None:
     states = await fill(source)
@@ -223,6 +257,10 @@ async def test_tables_get_the_rest_back(store: str, source: Source, fault: str, 
     arguments = ("--unverified", "--yes", "--json")
     url = {"DELAYER_IMPORT_URL": source.url}
     await killed(store, "import", "nservicebus-sql", "run", *arguments, fault=fault, **url)
+    if committed:  # the abort is killed as well: all rows are where they were, and only the store does not know
+        await killed(store, "import", "nservicebus-sql", "abort", *arguments, fault="import.emptied", **url)
+        code, _, told = await delayer(store, "import", "nservicebus-sql", "run", *arguments, **url)
+        assert (code, "Next: `abort`, with the same parameters" in told) == (1, True), told
     done = await report(store, "import", "nservicebus-sql", "abort", *arguments, **url)
     assert done["parked"] == committed
     after = [await source.rows(name) for name in TABLES]

@@ -5,8 +5,10 @@ with a bug in a feature must not pass."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -14,16 +16,12 @@ import pytest
 
 from tests.faults.features import cancels, foreign, keys, overdue, peace, rates, retries
 from tests.faults.features.peace import HOUR_MS, meanwhile
-from tests.faults.features.striking import (
-    finished,
-    handful,
-    numbers_in,
-    opened,
-    strike,
-)
+from tests.faults.features.striking import finished, handful, numbers_in, opened, strike
+from tests.faults.fleet import Fleet
 from tests.faults.scenes import WORKER
 from tests.support.account import Verdict
 from tests.support.flow import flowing
+from tests.support.ledger import Ledger
 from tests.support.servers import Postgres, RabbitMQ
 
 SEED, BUGS_SEED = 7_000, 7_600
@@ -248,10 +246,18 @@ async def test_late_messages_are_held(mode: str, servers: Servers, tmp_path: Pat
 
 # ---- the harnesses themselves: a daemon with a bug in a feature must not pass
 
+Opened = Callable[..., AbstractAsyncContextManager[Fleet]]
+
+
+@pytest.fixture
+def buggy(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> Opened:
+    """Opens a fleet whose daemons have a ``bug``."""
+    return partial(opened, rabbitmq, postgres, tmp_path, seed=BUGS_SEED)
+
 
 @LONG
-async def test_a_message_that_replaces_nothing_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
-    async with opened(rabbitmq, postgres, tmp_path, keys.Keyed, seed=BUGS_SEED, daemons=1, bug="keyless") as fleet:
+async def test_a_message_that_replaces_nothing_is_found(buggy: Opened) -> None:
+    async with buggy(keys.Keyed, daemons=1, bug="keyless") as fleet:
         await fleet.ledger.publish(keys.KEYS, delay_ms=peace.HOUR_MS)
         judgement = await peace.keys_waiting(fleet, [])
         with pytest.raises(AssertionError, match=f"{keys.KEYS} came though they were replaced"):
@@ -259,50 +265,37 @@ async def test_a_message_that_replaces_nothing_is_found(rabbitmq: RabbitMQ, post
 
 
 @LONG
-async def test_a_cancel_that_is_only_said_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
-    async with opened(
-        rabbitmq, postgres, tmp_path, cancels.Cancelling, seed=BUGS_SEED, daemons=1, bug="deaf to cancels"
-    ) as fleet:
+async def test_a_cancel_that_is_only_said_is_found(buggy: Opened) -> None:
+    async with buggy(cancels.Cancelling, daemons=1, bug="deaf to cancels") as fleet:
         judgement = await peace.cancelled_in_peace(fleet, 2.0)
         with pytest.raises(AssertionError, match="came though cancelled"):
             judgement.assert_kept()
 
 
 @LONG
-@pytest.mark.parametrize("mode", ["store", "native"])
-@pytest.mark.parametrize(("bug", "broken"), [("impatient", "before their pause"), ("once more", "came too often")])
-async def test_a_retry_too_soon_or_too_often_is_found(
-    mode: str, bug: str, broken: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
-) -> None:
-    if mode == "native" and bug == "impatient":
-        pytest.skip("the cascade has whole seconds: half of 1.2 s is one")
-    environ = retries.ENVIRON
-    async with opened(
-        rabbitmq, postgres, tmp_path, retries.Failing, mode=mode, seed=BUGS_SEED, environ=environ, bug=bug
-    ) as fleet:
+@pytest.mark.parametrize(
+    ("mode", "bug", "broken"),
+    [
+        (STORE, "impatient", "before their pause"),  # the cascade has whole seconds: half of 1.2 s is one
+        (STORE, "once more", "came too often"),
+        (NATIVE, "once more", "came too often"),
+    ],
+)
+async def test_a_retry_too_soon_or_too_often_is_found(buggy: Opened, mode: str, bug: str, broken: str) -> None:
+    async with buggy(retries.Failing, mode=mode, environ=retries.ENVIRON, bug=bug) as fleet:
         judgement = await peace.retried_in_peace(fleet, 60)
         with pytest.raises(AssertionError, match=broken):
             judgement.assert_kept()
 
 
 @LONG
-async def test_a_takeover_with_too_short_delays_is_found(
-    rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
-) -> None:
-    environ = foreign.ENVIRON
-    async with opened(
-        rabbitmq, postgres, tmp_path, foreign.Foreign, seed=BUGS_SEED, environ=environ, bug="hurried"
-    ) as fleet:
-        await fleet.ledger.publish(100, longest_ms=3_000)
-        await fleet.ledger.all_back()
-        with pytest.raises(AssertionError, match="early"):
-            fleet.ledger.verdict().assert_kept()
-
-
-@LONG
-async def test_early_messages_at_park_beyond_are_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
-    environ = {"STORE__PARK_BEYOND": "2s"}
-    async with opened(rabbitmq, postgres, tmp_path, seed=BUGS_SEED, environ=environ, bug="at the border") as fleet:
+@pytest.mark.parametrize(
+    ("bug", "kind", "environ"),
+    [("hurried", foreign.Foreign, foreign.ENVIRON), ("at the border", Ledger, {"STORE__PARK_BEYOND": "2s"})],
+    ids=["a takeover with too short delays", "early at park_beyond"],
+)
+async def test_early_messages_are_found(buggy: Opened, bug: str, kind: type[Ledger], environ: dict[str, str]) -> None:
+    async with buggy(kind, environ=environ, bug=bug) as fleet:
         await fleet.ledger.publish(100, longest_ms=4_000)
         await fleet.ledger.all_back()
         with pytest.raises(AssertionError, match="early"):
@@ -310,26 +303,19 @@ async def test_early_messages_at_park_beyond_are_found(rabbitmq: RabbitMQ, postg
 
 
 @LONG
-async def test_twice_the_rate_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
-    environ = rates.ENVIRON
-    async with (
-        opened(rabbitmq, postgres, tmp_path, seed=BUGS_SEED, environ=environ, bug="unlimited") as fleet,
-        rates.paced(fleet, BUGS_SEED) as flood,
-    ):
+async def test_twice_the_rate_is_found(buggy: Opened) -> None:
+    async with buggy(environ=rates.ENVIRON, bug="unlimited") as fleet, rates.paced(fleet, BUGS_SEED) as flood:
         with pytest.raises(AssertionError, match="faster than it may"):
             await peace.flooded_in_peace(fleet, flood, 3_000)
 
 
 @LONG
-@pytest.mark.parametrize("mode", ["store", "native"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("bug", "found"), [("never too late", "came after the limit"), ("lenient at intake", "came though they were")]
 )
-async def test_late_messages_are_found(
-    mode: str, bug: str, found: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
-) -> None:
-    environ = overdue.ENVIRON
-    async with opened(rabbitmq, postgres, tmp_path, mode=mode, seed=BUGS_SEED, environ=environ, bug=bug) as fleet:
+async def test_late_messages_are_found(buggy: Opened, mode: str, bug: str, found: str) -> None:
+    async with buggy(mode=mode, environ=overdue.ENVIRON, bug=bug) as fleet:
         judgement = await overdue.late_in_peace(fleet, 50)
         with pytest.raises(AssertionError, match=found):
             judgement.assert_kept()

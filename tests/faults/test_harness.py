@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import aio_pika
@@ -21,12 +21,17 @@ SEED = 6_000
 MESSAGES = 1_000
 
 
-@asynccontextmanager
-async def fleet_with(
-    bug: str, rabbitmq: RabbitMQ, postgres: Postgres, directory: Path, *, mode: str = "store"
-) -> AsyncIterator[Fleet]:
-    async with Fleet.open(rabbitmq, postgres, directory, mode=mode, seed=SEED, bug=bug) as fleet:
-        yield fleet
+Opened = Callable[..., AbstractAsyncContextManager[Fleet]]
+
+
+@pytest.fixture
+def fleet_with(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> Opened:
+    """Opens a fleet whose daemons have this bug."""
+
+    def open_fleet(bug: str, mode: str = "store") -> AbstractAsyncContextManager[Fleet]:
+        return Fleet.open(rabbitmq, postgres, tmp_path, mode=mode, seed=SEED, bug=bug)
+
+    return open_fleet
 
 
 async def passed(ledger: Ledger, *, all_back: bool = True) -> Verdict:
@@ -53,18 +58,16 @@ async def killed_at(fleet: Fleet, point: str) -> AsyncIterator[None]:
     ("bug", "broken"), [("early", "early"), ("twice", "came more than once"), ("narrow", "changed")]
 )
 @pytest.mark.parametrize("mode", ["store", "native"])
-async def test_a_bug_that_needs_no_fault_is_found(
-    mode: str, bug: str, broken: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
-) -> None:
-    async with fleet_with(bug, rabbitmq, postgres, tmp_path, mode=mode) as fleet:
+async def test_a_bug_that_needs_no_fault_is_found(mode: str, bug: str, broken: str, fleet_with: Opened) -> None:
+    async with fleet_with(bug, mode=mode) as fleet:
         verdict = await passed(fleet.ledger)
         with pytest.raises(AssertionError, match=broken):
             verdict.assert_kept()
 
 
-async def test_acknowledging_too_soon_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
+async def test_acknowledging_too_soon_is_found(fleet_with: Opened) -> None:
     """Killed between COPY and commit: the broker has been told that it is safe."""
-    async with fleet_with("acknowledge first", rabbitmq, postgres, tmp_path) as fleet:
+    async with fleet_with("acknowledge first") as fleet:
         async with killed_at(fleet, "park.copied:1"):
             await fleet.ledger.publish(MESSAGES, delay_ms=1_000)
         await fleet.daemons[0].ready()
@@ -75,11 +78,9 @@ async def test_acknowledging_too_soon_is_found(rabbitmq: RabbitMQ, postgres: Pos
 
 
 @pytest.mark.parametrize("mode", ["store", "native"])
-async def test_forgetting_what_the_broker_returns_is_found(
-    mode: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
-) -> None:
+async def test_forgetting_what_the_broker_returns_is_found(mode: str, fleet_with: Opened) -> None:
     """The destination routes to nobody for a while: what came back has to be held, not forgotten."""
-    async with fleet_with("forgetful", rabbitmq, postgres, tmp_path, mode=mode) as fleet:
+    async with fleet_with("forgetful", mode=mode) as fleet:
         await bind(fleet, away=True)
         await fleet.ledger.publish(MESSAGES, delay_ms=500)
         await eventually(lambda: forgotten(fleet), lambda count: count == MESSAGES)
@@ -106,10 +107,8 @@ async def bind(fleet: Fleet, *, away: bool = False) -> None:
 
 
 @pytest.mark.parametrize("bug", ["", "lenient"])
-async def test_throwing_away_what_has_to_be_refused_is_found(
-    bug: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
-) -> None:
-    async with fleet_with(bug, rabbitmq, postgres, tmp_path) as fleet:
+async def test_throwing_away_what_has_to_be_refused_is_found(bug: str, fleet_with: Opened) -> None:
+    async with fleet_with(bug) as fleet:
         await fleet.ledger.publish(100, longest_ms=500, doomed_ones=20)
         await fleet.ledger.all_back()
         await fleet.finish()
@@ -120,10 +119,10 @@ async def test_throwing_away_what_has_to_be_refused_is_found(
     assert len(found.missing) == (20 if bug else 0)
 
 
-async def test_a_new_name_for_a_copy_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
+async def test_a_new_name_for_a_copy_is_found(fleet_with: Opened) -> None:
     """Killed between publish and commit: what comes twice has one x-delayer-id, or it has more of them than it was read
     times, and the store counts otherwise."""
-    async with fleet_with("new id", rabbitmq, postgres, tmp_path) as fleet:
+    async with fleet_with("new id") as fleet:
         async with killed_at(fleet, "release.published:1"):
             await fleet.ledger.publish(MESSAGES, delay_ms=1_000)
         await came_twice(fleet)
@@ -131,12 +130,10 @@ async def test_a_new_name_for_a_copy_is_found(rabbitmq: RabbitMQ, postgres: Post
         assert fleet.ledger.account.rows_back > counters["released"]
 
 
-async def test_a_new_name_at_the_end_of_the_cascade_is_found(
-    rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
-) -> None:
+async def test_a_new_name_at_the_end_of_the_cascade_is_found(fleet_with: Opened) -> None:
     """Killed between the confirm of the destination and the acknowledgement of the due queue: the same, without a store
     to count the names."""
-    async with fleet_with("new id", rabbitmq, postgres, tmp_path, mode="native") as fleet:
+    async with fleet_with("new id", mode="native") as fleet:
         first, second = fleet.daemons
         async with first.meant(), second.meant():
             await second.kill()
@@ -165,13 +162,13 @@ async def came_twice(fleet: Fleet) -> None:
 @pytest.mark.parametrize("fault", [False, True], ids=["calm", "killed"])
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_headers_that_are_sorted_are_found(
-    mode: str, fault: bool, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+    mode: str, fault: bool, rabbitmq: RabbitMQ, fleet_with: Opened
 ) -> None:
     """Where the broker does not sort those of every message, it does so to some as it delivers them again, and what
     they looked like before is not known any more; those of the others are."""
     if rabbitmq.sorts_headers:
         pytest.skip("RabbitMQ sorts every header table from 4.0 on, before a daemon can")
-    async with fleet_with("sorts headers", rabbitmq, postgres, tmp_path, mode=mode) as fleet:
+    async with fleet_with("sorts headers", mode=mode) as fleet:
         ledger = fleet.ledger
         if fault:
             async with killed_at(fleet, "park.copied:1" if mode == "store" else "intake.confirmed:1"):
@@ -184,8 +181,8 @@ async def test_headers_that_are_sorted_are_found(
             verdict.assert_kept(repeats=fault)
 
 
-async def test_a_name_of_two_messages_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
-    async with fleet_with("same id", rabbitmq, postgres, tmp_path) as fleet:
+async def test_a_name_of_two_messages_is_found(fleet_with: Opened) -> None:
+    async with fleet_with("same id") as fleet:
         verdict = await passed(fleet.ledger)
         verdict.assert_kept()
         with pytest.raises(AssertionError, match="have the x-delayer-id of another"):

@@ -139,11 +139,7 @@ async def out(place: Place) -> list[bytes]:
 
 async def either(daemon: DaemonProcess, *names: str, after: int) -> None:
     """Wait for an event of one of these names."""
-
-    async def seen() -> bool:
-        return any(event["event"] in names for event in daemon.events[after:])
-
-    await eventually(seen, bool)
+    await eventually(lambda: any(event["event"] in names for event in daemon.events[after:]))
 
 
 @pytest.mark.deadline(150)

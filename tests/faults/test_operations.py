@@ -117,6 +117,6 @@ async def archive(postgres: Postgres) -> None:
     try:
         name = await connection.fetchval("SELECT pg_walfile_name(pg_switch_wal())")
         done = "SELECT last_archived_wal >= $1 FROM pg_stat_archiver"
-        await eventually(lambda: connection.fetchval(done, name), bool)
+        await eventually(lambda: connection.fetchval(done, name))
     finally:
         await connection.close()

@@ -309,17 +309,13 @@ async def test_no_delivery_is_in_hand_for_the_consumer_timeout(store_is: str, po
         rabbitmq = await stack.enter_async_context(impatient_broker())
         place, daemon, proxy, raw = await large_scene(stack, rabbitmq, postgres, store, INTAKE__GIVE_BACK_AFTER="10s")
         ended = await stack.enter_async_context(sleeper(place.broker))
-
-        async def is_ended() -> bool:
-            return ended.is_set()
-
         inbox = await raw.inbox("out")
         if store_is == "slow":
             proxy.slow(bytes_per_second=SLOW)
         else:
             proxy.stall()
         await published(raw, bodies)
-        await eventually(is_ended, bool, timeout=CONSUMER_TIMEOUT + 90)
+        await eventually(ended.is_set, timeout=CONSUMER_TIMEOUT + 90)
         proxy.resume()
         await inbox.got(bodies, timeout=150)
         assert await daemon.stop() == 0, daemon.tail()

@@ -49,7 +49,7 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         async def follows() -> bool:
             return await asyncio.to_thread(standby.follows)
 
-        await eventually(follows, bool)
+        await eventually(follows)
         await asyncio.to_thread(primary.kill)
         proxy.lead_to(standby.port)
         await proxy.accept()
@@ -116,4 +116,4 @@ async def ended(postgres: SmallDisk) -> None:
                 await asyncio.to_thread(postgres.execute, SOMEBODY_ELSE)
         return postgres.ended()
 
-    await eventually(has_ended, bool)
+    await eventually(has_ended)

@@ -22,14 +22,6 @@ QUEUES = [queue.name for queue in WHOLE.queues]
 HOUR_MS = 3_600_000
 
 
-@pytest.fixture
-def delaying(rabbitmq: RabbitMQ) -> RabbitMQ:
-    """A broker that delays messages itself."""
-    if not rabbitmq.delays_messages:
-        pytest.skip(f"RabbitMQ {'.'.join(map(str, rabbitmq.version))} delays no messages itself: that begins with 4.4")
-    return rabbitmq
-
-
 async def publish(vhost: str, *queues: str, when: int | None = None) -> None:
     """A message to each queue, which the broker delays by an hour; and the destination, so that `check` misses none."""
     at = time.time_ns() // 1_000_000 + HOUR_MS if when is None else when

@@ -12,8 +12,8 @@ import asyncpg
 import pytest
 
 from delayer.store.admin.setup import raise_lanes
-from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import parcel, taken
+from tests.faults.place import eventually
 from tests.integration.lanes_shared import Process, migrated, running
 from tests.integration.test_store_lane import opened, sql
 
@@ -140,7 +140,7 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
             def published() -> set[str]:
                 return {name for child in [*children.values(), *ended] for name, _, _ in child.published}
 
-            await wait_for(lambda: published() == sent, timeout=20)
+            await eventually(lambda: published() == sent, timeout=20)
             # Of what is claimed once more after a fault the second copy comes soon.
             counted = "SELECT kind, sum(n)::int FROM counter GROUP BY kind"
             figures = dict(await admin.fetch(counted))
@@ -166,10 +166,10 @@ async def test_more_processes_than_lanes(database: str) -> None:
         stopping = asyncio.Event()
         task = asyncio.create_task(spare.lanes.run(stopping))
         try:
-            await wait_for(lambda: len(one.lanes.numbers) + len(spare.lanes.numbers) == 1)
-            await wait_for(lambda: one.lanes.spare.is_set() or spare.lanes.spare.is_set())
+            await eventually(lambda: len(one.lanes.numbers) + len(spare.lanes.numbers) == 1)
+            await eventually(lambda: one.lanes.spare.is_set() or spare.lanes.spare.is_set())
             assert await raise_lanes(database, 2) == 2
-            await wait_for(lambda: len(one.lanes.numbers) == len(spare.lanes.numbers) == 1)
+            await eventually(lambda: len(one.lanes.numbers) == len(spare.lanes.numbers) == 1)
             assert not spare.lanes.spare.is_set()
         finally:
             stopping.set()
@@ -183,24 +183,24 @@ async def test_without_its_broker_a_process_leaves_its_lanes_to_others(
     monkeypatch.setattr("delayer.release.lane_manager.AWAY_SECONDS", 0.5)
     await migrated(database)
     async with running(database, "one") as one, running(database, "two") as two:
-        await wait_for(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
+        await eventually(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
         one.reaching = False
-        await wait_for(lambda: len(two.lanes.numbers) == 4)
+        await eventually(lambda: len(two.lanes.numbers) == 4)
         assert not one.lanes.usable
         one.reaching = True
-        await wait_for(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
+        await eventually(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
 
 
 async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -> None:
     await migrated(database)
     async with running(database, "one", {b"slow": 1.0}) as one, sql(database) as admin:
-        await wait_for(lambda: len(one.lanes.numbers) == 5)
+        await eventually(lambda: len(one.lanes.numbers) == 5)
         now = one.now_upper_ms()
         await one.lanes.park([parcel(now, b"%d" % n, route=b"slow") for n in range(50)], [])
         assert await admin.fetchval("SELECT route FROM lane WHERE number = 5") == b"slow"
         assert await admin.fetchval("SELECT count(DISTINCT lane) FROM counter") == 1
         one.live.rates = {}
-        await wait_for(lambda: len(one.publisher.published) == 50)
+        await eventually(lambda: len(one.publisher.published) == 50)
 
 
 async def test_rows_that_nobody_announced_are_found_by_the_scan(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +208,11 @@ async def test_rows_that_nobody_announced_are_found_by_the_scan(database: str, m
     monkeypatch.setattr("delayer.store.lanes.lane.LONGEST_SLEEP", 0.5)
     await migrated(database)
     async with running(database) as one, opened(database) as other, sql(database) as admin:
-        await wait_for(lambda: len(one.lanes.numbers) == 4)
+        await eventually(lambda: len(one.lanes.numbers) == 4)
         await one.lanes.park([parcel(one.now_upper_ms() + 3_600_000, b"moved")], [])
         await asyncio.sleep(0.3)
         await admin.execute("UPDATE message SET due_at = now() - interval '1 hour'")
-        await wait_for(lambda: len(one.publisher.published) == 1)
+        await eventually(lambda: len(one.publisher.published) == 1)
         assert await other.take(one.lanes.numbers[0]) is None
     lane = await taken(other, 1)
     await lane.release()
@@ -230,9 +230,9 @@ async def test_a_claim_that_waits_for_somebodys_lock_holds_up_only_what_was_park
         await daemon.lanes.park([parcel(daemon.now_upper_ms() + DUE_MS, b"locked")], [])
         async with somebody.transaction():
             assert len(await somebody.fetch("SELECT id FROM message FOR UPDATE")) == 1
-            await wait_for(lambda: any(release.behind for _, release in daemon.lanes._releases.values()))
+            await eventually(lambda: any(release.behind for _, release in daemon.lanes._releases.values()))
             for body in (b"one", b"two", b"three"):
                 await daemon.lanes.park([parcel(daemon.now_upper_ms(), body)], [])
-            await wait_for(lambda: len(daemon.publisher.published) == 3, timeout=10)
+            await eventually(lambda: len(daemon.publisher.published) == 3, timeout=10)
             assert {one.body for _, one in daemon.publisher.published} == {b"one", b"two", b"three"}
-        await wait_for(lambda: len(daemon.publisher.published) == 4)
+        await eventually(lambda: len(daemon.publisher.published) == 4)

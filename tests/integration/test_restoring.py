@@ -18,9 +18,8 @@ from delayer.release.restore import Restoring
 from delayer.store.admin.stats import overview
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import owned, parcel
-from tests.faults.place import compact_all
+from tests.faults.place import compact_all, eventually
 from tests.integration.lanes_shared import Process, running
 from tests.integration.test_store_lane import cut, opened, sql
 
@@ -101,8 +100,8 @@ async def test_a_broken_segment_is_said_once_and_stands_in_nobodys_way(database:
     kept = await spoil(database)
     with capture_logs() as logged:
         async with restoring(database) as (daemon, counters):
-            await wait_for(lambda: len(daemon.publisher.published) >= 200)
-            await wait_for(lambda: counters.as_dict()["broken_segments"] >= 1)
+            await eventually(lambda: len(daemon.publisher.published) >= 200)
+            await eventually(lambda: counters.as_dict()["broken_segments"] >= 1)
             await asyncio.sleep(5 * service.LOOK_SECONDS)  # a time in which nothing must happen
             assert counters.as_dict()["broken_segments"] == 1
         async with restoring(database) as (_, later):
@@ -148,7 +147,7 @@ async def test_a_daemon_that_loses_its_connections_in_the_middle_begins_again(
     monkeypatch.setattr("delayer.store.segments.catalog.reach", reach)
     monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.05)
     async with restoring(database) as (daemon, _):
-        await wait_for(lambda: len(daemon.publisher.published) >= 1_000)
+        await eventually(lambda: len(daemon.publisher.published) >= 1_000)
         await asyncio.gather(*cuts)
         assert len(cuts) >= 1
     counters, rows, inside = await account(database)

@@ -198,7 +198,7 @@ async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database:
         async def tried() -> bool:
             return [due.id for due in await release_all(lane)] == [late_one]
 
-        await eventually(tried, bool)
+        await eventually(tried)
         await reschedule(admin, [imported], When(by_ms=-DAY_MS))
         assert await admin.fetchval("SELECT retry_at FROM held") == now + 600
 

@@ -85,7 +85,7 @@ async def test_beside_a_long_transaction_others_get_their_numbers(
             before = await long.fetchval("SELECT nextval('message_id')")
             skips = asyncio.create_task(skip_ids(database, 1000))
             for _ in range(2):
-                await eventually(lambda: admin.fetchval(WAITS), bool)
+                await eventually(lambda: admin.fetchval(WAITS))
                 await other.fetchval("SELECT nextval('message_id')", timeout=5.0)
             assert not skips.done()
         assert await skips > before + 1000

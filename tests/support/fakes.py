@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -261,7 +261,6 @@ class ScriptedStore:
         self.maintained = 0
         self.on_maintain: Callable[[], Awaitable[None]] | None = None
         self.looks = 0
-        self.left = 0
         self.closed = False
         self.failure: Exception | None = None
         self.on_write: Callable[[int], Awaitable[None]] | None = None
@@ -315,12 +314,8 @@ class ScriptedStore:
         self.made.append(lane)
         return lane
 
-    async def add_routes(self, routes: Collection[bytes]) -> None:
-        for route in sorted(routes):
-            self.routes[len(self.routes) + 1] = route
-
     def leave(self) -> None:
-        self.left += 1
+        return
 
     async def maintain(self) -> None:
         self.maintained += 1

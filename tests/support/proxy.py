@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +24,7 @@ from tests.support import ports
 _CHUNK = 64 * 1024
 
 Listener = Callable[[bytes], None]
-"""Hears what the server says on one connection, each piece before the client does."""
+"""Hears what one side of a connection says, each piece before the other side does."""
 
 
 def deaf(_: bytes) -> None:
@@ -47,6 +48,9 @@ class Proxy:
         self.accepted = 0
         self.listener: Callable[[], Listener] = lambda: deaf
         """Asked for a listener of each new connection."""
+        self.overhears: Listener = deaf
+        """Hears what clients say."""
+        self.tls: ssl.SSLContext | None = None
         self._target = (host, port)
         self._server: asyncio.Server | None = None
         self._links: set[_Link] = set()
@@ -73,7 +77,7 @@ class Proxy:
     async def accept(self) -> None:
         """Take connections (again)."""
         if self._server is None:
-            self._server = await asyncio.start_server(self._admit, ports.HOST, self.port)
+            self._server = await asyncio.start_server(self._admit, ports.HOST, self.port, ssl=self.tls)
 
     async def refuse(self) -> None:
         """Cut what there is, and be a port where nobody listens."""
@@ -124,7 +128,7 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        client = _End(reader, writer)
+        client = _End(reader, writer, self.overhears)
         cuts = self._cuts
         try:
             server = _End(*await asyncio.open_connection(*self._target), self.listener())

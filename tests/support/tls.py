@@ -12,11 +12,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 import trustme
@@ -24,7 +22,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tests.support import ports
+from tests.support.proxy import Proxy
 
 HOST = "localhost"
 RIGHT, WRONG_HOST, EXPIRED, SELF_SIGNED, STRANGER = "right", "wrong host", "expired", "self-signed", "unknown authority"
@@ -105,62 +103,29 @@ def _self_signed(directory: Path, now: datetime) -> Pair:
     return pair
 
 
-class TlsFront:
-    """Shows a certificate, and forwards what was decrypted. ``heard`` is the number of bytes that clients said after a
-    handshake: whoever turns back at the certificate has said nothing, its password least of all."""
+class TlsFront(Proxy):
+    """A proxy that shows a certificate, and forwards what was decrypted. ``heard`` is the number of bytes that clients
+    said after a handshake: whoever turns back at the certificate has said nothing, its password least of all."""
 
     def __init__(self, port: int, pair: Pair, *, speaks: Literal["amqp", "postgres"] = "amqp") -> None:
-        self.port = ports.reserve()
+        super().__init__(port)
         self.heard = 0
-        self._target = port
-        self._postgres = speaks == "postgres"
+        self.overhears = self._hear
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(pair.certificate, pair.key)
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._postgres = speaks == "postgres"
+        self.tls = None if self._postgres else self._context
 
-    async def __aenter__(self) -> Self:
-        context = None if self._postgres else self._context
-        self._server = await asyncio.start_server(self._admit, ports.HOST, self.port, ssl=context)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+    def _hear(self, data: bytes) -> None:
+        self.heard += len(data)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        if self._postgres:
             try:
-                if self._postgres:
-                    assert await reader.readexactly(len(_SSL_REQUEST)) == _SSL_REQUEST
-                    writer.write(b"S")
-                    await writer.start_tls(self._context)
-                await self._forward(reader, writer)
-            finally:
+                assert await reader.readexactly(len(_SSL_REQUEST)) == _SSL_REQUEST
+                writer.write(b"S")
+                await writer.start_tls(self._context)
+            except (OSError, asyncio.IncompleteReadError):
                 writer.close()
-
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream, to_server = await asyncio.open_connection(ports.HOST, self._target)
-
-        async def pipe(source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, ours: bool) -> None:
-            with suppress(OSError):
-                while data := await source.read(_CHUNK):
-                    self.heard += len(data) * ours
-                    sink.write(data)
-                    await sink.drain()
-            sink.close()
-
-        try:
-            await asyncio.gather(pipe(reader, to_server, ours=True), pipe(upstream, writer, ours=False))
-        finally:
-            to_server.close()
+                return
+        await super()._admit(reader, writer)

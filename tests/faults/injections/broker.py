@@ -69,7 +69,7 @@ async def _raised(fleet: Fleet, alarm: str) -> None:
     async def said() -> bool:
         return any(node.get(alarm) for node in await fleet.api("GET", "/api/nodes"))
 
-    await eventually(said, bool)
+    await eventually(said)
 
 
 async def _ctl(fleet: Fleet, *words: str) -> None:

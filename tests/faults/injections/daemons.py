@@ -87,11 +87,7 @@ async def hanging(fleet: Fleet, fault: Fault) -> None:
         return
     if not adopted:
         raise Missed(f"nobody adopted a lane of daemon {daemon.number} meanwhile")
-
-    async def noticed() -> bool:
-        return _losses(daemon) > before[1]
-
-    await eventually(noticed, bool, timeout=NOTICED_SECONDS)
+    await eventually(lambda: _losses(daemon) > before[1], timeout=NOTICED_SECONDS)
 
 
 async def _some_rows(fleet: Fleet, daemon: Kept) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from pamqp import commands
 
-from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, HeaderTooLarge, NoFreeChannel, ProtocolError
+from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, HeaderTooLarge, NoFreeChannel
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, NACKED, Delivery, Outgoing, Returned, Schedule
@@ -104,15 +104,6 @@ async def test_a_blocked_broker_gets_no_messages_that_become_due() -> None:
             await publishing
         assert late.value.outcomes == [None, None]
         await peer.expect(commands.Channel.Close)  # and no publish before it
-
-
-async def test_a_return_of_a_stranger_is_a_protocol_error() -> None:
-    async with scripted_channel(confirms=True) as (_, channel, peer):
-        publishing = await in_flight(channel, peer, "1")
-        peer.send_raw(returned(b"2", b"body"))
-        with pytest.raises(ProtocolError, match="0 publishes in flight"):
-            await publishing
-        assert (await peer.expect(commands.Connection.Close)).reply_code == 505
 
 
 async def test_confirms_that_do_not_come() -> None:
@@ -305,12 +296,3 @@ async def test_an_answer_to_somebody_who_went_away() -> None:
             await asking
         peer.send(commands.Basic.QosOk(), 1)
         await round_trip(channel, peer)
-
-
-async def test_connections_do_not_know_each_other() -> None:
-    async with scripted() as script:
-        (one, first, peer), (two, second, other) = await script.channel(), await script.channel()
-        peer.writer.transport.abort()
-        await asyncio.wait({one.closed, first.closed})
-        await round_trip(second, other)
-        assert not two.closed.done()

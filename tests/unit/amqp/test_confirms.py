@@ -77,30 +77,6 @@ async def test_a_batch_in_runs_with_another_between() -> None:
     assert first.outcomes.result() == [C, C, C, R]
 
 
-async def test_a_batch_in_runs_with_another_between_that_is_settled_already() -> None:
-    confirms = Confirms()
-    first, second = batch_of(2, "a"), batch_of(2, "b")
-    confirms.written(first, 0, 1)
-    confirms.written(second, 0, 2)
-    confirms.settle(2, multiple=False, positive=True)
-    confirms.settle(3, multiple=False, positive=True)
-    confirms.written(first, 1, 1)
-    confirms.settle(4, multiple=False, positive=False)
-    confirms.settle(1, multiple=False, positive=True)
-    assert second.outcomes.result() == [C, C]
-    assert first.outcomes.result() == [C, N]
-
-
-async def test_an_abandoned_batch_is_still_consumed() -> None:
-    confirms, (first, second) = await written(2, 2)
-    first.outcomes.cancel()
-    confirms.note_returned(back(b"a1"))
-    confirms.settle(3, multiple=True, positive=True)
-    confirms.settle(4, multiple=False, positive=True)
-    assert second.outcomes.result() == [C, C]
-    assert confirms.in_flight == 0
-
-
 @pytest.mark.parametrize(
     ("number", "multiple", "why"), [(0, False, "publish 0"), (4, False, "publish 4"), (4, True, "publish 4")]
 )

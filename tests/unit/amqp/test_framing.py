@@ -3,7 +3,6 @@ AMQP, and pamqp reads what we write."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import struct
 
@@ -15,10 +14,8 @@ from pamqp import body, commands, frame, header
 from delayer.amqp import framing
 from delayer.amqp.errors import FRAME_ERROR, UNEXPECTED_FRAME, ProtocolError
 from delayer.amqp.framing import OVERHEAD, ReturnedMessage
-from delayer.amqp.properties import encode_headers
 from delayer.core.message import Delivery, Outgoing
 from tests.unit.amqp.recorded import EVERYTHING, FRAME_MAX, TAG, content, conversation, deliver, method, reading
-from tests.unit.amqp.tables import table_of_everything
 
 WHOLE = conversation()
 
@@ -160,14 +157,6 @@ def test_damaged_conversation(damage: list[tuple[int, int]]) -> None:
         assert error.code in (501, 502, 505)
 
 
-@given(st.sampled_from([(20, 40), (10, 50), (10, 10), (10, 60), (60, 30), (60, 50), (60, 21)]), st.binary(max_size=80))
-@settings(max_examples=300)
-def test_random_arguments(method_id: tuple[int, int], noise: bytes) -> None:
-    parser, _ = reading()
-    with contextlib.suppress(ProtocolError):
-        parser.feed(frame_of(1, 1, struct.pack(">HH", *method_id) + noise))
-
-
 def test_stopped_in_the_middle_of_a_piece() -> None:
     parser, events = reading()
     receiver = parser.receivers[1]
@@ -272,13 +261,6 @@ def test_publish(size: int, names: tuple[str, str]) -> None:
         assert head.properties.headers == {"x-delayer-id": "7"}
         assert all(isinstance(piece, body.ContentBody) and 0 < len(piece) <= WRITTEN_MAX - 8 for piece in pieces)
         assert b"".join(piece.value for piece in pieces if isinstance(piece, body.ContentBody)) == payload
-
-
-def test_properties_go_out_as_they_are() -> None:
-    properties = encode_headers(table_of_everything())
-    assert struct.pack(">HHQ", 60, 0, 3) + properties + b"\xce" in wire_of(
-        [Outgoing(b"", b"q", properties, b"abc", b"")]
-    )
 
 
 def test_a_batch_in_runs() -> None:

@@ -46,23 +46,6 @@ def several(count: int) -> tuple[FlowControl, Socket, list[Waiting]]:
     return flow, socket, [Waiting(flow, socket) for _ in range(count)]
 
 
-async def test_a_closing_subscription_reads_the_broker_s_answers() -> None:
-    flow, socket, (one, other) = several(2)
-    one.gets(30)
-    other.gets(90)
-    assert not socket.reading
-    one.let_go()
-    assert not socket.reading, "more than half"
-    with flow.listening(4):
-        assert socket.reading
-        other.gets(20)
-        assert socket.reading
-        other.gets(2 * ROOM)
-        assert socket.reading
-    other.gets(1)
-    assert not socket.reading
-
-
 async def test_a_beginning_subscription_reads_a_bounded_amount() -> None:
     flow, socket, (one,) = several(1)
     one.gets(ROOM + 1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import asyncpg
 import pytest
@@ -213,24 +212,6 @@ def test_json_is_all_there_is_on_stdout() -> None:
         assert isinstance(json.loads(result.stdout), dict)
 
 
-def test_run_hands_the_loader_to_the_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader reads everything again each time: that is what SIGHUP needs."""
-    file = tmp_path / "f.toml"
-    file.write_text('mode = "store"\n')
-    modes = []
-
-    def run_daemon(load: object) -> NoReturn:
-        assert callable(load)
-        modes.append(load().mode)
-        file.write_text('mode = "native"\n')
-        modes.append(load().mode)
-        raise SystemExit(7)  # the real one ends the process
-
-    monkeypatch.setattr(app, "run_daemon", run_daemon)
-    assert call("--config", str(file), "run").exit_code == 7
-    assert modes == ["store", "native"]
-
-
 @pytest.mark.parametrize(
     ("error", "code", "next_step"),
     [
@@ -307,42 +288,6 @@ def test_a_delay_in_a_header_of_ones_own() -> None:
     message = prepared(route(), "delays", "key", b"", {"x-delay": 5})
     ask(message, route(), None, None, now_ms=NOW_MS)
     assert (message.headers, message.due_ms) == ({"x-delay": 5}, None)
-
-
-def test_through_an_exchange_the_key_is_the_routing_key() -> None:
-    message = prepared(route(), "delays", "orders.new", b"body", {"a": 1})
-    assert message == Message("in", "orders.new", b"body", {"a": 1})
-
-
-def test_straight_to_the_queue_the_key_travels_in_a_header() -> None:
-    message = prepared(route(**{"from": ""}), "delays", "orders.new", b"", {})
-    assert message == Message("", "delays", b"", {"x-delay-routing-key": "orders.new"})
-    assert prepared(route(**{"from": ""}), "delays", "", b"", {}).headers == {}
-
-
-def test_typed_headers() -> None:
-    seen = []
-
-    async def published(
-        _url: str, message: Message, count: int, id_of: Callable[[int], str], say: Callable[[int], None]
-    ) -> None:
-        seen.append((message, [id_of(number) for number in range(count)]))
-        say(count)
-
-    headers = ["a=1", "b:int=1", "c:float=1.5", "d:bool=true", "e:f:str=x=y", "g:str=", "x:y:int=-3"]
-    arguments = [part for header in headers for part in ("--header", header)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("delayer.cli.send.publish", published)
-        words = ["send", "--key", "k", "--delay", "1s", "--id", "i", "--count", "3", "--body-file", "-"]
-        result = call(*words, *arguments, stdin=b"\x00\xff")
-    assert result.exit_code == 0, result.output
-    ((message, ids),) = seen
-    assert ids == ["i-1", "i-2", "i-3"]
-    assert message.body == b"\x00\xff"
-    assert message.headers == {
-        "a": "1", "b": 1, "c": 1.5, "d": True, "e:f": "x=y", "g": "", "x:y": -3, "x-delay": 1000,
-    }  # fmt: skip
-    assert result.stdout.startswith('Sent 3 messages, i-1 to i-3, to exchange "delayer.in"; due 2')
 
 
 @pytest.mark.parametrize(

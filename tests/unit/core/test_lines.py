@@ -15,7 +15,11 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import Item, NotARewrite, read_rewrite, redirected, renamed
 from delayer.core.lines import End, Line, NotALine, escaped
 from delayer.core.message import Parcel, Target
-from tests.unit.imports.import_fakes import parcel
+from tests.support.fakes import due
+
+
+def parcel(exchange: bytes = b"", routing_key: bytes = b"sales", body: bytes = b"body") -> Parcel:
+    return due(1).parcel._replace(target=Target(exchange, routing_key), body=body)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +59,8 @@ def test_bytes_that_are_no_text_are_kept() -> None:
 
 def test_the_queue_is_renamed_or_the_exchange() -> None:
     rewrites = [read_rewrite("s/@.*//"), read_rewrite("s/^/x./")]
-    assert redirected(Item(parcel(1, b"", b"q@m")), rewrites).parcel.target == (b"", b"x.q")
-    assert redirected(Item(parcel(1, b"e@m", b"q@m")), rewrites).parcel.target == (b"x.e", b"q@m")
+    assert redirected(Item(parcel(b"", b"q@m")), rewrites).parcel.target == (b"", b"x.q")
+    assert redirected(Item(parcel(b"e@m", b"q@m")), rewrites).parcel.target == (b"x.e", b"q@m")
 
 
 def random_parcel(chance: random.Random) -> Parcel:
@@ -83,7 +87,7 @@ def test_lines_are_exact_to_the_byte() -> None:
 
 def test_every_byte_survives() -> None:
     for body in (bytes(range(256)), b"\r\n\0\x7f", "\u2028\u0085\ufeff".encode(), b"\xed\xa0\x80"):
-        line = Line(parcel(1, body=body))
+        line = Line(parcel(body=body))
         assert lines.read(lines.write(line)) == line
 
 

@@ -14,45 +14,7 @@ from delayer.core.importing import Meant, Phase, Run, Survey
 from delayer.core.message import Target
 from delayer.imports import state_machine
 from delayer.imports.hold_queues import HoldQueues
-from delayer.imports.state_machine import BadSource, ImportImpossible
-from tests.unit.imports.import_fakes import PARAMETERS, Died, FakeBook, FakeJudge, FakeSource, Shelf, Switch, run_once
-from tests.unit.imports.test_state_machine import COUNT
-
-
-async def test_a_preview_changes_nothing() -> None:
-    shelf, book = Shelf(COUNT), FakeBook()
-    seen = await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
-    assert (seen.survey.messages, seen.to_hold, seen.unfinished) == (COUNT, 3, None)
-    assert (len(shelf.there), book.run) == (COUNT, None)
-
-
-async def test_a_preview_of_what_was_interrupted_tells_what_is_left_of_it() -> None:
-    """Whoever is asked before `run` goes on sees this first."""
-    shelf, book = Shelf(COUNT), FakeBook()
-    steps = 0
-    while await book.unfinished() is None or book.run is None or book.run.committed == 0:
-        steps += 1
-        shelf, book = Shelf(COUNT), FakeBook()
-        with pytest.raises(Died):
-            await run_once(shelf, book, at=steps)
-    seen = await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
-    assert seen.unfinished == book.run
-    assert seen.survey.messages == len(shelf.staged or {}) > 0
-    assert seen.refusal == ""
-    with pytest.raises(ImportImpossible, match="another store"):
-        await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS | {"cutoff_ms": 6}), book, FakeJudge())
-
-
-async def test_a_preview_says_why_a_run_would_not_begin() -> None:
-    shelf, book = Shelf(0), FakeBook()
-    with pytest.raises(Died):
-        await run_once(shelf, book, at=3)
-    seen = await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
-    assert (seen.own, seen.refusal, seen.clean) == (True, "", True)
-    seen = await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS | {"cutoff_ms": 6}), book, FakeJudge())
-    assert "cutoff_ms: begun with 5, now 6" in seen.refusal
-    assert (seen.own, seen.clean) == (False, False)
-
+from delayer.imports.state_machine import BadSource
 
 GONE = Target(b"", b"gone")
 

@@ -1,15 +1,19 @@
-"""The statements that move timeouts, as SQL Server gets them: tests/integration/test_import_sql.py has the others."""
+"""Timeouts in SQL: the statements that move them, as SQL Server gets them, and one order for rows of several tables.
+tests/integration/test_import_sql.py has the other databases."""
 
 from __future__ import annotations
 
+import random
 import re
-from datetime import datetime
+from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
 
 import pytest
 from sqlalchemy import DATETIME, Column, DateTime, Dialect, LargeBinary, MetaData, String, Table
 from sqlalchemy.dialects import mssql, mysql, postgresql
 from sqlalchemy.types import TypeEngine
 
+from delayer.imports.sql import merged
 from delayer.imports.state_machine import ImportImpossible
 from delayer.imports.timeout_table import Pick, TimeoutTable, staged_beside, staged_name, staged_token
 
@@ -126,3 +130,30 @@ def test_an_endpoint_of_a_table_of_many() -> None:
     assert 'WHERE "Sales_TimeoutData".time IS NOT NULL AND "Sales_TimeoutData".endpoint = %(endpoint_1)s' in text
     with pytest.raises(ImportImpossible, match="expected the columns of a timeout table, 'state' is missing"):
         table(columns=tuple(name for name in columns if name != "state"))
+
+
+# Rows of several tables come in one order, each once.
+
+Row = tuple[int, str, bytes, datetime, str]
+
+
+async def stream(rows: list[Row]) -> AsyncIterator[Row]:
+    for row in rows:
+        yield row
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, 0), (1, 0), (1, 5_000), (3, 700), (40, 130)])
+@pytest.mark.parametrize("seconds", [1, 50, 1_000_000])
+async def test_rows_of_several_tables_come_in_one_order_each_once(count: int, rows: int, seconds: int) -> None:
+    chance = random.Random(count)
+    tables: list[list[Row]] = [
+        sorted(
+            ((i, "q", b"", NOON + timedelta(seconds=chance.randrange(seconds)), "{}") for i in range(rows + n)),
+            key=lambda row: (row[3], row[0]),
+        )
+        for n in range(count)
+    ]
+    found = [one async for one in merged([stream(table) for table in tables])]
+    dues = [row[3] for _, row in found]
+    assert dues == sorted(dues)
+    assert [[row for number, row in found if number == n] for n in range(count)] == tables

@@ -25,7 +25,6 @@ from delayer.intake.consume import Dispatch, Session
 from delayer.intake.handle import BatchPlan, Classified, IntakeHandler, batch_plan, classify
 from delayer.intake.holding import Holding
 from delayer.intake.refusals import with_short
-from delayer.intake.replies import Asked
 from tests.support.fakes import NOW, Acks, ScriptedLive, ScriptedPublisher, delivery, ids
 from tests.support.raw import wire_instant
 from tests.unit.amqp.tables import properties
@@ -210,12 +209,6 @@ def cancel(tag: int, key: bytes, reply_to: bytes = b"answers", *, correlation: b
     return Delivery(tag, False, b"in", b"k", raw, b"")
 
 
-@pytest.mark.parametrize(("found", "said"), [(True, "cancelled"), (False, "too late")])
-def test_outcomes(found: bool, said: str) -> None:
-    ask = Asked(b"a", b"answers", None)
-    assert replies.outcome(ask, frozenset({b"a", b"b"} if found else {b"b"})) == said
-
-
 def test_a_reply_is_known_by_what_the_cancel_said() -> None:
     for correlation, known in ((b"c-1", b"c-1"), (b"", b"m-7")):
         delivery = cancel(7, b"caf\xc3\xa9", correlation=correlation)
@@ -230,11 +223,6 @@ def test_a_reply_is_known_by_what_the_cancel_said() -> None:
         outcome = said.get(replies.OUTCOME)
         assert outcome is not None
         assert outcome.content == b"too late"
-
-
-def test_a_cancel_without_reply_to_gets_no_reply() -> None:
-    delivery = cancel(1, b"a", reply_to=b"")
-    assert replies.asked(Properties.parse(delivery.properties), b"a") is None
 
 
 class Parking:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.broker.retry import LOSSES, Retry, raise_first
+from delayer.broker.retry import Retry, raise_first
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
 from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer, Session
@@ -155,13 +155,6 @@ async def test_stopping_waits_for_what_is_in_flight() -> None:
     assert subscription.events == ["stopped", "ack 2", "closed"]
 
 
-async def test_stopped_before_it_started() -> None:
-    it = Scene()
-    it.stopping.set()
-    await it.start()
-    assert it.consumer.subscribed == 0
-
-
 @pytest.mark.parametrize("loss", [BrokerLost("gone"), StoreLost("out of reach")])
 async def test_a_failed_carry_begins_again_and_repeats_nothing_that_is_safe(loss: Exception) -> None:
     first, second = ScriptedSubscription([batch(1), batch(2, 3)]), ScriptedSubscription([batch(1)])
@@ -238,20 +231,6 @@ async def test_a_forced_stop_ends_what_is_in_flight() -> None:
     assert subscription.events == ["ack 2", "closed"]  # what is safe is not repeated, even then
 
 
-async def test_consuming_begins_again_after_a_missing_part() -> None:
-    failures: list[Exception] = [BrokerLost("no connection"), StoreLost("no lane")]
-    subscription = ScriptedSubscription([batch(1)])
-
-    async def prepare() -> None:
-        if failures:
-            raise failures.pop()
-
-    it = Scene(BrokerLost("404"), subscription, prepare=prepare)
-    async with it.running():
-        await subscription.read.wait()
-    assert subscription.acked == [(1, True)]
-
-
 async def test_pauses_grow_until_something_is_carried(quick: list[int]) -> None:
     """Reading is no success: a batch that fails each time must not come back without a pause."""
     fails = [ScriptedSubscription([batch(1)]) for _ in range(4)]
@@ -264,19 +243,6 @@ async def test_pauses_grow_until_something_is_carried(quick: list[int]) -> None:
         it.carrier.failures.clear()
         await last.read.wait()
     assert quick == [0, 1, 2, 3, 0]
-
-
-async def test_slow_deliveries_return_to_the_queue() -> None:
-    """In order: what is being carried is settled, what was read ahead is not begun, and it begins again."""
-    first, second = ScriptedSubscription([batch(n) for n in range(1, 4_999)]), ScriptedSubscription([batch(1)])
-    it = Scene(first, second)
-    first.behind = True
-    it.session._intake = Intake("delays", 100, give_back_after=0.0)
-    async with it.running():
-        await until(lambda: second.acked == [(1, True)])
-        assert "stopped" in first.events
-        assert first.events[-1] == "closed"
-        assert len(first.acked) == len(it.carrier.begun) - 1 < 4_998
 
 
 async def test_some_that_wait_for_room_are_no_reason_to_pause_longer(quick: list[int]) -> None:
@@ -328,12 +294,6 @@ def test_a_bug_before_a_loss_else_the_first(
 ) -> None:
     with pytest.raises(raised):
         raise_first(results)
-
-
-def test_nothing_to_raise() -> None:
-    raise_first([])
-    raise_first([None, None])
-    raise_first([StoreLost("one"), BrokerLost("two")], unless=LOSSES)
 
 
 @pytest.fixture
@@ -389,13 +349,6 @@ def settler_with(*tags: int) -> tuple[AckTracker, Acks]:
     settler = AckTracker(acks)
     settler.read([delivery(tag) for tag in tags])
     return settler, acks
-
-
-def test_a_batch_is_one_acknowledgement() -> None:
-    settler, acks = settler_with(*range(1, 2001))
-    settler.accept(range(1, 2001))
-    assert acks.acked == [(2000, True)]
-    assert settler.outstanding == 0
 
 
 def test_an_acknowledgement_waits_for_earlier_deliveries() -> None:

@@ -87,12 +87,6 @@ def publication(tag: int, key: bytes = b"k", *, parcel: Parcel | None = PARCEL, 
 # What the broker answered.
 
 
-async def test_nothing_to_do() -> None:
-    it = Scene()
-    await it.run()
-    assert it.publisher.batches == 0
-
-
 async def test_confirmed_publishes_are_accepted_and_counted() -> None:
     it = Scene()
     await it.run(publication(1), publication(2, parcel=None), publication(3, refusal="why"))
@@ -156,35 +150,12 @@ async def test_publishes_in_batches_of_the_publisher_s_size() -> None:
     assert len(it.holder.held) == 1
 
 
-async def test_not_taken_is_raised_after_every_portion() -> None:
-    it = Scene({b"level": NACKED})
-    it.publisher.batch_limit = 1
-    with pytest.raises(NotTaken, match="2 of 4 messages were not taken"):
-        await it.run(*(publication(tag, key, parcel=None) for tag, key in enumerate([b"level", b"k"] * 2)))
-    assert it.accepted == [1, 3]
-
-
 async def test_messages_that_cannot_be_held_return_to_the_queue() -> None:
     it = Scene({b"gone": NO_ROUTE}, StoreLost("out of reach"))
     with pytest.raises(StoreLost):
         await it.run(publication(1), publication(2, b"gone"), publication(3))
     assert it.accepted == [1, 3]
     assert it.tracker.outstanding == 1
-
-
-async def test_without_a_store_it_goes_back_into_the_cascade_in_its_envelope() -> None:
-    """Under the id that it has: it may be in its queue already, and a copy must be marked as one."""
-    it = Scene({b"gone": Unanswered(8.0, b"x", b"gone")})
-    it.live.holds_in_store = False
-    await it.run(publication(7, b"gone"))
-    _, again = it.publisher.published
-    assert (again.exchange, again.routing_key) == (
-        it.live.places.levels.entry(10).encode(), routing_key(10, b"delays.due"),
-    )  # fmt: skip
-    envelope = edits.opened(Properties.parse(again.properties), again.body, 10_000)
-    assert (envelope.id, envelope.parcel) == (b"7", PARCEL)
-    assert envelope.held == edits.Held(hold_for(Unanswered(8.0, b"x", b"gone")), 1, NOW + 10_000)
-    assert (it.acks.acked, it.counted()) == ([(7, True)], {"held": 1})
 
 
 async def test_holds_in_batches_of_the_publisher_s_size() -> None:

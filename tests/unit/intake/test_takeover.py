@@ -11,15 +11,14 @@ from delayer.amqp.properties import entry, int64, long_string
 from delayer.core.cascade import Cascade, Kind, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
-from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.message import Delivery, Parcel
 from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT
 from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover
-from tests.support.fakes import NOW, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
+from tests.support.fakes import NOW, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery
 from tests.support.raw import wire_instant
 
 LEVEL = 11
 KEY = routing_key(3600, b"Sales.Orders")
-HOUR_MS = 3_600_000
 
 
 def met(tag: int, *headers: bytes, key: bytes = KEY) -> Delivery:
@@ -79,20 +78,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
 
 
-async def test_parked_for_the_delivery_exchange_with_its_digits() -> None:
-    subscription = ScriptedSubscription([[met(1), met(2, sent(100_000)), met(3, key=b"no digits")]])
-    it = Scene(subscription)
-    await it.run_until_read(subscription)
-    assert [parcel.due_ms - NOW for parcel in it.parking.parked] == [HOUR_MS, HOUR_MS - 100_000, 2_048_000]
-    first = it.parking.parked[0]
-    assert first.target == Target(b"nsb.v2.delay-delivery", KEY)
-    assert (first.exchange, first.routing_key, first.key) == (b"nsb.v2.delay-level-11", KEY, None)
-    assert first.properties == met(1).properties
-    assert subscription.events == ["ack 3", "stopped", "closed"]
-    assert it.counters.as_dict()["parked"] == 3
-    assert it.heartbeat.forgotten == ["nsb.v2.delay-level-11"]
-
-
 async def test_broken_bytes_are_parked_as_they_are() -> None:
     broken = [met(1)._replace(properties=b"\x20\x00\xff"), met(2)._replace(properties=b"\x20\x00\0\0\0\x02\x01x")]
     subscription = ScriptedSubscription([broken])
@@ -142,10 +127,3 @@ async def test_deliveries_of_other_queues_end_no_takeover() -> None:
     it = Scene(subscription)
     await it.run_until_read(subscription)
     assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
-
-
-async def test_told_to_stop_before_it_began() -> None:
-    it = Scene()
-    it.stopping.set()
-    await until(lambda: True)
-    await asyncio.wait_for(it.start(), 5)

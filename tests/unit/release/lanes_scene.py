@@ -33,14 +33,12 @@ class Scene:
         self.counters = Counters()
         self.stopping = asyncio.Event()
         self.reaching = True
-        self.limited: set[bytes] = set()
 
         async def at_once() -> ScriptedStore:
             return store
 
         self.lanes = LaneManager(
             self.release,
-            limited=lambda: self.limited,
             heartbeat=self.heartbeat,
             counters=self.counters,
             reaching=lambda: self.reaching,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 
 import pytest
 from structlog.testing import capture_logs
@@ -59,21 +58,6 @@ async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
 
 
-async def test_small_parks_leave_a_lane_that_does_not_keep_up() -> None:
-    """More comes than one lane gets through, or its claim waits for somebody's lock: there are others."""
-    async with at_work() as it:
-        first, second = (release for _, release in it.lanes._releases.values())
-        await asyncio.gather(*(lane.sleeping.wait() for lane in it.store.made))
-        for behind in ((first,), (first, second), (second,), ()):
-            first._busy_since = second._busy_since = None
-            for release in behind:
-                release._busy_since = -math.inf
-            for _ in range(4):
-                await it.lanes.park([due(1).parcel], [])
-        placed = [number for number, _, _ in it.store.parked]
-        assert placed == [2, 2, 2, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("write", ["park", "hold"])
 async def test_a_lane_lost_under_a_write_costs_one_try(write: str) -> None:
     store = ScriptedStore()
@@ -107,32 +91,6 @@ async def test_all_lanes_lost_is_a_lost_store() -> None:
         await it.lanes.ready.wait()  # others are taken in their stead
         await it.lanes.park([due(1).parcel], [])
         assert store.parked
-
-
-async def test_before_the_store_is_reached_nothing_is_parked() -> None:
-    asked = asyncio.Event()
-
-    async def never() -> ScriptedStore:
-        asked.set()
-        await it.stopping.wait()
-        raise StoreLost("out of reach")
-
-    async with scene(connect=never) as it:
-        await asked.wait()
-        assert it.lanes.now_upper_ms() is None
-        with pytest.raises(StoreLost):
-            await it.lanes.park([], [b"key"])
-
-
-async def test_a_lane_whose_loop_ends_is_replaced() -> None:
-    async with at_work() as it:
-        await until(lambda: it.lanes.numbers == [1, 2])
-        first = it.store.made[0]
-        first._claims.append(LaneLost("its connection is gone"))
-        first.note_parked(NOW)
-        await until(lambda: len(it.store.made) == 3)
-        await until(lambda: it.lanes.numbers == [1, 2])
-        assert first.events[-1] == "release"
 
 
 async def test_upkeep_that_takes_long_holds_up_nobody() -> None:
@@ -169,45 +127,6 @@ async def test_upkeep_that_fails_is_tried_again() -> None:
     assert {"event": "store unreachable", "reason": "no room for another partition", "log_level": "warning"} in logged
 
 
-async def test_a_store_out_of_reach_is_tried_again() -> None:
-    store, tries = ScriptedStore(), list[int]()
-
-    async def third() -> ScriptedStore:
-        tries.append(1)
-        if len(tries) < 3:
-            raise StoreLost("out of reach")
-        return store
-
-    async with at_work(store, third):
-        assert len(tries) == 3
-
-
-async def test_a_store_lost_later_is_waited_for() -> None:
-    async with at_work(ScriptedStore(1)) as it:
-        it.store.failure = StoreLost("gone")
-        lane = it.store.made[0]
-        await lane.sleeping.wait()
-        lane._claims.append(LaneLost("gone"))
-        lane.note_parked(NOW)
-        await until(lambda: not it.lanes.ready.is_set())
-        it.store.failure = None
-        await it.lanes.ready.wait()
-        assert it.lanes.numbers == [1]
-
-
-class SchemaOutdated(Exception):
-    """What waiting does not mend."""
-
-
-async def test_an_outdated_schema_ends_the_daemon() -> None:
-    async def outdated() -> ScriptedStore:
-        raise SchemaOutdated
-
-    async with scene(connect=outdated) as it:
-        with pytest.raises(SchemaOutdated):
-            await it.running
-
-
 @pytest.mark.parametrize("where", ["loop", "look around"])
 async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
     """Nobody has told the other loops to stop: they are let go all the same."""
@@ -228,17 +147,6 @@ async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
 
 async def broken() -> Look:
     raise ZeroDivisionError
-
-
-async def test_a_forced_stop_lets_go_of_everything() -> None:
-    async with at_work(ScriptedStore(1)) as it:
-        lane = it.store.made[0]
-        await lane.sleeping.wait()
-        it.running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await it.running
-        assert lane.released.is_set()
-        assert it.store.closed
 
 
 async def test_a_forced_stop_while_a_loop_does_not_end() -> None:
@@ -267,46 +175,6 @@ def test_shares_add_up_and_differ_by_one_at_most(lanes: int, live: int) -> None:
     assert max(both) - min(both) <= 1
 
 
-async def test_lanes_above_the_share_are_dropped_and_free_ones_taken_up_to_it() -> None:
-    async with scene(ScriptedStore(4)) as it:
-        await until(lambda: it.lanes.numbers == [1, 2, 3, 4])
-        it.store.live = 2
-        await until(lambda: len(it.store.ours) == 2)
-        kept = it.store.ours
-        it.store.others = set(range(1, 5)) - kept
-        looks = it.store.looks
-        await until(lambda: it.store.looks > looks + 5)
-        assert set(it.lanes.numbers) == it.store.ours == kept
-        it.store.live, it.store.others = 1, set()
-        await until(lambda: it.lanes.numbers == [1, 2, 3, 4])
-
-
-async def test_a_process_without_a_share_says_so_and_waits_for_one() -> None:
-    store = ScriptedStore(2)
-    store.live, store.rank, store.others = 3, 2, {1, 2}
-    with capture_logs() as logs:
-        async with scene(store) as it:
-            await until(lambda: store.looks > 5)
-            for waiting in (it.lanes.wait_usable(0.0), it.lanes.wait_known(3600.0)):
-                with pytest.raises(StoreLost, match="more processes than lanes"):
-                    await waiting
-            assert it.lanes.reached
-            store.live, store.rank, store.others = 2, 1, {1}
-            await it.lanes.ready.wait()
-            assert it.lanes.numbers == [2]
-    assert [one["processes"] for one in logs if one["event"] == "no lane"] == [3]
-
-
-async def test_a_limited_route_gets_a_lane_that_no_other_message_is_parked_into() -> None:
-    async with at_work() as it:
-        it.limited = {b"slow"}
-        await until(lambda: it.lanes.numbers == [1, 2, 3])
-        assert it.store.made[-1].route == b"slow"
-        for _ in range(6):
-            await it.lanes.park([due(n).parcel for n in range(module.BULK_MESSAGES)], [])
-        assert {number for number, _, _ in it.store.parked} == {1, 2}
-
-
 async def test_a_store_without_lanes_is_told() -> None:
     with capture_logs() as logs:
         async with scene(ScriptedStore(0)) as it:
@@ -326,20 +194,6 @@ async def test_owners_that_publish_to_another_broker_are_told_once() -> None:
     assert told and all(lanes[-2:] == [3, 4] for lanes in told)
 
 
-async def test_without_its_broker_a_process_drops_everything_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AWAY_SECONDS", 0.05)
-    async with at_work() as it:
-        it.reaching = False
-        looks = it.store.looks
-        await until(lambda: it.store.looks > looks + 3)
-        assert it.lanes.usable, "not at once"
-        await until(lambda: not it.lanes.numbers)
-        assert not it.lanes.usable and not it.store.ours
-        await until(lambda: it.store.left > 0)
-        it.reaching = True
-        await it.lanes.ready.wait()
-
-
 async def test_without_a_store() -> None:
     lanes = LaneManager(lambda _: None, heartbeat=Heartbeat(), counters=Counters())  # type: ignore[arg-type, return-value]
     assert not lanes.usable
@@ -353,28 +207,6 @@ async def test_without_a_store() -> None:
 # How long a daemon that could do without a store waits for it, before it says that there is none.
 
 FOR_EVER = 3600.0
-
-
-async def test_a_lane_is_waited_for() -> None:
-    async with scene() as it:
-        await asyncio.wait_for(it.lanes.wait_known(FOR_EVER), 5)
-        assert it.lanes.usable
-
-
-async def test_no_store_that_is_out_of_reach_is_waited_for_and_one_that_is_back_is() -> None:
-    away = True
-
-    async def connect() -> ScriptedStore:
-        if away:
-            raise StoreLost("refused")
-        return ScriptedStore()
-
-    async with scene(connect=connect) as it:
-        await asyncio.wait_for(it.lanes.wait_known(FOR_EVER), 5)
-        assert not it.lanes.usable
-        away = False
-        await asyncio.wait_for(it.lanes.ready.wait(), 5)
-        assert not it.lanes.out_of_reach.is_set()
 
 
 async def test_one_that_says_nothing_is_waited_for_so_long() -> None:

@@ -15,7 +15,7 @@ from delayer.core.counters import Counters
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.hold import Hold, HoldKind, Limits, hold_for, too_late, unfit
-from delayer.core.message import NACKED, Due, Outcome, Outgoing, Returned, Schedule, Target
+from delayer.core.message import NACKED, Due, Outcome, Outgoing, Returned, Schedule
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.release import loop as module
 from delayer.release.loop import Portion, Release, prepared, sorted_out
@@ -53,15 +53,6 @@ async def run_dry(it: Scene) -> None:
     stopping.set()
     it.lane.note_parked(NOW)
     await running_
-
-
-async def test_messages_are_published_in_order_and_forgotten_when_confirmed() -> None:
-    rows = [due(3), due(1), due(2)]
-    it = Scene(ScriptedLane(claims=[rows]))
-    await run_dry(it)
-    assert [message.body for message in it.publisher.published] == [b"3", b"1", b"2"]
-    assert it.lane.settled == [(rows, [])]
-    assert it.count("released") == 3
 
 
 async def test_each_message_has_its_instant_and_rows_that_were_held_before_come_first() -> None:
@@ -188,18 +179,6 @@ async def running(it: Scene) -> AsyncIterator[None]:
     await task
 
 
-async def test_the_loop_sleeps_until_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLICE", 3600.0)
-    it = Scene(ScriptedLane(hint=3600.0))
-    async with running(it):
-        await it.lane.sleeping.wait()
-        it.lane._claims.append([due(1)])
-        it.lane.note_parked(NOW)
-        await until(lambda: bool(it.publisher.published))
-    assert it.lane.events[-1] == "release"
-    assert it.heartbeat.forgotten == ["lane 1"]
-
-
 async def test_the_loop_beats_while_it_sleeps_and_stops_within_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLICE", 0.002)
     stopping = asyncio.Event()
@@ -232,17 +211,6 @@ async def test_a_bug_is_not_swallowed() -> None:
         await it.release.run(asyncio.Event())
     assert it.lane.released.is_set()
     assert it.publisher.closed == 1
-
-
-async def test_a_lost_broker_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
-    publisher = ScriptedPublisher({b"k": BrokerLost("gone")})
-    it = Scene(ScriptedLane(claims=[[due(1)]] * 100), publisher)
-    async with running(it):
-        await until(lambda: publisher.batches >= 2)
-        publisher.answers.clear()
-        await until(lambda: bool(publisher.published))
-        assert it.lane.events[:4] == ["claim", "give up", "claim", "give up"]
 
 
 class Gated(ScriptedPublisher):
@@ -295,30 +263,9 @@ async def test_told_to_leave_in_a_long_pause(monkeypatch: pytest.MonkeyPatch) ->
     assert it.lane.released.is_set()
 
 
-async def test_nothing_is_claimed_while_nothing_can_be_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLICE", 0.001)
-    it = Scene(ScriptedLane(claims=[[due(1)]]))
-    it.publisher.ready = False
-    async with running(it):
-        await until(lambda: len(it.heartbeat.beats) >= 5)
-        assert it.lane.events == []
-        it.publisher.ready = True
-        await it.lane.sleeping.wait()
-        assert len(it.publisher.published) == 1
-
-
-async def test_stopped_before_it_started() -> None:
-    it = Scene(ScriptedLane(claims=[[due(1)]]))
-    stopping = asyncio.Event()
-    stopping.set()
-    await it.release.run(stopping)
-    assert it.lane.events == ["release"]
-
-
 # How late is too late, and for whom.
 
 HOUR = 3_600_000
-TARGET = Target(b"out", b"k")
 
 
 @pytest.mark.parametrize(

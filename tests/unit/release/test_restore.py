@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.core.errors import StoreLost
-from delayer.core.segment import Broken, Locked, Restored
+from delayer.core.segment import Broken, Restored
 from delayer.release import restore as module
 from delayer.release.restore import Restoring
 from tests.support.fakes import NOW, ScriptedStore, until
@@ -81,14 +81,6 @@ async def test_a_rest_in_proportion_after_each_and_none_when_it_is_urgent(monkey
         assert looks == [module.REST * 1.0, 0.0, 0.0, 0.0]
 
 
-async def test_segments_locked_by_others_are_tried_again_soon() -> None:
-    """They may die at it, and a minute later would be late."""
-    async with scene(Locked(NOW + HOUR_MS)) as it:
-        with capture_logs() as logged:
-            assert await it.restoring.look() == module.LOOK_AGAIN_SECONDS < module.LOOK_SECONDS
-        assert logged == []
-
-
 async def test_said_and_counted() -> None:
     async with scene(far(7, 10_000), Broken(8, 9_000, NOW, "the digest is another one")) as it:
         with capture_logs() as logged:
@@ -101,16 +93,6 @@ async def test_said_and_counted() -> None:
         told = {"segment": 8, "messages": 9_000, "first_due_ms": NOW, "reason": "the digest is another one"}
         assert broken == broken | {"event": "segment broken"} | told
         assert it.counters.as_dict() == it.counters.as_dict() | {"restored": 10_000, "broken_segments": 1}
-
-
-async def test_all_that_is_there_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REST", 0.0)
-    broken = Broken(3, 10, NOW, "why")
-    async with scene(far(1), far(2), broken, far(4)) as it, running(it):
-        await until(lambda: len(it.store.horizons) == 5)
-        assert not it.store.segments
-        await asyncio.sleep(0)
-        assert len(it.store.horizons) == 5, "nothing is left: the next look is a minute away"
 
 
 async def test_a_store_out_of_reach_is_tried_again_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,14 +115,6 @@ async def test_a_lack_of_memory_ends_nobody() -> None:
                 await until(lambda: it.counters.as_dict()["restored"] == 10)
     said = [line["reason"] for line in logged if line["event"] == "restoring interrupted"]
     assert said == ["not enough memory to unpack a segment"]
-
-
-async def test_without_a_lane_it_waits() -> None:
-    async with scene(far(1), without=StoreLost("no lanes today")) as it, running(it):
-        await until(lambda: it.heartbeat.beats.count("lanes") > 3)
-        assert not it.store.horizons
-        it.store.failure = None
-        await until(lambda: it.counters.as_dict()["restored"] == 10)
 
 
 async def test_a_stop_does_not_wait_for_a_segment() -> None:
@@ -184,14 +158,6 @@ async def test_a_loss_while_it_is_stopped_is_no_failure() -> None:
 async def test_a_bug_ends_the_daemon() -> None:
     async with scene(ZeroDivisionError()) as it, running(it) as task:
         with pytest.raises(ZeroDivisionError):
-            await task
-
-
-async def test_a_forced_stop() -> None:
-    async with scene() as it, running(it) as task:
-        await until(lambda: bool(it.store.horizons))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
             await task
 
 

@@ -45,23 +45,6 @@ def _flipped(content: bytes, at: int) -> bytes:
     return content[:at] + bytes((content[at] ^ 1,)) + content[at + 1 :]
 
 
-def test_an_integer_that_was_narrowed_is_seen() -> None:
-    letters = Letters(3)
-    number = next(n for n in range(100) if b"\x03i32" in letters.letter(n, Form.EPOCH, DUE_MS, DELAY_MS).properties)
-    letter = letters.letter(number, Form.EPOCH, DUE_MS, DELAY_MS)
-    came = edits.released(Properties.parse(letter.properties), b"17", DUE_MS)
-    narrowed = came.replace(b"\x03i32I\0\0\0\x05", b"\x03i32b\x05")
-    size = struct.pack(">I", int.from_bytes(came[len(letter.head) : len(letter.head) + 4], "big") - 3)
-    narrowed = letter.head + size + narrowed[len(letter.head) + 4 :]
-    assert letter.gained(letter.routing_key, narrowed, letter.body) is None
-
-
-def test_a_header_too_many_is_seen() -> None:
-    letter = Letters(3).letter(11, Form.EPOCH, DUE_MS, DELAY_MS)._replace(said=[(b"x-extra", text(b"1"))])
-    came = edits.released(Properties.parse(letter.properties), b"17", DUE_MS)
-    assert letter._replace(kept=[]).gained(letter.routing_key, came, letter.body) is None
-
-
 def test_one_arrival_in_time_keeps_every_promise() -> None:
     verdict_of(arrival()).assert_kept()
     verdict_of(arrival(at_ms=DUE_MS + 9, due_ms=DUE_MS + 1)).assert_kept()
@@ -157,19 +140,6 @@ def test_a_ledger_that_published_twice_excuses_two_messages_and_no_copy(
     for id in copies:
         account.take(0, arrival(id))
     assert (account.verdict({}).unexcused == []) is excused
-
-
-def test_messages_under_the_id_of_another_are_found() -> None:
-    account = Account()
-    for id in (b"17", UUID, b"18", b"17", b"19", b"20"):
-        account.take(account.owe(Form.INT32, DUE_MS, DELAY_MS), arrival(id))
-    account.take(5, arrival(b"20"))
-    assert account.shared() == [0, 3]
-    account.take(1, arrival(b"19"))
-    assert account.shared() == [0, 1, 3, 4]
-    verdict = account.verdict({})
-    with pytest.raises(AssertionError, match="4 have the x-delayer-id of another"):
-        verdict.assert_apart()
 
 
 def test_a_letter_whose_own_headers_were_sorted_is_known_as_such() -> None:

@@ -3,65 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support import ports
-from tests.support.processes import Family
 from tests.support.proxy import Proxy
-
-ROOT = Path(__file__).parents[3]
-
-
-def _family(tmp_path: Path, script: str) -> Family:
-    return Family(["/bin/sh", "-c", script], env=os.environ, cwd=tmp_path, log=tmp_path / "log")
-
-
-def _alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-
-
-@pytest.mark.parametrize("end", [Family.kill, lambda family: family.stop(signal.SIGTERM, grace=0.2)])
-def test_a_family_ends_as_a_whole(tmp_path: Path, end: Callable[[Family], None]) -> None:
-    """Also the member that ignores the signal, and one that is paused."""
-    family = _family(tmp_path, "trap '' TERM; sleep 60 & sleep 60; wait")
-    family.wait_ready(lambda: len(family.pids()) == 3, "it")
-    pids = family.pids()
-    family.pause()
-    end(family)
-    assert _alive(pids) == []
-
-
-def test_families_end_when_their_owner_is_killed(tmp_path: Path) -> None:
-    script = textwrap.dedent(f"""
-        import os, pathlib, time
-        from tests.support.processes import Family, make_directory
-        at = pathlib.Path({str(tmp_path)!r})
-        family = Family(["sleep", "60"], env=os.environ, cwd=at, log=at / "log")
-        family.wait_ready(lambda: any("sleep" in open(f"/proc/{{p}}/cmdline").read()[:6] for p in family.pids()), "it")
-        print(family.pid, make_directory(), flush=True)
-        time.sleep(60)
-    """)
-    owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    pid, directory = owner.stdout.readline().split()
-    (reaper,) = [child for child in psutil.Process(owner.pid).children() if child.pid != int(pid)]
-    assert Path(directory).is_dir()
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
-    psutil.wait_procs([reaper], timeout=10)
-    assert _alive([int(pid)]) == []
-    assert not Path(directory).exists()
 
 
 @asynccontextmanager

@@ -1,28 +1,47 @@
-"""Least privilege: what a configuration or a command needs besides, by the table in docs/security.md, and no less."""
+"""Least privilege: a daemon and its commands with the rights of docs/security.md, and with none of them less."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import random
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import asyncpg
 import pytest
 
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.broker.management_api import Management
 from delayer.config.model import Settings
-from delayer.config.topology import topology_of
+from delayer.config.topology import cascade_of, topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
 from tests.faults.place import eventually
-from tests.integration.rights import Patterns, besides, clear, declare, patterns_of, store, use, user_url, with_besides
+from tests.integration.rights import (
+    DATABASE,
+    MODES,
+    Patterns,
+    besides,
+    clear,
+    declare,
+    page,
+    patterns_of,
+    store,
+    use,
+    user_url,
+    with_besides,
+)
 from tests.support.daemon import DaemonProcess, command
-from tests.support.raw import Message, Props, Raw, number
+from tests.support.ledger import Ledger
+from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.web import Web
 
-__all__ = ["store"]
+__all__ = ["page", "store"]
 
 NSB = Cascade("nservicebus-v2")
 TO_QUEUES: dict[str, Any] = {"from": "delayer.in", "to": ""}
@@ -189,3 +208,160 @@ async def test_messages_left_in_the_cascade_are_off_without_its_rights(
         (message,) = (await raw.inbox("delays.due"),)
         await message.got([b"1"])
         assert not message.only(b"1").delivery.redelivered
+
+
+# The broker is used with the rights of each mode, and with none of them less.
+
+
+NAMES = {
+    "store": ("delays", "delays.refused", "delayer.in", "delayer.out"),
+    "native": (
+        "delays", "delays.refused", "delays.due", "delayer.in", "delayer.out", "delayer.delay-level-27",
+        "delayer.delay-level-00", "delayer.delay-delivery", "delayer.delay-strays",
+    ),
+}  # fmt: skip
+TAKEN = [
+    (mode, kind, name)
+    for mode in MODES
+    for kind, pattern in patterns_of(mode)._asdict().items()
+    for name in NAMES[mode]
+    if re.fullmatch(pattern, name)
+]
+
+
+@pytest.fixture(scope="module")
+def vhost_name(rabbitmq: RabbitMQ) -> Iterator[str]:
+    name = rabbitmq.add_vhost()
+    rabbitmq.api("PUT", f"/api/exchanges/{name}/delayer.out", {"type": "topic", "durable": True})
+    yield name
+    rabbitmq.drop_vhost(name)
+
+
+async def use_in(mode: str, url: str) -> None:
+    """Declare, consume and publish whatever a daemon of this mode does."""
+    settings = Settings.model_validate({"mode": mode})
+    consumed, published = ["delays"], ["delayer.out", "delays.refused"]
+    if mode == "native":
+        cascade = cascade_of(settings)
+        consumed.append("delays.due")
+        published += [level.name for level in cascade.levels()] + [cascade.strays]
+    await use(url, settings, consumed, published, b"0." * 28 + b"nobody")
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_broker_is_used_with_these_rights(rabbitmq: RabbitMQ, vhost_name: str, mode: str) -> None:
+    await use_in(mode, user_url(rabbitmq, vhost_name, patterns_of(mode)))
+
+
+@pytest.mark.parametrize(("mode", "kind", "name"), TAKEN)
+async def test_each_right_of_a_mode_is_needed(
+    rabbitmq: RabbitMQ, vhost_name: str, mode: str, kind: str, name: str
+) -> None:
+    whole = patterns_of(mode)
+    pattern = getattr(whole, kind).replace("^", f"^(?!{re.escape(name)}$)", 1)
+    url = user_url(rabbitmq, vhost_name, whole._replace(**{kind: pattern}))
+    with pytest.raises((BrokerRefused, TopologyMismatch, BrokerLost), match=r"ACCESS_REFUSED|refused"):
+        await use_in(mode, url)
+
+
+async def test_the_management_api_shows_what_is_asked_of_it(rabbitmq: RabbitMQ, vhost_name: str) -> None:
+    """To a user with the tag ``management`` who may do nothing at all in the virtual host."""
+    user = "delayer-monitor"
+    rabbitmq.add_user(user, user, vhost=vhost_name)
+    rabbitmq.api("PUT", f"/api/users/{user}", {"password": user, "tags": "management"})
+    management = Management(rabbitmq.management_url.replace("guest:guest", f"{user}:{user}"), vhost_name)
+    await management.bindings_from("delayer.out")
+    await management.policies()
+
+
+# A whole daemon with the rights that the page grants, in broker and store.
+
+
+@asynccontextmanager
+async def ledger_at(url: str) -> AsyncIterator[Ledger]:
+    async with Ledger.open(url, random.Random(3)) as ledger:
+        yield ledger
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_daemon_with_these_rights(
+    rabbitmq: RabbitMQ, postgres: Postgres, store: str, mode: str, tmp_path: Path
+) -> None:
+    """Messages come back, and nothing is ever refused to it."""
+    await asyncio.to_thread(clear, postgres)
+    vhost = rabbitmq.add_vhost()
+    try:
+        url = user_url(rabbitmq, vhost, patterns_of(mode), f"delayer-{mode}")
+        environ = {"MODE": mode, "BROKER__URL": url} | ({"STORE__URL": store} if mode == "store" else {})
+        config = tmp_path / "delayer.toml"
+        lines = [f'mode = "{mode}"', "[broker]", f"url = {json.dumps(url)}"]
+        config.write_text("\n".join([*lines, *(["[store]", f'url = "{store}"'] if mode == "store" else [])]) + "\n")
+        async with DaemonProcess(environ) as daemon:
+            await daemon.ready()
+            async with ledger_at(rabbitmq.url(vhost)) as ledger:
+                await ledger.publish(300, longest_ms=1_500)
+                await ledger.all_back()
+                ledger.verdict().assert_kept()
+            assert "error" not in (await command(config, "status")).lower()
+            await command(config, "check")
+            shown = (await command(config, "topology", "show")).split("\n")
+            assert any(line.split() == ["delays", "0"] for line in shown), shown
+            assert not any("hidden" in line or "missing" in line for line in shown), shown
+            if mode == "store" and rabbitmq.hides_queues:
+                with pytest.raises(RuntimeError, match="ACCESS_REFUSED"):
+                    await command(config, "drain", "--to", "store", "--dry-run")
+            assert await daemon.stop() == 0
+        assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
+    finally:
+        rabbitmq.drop_vhost(vhost)
+
+
+@pytest.mark.words
+async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgres: Postgres, page: str) -> None:
+    """Its buttons, for messages that wait, are held and are refused; the last need one more right."""
+    await asyncio.to_thread(clear, postgres)
+    vhost = rabbitmq.add_vhost()
+    http = {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": "open-sesame-open-sesame"}
+    allowed = {"Authorization": "Bearer open-sesame-open-sesame", "Accept": "application/json"}
+    try:
+        url = user_url(rabbitmq, vhost, patterns_of("store"), "delayer-page")
+        environ = {"MODE": "store", "BROKER__URL": url, "STORE__URL": page} | http
+        async with DaemonProcess(environ) as daemon, await Raw.connect(rabbitmq.url(vhost)) as raw:
+            web = await Web.of(await daemon.ready())
+
+            async def told(path: str, **form: str) -> dict[str, Any]:
+                answer = await web.post(path, form, **allowed)
+                assert answer.status == 200, answer.text
+                return dict(answer.json)
+
+            async def held() -> list[int]:
+                connection = await asyncpg.connect(postgres.url(DATABASE))
+                found = await connection.fetch("SELECT id FROM held")
+                await connection.close()
+                return [number for (number,) in found]
+
+            for delay in (3_600_000, 3_600_000, 1):
+                props = Props(headers=((b"x-delay", number("I", delay)),), delivery_mode=2)
+                await raw.publish(Message("delayer.in", b"nobody", props, b"body"))
+            props = Props(headers=((b"x-delay", text("soon")),), delivery_mode=2)
+            await raw.publish(Message("delayer.in", b"nobody", props, b"body"))
+            (lost,) = await eventually(held, lambda ids: len(ids) == 1)
+            all_waiting = {"verb": "reschedule", "by": "1h", "all": "yes"}
+            await eventually(lambda: told("/actions/filtered", **all_waiting), lambda answer: answer["matched"] == 2)
+            assert (await told("/actions/filtered", verb="reschedule", by="1h", all="yes", confirmed="yes"))[
+                "done"
+            ] == 2
+            assert (await told("/actions/filtered", verb="cancel", route="delayer.in", confirmed="yes"))["done"] == 2
+            assert (await told("/actions/held", verb="drop", id=str(lost)))["done"] == 1
+            row = re.search(r'data-label="id" class="wide">([^<]+)<', (await web.get("/refused")).text)
+            assert row is not None
+            stays = await told("/actions/refused", verb="retry", id=row[1])
+            assert stays["done"] == 0
+            assert "ACCESS_REFUSED" in str(stays["lines"])
+            whole = patterns_of("store")
+            user_url(rabbitmq, vhost, whole._replace(write=whole.write.replace("(", r"(delayer\.in|")), "delayer-page")
+            assert (await told("/actions/refused", verb="retry", id=row[1]))["done"] == 1
+            assert (await web.get("/audit-log")).status == 200
+            assert await daemon.stop() == 0
+    finally:
+        rabbitmq.drop_vhost(vhost)
