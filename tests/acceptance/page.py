@@ -4,7 +4,6 @@ without it they are skipped.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.acceptance.place import Place
-from tests.support.daemon import DaemonProcess, command
-from tests.support.raw import Inbox, Message, Props, Raw, number, text
+from tests.support.daemon import DaemonProcess, answered
+from tests.support.raw import Inbox, Raw
 from tests.support.web import Web
 
 playwright = pytest.importorskip("playwright.async_api")
@@ -66,10 +65,14 @@ class Shown:
         await page.get_by_role("button", name="Lock").wait_for()
 
     async def waiting(self, *filters: str) -> list[dict[str, Any]]:
-        return list(json.loads(await command(self.config, "list", "--json", *filters))["messages"])
+        return list((await answered(self.config, "list", *filters))["messages"])
+
+    async def rows(self, aside: str) -> list[dict[str, Any]]:
+        """What is held, or refused."""
+        return list((await answered(self.config, aside, "list"))["messages"])
 
     async def acts(self) -> list[dict[str, Any]]:
-        return list(json.loads(await command(self.config, "audit-log", "--json")))
+        return list(await answered(self.config, "audit-log"))
 
 
 @asynccontextmanager
@@ -91,15 +94,6 @@ async def shown(place: Place, store: str, tmp_path: Path) -> AsyncIterator[Shown
         assert not strangers, strangers
         assert await daemon.stop() == 0
         assert not [one for one in daemon.events if one["level"] == "error"], daemon.tail()
-
-
-def keyed(body: str, key: str) -> Message:
-    props = Props(headers=((b"x-delay", number("I", HOUR)), (b"x-delay-key", text(key))), delivery_mode=2)
-    return Message("in", b"inbox", props, body.encode())
-
-
-def unreadable(body: str) -> Message:
-    return Message("in", b"inbox", Props(headers=((b"x-delay", text("soon")),), delivery_mode=2), body.encode())
 
 
 async def result(page: Any) -> str:

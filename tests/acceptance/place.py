@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.acceptance.world import Things, secret_broker_url
-from tests.support.raw import Message, Props, Raw, number
+from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.servers import RabbitMQ
 
 ROUTES = ({"from": "in", "to": "out"}, {"from": "in.queue", "to": ""}, {"from": "in.missing", "to": "missing"})
@@ -50,6 +50,20 @@ class Place:
         path.write_text("\n".join(lines) + "\n")
 
 
-def delayed(body: str, milliseconds: int, *, through: str = "in", key: str = "inbox") -> Message:
-    props = Props(headers=((b"x-delay", number("I", milliseconds)),), delivery_mode=2)
+def delayed(body: str, milliseconds: int, *, through: str = "in", key: str = "inbox", under: str = "") -> Message:
+    """``under``: its x-delay-key."""
+    keys = ((b"x-delay-key", text(under)),) if under else ()
+    props = Props(headers=((b"x-delay", number("I", milliseconds)), *keys), delivery_mode=2)
     return Message(through, key.encode(), props, body.encode())
+
+
+def cancel(key: str, reply_to: bytes = b"answers") -> Message:
+    headers = ((b"x-delay-cancel", text(key)),)
+    return Message(
+        "in", b"inbox", Props(headers=headers, reply_to=reply_to, correlation_id=key.encode(), delivery_mode=2), b""
+    )
+
+
+def unreadable(body: str) -> Message:
+    props = Props(headers=((b"x-delay", text("soon")),), message_id=body.encode(), delivery_mode=2)
+    return Message("in", b"inbox", props, body.encode())

@@ -11,26 +11,13 @@ from collections import Counter
 
 import pytest
 
-from tests.acceptance.place import Place, delayed
+from tests.acceptance.place import Place, cancel, delayed
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
-from tests.support.raw import Message, Props, number, text
 
 MESSAGES = 600
 WINDOW_MS = 3_000
 """In which all of them are due, and all of them are cancelled."""
-
-
-def keyed(key: str, milliseconds: int) -> Message:
-    headers = ((b"x-delay", number("I", milliseconds)), (b"x-delay-key", text(key)))
-    return Message("in", b"inbox", Props(headers=headers, delivery_mode=2), key.encode())
-
-
-def cancel(key: str, reply_to: bytes = b"answers") -> Message:
-    props = Props(
-        headers=((b"x-delay-cancel", text(key)),), reply_to=reply_to, correlation_id=key.encode(), delivery_mode=2
-    )
-    return Message("in", b"inbox", props, b"")
 
 
 @pytest.mark.deadline(120)
@@ -43,7 +30,7 @@ async def test_cancelled_messages_are_not_delivered_and_late_cancels_are_reporte
         await one.ready()
         await other.ready()
         keys = [f"order-{n}" for n in range(MESSAGES)]
-        await raw.publish(*(keyed(key, 4_000 + chance.randrange(WINDOW_MS)) for key in keys))
+        await raw.publish(*(delayed(key, 4_000 + chance.randrange(WINDOW_MS), under=key) for key in keys))
         for _ in range(30):
             some = [keys.pop() for _ in range(MESSAGES // 30)]
             await raw.publish(*map(cancel, some))
@@ -74,7 +61,7 @@ async def test_cancels_without_a_waiting_message_or_a_reader(place: Place, store
         inbox = await raw.inbox("inbox")
         await daemon.ready()
         await raw.publish(cancel("never there"), cancel("nobody listens", b"no such queue"), cancel("ours", b"delays"))
-        await raw.publish(keyed("held", 100), delayed("after all of that", 300))
+        await raw.publish(delayed("held", 100, under="held"), delayed("after all of that", 300))
         assert await answers.until(lambda: len(answers.arrivals) == 1, 30)
         (arrival,) = answers.arrivals
         assert json.loads(arrival.delivery.body) == {"outcome": "too late", "key": "never there"}

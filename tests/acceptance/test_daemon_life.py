@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -21,7 +20,7 @@ from tests.acceptance.conftest import Notices
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import Things, assert_no_secret, secret_store_url
 from tests.faults.place import eventually
-from tests.support.daemon import EXECUTABLE, DaemonProcess, command
+from tests.support.daemon import EXECUTABLE, DaemonProcess, answered, command
 from tests.support.proxy import Proxy
 from tests.support.raw import Message, Props, Raw, text
 from tests.support.servers import Postgres, RabbitMQ
@@ -287,8 +286,7 @@ async def test_a_server_that_hangs_does_not_keep_the_daemon(servers: tuple[Rabbi
 async def test_a_key_without_its_store_stops_nobody_in_native_mode(place: Place) -> None:
     """The store is configured and out of reach: what needs it is refused with that reason, the rest flows."""
     environ = place.environ("native", "postgresql://nobody@127.0.0.1:1/nowhere")
-    keyed = delayed("with a key", 100)
-    keyed = keyed._replace(props=keyed.props.adding((b"x-delay-key", text("k"))))
+    keyed = delayed("with a key", 100, under="k")
     async with DaemonProcess(environ) as daemon:
         await daemon.ready()
         async with await place.raw() as raw:
@@ -305,8 +303,7 @@ async def test_keys_that_wait_at_the_start_find_their_store_in_native_mode(
     place: Place, postgres: Postgres, schema: str
 ) -> None:
     """The intake is ready long before the lanes are, beside a store that is far away."""
-    keys = [delayed(f"key {n}", 100) for n in range(50)]
-    keyed = [one._replace(props=one.props.adding((b"x-delay-key", text(one.body)))) for one in keys]
+    keyed = [delayed(f"key {n}", 100, under=f"key {n}") for n in range(50)]
     async with Proxy(postgres.port) as proxy, await place.raw() as raw:
         proxy.slow(delay=0.01)
         environ = place.environ("native", postgres.url(schema, port=proxy.port))
@@ -369,13 +366,11 @@ async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_pat
         messages = [delayed(f"soon {n}", n) for n in range(200)]
         await raw.publish(*messages, delayed("later", 3_600_000))
         await inbox.got(message.body for message in messages)
-
-        async def live() -> dict[str, Any]:
-            return dict(json.loads(await command(config, "status", "--json"))["live"])
-
-        found = await eventually(live, lambda seen: seen["last"]["60"]["rates"]["released"] > 0)
-        last = found["last"]["60"]
-        assert found["error"] is None
+        found = await eventually(
+            lambda: answered(config, "status"), lambda seen: seen["live"]["last"]["60"]["rates"]["released"] > 0
+        )
+        last = found["live"]["last"]["60"]
+        assert found["live"]["error"] is None
         assert last["rates"]["parked"] > 0
         assert 0 <= last["p50"] <= last["p99"] <= last["worst"] < 60
         text = await command(config, "status")

@@ -11,7 +11,7 @@ from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import STORE_SECRET, assert_no_secret, secret_store_url
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
-from tests.support.raw import Arrival, Inbox, Message, Props, content, number, text
+from tests.support.raw import Arrival, Inbox, content
 from tests.support.servers import Postgres
 
 
@@ -150,13 +150,11 @@ async def test_native_mode_beside_a_store(
         else:
             await daemon.event("lane taken")
 
-        def keyed(body: bytes) -> Message:
-            headers = ((b"x-delay", number("I", 1500)), (b"x-delay-key", text("k")))
-            return Message("in", b"inbox", Props(headers=headers, delivery_mode=2), body)
-
         astray = [delayed("astray", 700, through="in.missing"), delayed("astray at once", 0, through="in.missing")]
-        await raw.publish(keyed(b"replaced"), *astray)
-        await raw.publish(keyed(b"keyed"), delayed("cascaded", 700), delayed("queued", 700, through="in.queue"))
+        await raw.publish(delayed("replaced", 1500, under="k"), *astray)
+        await raw.publish(
+            delayed("keyed", 1500, under="k"), delayed("cascaded", 700), delayed("queued", 700, through="in.queue")
+        )
         bodies = [b"keyed", b"cascaded", b"queued"]
         await inbox.got(bodies)
         assert [by_store(inbox.only(body)) for body in bodies] == [True, False, False]

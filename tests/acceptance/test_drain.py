@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ import pytest
 
 from tests.acceptance.place import Place
 from tests.faults.place import eventually
-from tests.support.daemon import DaemonProcess, command
+from tests.support.daemon import DaemonProcess, answered, command
 from tests.support.raw import Message, Props, number, text
 
 COUNT = 700
 HOUR = 3_600_000
+SAME = ("due_ms", "route", "exchange", "routing_key", "to_exchange", "to_key", "headers", "properties")
 
 
 def letter(n: int) -> Message:
@@ -24,7 +24,7 @@ def letter(n: int) -> Message:
 
 
 async def listed(config: Path) -> dict[str, Any]:
-    rows = json.loads(await command(config, "list", "--json", "--limit", "2000"))["messages"]
+    rows = (await answered(config, "list", "--limit", "2000"))["messages"]
     return {row["properties"]["message_id"]: row for row in rows}
 
 
@@ -57,7 +57,7 @@ async def test_into_the_cascade_and_back(place: Place, store: str, tmp_path: Pat
         assert "Moved into the cascade: 1." in told
         assert "Nothing is left in the store." in told
         assert await listed(config) == {}
-        levels = json.loads(await command(config, "status", "--json"))["broker"]["cascade"]
+        levels = (await answered(config, "status"))["broker"]["cascade"]
         assert sum(level["depth"] for level in levels) == COUNT + 1
 
         seen = len(daemon.events)
@@ -69,21 +69,11 @@ async def test_into_the_cascade_and_back(place: Place, store: str, tmp_path: Pat
         assert "Nothing is left in the cascade." in told
         after = await eventually(lambda: listed(config), lambda rows: len(rows) == COUNT + 1)
         for name, row in before.items():
-            for what in (
-                "due_ms",
-                "route",
-                "exchange",
-                "routing_key",
-                "to_exchange",
-                "to_key",
-                "headers",
-                "properties",
-            ):
-                assert after[name][what] == row[what], (name, what)
-        levels = json.loads(await command(config, "status", "--json"))["broker"]["cascade"]
+            assert {what: after[name][what] for what in SAME} == {what: row[what] for what in SAME}, name
+        levels = (await answered(config, "status"))["broker"]["cascade"]
         assert sum(level["depth"] for level in levels) == 0
 
-        trail = [(one["verb"], one["messages"]) for one in json.loads(await command(config, "audit-log", "--json"))]
+        trail = [(one["verb"], one["messages"]) for one in await answered(config, "audit-log")]
         assert trail == [("drain to store", COUNT + 1), ("drain to native", 1), ("drain to native", COUNT)]
         await command(config, "reschedule", "--all", "--at", "0s", "--yes")
         await inbox.got([letter(n).body for n in range(COUNT)])

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.place import Place, delayed
+from tests.acceptance.place import Place, cancel, delayed, unreadable
 from tests.faults.features.rates import RATE, excess
 from tests.faults.place import eventually
 from tests.support import reworded
-from tests.support.daemon import DaemonProcess, command
-from tests.support.raw import Message, Props, number, text
+from tests.support.daemon import DaemonProcess, answered, command
+from tests.support.raw import Message, Props, number
 
 ROUTES = [
     {"from": "in", "to": "out"},
@@ -38,8 +38,9 @@ def due_at(body: str, at_ms: int, through: str) -> Message:
     return Message(through, b"inbox", props, body.encode())
 
 
-async def held(config: Any) -> list[dict[str, Any]]:
-    return list(json.loads(await command(config, "held", "list", "--json"))["messages"])
+async def aside(config: Path, kind: str) -> list[dict[str, Any]]:
+    """What is held, refused, or a stray."""
+    return list((await answered(config, kind, "list"))["messages"])
 
 
 async def test_messages_late_after_an_outage_are_held_by_late_limit(place: Place, store: str, tmp_path: Any) -> None:
@@ -52,7 +53,7 @@ async def test_messages_late_after_an_outage_are_held_by_late_limit(place: Place
             waiting = [delayed(f"strict {n}", 6000, through="in.strict") for n in range(5)]
             others = [delayed(f"kind {n}", 6000, through="in.kind") for n in range(3)] + [delayed("plain", 6000)]
             await raw.publish(*waiting, *others)
-            await eventually(lambda: _waiting(config), lambda count: count == 9)
+            await eventually(lambda: answered(config, "status"), lambda seen: seen["store"]["waiting"] == 9)
             assert await daemon.stop() == 0
         # The outage: what was to come out is overdue by more than its limit, and something comes in late besides.
         now_ms = time.time_ns() // 1_000_000
@@ -63,31 +64,22 @@ async def test_messages_late_after_an_outage_are_held_by_late_limit(place: Place
         await eventually(lambda: _overdue_ms(config), lambda late_ms: late_ms > 1500)
         async with DaemonProcess(environ(place, "store", store)) as daemon:
             await inbox.got([*(message.body for message in others), b"a kind one"])
-            found = await eventually(lambda: held(config), lambda rows: len(rows) == 6)
+            found = await eventually(lambda: aside(config, "held"), lambda rows: len(rows) == 6)
             assert {row["held"]["kind"] for row in found} == {"late"}
             assert not [arrival for arrival in inbox.arrivals if arrival.delivery.body.startswith((b"strict", b"late"))]
             # A person may want one of them all the same, and drop the others.
             await command(config, "held", "retry", found[0]["id"])
-            await eventually(lambda: held(config), lambda rows: len(rows) == 5)
+            await eventually(lambda: aside(config, "held"), lambda rows: len(rows) == 5)
             await command(config, "held", "drop", "--all", "--yes")
-            assert await held(config) == []
+            assert await aside(config, "held") == []
             assert await daemon.stop() == 0
         await raw.round_trip()
         assert len(inbox.arrivals) == 6
         assert set(inbox.counts.values()) == {1}
 
 
-async def _status(config: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(await command(config, "status", "--json"))["store"]
-    return found
-
-
-async def _waiting(config: Any) -> int:
-    return int((await _status(config))["waiting"])
-
-
-async def _overdue_ms(config: Any) -> int:
-    found = await _status(config)
+async def _overdue_ms(config: Path) -> int:
+    found = (await answered(config, "status"))["store"]
     assert found["next_due_ms"] is not None, "it went out before the outage began"
     return int(found["store_now_ms"] - found["next_due_ms"])
 
@@ -158,37 +150,13 @@ async def test_a_limit_holds_for_three_daemons_together(place: Place, store: str
 REWORDED = [True] if reworded.EVERYWHERE else [False, True]
 
 
-def keyed(key: str) -> Message:
-    """Held under its key: no queue is bound for it."""
-    headers = ((b"x-delay", number("I", 100)), (b"x-delay-key", text(key)))
-    return Message("in.queue", b"nowhere", Props(headers=headers, delivery_mode=2), key.encode())
-
-
-def cancel(key: str) -> Message:
-    props = Props(headers=((b"x-delay-cancel", text(key)),), reply_to=b"answers", correlation_id=key.encode())
-    return Message("in", b"", props, b"")
-
-
-def unreadable() -> Message:
-    return Message("in", b"inbox", Props(headers=((b"x-delay", text("soon")),), message_id=b"unreadable"), b"refused")
-
-
-async def commanded(config: Path, *arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(await command(config, *arguments, "--json"))
-    return found
-
-
-async def refused(config: Path) -> list[dict[str, Any]]:
-    return list((await commanded(config, "refused", "list"))["messages"])
-
-
 async def come_back(config: Path, *, rewording: bool) -> None:
     """A refused message says where it came in, and goes back there; refused once more, it stands there again."""
-    [one] = await eventually(lambda: refused(config), lambda rows: len(rows) == 1)
+    [one] = await eventually(lambda: aside(config, "refused"), lambda rows: len(rows) == 1)
     assert (one["exchange"], one["routing_key"], one["message_id"]) == ("in", "inbox", "unreadable")
     assert (one["reason"] == reworded.TEXT) == rewording
     assert "Published again: 1." in await command(config, "refused", "retry", "--all", "--yes")
-    [again] = await eventually(lambda: refused(config), lambda rows: bool(rows) and rows[0]["id"] != one["id"])
+    [again] = await eventually(lambda: aside(config, "refused"), lambda rows: bool(rows) and rows[0]["id"] != one["id"])
     assert (again["exchange"], again["message_id"]) == ("in", "unreadable")
     assert "Dropped: 1." in await command(config, "refused", "drop", "--all", "--yes")
 
@@ -205,9 +173,10 @@ async def test_with_a_store(place: Place, store: str, tmp_path: Path, rewording:
         now_ms = time.time_ns() // 1_000_000
         await raw.publish(
             due_at("late", now_ms - 60_000, "in.strict"), due_at("late too", now_ms - 60_000, "in.strict"),
-            delayed("gone", 100, through="in.queue", key="nowhere"), keyed("a"), keyed("b"), unreadable(),
+            delayed("gone", 100, through="in.queue", key="nowhere"), unreadable("unreadable"),
+            *(delayed(key, 100, through="in.queue", key="nowhere", under=key) for key in "ab"),
         )  # fmt: skip
-        rows = await eventually(lambda: held(config), lambda rows: len(rows) == 5)
+        rows = await eventually(lambda: aside(config, "held"), lambda rows: len(rows) == 5)
         assert [_hold(row) for row in sorted(rows, key=lambda row: (row["route"], row["key"] or ""))] == [
             *[("in.queue", "returned", False, False, True)] * 3, *[("in.strict", "late", False, False, False)] * 2,
         ]  # fmt: skip
@@ -220,7 +189,9 @@ async def test_with_a_store(place: Place, store: str, tmp_path: Path, rewording:
         await command(config, "held", "retry", first["id"])
         await inbox.got([b"late"])
         assert "To be tried again now: 1." in await command(config, "held", "retry", "--route", "in.queue", "--yes")
-        rows = await eventually(lambda: held(config), lambda rows: any(row["held"]["attempts"] == 2 for row in rows))
+        rows = await eventually(
+            lambda: aside(config, "held"), lambda rows: any(row["held"]["attempts"] == 2 for row in rows)
+        )
         [row] = [row for row in rows if row["route"] == "in.queue"]
         assert _hold(row) == ("in.queue", "returned", False, False, True)
         assert await command(config, "held", "drop", "--all", "--yes") == "Dropped: 2.\n"
@@ -233,23 +204,21 @@ async def test_in_native_mode(place: Place, tmp_path: Path, rewording: bool) -> 
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
     program = reworded.PROGRAM if rewording else None
-
-    async def strays() -> list[dict[str, Any]]:
-        return list((await commanded(config, "strays", "list"))["messages"])
-
     async with DaemonProcess(environ(place, "native"), program=program) as daemon, await place.raw() as raw:
         inbox = await raw.inbox("inbox")
         await daemon.ready()
         now_ms = time.time_ns() // 1_000_000
-        await raw.publish(*(due_at(f"late {n}", now_ms - 60_000, "in.strict") for n in range(2)), unreadable())
+        await raw.publish(
+            *(due_at(f"late {n}", now_ms - 60_000, "in.strict") for n in range(2)), unreadable("unreadable")
+        )
         await raw.publish(due_at("kind", now_ms - 60_000, "in.kind"))
         await inbox.got([b"kind"])
-        rows = await eventually(strays, lambda rows: len(rows) == 2)
+        rows = await eventually(lambda: aside(config, "strays"), lambda rows: len(rows) == 2)
         assert {(row["kind"], row["may_be_delivered"], row["isolated"]) for row in rows} == {("late", False, False)}
         assert {row["reason"] == reworded.TEXT for row in rows} == {rewording}
         await command(config, "strays", "retry", rows[0]["id"])
         await inbox.got([b"kind", rows[0]["body"].encode()])
-        await eventually(strays, lambda rows: len(rows) == 1)
+        await eventually(lambda: aside(config, "strays"), lambda rows: len(rows) == 1)
         await eventually(
             lambda: command(config, "strays", "drop", "--all", "--yes"), lambda said: "Dropped: 1." in said
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
-from tests.support.daemon import DaemonProcess, command
+from tests.support.daemon import DaemonProcess, answered
 from tests.support.servers import RabbitMQ
 
 HOUR_MS = 3_600_000
@@ -39,7 +38,7 @@ async def test_auto_takes_what_the_broker_has(place: Place, tmp_path: Path) -> N
         await raw.publish(delayed("soon", 1_200), delayed("late", HOUR_MS))
         await inbox.got([b"soon"])
         assert time.time() * 1000 >= due_ms
-        status = json.loads(await command(config, "status", "--json"))["broker"]
+        status = (await answered(config, "status"))["broker"]
         in_levels = sum(level["depth"] for level in status["cascade"])
         assert in_levels == (0 if place.rabbitmq.delays_messages else 1)
         assert await daemon.stop() == 0
@@ -85,11 +84,11 @@ async def test_what_waits_in_the_queue_is_counted(delaying: RabbitMQ, place: Pla
         await raw.publish(*(delayed(f"{n}", HOUR_MS + n) for n in range(20)))
 
         async def counted() -> int:
-            found: int = json.loads(await command(config, "status", "--json"))["broker"]["delayed"]["messages"]
+            found: int = (await answered(config, "status"))["broker"]["delayed"]["messages"]
             return found
 
         assert await eventually(counted, lambda count: count == 20)
-        rows = json.loads(await command(config, "check", "--json"))["checks"]
+        rows = (await answered(config, "check"))["checks"]
         (row,) = [row for row in rows if row["what"] == "broker's delays"]
         assert row["result"] == "ok" and row["found"].startswith('20 wait in "delays.due"; the broker')
         assert await daemon.stop() == 0

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.page import HOUR, NEEDS_CHROMIUM, PAGES, TOKEN, Shown, keyed, result, shown, unreadable
-from tests.acceptance.place import Place, delayed
+from tests.acceptance.page import HOUR, NEEDS_CHROMIUM, PAGES, TOKEN, result, shown
+from tests.acceptance.place import Place, delayed, unreadable
 from tests.faults.place import eventually
-from tests.support.daemon import command
 from tests.support.raw import Message, Props, number, text
 
 pytestmark = NEEDS_CHROMIUM
@@ -40,7 +39,9 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", (5 + n) * HOUR) for n in range(8)))
         await this.raw.publish(*(delayed(f"lost {n}", 100, through="in.missing") for n in range(3)))
-        await this.raw.publish(keyed("keyed", "order-4711"), *(unreadable(f"refused {n}") for n in range(3)))
+        await this.raw.publish(
+            delayed("keyed", HOUR, under="order-4711"), *(unreadable(f"refused {n}") for n in range(3))
+        )
         await eventually(this.waiting, lambda rows: len(rows) == 9)
         page = await this.tab()
         # Without the token there is nothing to press.
@@ -134,14 +135,14 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.locator("tbody input").nth(0).check()
         await page.get_by_role("button", name="Publish again").click()
         assert await result(page) == "Published again: 1 of 1"
-        await eventually(lambda: _refused(this), lambda rows: len(rows) == 3)  # its cause is not mended
+        await eventually(lambda: this.rows("refused"), lambda rows: len(rows) == 3)  # its cause is not mended
         await page.goto("/refused")
         await page.get_by_label("All of this page").check()
         assert await page.locator("tbody input:not(:checked)").count() == 0
         await page.get_by_role("button", name="Drop").click()
         await page.get_by_role("button", name="Drop them").click()
         assert await result(page) == "Dropped: 3 of 3"
-        assert await _refused(this) == []
+        assert await this.rows("refused") == []
 
         await page.get_by_role("link", name="Audit log").click()
         assert "ada (page, 127.0.0.1)" in await page.locator("tbody").inner_text()
@@ -172,10 +173,7 @@ async def test_enter_and_mistakes(place: Place, store: str, tmp_path: Path) -> N
         await page.keyboard.press("Enter")
         await page.get_by_role("heading", name="Reschedule 2 messages: 1h later?").wait_for()
 
-        async def held() -> list[dict[str, Any]]:
-            return list(json.loads(await command(this.config, "held", "list", "--json"))["messages"])
-
-        (lost,) = await held()
+        (lost,) = await this.rows("held")
         await page.goto(f"/message/{lost['id']}")
         await page.locator("#by").fill("2h")
         await page.keyboard.press("Enter")
@@ -213,10 +211,6 @@ async def test_enter_and_mistakes(place: Place, store: str, tmp_path: Path) -> N
         assert len(await this.acts()) == 4
 
 
-async def _refused(this: Shown) -> list[dict[str, Any]]:
-    return list(json.loads(await command(this.config, "refused", "list", "--json"))["messages"])
-
-
 async def test_content_of_messages_is_shown_as_text(place: Place, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         for evil in HOSTILE:
@@ -236,7 +230,7 @@ async def test_content_of_messages_is_shown_as_text(place: Place, store: str, tm
         page = await this.tab()
         await this.unlock(page, who=HOSTILE[0])
         rows = await this.waiting()
-        held = json.loads(await command(this.config, "held", "list", "--json"))["messages"]
+        held = await this.rows("held")
         assert len(held) == len(HOSTILE)
         messages = [f"/message/{row['id']}" for row in (*rows, *held)]
         forms = [
@@ -315,7 +309,9 @@ async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"order {n}", 20_000 + n * n * 900) for n in range(1500)))
         await this.raw.publish(*(delayed(f"lost {n}", 100, through="in.missing") for n in range(4)))
-        await this.raw.publish(keyed(json.dumps({"order": 4711, "lines": 3}), "order-4711"), unreadable("{}"))
+        await this.raw.publish(
+            delayed(json.dumps({"order": 4711, "lines": 3}), HOUR, under="order-4711"), unreadable("{}")
+        )
         await eventually(lambda: this.waiting("--key", "order-4711"), lambda rows: len(rows) == 1)
         await this.raw.publish(*(delayed(f"now {n}", n * 20) for n in range(300)))
         (row,) = await this.waiting("--key", "order-4711")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.acceptance.place import delayed as due
 from tests.acceptance.world import STORE, World
 from tests.support.raw import Arrival, Header, Message, Props, now_ms, number, text
 
@@ -116,11 +117,6 @@ def keyed(any_world: World) -> World:
     return any_world
 
 
-def with_key(key: str, milliseconds: int) -> Props:
-    headers = ((b"x-delay", number("I", milliseconds)), (b"x-delay-key", text(key)))
-    return Props(headers=headers, delivery_mode=2)
-
-
 def cancel(key: str) -> Message:
     return Message("in", b"inbox", Props(headers=((b"x-delay-cancel", text(key)),)), b"a cancel " + key.encode())
 
@@ -131,20 +127,20 @@ def test_a_key_replaces_and_a_cancel_cancels(keyed: World) -> None:
     def say(*messages: Message) -> None:
         keyed.run(keyed.raw.publish(*messages))
 
-    say(Message("in", b"inbox", with_key("replaced", 1500), b"first of its key"))
-    say(Message("in", b"inbox", with_key("cancelled", 1500), b"cancelled"))
-    say(Message("in", b"inbox", with_key("other", 1500), b"other key"))
-    say(Message("in", b"inbox", with_key("sooner", 3_600_000), b"in an hour"))
-    say(Message("in", b"inbox", with_key("at once", 3_600_000), b"in an hour, too"))
+    say(due("first of its key", 1500, under="replaced"))
+    say(due("cancelled", 1500, under="cancelled"))
+    say(due("other key", 1500, under="other"))
+    say(due("in an hour", 3_600_000, under="sooner"))
+    say(due("in an hour, too", 3_600_000, under="at once"))
     # All of the above is parked before the next message is published: its fence came through behind it.
     say(Message("in", b"inbox", Props(headers=((b"x-delay", number("I", 1)),)), b"fence of the firsts"))
     keyed.wait(b"fence of the firsts")
     say(
-        Message("in", b"inbox", with_key("replaced", 1600), b"second of its key"),
+        due("second of its key", 1600, under="replaced"),
         cancel("cancelled"),
         cancel("nobody has this one"),
-        Message("in", b"inbox", with_key("sooner", 300), b"sooner than in an hour"),
-        Message("in", b"inbox", with_key("at once", 0), b"at once instead of in an hour"),
+        due("sooner than in an hour", 300, under="sooner"),
+        due("at once instead of in an hour", 0, under="at once"),
         Message("in", b"inbox", Props(headers=((b"x-delay", number("I", 2500)),)), b"fence"),
     )
     there = [b"second of its key", b"other key", b"sooner than in an hour", b"at once instead of in an hour"]
@@ -159,8 +155,8 @@ def test_a_key_replaces_and_a_cancel_cancels(keyed: World) -> None:
 
 
 def test_the_same_key_in_one_batch(keyed: World) -> None:
-    messages = [Message("in", b"inbox", with_key("batch", 500), b"batched %d" % n) for n in range(50)]
-    keyed.run(keyed.raw.publish(*messages, Message("in", b"inbox", with_key("end", 900), b"end of the batch")))
+    messages = [due(f"batched {n}", 500, under="batch") for n in range(50)]
+    keyed.run(keyed.raw.publish(*messages, due("end of the batch", 900, under="end")))
     keyed.wait(b"batched 49", b"end of the batch")
     assert [n for n in range(50) if keyed.inbox.of(b"batched %d" % n)][-1] == 49
     assert replace(keyed.inbox.only(b"batched 49").props, headers=None) == Props(delivery_mode=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from delayer.core.message import Parcel, Target
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import STORE, USER, World, secret_broker_url
 from tests.faults.place import eventually
-from tests.support.daemon import DaemonProcess, command
+from tests.support.daemon import DaemonProcess, answered, command
 from tests.support.raw import Message, Props, number, text
 
 GOOD = 200
@@ -128,7 +127,7 @@ def test_a_queue_that_appears_before_the_message_is_due(any_world: World) -> Non
 
 
 async def strays(config: Path) -> list[dict[str, Any]]:
-    return list(json.loads(await command(config, "strays", "list", "--json"))["messages"])
+    return list((await answered(config, "strays", "list"))["messages"])
 
 
 async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place, tmp_path: Path) -> None:

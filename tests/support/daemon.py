@@ -40,6 +40,11 @@ async def command(config: Path | None, *arguments: str, environ: Mapping[str, st
     return output.decode()
 
 
+async def answered(config: Path, *arguments: str) -> Any:
+    """What a command says with --json."""
+    return json.loads(await command(config, *arguments, "--json"))
+
+
 class DaemonProcess:
     """One ``delayer run``. ``async with`` kills it at the end if it still runs; a clean end is the test's to ask for.
 
