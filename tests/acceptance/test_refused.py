@@ -118,7 +118,7 @@ def sent_in(mode: str) -> dict[str, Bad]:
 def played(any_world: World) -> World:
     """A good message behind each bad one."""
     cases = sent_in(any_world.mode)
-    any_world.run(bind_stranger(any_world))
+    any_world.things.bind("stranger", "delays")
     messages = []
     for case, bad in cases.items():
         messages.append(Message(bad.through, bad.key, bad.props, body_of(case)))
@@ -127,10 +127,6 @@ def played(any_world: World) -> World:
     any_world.wait(*map(body_of, cases), box="delays.refused")
     any_world.wait(*(b"good, behind " + body_of(case) for case in cases))
     return any_world
-
-
-async def bind_stranger(this: World) -> None:
-    this.things.bind("stranger", "delays")
 
 
 @pytest.mark.words

@@ -8,6 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -29,10 +30,6 @@ from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due
 from tests.support.proxy import Proxy
 
 NO_REPLIES = ("garbage", "g2EF.k", "g1h2AA==.x", "!!.x")
-
-
-async def _connects(reconnecting: ReconnectingConnection) -> int:
-    return reconnecting.connects
 
 
 def poisonous(token: object) -> Outgoing:
@@ -120,7 +117,7 @@ async def test_a_message_that_ends_the_connection_is_identified(place: Place, ah
         assert min(copies) >= 0
         assert max(copies) <= 10
         assert copies[0] + copies[1] + copies[2] >= 80
-        await eventually(lambda: _connects(reconnecting), lambda connects: connects == 2)
+        await eventually(lambda: reconnecting.connects, lambda connects: connects == 2)
 
 
 async def test_direct_replies_end_nobody_s_connection(place: Place) -> None:
@@ -222,16 +219,12 @@ async def test_a_relay_that_was_never_started_is_closed() -> None:
 
 async def test_the_end_of_the_keeper_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only losses are waited out. Anything else would leave us without a connection for ever, and nobody told."""
-    monkeypatch.setattr("delayer.broker.connection.Connection.open", _broken)
+    monkeypatch.setattr("delayer.broker.connection.Connection.open", AsyncMock(side_effect=ZeroDivisionError))
     async with relay_to(Address.parse("amqp://localhost/")) as reconnecting:
         with pytest.raises(BrokerLost):
             await reconnecting.connection(0.05)
         with pytest.raises(ZeroDivisionError):
             await reconnecting.connection(0.05)
-
-
-async def _broken(*_: object, **__: object) -> None:
-    raise ZeroDivisionError
 
 
 async def test_a_broker_that_throws_us_out_is_not_asked_without_a_pause(place: Place) -> None:

@@ -37,10 +37,6 @@ ROUTES = [
 DOOMED = (b"for an exchange that is missing", b"for one without bindings")
 
 
-def daemon_at(place: Place) -> DaemonProcess:
-    return DaemonProcess(place.environ | {"ROUTE": json.dumps(ROUTES)}, program=PROGRAM)
-
-
 def attempts(daemon: DaemonProcess) -> dict[str, list[tuple[int, float]]]:
     """By route: which attempt failed, and when (seconds)."""
     found: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -64,7 +60,8 @@ async def test_through_every_restart_and_out_in_the_end(mode: str) -> None:
         place = Place(mode.partition(" ")[0], rabbitmq.url(), store)
         await place.declare()
         rabbitmq.api("PUT", "/api/exchanges/%2F/h.unbound.out", {"type": "topic", "durable": True})
-        async with place.ledger() as ledger, daemon_at(place) as daemon:
+        there = place.environ | {"ROUTE": json.dumps(ROUTES)}
+        async with place.ledger() as ledger, DaemonProcess(there, program=PROGRAM) as daemon:
             await daemon.ready()
             async with await Raw.connect(place.broker) as raw:
                 props = Props(headers=(delay_header(700),), delivery_mode=2)

@@ -120,7 +120,7 @@ class Family:
                 cwd=cwd,
                 start_new_session=True,
                 user=user,
-                group=user and _group_of(user),
+                group=user and pwd.getpwnam(user).pw_gid,
                 extra_groups=[] if user else None,
             )
         _reaper().tell("watch", self.pid, int(farewell))
@@ -268,7 +268,3 @@ def find_program(name: str, *directories: str, of: str) -> Path:
         if path.exists():
             return path
     raise StartFailed(f"{of} is not installed: there is no {name}; .ci/setup servers installs it")
-
-
-def _group_of(user: str) -> int:
-    return pwd.getpwnam(user).pw_gid

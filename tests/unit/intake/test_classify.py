@@ -173,10 +173,6 @@ def test_every_delivery_is_in_exactly_one_place(batch: list[Delivery], policy: P
 # Keys keep the order of arrival: within a batch by steps, between batches by turns.
 
 
-def sorted_plan(tag: int, plan: Plan) -> Classified:
-    return Delivery(tag, False, b"in", b"k", b"\0\0", b""), None, plan
-
-
 @pytest.mark.parametrize(
     ("plans", "steps"),
     [
@@ -189,7 +185,10 @@ def sorted_plan(tag: int, plan: Plan) -> Classified:
     ],
 )
 def test_a_cancel_acts_after_what_it_follows(plans: list[Plan], steps: list[tuple[list[int], list[bytes]]]) -> None:
-    work = batch_plan([sorted_plan(tag, plan) for tag, plan in enumerate(plans, 1)], NAMES, lambda: b"id")
+    sorted_: list[Classified] = [
+        (Delivery(tag, False, b"in", b"k", b"\0\0", b""), None, plan) for tag, plan in enumerate(plans, 1)
+    ]
+    work = batch_plan(sorted_, NAMES, lambda: b"id")
     parked = [[tag for tag, plan in enumerate(plans, 1) if isinstance(plan, Park)] for _ in work.steps]
     found = []
     for step in work.steps:
