@@ -135,13 +135,14 @@ async def test_run_again(store: str, tmp_path: Path, fault: str, committed: int)
     assert files.BATCH > BATCH
     path = tmp_path / "backlog.jsonl"
     bodies = write(path)
-    arguments = ("import", "jsonl", "run", str(path), "--unverified", "--yes", "--json")
+    ask = ("--unverified", "--json")
+    arguments = ("import", "jsonl", "run", str(path), "--yes", *ask)
     await killed(store, *arguments, fault=fault)
     assert len(await parked(store)) == committed
     if committed == COUNT:
         refused, _, told = await delayer(store, *arguments, "--limit", "49")
         assert (refused, "limit: begun with 'nothing', now 49" in told) == (1, True), told
-        seen = await report(store, "import", "jsonl", "preview", str(path), "--json", "--limit", "49", expect=1)
+        seen = await report(store, "import", "jsonl", "preview", str(path), *ask, "--limit", "49", expect=1)
         assert "begun with other parameters" in seen["refused"]
         elsewhere = {"DELAYER_IMPORT_URL": "postgresql://127.0.0.1:1/sales"}
         refused, _, told = await delayer(store, "import", "nservicebus-sql", "abort", "--yes", **elsewhere)
