@@ -130,6 +130,7 @@ async def strays(config: Path) -> list[dict[str, Any]]:
     return list((await answered(config, "strays", "list"))["messages"])
 
 
+@pytest.mark.words
 async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place, tmp_path: Path) -> None:
     """Somebody took the binding of the due queue away: the message is seen, and put back on its way."""
     config = tmp_path / "delayer.toml"
