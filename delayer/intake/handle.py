@@ -252,7 +252,8 @@ class IntakeHandler(Keeping):
         """See Handler."""
         policy, names = self._policy(), self._live.names()
         self._counters.batch("intake", len(batch))
-        now_ms, now_lower_ms, clock = self._live.now_upper_ms(), self._live.now_lower_ms(), monotonic()
+        clock = monotonic()  # Before the upper bound: a pause of the process between the two lengthens a delay.
+        now_ms, now_lower_ms = self._live.now_upper_ms(), self._live.now_lower_ms()
         stored: list[Classified] = []
         others: list[Classified] = []
         size, urgent = 0, False

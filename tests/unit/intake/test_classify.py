@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -290,7 +290,7 @@ async def test_an_answer_that_does_not_get_through_keeps_nobody(failure: Returne
 class Gathered:
     """A handler in a session; what is parked, by batches, and what is published."""
 
-    def __init__(self, *, prefetch: int = 5_000, keep_ms: int = 150) -> None:
+    def __init__(self, live: ScriptedLive | None = None, *, prefetch: int = 5_000, keep_ms: int = 150) -> None:
         self.parks: list[list[bytes]] = []
         self.cancels: list[bytes] = []
         self.gate = asyncio.Event()
@@ -299,7 +299,7 @@ class Gathered:
         self.due_ms: list[int] = []
         self.publisher, counters, self.acks = ScriptedPublisher(), Counters(), Acks()
         self.acks.prefetch = prefetch
-        self.live = ScriptedLive(replace(STORE, keep_ms=keep_ms), NAMES)
+        self.live = live or ScriptedLive(replace(STORE, keep_ms=keep_ms), NAMES)
         holding = Holding(self.publisher, None, self.live, counters, new_id=ids())  # type: ignore[arg-type]
         dispatch = Dispatch(self.publisher, holding, self.live, counters)
         self.handler = IntakeHandler(self.live, dispatch, self, counters)
@@ -410,3 +410,26 @@ async def test_a_delay_counts_from_the_reading() -> None:
     await it.session.settled()
     [step] = it.due_ms
     assert NOW + 2_990 < step <= NOW + 3_001
+
+
+@dataclass
+class PausedLive(ScriptedLive):
+    """The system pauses the process for a while, after the handler read the upper bound of the clock."""
+
+    paused_at: float = 0.0
+
+    def now_lower_ms(self) -> int:
+        self.paused_at = time.monotonic()
+        time.sleep(0.03)
+        return self.now
+
+
+async def test_a_pause_of_the_process_shortens_no_delay() -> None:
+    live = PausedLive(replace(STORE, keep_ms=150), NAMES)
+    it = Gathered(live)
+    read_at = time.monotonic()
+    await it.take(asks(1, 5_000, read_at=read_at))
+    it.handler.flush()
+    await it.session.settled()
+    [due_ms] = it.due_ms
+    assert due_ms - 5_000 >= NOW - (live.paused_at - read_at) * 1000
