@@ -123,6 +123,7 @@ class Isolation:
         ``alone``: one of them ended a connection. ``own``: each may end one. The latter all get an outcome within two
         seconds, because the rest of their batch waits.
         """
+        indexes = sorted(indexes)  # Doubtful messages come grouped by destination, and the last one decides the wait.
         while indexes and (left := seconds_until(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
             await asyncio.sleep(left)
         until = min(pending.deadline, _now() + CONNECTING if own else math.inf)

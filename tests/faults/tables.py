@@ -46,10 +46,12 @@ consumer's hands until then: otherwise the broker's death interrupts two deliver
 AT_THE_END = {"same_id": True}
 """Between the due queue and the destination: a copy has the id of the message."""
 
+# The first publish to an exchange is a probe in the isolation, which writes a message without a queue before it. So the
+# writes are counted in pairs.
 NATIVE: Mapping[str, Row] = {
     "reading it": native("intake.read", READ, {"delays": 1, "out": 0}, absolute=False),
     "keeping it": native("intake.kept", READ, {"delays": 1, "out": 0}, absolute=False, delay_ms=900),
-    "the publish": native("publish.written", PUBLISHED, {"delays": 1}, **IN_THE_BROKER),
+    "the publish": native("publish.written:2", PUBLISHED, {"delays": 1}, **IN_THE_BROKER),
     "the confirm": native("intake.confirmed", CONFIRMED, {"delays": 1, "out": 0}, **IN_THE_BROKER),
     "the ack": native("intake.acked:2", PUBLISHED, {"out": 0}, **ACKED, **IN_THE_BROKER),
     "reading it when due": native("intake.read:2", READ, {"delays": 0, "delays.due": 1, "out": 0}, **AT_THE_END),
@@ -62,7 +64,7 @@ NATIVE: Mapping[str, Row] = {
         delay_ms=1_900,
         strategy="cascade",
     ),
-    "the publish when due": native("publish.written:2", PUBLISHED, {"delays": 0, "delays.due": 1}, **AT_THE_END),
+    "the publish when due": native("publish.written:4", PUBLISHED, {"delays": 0, "delays.due": 1}, **AT_THE_END),
     "the confirm when due": native(
         "intake.confirmed:2", CONFIRMED, {"delays": 0, "delays.due": 1, "out": 1}, **AT_THE_END
     ),
@@ -95,7 +97,7 @@ STORE: Mapping[str, Row] = {
         step_ms=20,
     ),
     "publish before its confirm": store(
-        "publish.written", (PERHAPS_TWICE,) * 5, {"delays": 0, "store": 1}, same_id=True
+        "publish.written:2", (PERHAPS_TWICE,) * 5, {"delays": 0, "store": 1}, same_id=True
     ),
     "publish before commit": store(
         "release.published",
