@@ -20,6 +20,12 @@ MANY: Final = 3
 """With so many open breakers, the other keys of an exchange are doubtful: if keys name orders, each key is new."""
 
 
+SILENT_PAUSES: Final = (5.0, 30.0)
+"""Seconds that the breaker of a silent queue stays open at first, and at most. Its probe takes a second."""
+CLOSED_PAUSES: Final = (1.0, 10.0)
+"""The same for a destination whose probe closes a channel. Such a probe takes some milliseconds."""
+
+
 class Destination(NamedTuple):
     """The key of a breaker: everything that decides which queues a publish reaches. With ``routing_key`` None it stands
     for all keys of a missing exchange.
@@ -106,8 +112,7 @@ class CircuitBreaker:
         """Open the breaker after a failed probe, for longer each time."""
         earlier = self._remove(one)
         failures = 1 + (earlier.failures if earlier is not None else 0)
-        # A probe of a silent queue takes a second, a probe that closes a channel takes some milliseconds.
-        first, longest = (5.0, 30.0) if isinstance(outcome, Unanswered) else (1.0, 10.0)
+        first, longest = SILENT_PAUSES if isinstance(outcome, Unanswered) else CLOSED_PAUSES
         pause = min(longest, first * 2.0 ** min(failures - 1, 10))
         self._enter(one, _Breaker(outcome, failures, self._clock() + pause))
 

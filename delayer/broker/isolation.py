@@ -28,6 +28,7 @@ from delayer.amqp.errors import ACCESS_REFUSED, NOT_FOUND, ChannelClosed, Confir
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination
 from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.retry import raise_first
 from delayer.core.errors import BrokerLost
 from delayer.core.message import NACKED, ClosedChannel, ClosedConnection, Outcome, Outgoing, Schedule, Unanswered
 
@@ -185,13 +186,19 @@ class Isolation:
         patience = BRIEF if all(self.breaker.suspects(one) for one in groups) else PATIENCE
         seconds = min(patience, case.until - SPARE - _now())
         case.probed.update(groups)
-        sent = [self._published(case, connection, group[:1], seconds) for group in groups.values()]
         before = {one: self.breaker.table.get(one) for one in groups}
-        answering = asyncio.create_task(self._answers(connection, seconds * 0.75))  # Before the others.
-        answers, losses = await asyncio.gather(answering, asyncio.gather(*sent))
-        proven = answers and not self._reconnecting.blocked
+        try:
+            async with asyncio.TaskGroup() as probes:  # No probe outlives its round.
+                answering = probes.create_task(self._answers(connection, seconds * 0.75))  # Before the others.
+                sent = [
+                    probes.create_task(self._published(case, connection, group[:1], seconds))
+                    for group in groups.values()
+                ]
+        except BaseExceptionGroup as failed:
+            raise_first(failed.exceptions)
+        proven = answering.result() and not self._reconnecting.blocked
         silent: list[Destination] = []
-        for (one, group), lost in zip(groups.items(), losses, strict=True):
+        for (one, group), lost in zip(groups.items(), [probe.result() for probe in sent], strict=True):
             if isinstance(lost, ConnectionLost):
                 return lost
             if lost is None:

@@ -149,7 +149,10 @@ class AmqpPublisher:
 
     async def _together(self, pending: Pending, indexes: Sequence[int]) -> None:
         """Publish on the shared channel. The isolation publishes copies, and messages in doubt. Raises BrokerLost."""
-        if self._isolation.isolating_until > asyncio.get_running_loop().time():
+        isolating = self._isolation.isolating_until > asyncio.get_running_loop().time()
+        if pending.schedule is not None and (isolating or not indexes):
+            pending.schedule.on_written()  # The next batch need not wait for the isolation.
+        if isolating:
             return await self._isolation.publish(pending, indexes)
         together: list[int] = []
         copies: list[int] = []

@@ -315,7 +315,7 @@ class IntakeHandler(Keeping):
     def end(self) -> None:
         """See Handler."""
         super().end()
-        self._parcels.clear()
+        self._parcels, self._bytes = [], 0
         self.flush()
 
     async def _park_in_turn(self, stored: list[Classified]) -> None:

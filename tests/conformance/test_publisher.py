@@ -10,8 +10,11 @@ import pytest
 
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.broker.circuit_breaker import CircuitBreaker, Destination
+from delayer.broker.isolation import Isolation
+from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, NACKED, Schedule
+from delayer.core.message import CONFIRMED, NACKED, Schedule, Unanswered
 from tests.conformance.broker_world import (
     BOUND,
     Place,
@@ -20,6 +23,7 @@ from tests.conformance.broker_world import (
     no_route,
     numbered,
     publish_all,
+    relay_to,
     until_published,
 )
 from tests.support.fakes import until
@@ -161,6 +165,25 @@ async def test_messages_that_are_not_due_wait_also_beside_a_message_at_fault(pla
         assert codes(outcomes) == [CONFIRMED] * 3 + [404] + [CONFIRMED] * 8
         await until(lambda: len(arrived) == 11)
         assert not [body for body, at_ms in arrived if at_ms < due[int(body)]]
+
+
+async def test_doubtful_messages_of_several_destinations_wait_until_the_last_of_them_is_due(place: Place) -> None:
+    async with place.world("a", "b") as world, relay_to(place.address) as publishing:
+        at_a, at_b = await world.hand.watch("a"), await world.hand.watch("b")
+        seconds = 0.0
+        isolation = Isolation(publishing, timeout=BOUND)
+        isolation.breaker = CircuitBreaker(lambda: seconds)
+        for key in (b"a", b"b"):
+            isolation.breaker.open(Destination(b"", key), Unanswered(BOUND, b"", key))
+        seconds = 60.0  # Both breakers are half-open.
+        publisher = AmqpPublisher(publishing, isolation=isolation, confirm_timeout=BOUND)
+        due = [int(time.time() * 1000) + later for later in (0, 10, 20, 30, 300)]
+        batch = [message(n, key) for n, key in enumerate("abbba")]
+        assert await publisher.publish(batch, Schedule(due, lambda: time.time() * 1000)) == [CONFIRMED] * 5
+        await until(lambda: len(at_a) + len(at_b) == 5)
+        assert not [body for body, at_ms in at_a + at_b if at_ms < due[int(body)]]
+        await publisher.close()
+        isolation.close()
 
 
 async def test_without_a_connection(place: Place) -> None:
