@@ -1,8 +1,8 @@
 """Logs: one event name for each kind of event, one line for each event, and no secret in any of them. docs/events.md
 explains every name; a test compares that page with the code.
 
-Modules log through ``structlog.get_logger(__name__)``. Those that short commands load too log through the standard
-library, with the details as ``extra``, because structlog takes 40 ms to load. :func:`configure` sets the format, and
+Modules log through ``structlog.get_logger(__name__)``. structlog takes 40 ms to load. So modules that short commands
+load use the standard library instead, with the details as ``extra``. :func:`configure` sets the format, and
 sends the logs of libraries the same way. Logs go to stderr, because stdout belongs to the result of a command.
 
 Texts from outside (header values, names, the broker's texts) may hold line ends and terminal codes. Values are cleaned

@@ -45,7 +45,7 @@ async def fill(store: PostgresStore, count: int, lanes: int = 2, batch: int = 50
 async def everything(database: str) -> dict[int, tuple[Any, ...]]:
     """Every message of the store by its id: what it is, without its place. Fails if one is there twice.
 
-    Instants are microseconds. A segment keeps the instant of parking to the millisecond only.
+    Instants are epoch microseconds.
     """
     connection = await asyncpg.connect(database)
     found: dict[int, tuple[Any, ...]] = {}
@@ -59,7 +59,7 @@ async def everything(database: str) -> dict[int, tuple[Any, ...]]:
         await connection.close()
     for id, due_at, parked_at, *rest in rows:
         assert id not in found, f"message {id} is there twice"
-        found[id] = (round(due_at.timestamp() * 1e6), int(parked_at.timestamp() * 1e3), *rest)
+        found[id] = (round(due_at.timestamp() * 1e6), round(parked_at.timestamp() * 1e6), *rest)
     return found
 
 
