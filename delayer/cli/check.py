@@ -285,7 +285,7 @@ async def _store(report: Report, settings: Settings, mark: str) -> None:
     try:
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
         if (wrong := schema.outdated(seen.schema_found)) is None:
-            wrong_owner = await setup.mistaken(url)
+            wrong_owner, need = await setup.mistaken(url), await setup.lock_need(url)
     except StoreLost as lost:
         report.away("store", lost, lost.advice or STORE_RUNS)
         return
@@ -301,6 +301,7 @@ async def _store(report: Report, settings: Settings, mark: str) -> None:
         found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
         advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
         report.note("schema", found, advice)
+    _locks(report, need)
     _lanes(report, seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
@@ -311,6 +312,20 @@ async def _store(report: Report, settings: Settings, mark: str) -> None:
     if seen.segments.broken:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
         report.off("segments", found, "see docs/backlog.md; their bytes are kept")
+
+
+def _locks(report: Report, need: setup.LockNeed) -> None:
+    """Whether the server's lock table is large enough for all locks that the store may take at once."""
+    found = f"max_locks_per_transaction is {need.allowed}"
+    if need.enough:
+        report.ok("locks", f"{found}; needed: {need.needed}")
+        return
+    report.note(
+        "locks",
+        f"{found}; {need.lanes} lanes and {need.partitions} partitions may need {need.needed}",
+        f"ALTER SYSTEM SET max_locks_per_transaction = {need.needed}, and restart Postgres: a full lock table fails "
+        "transactions of every database of the server",
+    )
 
 
 def _lanes(report: Report, seen: stats.StoreOverview, mark: str) -> None:

@@ -1,4 +1,4 @@
-"""Locks of Postgres's lock table: few for each park, however many keys it has."""
+"""Locks of Postgres's lock table: few for each park, however many keys it has, and what `check` says of the table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import asyncpg
 import pytest
 
+from delayer.cli.check import Report, _locks
 from delayer.store import pool
 from delayer.store import postgres as parking
+from delayer.store.admin.setup import LockNeed, lock_need
 from delayer.store.rows import keys
 from tests.conformance.store_contract import parcel
 from tests.integration.test_store_lane import sql
@@ -61,3 +63,25 @@ async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(
         assert await admin.fetchval("SELECT count(*) FROM message") == total
         counted = dict(map(tuple, await admin.fetch("SELECT kind, n FROM counter")))
         assert counted == {"parked": 2 * total, "cancelled": total}
+
+
+async def test_the_size_of_the_lock_table(database: str) -> None:
+    found = await lock_need(database)
+    assert (found.allowed, found.lanes, found.enough) == (64, 4, True)
+    assert 200 < found.connections < 300
+    year = found._replace(partitions=370, lanes=4, connections=122)
+    assert 64 < year.needed < 256
+    assert not year.enough
+    report = Report()
+    _locks(report, year)
+    _locks(report, found)
+    small, large = report
+    assert (small.result, f"max_locks_per_transaction = {year.needed}" in small.advice) == ("note", True)
+    assert large.result == "ok"
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 40])
+def test_more_of_anything_needs_no_fewer_locks(lanes: int) -> None:
+    base = LockNeed(64, 122, 100, lanes)
+    for more in (base._replace(partitions=300), base._replace(lanes=lanes + 1), base._replace(connections=60)):
+        assert more.needed >= base.needed

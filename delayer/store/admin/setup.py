@@ -1,11 +1,15 @@
-"""What an operator sets up in a store beside its tables: the number of lanes, skipped ids, and the owner of the tables.
+"""What an operator sets up in a store beside its tables: the number of lanes, skipped ids, the server's lock table, and
+the owner of the tables.
 
-One role may upgrade the store and another one run the daemon (docs/security.md).
+One role may upgrade the store and another one run the daemon (docs/security.md). Postgres keeps the locks of a whole
+cluster in one table of fixed size: max_locks_per_transaction for each connection or process of the server. When it is
+full, a transaction of any database may fail with "out of shared memory".
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -15,6 +19,7 @@ from delayer.core.errors import StoreLost
 from delayer.store import pool
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.locks import ADD
+from delayer.store.rows.keys import LOCKS
 from delayer.store.schema import check
 
 _ORDINARY = "SELECT count(*) FROM lane WHERE route IS NULL"
@@ -80,6 +85,49 @@ async def _skip(connection: asyncpg.Connection, by: int) -> int:
         await connection.execute(_ALONE)
         last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
     return last + 1
+
+
+_LOCK_TABLE: Final = """
+SELECT current_setting('max_locks_per_transaction')::int,
+       (SELECT sum(setting::int) FROM pg_settings WHERE name IN ('max_connections', 'max_prepared_transactions',
+           'autovacuum_max_workers', 'max_worker_processes', 'max_wal_senders'))::int,
+       (SELECT count(*) FROM pg_inherits WHERE inhparent = 'message'::regclass), (SELECT count(*) FROM lane)
+"""
+
+
+class LockNeed(NamedTuple):
+    """``allowed``: max_locks_per_transaction, for each of ``connections``. At most ``lanes`` processes work at once."""
+
+    allowed: int
+    connections: int
+    partitions: int
+    lanes: int
+    parks: int = 4
+    """Parks of one process at once."""
+
+    @property
+    def needed(self) -> int:
+        """The max_locks_per_transaction for the worst case: every park has keys, and messages of every day.
+
+        Postgres keeps one entry for each locked object, and twice as many for each holder of one.
+        """
+        beside = 16  # Locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment.
+        of_days = 4 * self.partitions + beside  # Table and primary key, and the same of out-of-line bodies.
+        things = of_days + LOCKS + self.lanes
+        readers = 2 * of_days  # A dump or an export, and a command.
+        holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
+        usual = 64  # Postgres's default
+        return max(usual, math.ceil(max(things, holders / 2) / self.connections))
+
+    @property
+    def enough(self) -> bool:
+        return self.allowed >= self.needed
+
+
+async def lock_need(url: str) -> LockNeed:
+    """What the lock table has and needs. Raises StoreLost, BadStoreUrl."""
+    async with pool.opened(url, "delayer check", "look at the locks") as connection:
+        return LockNeed(*await connection.fetchrow(_LOCK_TABLE))
 
 
 _OWNERS: Final = """
