@@ -66,7 +66,7 @@ class Pending:
     schedule: Schedule | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     in_doubt: set[int] = field(default_factory=set)
-    """Published messages without an answer, while the broker answered nothing at all."""
+    """Published messages without an answer: the broker answered nothing at all, or the isolation was interrupted."""
 
     def unknown(self, indexes: Sequence[int]) -> list[int]:
         """Those of these messages that can be published again."""
@@ -134,6 +134,8 @@ class Isolation:
                 await self._settle(case)
         except (BrokerLost, TimeoutError) as lost:
             log.warning("isolation interrupted", messages=len(indexes), reason=str(lost) or "no answer in time")
+            # Not published once more: that is for whoever reads or claims them again.
+            pending.in_doubt.update(case.written - pending.outcomes.keys())
         for index in indexes if own else ():
             one = pending.batch[index]
             outcome: Outcome = NACKED  # The reader of a direct reply waits no longer either.
@@ -163,7 +165,6 @@ class Isolation:
                     probing = bool(fresh)
                     # Distinct tokens, because a return names only the token.
                     some = list({batch[index].token: index for index in reversed(ready[:size])}.values())[::-1]
-                    case.written.update(some)
                     lost = await self._published(case, connection, some, min(PATIENCE, case.until - _now()))
             if isinstance(lost, ConnectionLost) and not (case.alone and len(some) == 1):
                 probing, size = False, 1 if case.alone else FEW
@@ -241,6 +242,7 @@ class Isolation:
         BrokerLost if no message is the reason."""
         answers: Sequence[Outcome | None]
         lost: _Loss | None = None
+        case.written.update(some)
         try:
             answers = await self._on_channel(connection, [case.pending.batch[index] for index in some], seconds)
         except (ChannelClosed, ConnectionLost) as error:

@@ -222,6 +222,24 @@ async def test_a_cut_with_batches_in_flight(place: Place) -> None:
         assert set(there) == {b"first", *(one.body for batch in batches for one in batch)}
 
 
+async def test_a_cut_with_the_first_message_for_an_exchange_in_flight(place: Place) -> None:
+    """One call publishes it once. Whoever called decides whether it is published again."""
+    async with place.world("q") as world:
+        await world.hand.exchange("news", kind="topic", to_q="#")
+        assert await world.publisher.publish([message("first", "q")]) == [CONFIRMED]
+        arrived = await world.hand.watch("q")
+        world.network.stall(to_server=False)
+        publishing = asyncio.create_task(world.publisher.publish([message("in flight", "q", "news")]))
+        await until(lambda: len(arrived) == 2)
+        world.network.cut()
+        world.network.resume()
+        with pytest.raises(BrokerLost):
+            await publishing
+        assert await until_published(world.publisher, [message("next", "q", "news")]) == [CONFIRMED]
+        await until(lambda: arrived[-1][0] == b"next")
+        assert [body for body, _ in arrived] == [b"first", b"in flight", b"next"]
+
+
 async def test_a_broker_that_does_not_answer(place: Place) -> None:
     async with place.world("q") as world:
         assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
