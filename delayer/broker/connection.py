@@ -12,6 +12,7 @@ from typing import Final
 import structlog
 
 from delayer.amqp.address import Address
+from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.core.backoff import LogThrottle, pause
 from delayer.core.errors import BrokerLost
@@ -95,6 +96,20 @@ class ReconnectingConnection:
         connection.on_alarm(partial(_alarmed, name))
         self._others = [one for one in self._others if not one.closed.done()] + [connection]
         return connection
+
+    async def confirming_channel(self, connection: Connection, seconds: float | None) -> Channel:
+        """A new channel of ours or of :meth:`another`. Raises BrokerLost if the broker opens none within ``seconds``.
+
+        That drops the connection, except during a resource alarm: a channel that waits for a silent queue may keep the
+        broker from reading its connection.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await connection.confirming_channel()
+        except TimeoutError as late:
+            if not self.blocked:
+                connection.drop("the broker opened no channel in time")
+            raise BrokerLost("the broker opened no channel in time") from late
 
     async def close(self) -> None:
         """Close, and stop reconnecting. Safe to call twice, and before start."""

@@ -39,7 +39,8 @@ PATIENCE: Final = 2.0
 BRIEF: Final = 1.0
 """The same for doubtful destinations beside open breakers, because the whole batch waits."""
 CONNECTING: Final = 2.0
-"""Seconds for the second connection. Also all that the rest of a batch waits for messages that may end a connection."""
+"""Seconds to open the second connection, or a channel there. Also all that the rest of a batch waits for messages that
+may end a connection."""
 ISOLATING: Final = 10.0
 """After a message ended a connection, every batch is published here for so many seconds."""
 SPARE: Final = 0.1
@@ -257,7 +258,10 @@ class Isolation:
         """Publish on a channel that no other publish uses. Raises BrokerLost."""
         ours = connection is self._connection
         self._spare = [one for one in self._spare if not one.closed.done()]
-        channel = self._spare.pop() if ours and self._spare else await connection.confirming_channel()
+        if ours and self._spare:
+            channel = self._spare.pop()
+        else:
+            channel = await self._reconnecting.confirming_channel(connection, CONNECTING if ours else None)
         try:
             outcomes = await channel.publish(messages, timeout=seconds)
             if ours and len(self._spare) < FEW:

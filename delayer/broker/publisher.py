@@ -198,14 +198,7 @@ class AmqpPublisher:
         connection = await self._reconnecting.connection(pending.deadline - asyncio.get_running_loop().time())
         async with self._opening:
             if self._channel is None or self._channel.closed.done():
-                try:
-                    async with asyncio.timeout(self._timeout * SHARED):
-                        self._channel = await connection.confirming_channel()
-                except TimeoutError as late:
-                    if not self._reconnecting.blocked:
-                        # A channel that waits for a silent queue may keep the broker from reading its connection.
-                        connection.drop("the broker opened no channel in time")
-                    raise BrokerLost("the broker opened no channel in time") from late
+                self._channel = await self._reconnecting.confirming_channel(connection, self._timeout * SHARED)
             return self._channel
 
 

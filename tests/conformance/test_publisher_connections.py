@@ -162,6 +162,27 @@ async def test_without_a_second_connection(place: Place, monkeypatch: pytest.Mon
         assert reconnecting.connects == connects
 
 
+async def test_a_second_connection_that_opens_no_channel_is_replaced(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        place.world("q") as world,
+        Proxy(place.broker.port) as silent,
+        relay_to(place.behind(silent)) as behind,
+        relay_to(place.address) as reconnecting,
+    ):
+        await behind.connection(30)
+        silent.stall(to_client=False)
+        with monkeypatch.context() as first:
+            first.setattr(reconnecting, "another", behind.connection)
+            publisher = AmqpPublisher(reconnecting, confirm_timeout=4.0)
+            with pytest.raises(BrokerLost):
+                await publisher.publish([message(1, "q")])
+        assert await publisher.publish([message(2, "q")]) == [CONFIRMED]
+        assert reconnecting.connects == 1
+        assert await world.hand.drain("q") == [b"2"]
+
+
 async def test_a_permission_is_repaired(place: Place) -> None:
     """The breaker is half-open after a second: the next message is tried."""
     async with far_away(place, 0) as (world, reconnecting):
