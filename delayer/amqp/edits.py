@@ -50,10 +50,11 @@ from delayer.core.delay_headers import (
     UnreadableDelay,
     read_delay_ms,
 )
+from delayer.core.delay_sources import CONSULTED
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
 from delayer.core.message import SHORT_STRING, WINDOW_MS, Delivery, Outgoing, Parcel, Target
-from delayer.core.plan import CONSULTED, LATEST_MS
+from delayer.core.plan import LATEST_MS
 from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
 from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure
 

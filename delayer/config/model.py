@@ -21,7 +21,7 @@ from pydantic import (
 from delayer.config import values
 from delayer.config.errors import Expected, show
 from delayer.core.cascade import Cascade
-from delayer.core.delay_headers import DEFAULT_FORMS, DELAY_FORMS, is_form
+from delayer.core.delay_sources import DEFAULT_FORMS, SOURCES, is_form
 from delayer.core.secret import SecretUrl
 
 # Looking for plugins reads the metadata of all that is installed; and one would see URLs with their passwords.
@@ -63,7 +63,7 @@ class Intake(Table):
 
 
 def _delay_forms(value: object) -> tuple[str, ...]:
-    wanted = f"a list of {', '.join(DELAY_FORMS)} and json:/pointer, each at most once"
+    wanted = f"a list of {', '.join(SOURCES)} and json:/pointer, each at most once"
     if not isinstance(value, list | tuple):
         raise Expected(wanted)
     for at, one in enumerate(value):

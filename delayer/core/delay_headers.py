@@ -1,4 +1,4 @@
-"""Delays and due times from a message's headers or body, in whole milliseconds. Pure.
+"""Delays and due times from a message's headers, in whole milliseconds. Pure.
 
 All values round up, so nothing is ever early. Examples: half a millisecond of a float delay, the fourth digit of an RFC
 3339 fraction. Intake, release, imports and audit all use these functions.
@@ -6,23 +6,23 @@ All values round up, so nothing is ever early. Examples: half a millisecond of a
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import zlib
-from collections.abc import Mapping
-from datetime import date, timedelta
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from delayer.core.message import Timestamp
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
 # RFC 3339 section 5.6, with the lower-case letters and the space that its notes allow.
 _RFC3339 = re.compile(
-    r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,30}))?(?:[Zz]|([+-])(\d\d):(\d\d))", re.ASCII
+    r"(?P<year>\d{4})(?P<rest>-\d\d-\d\d[Tt ]\d\d:\d\d):(?P<second>\d\d)(?:\.(?P<fraction>\d{1,30}))?"
+    r"(?P<zone>[Zz]|[+-]\d\d:\d\d)",
+    re.ASCII,
 )
-_EPOCH_DAY: Final = date(1970, 1, 1).toordinal()
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class UnreadableDelay(ValueError):
@@ -92,6 +92,23 @@ def read_utc_ms(value: object) -> int | None:
     return None
 
 
+def read_eta_ms(value: object) -> int | None:
+    """The due time of Celery's ``eta`` in epoch ms, rounded up. Every task has the header; None if the task is not
+    delayed.
+
+    A time without a zone is UTC, as by Celery's setting ``enable_utc``. Raises UnreadableDelay.
+
+    >>> read_eta_ms("1970-01-01T00:00:01.000001"), read_eta_ms("1970-01-01T01:00:02+01:00"), read_eta_ms(None)
+    (1001, 2000, None)
+    """
+    if value is None:
+        return None
+    due_ms = read_utc_ms(value) if isinstance(value, str) else None
+    if due_ms is None:
+        raise UnreadableDelay(f"expected an instant in ISO 8601, found {shown(value)}")
+    return due_ms
+
+
 def read_delivery_time_ms(value: object) -> int:
     """The due time of ``x-opt-delivery-time`` in epoch ms. Integers that can only be seconds are refused: in
     milliseconds they are in 1970 to 1973, and the message would leave at once. Raises UnreadableDelay.
@@ -103,24 +120,17 @@ def read_delivery_time_ms(value: object) -> int:
 
 def _rfc3339_ms(text: str) -> int | None:
     found = _RFC3339.fullmatch(text)
-    if found is None:
+    if found is None or int(found["second"]) > 60:
         return None
-    year, month, day, hour, minute, second = (int(part) for part in found.groups()[:6])
-    fraction, sign, off_hour, off_minute = found.groups()[6:]
-    # A leap second (:60) is the first second of the next minute, since epoch time has no other value for it.
-    if hour > 23 or minute > 59 or second > 60:
-        return None
-    try:  # The calendar repeats after 400 years, and Python has no year 0.
-        days = date(year or 400, month, day).toordinal() - _EPOCH_DAY - (0 if year else 146_097)
+    # The calendar repeats after 400 years, and Python has no year 0.
+    year, ahead = (found["year"], 0) if found["year"] != "0000" else ("0400", 146_097 * 86_400)
+    try:
+        minute = datetime.fromisoformat(f"{year}{found['rest']}:00{found['zone'].upper()}")
     except ValueError:
         return None
-    offset = 0
-    if sign:
-        if int(off_hour) > 23 or int(off_minute) > 59:
-            return None
-        offset = (int(off_hour) * 60 + int(off_minute)) * (60 if sign == "+" else -60)
-    seconds = days * 86_400 + hour * 3600 + minute * 60 + second - offset
-    return seconds * 1000 + (math.ceil(Decimal("0." + fraction) * 1000) if fraction else 0)
+    # A leap second (:60) is the first second of the next minute, since epoch time has no other value for it.
+    seconds = (minute - _EPOCH) // timedelta(seconds=1) + int(found["second"]) - ahead
+    return seconds * 1000 + math.ceil(Decimal(f"0.{found['fraction'] or 0}") * 1000)
 
 
 def seconds_until(due_ms: int, now_ms: int) -> int:
@@ -143,72 +153,6 @@ def in_words(milliseconds: int) -> str:
         return f"{milliseconds // 86_400_000} days"
 
 
-LONGEST_BODY: Final = 64 << 20
-"""The most bytes of an unpacked body: a few kilobytes may unpack to gigabytes."""
-_GZIP_ONLY: Final = 16 + zlib.MAX_WBITS
-_MISSING: Final = object()
-
-
-def steps(pointer: str) -> tuple[str, ...]:
-    """The parts of a JSON pointer. Raises ValueError if it is not one.
-
-    >>> steps("/nextattempt/time"), steps("/a~1b/~0"), steps("")
-    (('nextattempt', 'time'), ('a/b', '~'), ())
-    """
-    if pointer and not pointer.startswith("/"):
-        raise ValueError(f'expected a JSON pointer such as "/nextattempt/time", found {shown(pointer)}')
-    return tuple(step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:])
-
-
-def instant_in_json_ms(body: bytes, pointer: str, encoding: bytes | None = None) -> int | None:
-    """The time at the pointer in epoch ms, rounded up; None if there is no value, or null.
-
-    It may be RFC 3339, the same without a zone (UTC), or integer epoch milliseconds. A body that is not JSON is an
-    error, because the publisher may have meant a due time. Raises UnreadableDelay.
-    """
-    value = _at(_parsed(body, encoding), steps(pointer))
-    if value is _MISSING or value is None:
-        return None
-    if (due_ms := read_utc_ms(value)) is None:
-        raise UnreadableDelay(
-            f"expected an instant in RFC 3339, the same without a zone in UTC, or integer epoch milliseconds, "
-            f"found {shown(value)}"
-        )
-    return due_ms
-
-
-def _parsed(body: bytes, encoding: bytes | None) -> Any:
-    plain = _unpacked(body) if encoding is not None and encoding.lower() in (b"gzip", b"x-gzip") else body
-    try:
-        return json.loads(plain)
-    except (ValueError, RecursionError):  # ValueError includes UnicodeDecodeError and integers of 5,000 digits.
-        raise UnreadableDelay(f"expected a JSON body, found {shown(plain[:40])}") from None
-
-
-def _unpacked(body: bytes) -> bytes:
-    unpacking = zlib.decompressobj(_GZIP_ONLY)
-    try:
-        plain = unpacking.decompress(body, LONGEST_BODY)
-    except zlib.error as error:
-        raise UnreadableDelay(f"expected a body in gzip, found other bytes: {error}") from error
-    if not unpacking.eof:
-        raise UnreadableDelay(
-            f"expected a whole body in gzip of at most {LONGEST_BODY} bytes, found a longer or a cut one"
-        )
-    return plain
-
-
-def _at(value: Any, path: tuple[str, ...]) -> Any:
-    for step in path:
-        if isinstance(value, dict) and step in value:
-            value = value[step]
-        elif isinstance(value, list) and step.isascii() and step.isdecimal() and int(step) < len(value):
-            value = value[int(step)]
-        else:
-            return _MISSING
-    return value
-
-
 DELAY: Final = b"x-delay"
 DELIVER_AT: Final = b"x-deliver-at"
 OPT_DELAY: Final = b"x-opt-delivery-delay"
@@ -222,22 +166,7 @@ KEY: Final = b"x-delay-key"
 CANCEL: Final = b"x-delay-cancel"
 RECEIVED_AT: Final = b"timestamp_in_ms"
 LAST_DUE: Final = b"x-delayer-due"
-
-RELATIVE: Final = {"x-delay": DELAY, "x-opt-delivery-delay": OPT_DELAY}
-ABSOLUTE: Final = {"x-deliver-at": DELIVER_AT, "x-opt-delivery-time": OPT_TIME}
-HEADERS: Final = RELATIVE | ABSOLUTE
-TIMESTAMP: Final = "timestamp"
-NSERVICEBUS: Final = "nservicebus"
-NSERVICEBUS_TIMEOUT: Final = "nservicebus-timeout"
-ROUTING_KEY_BITS: Final = "routing-key-bits"
-CELERY_ETA: Final = "celery-eta"
-JSON: Final = "json:"
-"""The prefix of a form that continues with a JSON pointer into the body."""
-DELAY_FORMS: Final = (
-    *RELATIVE, *ABSOLUTE, TIMESTAMP, NSERVICEBUS, NSERVICEBUS_TIMEOUT, ROUTING_KEY_BITS, CELERY_ETA,
-)  # fmt: skip
-"""All forms with a fixed name."""
-DEFAULT_FORMS: Final = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay")
+ETA: Final = b"eta"
 
 
 class DelayRequest(NamedTuple):
@@ -258,22 +187,47 @@ class DelayRequest(NamedTuple):
     chance: float = 0.0
 
 
-def is_form(name: object) -> bool:
-    """Whether ``name`` is a valid value of ``delay_from``."""
-    if not isinstance(name, str) or not name.startswith(JSON):
-        return name in DELAY_FORMS
-    try:
-        steps(name.removeprefix(JSON))
-    except ValueError:
-        return False
-    return True
+Asked = tuple[int | None, int | None]
+"""A delay in milliseconds, and a due time in epoch milliseconds. With both, the due time counts."""
+Source = Callable[[DelayRequest], Asked | None]
+"""Reads what a message asks for in one form; None if the message does not have that form. Raises UnreadableDelay."""
+
+_ABSENT: Final = object()
 
 
-def counted(delay_ms: int, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
-    """The due time of a relative delay, and the time from which it counts, both in epoch ms."""
-    if delay_ms <= 0:
+def _relative(header: bytes) -> Source:
+    def read(request: DelayRequest) -> Asked | None:
+        value = request.headers.get(header, _ABSENT)
+        return None if value is _ABSENT else (read_delay_ms(value), None)
+
+    return read
+
+
+def _absolute(header: bytes, read_ms: Callable[[object], int]) -> Source:
+    def read(request: DelayRequest) -> Asked | None:
+        value = request.headers.get(header, _ABSENT)
+        return None if value is _ABSENT else (None, read_ms(value))
+
+    return read
+
+
+OWN_SOURCES: Final[Mapping[str, Source]] = {
+    "x-delay": _relative(DELAY),
+    "x-deliver-at": _absolute(DELIVER_AT, read_instant_ms),
+    "x-opt-delivery-time": _absolute(OPT_TIME, read_delivery_time_ms),
+    "x-opt-delivery-delay": _relative(OPT_DELAY),
+}
+"""The headers of delayer and of AMQP 1.0 publishers, in the default order of a route. core/delay_sources.py has all."""
+
+
+def due_and_start_ms(asked: Asked, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
+    """The due time, and the time from which the wait for it counts, both in epoch ms."""
+    delay_ms, due_ms = asked
+    if due_ms is not None:
+        return due_ms, now_lower_ms
+    if delay_ms is None or delay_ms <= 0:
         # A delay of 0 means the lower bound of the clock: the time now_lower_ms has certainly been reached.
-        return now_lower_ms + delay_ms, now_lower_ms
+        return now_lower_ms + (delay_ms or 0), now_lower_ms
     stamp = _received_ms(request) if RECEIVED_AT in request.headers else None
     if stamp is None:
         return now_ms + delay_ms, max(now_ms, now_lower_ms)

@@ -13,28 +13,8 @@ from typing import Final, TypeVar
 
 from delayer.core import nservicebus
 from delayer.core.cascade import Cascade, delay_in_key
-from delayer.core.delay_headers import LAST_DUE, UnreadableDelay, read_utc_ms, shown
+from delayer.core.delay_headers import ETA, LAST_DUE, UnreadableDelay, read_eta_ms
 from delayer.core.message import Timestamp
-
-ETA: Final = b"eta"
-
-
-def eta_ms(value: object) -> int | None:
-    """The time of an ``eta`` header in epoch ms, rounded up. Every task has the header; None if the task is not
-    delayed.
-
-    A time without a zone is UTC, as by Celery's setting ``enable_utc``. Raises UnreadableDelay.
-
-    >>> eta_ms("1970-01-01T00:00:01.000001"), eta_ms("1970-01-01T01:00:02+01:00"), eta_ms(None)
-    (1001, 2000, None)
-    """
-    if value is None:
-        return None
-    due_ms = read_utc_ms(value) if isinstance(value, str) else None
-    if due_ms is None:
-        raise UnreadableDelay(f"expected an instant in ISO 8601, found {shown(value)}")
-    return due_ms
-
 
 T = TypeVar("T")
 X_DEATH: Final = b"x-death"
@@ -80,7 +60,7 @@ def _asked_ms(cascade: Cascade, headers: Mapping[bytes, object]) -> tuple[int | 
             # Messages that came from a timeout manager's store have Expire, and were sent long before.
             return _or_none(nservicebus.delayed_until_ms, headers), _or_none(nservicebus.expires_ms, headers)
         case "celery":
-            return (_or_none(eta_ms, headers.get(ETA)),)
+            return (_or_none(read_eta_ms, headers.get(ETA)),)
         case "delayer":
             due_ms = headers.get(LAST_DUE)
             return (due_ms if type(due_ms) is int else None,)

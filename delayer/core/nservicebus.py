@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Final, NamedTuple
 
 from delayer.core.delay_headers import UnreadableDelay, read_delay_ms, read_instant_ms, shown
-from delayer.core.message import as_bytes
+from delayer.core.message import SHORT_STRING, KeyGroup, as_bytes
 
 DELAY_IN_SECONDS: Final = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 TIME_SENT: Final = b"NServiceBus.TimeSent"
@@ -37,9 +36,13 @@ CONSULTED: Final = frozenset(
 
 Headers = Mapping[bytes, object]
 
-_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - The compared times have no zone either.
 # The format is yyyy-MM-dd HH:mm:ss:ffffff Z, with a colon before the microseconds, and always UTC.
 _INSTANT = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d):(\d{6}) Z", re.ASCII)
+
+
+TIMEOUT_FORM: Final = "nservicebus-timeout"
+"""The value of ``delay_from`` by which a route reads messages for a timeout manager."""
+_SAGA: Final = b"nservicebus-saga:%b:"
 
 
 class Timeout(NamedTuple):
@@ -57,20 +60,9 @@ def read_wire_instant_ms(value: object) -> int:
     """
     found = _INSTANT.fullmatch(value) if isinstance(value, str) else None
     try:
-        if found is not None:
-            return _epoch_ms(f"{found[1]}.{found[2]}")
+        return read_instant_ms(f"{found[1]}.{found[2]}Z" if found else None)
     except UnreadableDelay:
-        pass  # An impossible date, such as the 31st of February: the error below names this format.
-    raise UnreadableDelay(f"expected an instant like 2026-04-29 22:11:26:330982 Z, found {shown(value)}")
-
-
-def _epoch_ms(text: str) -> int:
-    """Epoch ms of a UTC time without a zone. Raises UnreadableDelay."""
-    try:
-        since = datetime.fromisoformat(text) - _EPOCH  # It takes a tenth of the time; imports read one for every row.
-    except ValueError:
-        return read_instant_ms(f"{text}Z")  # This accepts leap seconds too.
-    return (since.days * 86_400 + since.seconds) * 1000 - (-since.microseconds // 1000)
+        raise UnreadableDelay(f"expected an instant like 2026-04-29 22:11:26:330982 Z, found {shown(value)}") from None
 
 
 def delay_seconds(headers: Headers) -> int | None:
@@ -117,8 +109,16 @@ def timeout(headers: Headers) -> Timeout | None:
     )
 
 
-def cleared_saga(headers: Headers) -> bytes | None:
-    """The saga whose timeouts the message clears; None for any other message.
+def timeout_address(headers: Headers) -> bytes | None:
+    """The queue that a timeout names; None for any other message. Raises UnreadableDelay."""
+    asked = timeout(headers)
+    if asked is not None and len(asked.address) > SHORT_STRING:
+        raise UnreadableDelay(f"expected an address of at most {SHORT_STRING} bytes, found {len(asked.address)}")
+    return None if asked is None else asked.address
+
+
+def cleared_timeouts(headers: Headers) -> KeyGroup | None:
+    """The keys of the timeouts that a message clears; None for any other message.
 
     Raises UnreadableDelay if the message clears timeouts but names no saga.
     """
@@ -130,7 +130,17 @@ def cleared_saga(headers: Headers) -> bytes | None:
         raise UnreadableDelay(
             f"{CLEAR_TIMEOUTS.decode()}: expected a saga in {SAGA_ID.decode()}, found {shown(headers.get(SAGA_ID))}"
         )
-    return saga
+    return KeyGroup(_SAGA % saga)
+
+
+def timeout_key(headers: Headers, message_id: bytes | None, due_ms: int) -> bytes | None:
+    """The key of a saga's timeout, by which a saga can clear it. None without a saga, or without a message id: two
+    timeouts would share the key, and one of them would be lost."""
+    saga = saga_of(headers)
+    if EXPIRE not in headers or not message_id or saga is None:
+        return None
+    key = (_SAGA % saga) + b"%b:%d" % (message_id, due_ms)
+    return key if len(key) <= SHORT_STRING else None
 
 
 def saga_of(headers: Headers) -> bytes | None:

@@ -7,57 +7,39 @@ Start here to understand the system: this module decides, and all other modules 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Final, NamedTuple
+from functools import lru_cache
+from typing import Final, NamedTuple, TypeVar
 
 from delayer.core import nservicebus
-from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, delay_in_key, strip_prefix
+from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
 from delayer.core.delay_headers import (
-    ABSOLUTE,
     CANCEL,
-    DEFAULT_FORMS,
-    DELAY,
-    DELIVER_AT,
     EXCHANGE,
-    HEADERS,
-    JSON,
     KEY,
-    LAST_DUE,
-    NSERVICEBUS,
-    NSERVICEBUS_TIMEOUT,
-    OPT_DELAY,
-    OPT_TIME,
-    RECEIVED_AT,
-    RELATIVE,
     ROUTING_KEY,
-    ROUTING_KEY_BITS,
+    Asked,
     DelayRequest,
+    Source,
     UnreadableDelay,
-    counted,
+    due_and_start_ms,
     in_words,
-    instant_in_json_ms,
-    read_delay_ms,
-    read_delivery_time_ms,
-    read_instant_ms,
     seconds_until,
     shown,
 )
+from delayer.core.delay_sources import DEFAULT_FORMS, source_of
 from delayer.core.hold import Hold, too_late
-from delayer.core.levels import ETA, eta_ms
 from delayer.core.message import SHORT_STRING, KeyGroup, Target, as_bytes, is_direct_reply
-from delayer.core.retry_policy import Failure, NoFailure, Retry, failure, wait_ms
+from delayer.core.retry_policy import NoFailure, Retry, failure, wait_ms
 
 LATEST_MS: Final = 253_402_300_799_999
 """The end of the year 9999. Not every store, and not every program that reads one, accepts later times."""
-CONSULTED: Final = (
-    frozenset({DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL, RECEIVED_AT, LAST_DUE})
-    | frozenset({ETA})
-    | nservicebus.CONSULTED
-)
-"""The headers that :func:`decide` reads. Routes with ``retry`` also read retry_policy.CONSULTED."""
+
+
+T = TypeVar("T")
 
 
 class Mode(StrEnum):
@@ -82,11 +64,14 @@ class Route:
     retry: Retry | None = None
     paced: bool = False
     """Whether its messages are released at a limited rate. In store mode all of them are parked, also those due now."""
-    sagas: bool = field(init=False)
+    sources: tuple[tuple[str, Source], ...] = field(init=False, repr=False, compare=False)
+    """The readers of ``delay_from``, by form."""
+    sagas: bool = field(init=False, repr=False, compare=False)
     """Whether it reads NServiceBus timeouts, which have sagas and addresses of their own."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sagas", NSERVICEBUS_TIMEOUT in self.delay_from)
+        object.__setattr__(self, "sources", tuple((form, source_of(form)) for form in self.delay_from))
+        object.__setattr__(self, "sagas", nservicebus.TIMEOUT_FORM in self.delay_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +90,6 @@ class Policy:
 
     mode: Mode
     routes: Mapping[bytes, Route]
-    intake_queue: bytes
     max_delay_ms: int
     park_beyond_ms: int = 0
     keep_ms: int = 0
@@ -115,8 +99,6 @@ class Policy:
     publishing: bool = True
     own_queues: frozenset[bytes] = frozenset()
     own_exchanges: frozenset[bytes] = frozenset()
-    targets: dict[tuple[bytes, bytes], Target] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """The targets of messages that ask for none of their own, by exchange and routing key (see :func:`target_of`)."""
 
 
 class Refused(Exception):
@@ -125,15 +107,11 @@ class Refused(Exception):
 
 class EnterCascade(NamedTuple):
     """Publish to where the broker keeps the message until it is due, in ``seconds`` and ``rest_ms`` from now: the TTL
-    cascade or, on RabbitMQ 4.4, a queue.
-
-    ``failed``, here and below: the message is a queue's dead letter, and gets a note of the failure.
-    """
+    cascade or, on RabbitMQ 4.4, a queue."""
 
     due_ms: int
     seconds: int
     target: Target
-    failed: Failure | None = None
     rest_ms: int = 0
 
 
@@ -143,7 +121,6 @@ class Park(NamedTuple):
     due_ms: int
     target: Target
     key: bytes | None = None
-    failed: Failure | None = None
 
 
 class AtOnce(NamedTuple):
@@ -151,7 +128,6 @@ class AtOnce(NamedTuple):
 
     due_ms: int
     target: Target
-    failed: Failure | None = None
 
 
 class Soon(NamedTuple):
@@ -159,7 +135,6 @@ class Soon(NamedTuple):
 
     due_ms: int
     target: Target
-    failed: Failure | None = None
 
 
 class TooLate(NamedTuple):
@@ -214,45 +189,43 @@ def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: in
         return _retried(request, route, route.retry, policy, now_ms=now_ms, now_lower_ms=now_lower_ms)
     if CANCEL in headers:
         return Cancel(key_of(CANCEL, request, policy))
-    if route.sagas and (saga := cleared_of(request, policy)) is not None:
-        return Cancel(saga)
-    due = due_ms, from_ms = due_of(request, route, policy, now_ms, now_lower_ms)
+    if route.sagas and (cleared := _of_timeout(nservicebus.cleared_timeouts, headers)) is not None:
+        return Cancel(_stored(nservicebus.CLEAR_TIMEOUTS, cleared, policy))
+    asked = _asked(request, route)
+    due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
     if KEY in headers:
         # This holds for a message that is due at once too: only the store can delete the waiting one exactly.
         return Park(due_ms, target, key_of(KEY, request, policy))
-    if route.sagas and policy.mode is Mode.STORE and due_ms > from_ms:
-        key = saga_key_of(request, due_ms)
+    if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms:
+        key = nservicebus.timeout_key(headers, request.message_id, due_ms)
         if key is not None:
             return Park(due_ms, target, key)
-    return _carried(due, target, route, request, policy)
+    # A message that asks for no delay is never too late.
+    late_limit_ms = route.late_limit_ms if asked[0] is None or asked[0] > 0 else None
+    return _placed(due_ms, start_ms, target, route, policy, late_limit_ms=late_limit_ms)
 
 
-def _carried(
-    due: tuple[int, int],
-    target: Target,
-    route: Route,
-    request: DelayRequest,
-    policy: Policy,
-    *,
-    failed: Failure | None = None,
+def _placed(
+    due_ms: int, start_ms: int, target: Target, route: Route, policy: Policy, *, late_limit_ms: int | None
 ) -> Plan:
     """The plan for a message that may wait in the cascade or in the store."""
-    due_ms, from_ms = due
     stored = policy.mode is Mode.STORE
-    wait_ms = due_ms - from_ms
+    wait_ms = due_ms - start_ms
     if stored and (route.paced or not policy.publishing):
-        return Park(due_ms, target, None, failed)
+        return Park(due_ms, target)
     if wait_ms <= 0:
-        return (
-            _due_already(due_ms, from_ms, target, route, request) if failed is None else AtOnce(due_ms, target, failed)
-        )
+        hold = too_late(due_ms, start_ms, late_limit_ms)
+        return AtOnce(due_ms, target) if hold is None else TooLate(due_ms, target, hold)
     if wait_ms <= policy.keep_ms:
-        return Soon(due_ms, target, failed)
+        return Soon(due_ms, target)
     if stored and (wait_ms > policy.park_beyond_ms or wait_ms > policy.longest_native_ms):
-        return Park(due_ms, target, None, failed)
-    plan = _cascade(due_ms, from_ms, target, policy)
-    return plan if failed is None else plan._replace(failed=failed)
+        return Park(due_ms, target)
+    if wait_ms > policy.longest_native_ms:
+        expected = f"expected at most {policy.longest_native_ms // 1000} s, found {-(-wait_ms // 1000)} s"
+        raise Refused(f"the delay is too long for the cascade: {expected}")
+    seconds = seconds_until(due_ms, start_ms)
+    return EnterCascade(due_ms, seconds, target, wait_ms - seconds * 1000)
 
 
 def _retried(
@@ -263,172 +236,78 @@ def _retried(
         failed = failure(request.headers, retry)
     except NoFailure as none:
         raise Refused(str(none)) from none
-    target = Target(b"", retry.exhausted if failed.exhausted else failed.queue)
     # A retry goes to this one queue only: the keys of CC are ignored.
-    check_not_ours(target.exchange, target.routing_key, request._replace(copies=frozenset()), policy)
+    queue = retry.exhausted if failed.exhausted else failed.queue
+    target = _checked(b"", queue, request.exchange, policy.own_queues, policy.own_exchanges)
     due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, request.chance)
-    return _carried((due_ms, max(now_ms, now_lower_ms)), target, route, request, policy, failed=failed)
+    return _placed(due_ms, max(now_ms, now_lower_ms), target, route, policy, late_limit_ms=None)
 
 
-def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, request: DelayRequest) -> Plan:
-    hold = too_late(due_ms, now_ms, route.late_limit_ms)
-    if hold is None or wants_no_delay(request, route.delay_from, route.default_delay_ms):
-        return AtOnce(due_ms, target)
-    return TooLate(due_ms, target, hold)
+def _asked(request: DelayRequest, route: Route) -> Asked:
+    """What the message asks for in the first form that it has, or else the route's default."""
+    for form, read in route.sources:
+        try:
+            asked = read(request)
+        except UnreadableDelay as unreadable:
+            raise Refused(f"{form}: {unreadable}") from unreadable
+        if asked is not None:
+            return asked
+    return route.default_delay_ms, None
 
 
-def _cascade(due_ms: int, now_ms: int, target: Target, policy: Policy) -> EnterCascade:
-    seconds = seconds_until(due_ms, now_ms)
-    if (wait_ms := due_ms - now_ms) > policy.longest_native_ms:
-        found = f"expected at most {MAX_SECONDS} s, found {-(-wait_ms // 1000)} s"
-        raise Refused(f"the delay is too long for the cascade: {found}")
-    return EnterCascade(due_ms, seconds, target, None, due_ms - now_ms - seconds * 1000)
-
-
-def due_of(request: DelayRequest, route: Route, policy: Policy, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
+def _due(asked: Asked, request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
     """The due time, and the time from which the wait for it counts, both in epoch ms."""
-    form = ""
-    try:
-        for form in route.delay_from:
-            if (due := _declared(form, request, now_ms, now_lower_ms)) is not None:
-                break
-        else:
-            due = counted(route.default_delay_ms, request, now_ms, now_lower_ms)
-    except UnreadableDelay as unreadable:
-        raise Refused(f"{form}: {unreadable}") from unreadable
-    due_ms, from_ms = due
-    if due_ms - from_ms > policy.max_delay_ms or due_ms > LATEST_MS:
-        longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
-        found = in_words(due_ms - from_ms)
+    due_ms, start_ms = due_and_start_ms(asked, request, now_ms, now_lower_ms)
+    if due_ms - start_ms > policy.max_delay_ms or due_ms > LATEST_MS:
+        longest_ms = min(policy.max_delay_ms, LATEST_MS - start_ms)
+        found = in_words(due_ms - start_ms)
         raise Refused(f"the delay is too long: expected at most {in_words(longest_ms)}, found {found}")
     # A delay of minus a googol milliseconds is valid and means "at once"; as a time it would fit no header and no row.
-    return (due_ms if due_ms > 0 else 0), from_ms
-
-
-def _declared(form: str, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int] | None:
-    """The same two times in this form; None if the message does not have it. Raises UnreadableDelay."""
-    header = HEADERS.get(form)
-    if header is None:
-        return _of_others(form, request, now_ms, now_lower_ms)
-    if (value := request.headers.get(header, _ABSENT)) is _ABSENT:
-        return None
-    if form in ABSOLUTE:
-        return (read_delivery_time_ms if header == OPT_TIME else read_instant_ms)(value), now_lower_ms
-    return counted(read_delay_ms(value), request, now_ms, now_lower_ms)
-
-
-_ABSENT: Final = object()
-
-
-def wants_no_delay(request: DelayRequest, forms: Sequence[str], default_delay_ms: int) -> bool:
-    """Whether the message asks for a delay of 0 or less: it is meant to be delivered at once, and is never too late.
-
-    The message's headers must be readable.
-    """
-    form = next((form for form in forms if _declared(form, request, 0, 0) is not None), "")
-    if form in RELATIVE:
-        return read_delay_ms(request.headers[HEADERS[form]]) <= 0
-    seconds = 1
-    if form == NSERVICEBUS:
-        seconds = nservicebus.delay_seconds(request.headers) or 0
-    elif form == ROUTING_KEY_BITS:
-        seconds = delay_in_key(request.routing_key) or 0
-    return seconds <= 0 if form else default_delay_ms <= 0
-
-
-def _of_others(form: str, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int] | None:
-    """The due time in other systems' forms; None if the form is absent."""
-    due_ms: int | None = None
-    match form:
-        case "timestamp":
-            due_ms = None if request.timestamp is None else request.timestamp * 1000
-        case "nservicebus":
-            seconds = nservicebus.delay_seconds(request.headers)
-            due_ms = nservicebus.delayed_until_ms(request.headers)
-            if due_ms is None and seconds is not None:
-                return counted(seconds * 1000, request, now_ms, now_lower_ms)
-        case "nservicebus-timeout":
-            timeout = nservicebus.timeout(request.headers)
-            due_ms = None if timeout is None else timeout.due_ms
-        case "routing-key-bits":
-            seconds = delay_in_key(request.routing_key)
-            return None if seconds is None else counted(seconds * 1000, request, now_ms, now_lower_ms)
-        case "celery-eta":
-            due_ms = eta_ms(request.headers.get(ETA))
-        case _:
-            due_ms = instant_in_json_ms(request.body, form.removeprefix(JSON), request.content_encoding)
-    return None if due_ms is None else (due_ms, now_lower_ms)
+    return (due_ms if due_ms > 0 else 0), start_ms
 
 
 def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
-    if request.copies or route.sagas or not _TARGETS.isdisjoint(request.headers):
-        return _target_of(request, route, policy)
-    usual = request.exchange, request.routing_key
-    target = policy.targets.get(usual)
-    if target is None:
-        if len(policy.targets) >= MOST_TARGETS:
-            policy.targets.clear()
-        target = policy.targets[usual] = _target_of(request, route, policy)
-    return target
-
-
-_TARGETS: Final = frozenset({ROUTING_KEY, EXCHANGE})
-MOST_TARGETS: Final = 4096
-"""Targets that a policy remembers."""
-
-
-def _target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
-    exchange, routing_key = route.to, route.routing_key or (route.sagas and _address(request)) or request.routing_key
-    if routing_key.startswith((b"0.", b"1.")):
-        routing_key = strip_prefix(routing_key)
-    if ROUTING_KEY in request.headers:
-        routing_key = _short_string(ROUTING_KEY, request.headers[ROUTING_KEY])
-    if EXCHANGE in request.headers:
+    """The destination that the message asks for, or else that of its route."""
+    headers, exchange = request.headers, route.to
+    if ROUTING_KEY in headers:
+        routing_key = _short_string(ROUTING_KEY, headers[ROUTING_KEY])
+    else:
+        timeout = _of_timeout(nservicebus.timeout_address, headers) if route.sagas and not route.routing_key else None
+        routing_key = route.routing_key or timeout or request.routing_key
+        if routing_key.startswith((b"0.", b"1.")):
+            routing_key = strip_prefix(routing_key)
+    if EXCHANGE in headers:
         # RabbitMQ 4 has no valid reply for a longer name of a missing exchange: it ends the whole connection.
-        exchange = _short_string(EXCHANGE, request.headers[EXCHANGE], NAME_BYTES)
+        exchange = _short_string(EXCHANGE, headers[EXCHANGE], NAME_BYTES)
         if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
             raise Refused(
                 f"x-delay-exchange: exchange {_name(exchange)} is forbidden on this route: "
                 f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
             )
-    check_not_ours(exchange, routing_key, request, policy)
-    return Target(exchange, routing_key)
+    if request.copies and exchange == b"":
+        for copy in sorted(request.copies):  # At the default exchange the keys of CC are queues too.
+            _checked(b"", copy, request.exchange, policy.own_queues, policy.own_exchanges)
+    return _checked(exchange, routing_key, request.exchange, policy.own_queues, policy.own_exchanges)
 
 
-def _address(request: DelayRequest) -> bytes | None:
-    """The queue that a timeout names; None for any other message."""
-    if nservicebus.EXPIRE not in request.headers:
-        return None
-    try:
-        timeout = nservicebus.timeout(request.headers)
-    except UnreadableDelay as unreadable:  # If another form gave the due time, nothing has read this one before.
-        raise Refused(f"{NSERVICEBUS_TIMEOUT}: {unreadable}") from unreadable
-    if timeout is not None and len(timeout.address) > SHORT_STRING:
-        raise Refused(
-            f"{NSERVICEBUS_TIMEOUT}: expected an address of at most {SHORT_STRING} bytes, found {len(timeout.address)}"
-        )
-    return None if timeout is None else timeout.address
-
-
-def check_not_ours(exchange: bytes, routing_key: bytes, request: DelayRequest, policy: Policy) -> None:
-    """Raise Refused if the message would return at once and for ever, enter delayer's own queues, or end our
-    connection."""
+@lru_cache(maxsize=4096)  # Most messages have the target of an earlier one.
+def _checked(
+    exchange: bytes, routing_key: bytes, source: bytes, own_queues: frozenset[bytes], own_exchanges: frozenset[bytes]
+) -> Target:
+    """The target. Raises Refused if the message would return at once and for ever, enter delayer's own queues, or end
+    our connection."""
     if exchange != b"":
-        if exchange == request.exchange:
+        if exchange == source:
             raise Refused(_leads(exchange, routing_key, "back into the intake queue"))
-        if exchange in policy.own_exchanges:
+        if exchange in own_exchanges:
             raise Refused(_leads(exchange, routing_key, "into delayer's own exchanges"))
-        return
-    # At the default exchange every key is a queue, also the keys of CC.
-    for key in (routing_key, *sorted(request.copies)):
-        if key == policy.intake_queue:
-            raise Refused(_leads(exchange, key, "back into the intake queue"))
-        if key in policy.own_queues:
-            raise Refused(_leads(exchange, key, "into delayer's own queues"))
-        if is_direct_reply(exchange, key):
-            # Up to RabbitMQ 4.x an invalid key of this kind ends the connection, with all publishes in flight. A valid
-            # one is delivered, but the broker reports it as unroutable.
-            raise Refused(_leads(exchange, key, "to a direct reply, not to a queue"))
+    elif routing_key in own_queues:
+        raise Refused(_leads(exchange, routing_key, "into delayer's own queues"))
+    elif is_direct_reply(exchange, routing_key):
+        # Up to RabbitMQ 4.x an invalid key of this kind ends the connection, with all publishes in flight. A valid one
+        # is delivered, but the broker reports it as unroutable.
+        raise Refused(_leads(exchange, routing_key, "to a direct reply, not to a queue"))
+    return Target(exchange, routing_key)
 
 
 def _leads(exchange: bytes, routing_key: bytes, where: str) -> str:
@@ -441,43 +320,30 @@ def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
 
 
 def key_of(header: bytes, request: DelayRequest, policy: Policy) -> bytes:
-    if not policy.has_store:
-        raise Refused(f"{header.decode()}: {_NEEDS_STORE}")
-    key = _short_string(header, request.headers[header])
+    """The key in this header."""
+    key = _stored(header, _short_string(header, request.headers[header]), policy)
     if not key:
         raise Refused(f"{header.decode()}: expected a key, found an empty string")
     return key
 
 
-_SAGA: Final = b"nservicebus-saga:%b:"
-_NEEDS_STORE: Final = "keys and cancels need a store, but none is configured, or it is unreachable"
+K = TypeVar("K", bytes, KeyGroup)
 
 
-def cleared_of(request: DelayRequest, policy: Policy) -> KeyGroup | None:
-    """The key group of a saga whose timeouts the message clears; None for any other message."""
-    if nservicebus.CLEAR_TIMEOUTS not in request.headers:
-        return None
-    try:
-        saga = nservicebus.cleared_saga(request.headers)
-    except UnreadableDelay as unreadable:
-        raise Refused(f"{NSERVICEBUS_TIMEOUT}: {unreadable}") from unreadable
-    if saga is None:
-        return None
+def _stored(header: bytes, key: K, policy: Policy) -> K:
+    """The key or group of keys that a header names. Raises Refused where there is no store to know it."""
     if not policy.has_store:
-        raise Refused(f"{nservicebus.CLEAR_TIMEOUTS.decode()}: {_NEEDS_STORE}")
-    return KeyGroup(_SAGA % saga)
+        reason = "keys and cancels need a store, but none is configured, or it is unreachable"
+        raise Refused(f"{header.decode()}: {reason}")
+    return key
 
 
-def saga_key_of(request: DelayRequest, due_ms: int) -> bytes | None:
-    """The key of a saga's timeout, by which a saga can clear it. None without a saga, or without a message id: two
-    timeouts would share the key, and one of them would be lost."""
-    if nservicebus.EXPIRE not in request.headers or not request.message_id:
-        return None
-    saga = nservicebus.saga_of(request.headers)
-    if saga is None:
-        return None
-    key = (_SAGA % saga) + b"%b:%d" % (request.message_id, due_ms)
-    return key if len(key) <= SHORT_STRING else None
+def _of_timeout(read: Callable[[Mapping[bytes, object]], T], headers: Mapping[bytes, object]) -> T:
+    """Part of the headers for NServiceBus's timeout manager. Raises Refused."""
+    try:
+        return read(headers)
+    except UnreadableDelay as unreadable:
+        raise Refused(f"{nservicebus.TIMEOUT_FORM}: {unreadable}") from unreadable
 
 
 def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> bytes:

@@ -43,7 +43,6 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
     return Policy(
         mode=Mode(settings.mode),
         routes={route.source: route for route in routes},
-        intake_queue=settings.intake.queue.encode(),
         max_delay_ms=settings.intake.max_delay_ms,
         park_beyond_ms=settings.store.park_beyond_ms,
         keep_ms=KEEP_MS if settings.mode == "store" else NATIVE_KEEP_MS,

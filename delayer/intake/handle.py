@@ -28,6 +28,7 @@ from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Limits, too_late
 from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
 from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, Soon, TooLate, decide, has_key
+from delayer.core.retry_policy import failure
 from delayer.intake import replies
 from delayer.intake.consume import KEPT_BYTES, AckTracker, Dispatch, Handler, Publication, Session
 from delayer.intake.holding import Objection
@@ -116,17 +117,17 @@ def classify(
             f"found {len(delivery.properties)}",
         )
     route = policy.routes.get(delivery.exchange)
-    dead = route is not None and route.retry is not None
+    retry = None if route is None else route.retry
     try:
         properties = Properties.parse(delivery.properties)
-        ask = edits.asked(delivery, properties, dead=dead)
+        ask = edits.asked(delivery, properties, dead=retry is not None)
     except MalformedProperties as broken:
         return _unusable(delivery, f"malformed properties: {broken}")
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
     plan = decide(ask, policy, now_ms, now_lower_ms)
-    if dead and isinstance(plan, Park | EnterCascade | AtOnce | Soon) and plan.failed is not None:
-        noted = edits.failed(properties, plan.failed, max_properties)
+    if retry is not None and not isinstance(plan, Refuse):
+        noted = edits.failed(properties, failure(ask.headers, retry), max_properties)
         return delivery._replace(properties=noted), Properties.parse(noted), plan
     return delivery, properties, plan
 
@@ -347,8 +348,7 @@ class IntakeHandler(Keeping):
 
     async def _reply(self, asked: Sequence[replies.Asked], taken_out: frozenset[bytes]) -> None:
         """Answer cancels, except into delayer's own queues."""
-        policy, names = self._live.policy(), self._live.names()
-        ours = policy.own_queues | {policy.intake_queue, names.refused_exchange}
+        ours = self._live.policy().own_queues
         counted = [(ask, replies.outcome(ask, taken_out)) for ask in asked]
         answers = [replies.reply(ask, outcome, self._new_id()) for ask, outcome in counted if ask.reply_to not in ours]
         await replies.send(self._dispatch.publisher, answers)

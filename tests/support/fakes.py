@@ -330,7 +330,7 @@ class ScriptedStore:
 class ScriptedLive:
     """Satisfies ports.Live."""
 
-    in_force: Policy = field(default_factory=lambda: Policy(Mode.NATIVE, {}, b"delays", 86_400_000))
+    in_force: Policy = field(default_factory=lambda: Policy(Mode.NATIVE, {}, 86_400_000))
     places: Endpoints = field(default_factory=lambda: Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000))
     now: int = NOW
     width: int = 0

@@ -14,17 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core.delay_headers import (
-    LONGEST_BODY,
     UnreadableDelay,
     in_words,
-    instant_in_json_ms,
     read_delay_ms,
+    read_eta_ms,
     read_instant_ms,
     seconds_until,
     shown,
-    steps,
 )
-from delayer.core.levels import eta_ms
+from delayer.core.delay_sources import LONGEST_BODY, instant_in_json_ms, steps
 from delayer.core.message import Timestamp
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -219,13 +217,13 @@ def test_a_delay_in_words(milliseconds: int, words: str) -> None:
     ],
 )
 def test_an_eta(value: object, due_ms: int | None) -> None:
-    assert eta_ms(value) == due_ms
+    assert read_eta_ms(value) == due_ms
 
 
 @pytest.mark.parametrize("value", ["", "soon", "2026-11-21", 1_795_300_200, b"\xff", True, "2026-13-21T22:30:00"])
 def test_an_unreadable_eta(value: object) -> None:
     with pytest.raises(UnreadableDelay, match="expected an instant in ISO 8601, found"):
-        eta_ms(value)
+        read_eta_ms(value)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from delayer.core.nservicebus import (
     SAGA_ID,
     TIME_SENT,
     Timeout,
-    cleared_saga,
+    cleared_timeouts,
     delay_seconds,
     delayed_until_ms,
     read_wire_instant_ms,
@@ -159,11 +159,11 @@ def test_a_timeout_without_an_instant_or_an_address_is_unreadable(headers: dict[
     ],
 )
 def test_the_saga_of_cleared_timeouts(headers: dict[bytes, object], saga: bytes | None) -> None:
-    assert cleared_saga(headers) == saga
+    assert cleared_timeouts(headers) == (None if saga is None else b"nservicebus-saga:%b:" % saga)
 
 
 @pytest.mark.parametrize("saga", [None, "", "00000000-0000-0000-0000-000000000000", 5])
 def test_to_clear_the_timeouts_of_no_saga_is_unreadable(saga: object) -> None:
     assert saga_of({SAGA_ID: saga}) is None
     with pytest.raises(UnreadableDelay, match="expected a saga"):
-        cleared_saga({CLEAR_TIMEOUTS: "True", SAGA_ID: saga})
+        cleared_timeouts({CLEAR_TIMEOUTS: "True", SAGA_ID: saga})

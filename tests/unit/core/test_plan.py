@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core.delay_headers import DelayRequest
+from delayer.core.delay_sources import CONSULTED
 from delayer.core.message import Target, Timestamp
 from delayer.core.plan import (
-    CONSULTED,
     LATEST_MS,
     AtOnce,
     Cancel,
@@ -42,7 +42,6 @@ STRAIGHT = Route(b"", b"orders.out")
 STORE = Policy(
     Mode.STORE,
     {route.source: route for route in (ORDERS, MAIL, FIXED, STAMPED, OPEN, STRAIGHT)},
-    intake_queue=b"delays",
     max_delay_ms=3650 * DAY,
     own_queues=frozenset({b"delays", b"delays.due", b"level-00"}),
     own_exchanges=frozenset({b"shop.cascade"}),
@@ -215,11 +214,11 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (ask(b"open.in", says={"x-delay-exchange": "Shop.eu"}), STORE, "exchange 'Shop.eu' is forbidden"),
         (ask(b"open.in", says={"x-delay-exchange": None}), STORE, "x-delay-exchange: expected a string, found None"),
         # Loops.
-        (ask(b"mail.in", b"delays"), STORE, "leads back into the intake queue"),
-        (ask(b"mail.in", says={"x-delay-routing-key": "delays"}), STORE, "leads back into the intake queue"),
+        (ask(b"mail.in", b"delays"), STORE, "leads into delayer's own queues"),
+        (ask(b"mail.in", says={"x-delay-routing-key": "delays"}), STORE, "leads into delayer's own queues"),
         (ask(b"open.in", says={"x-delay-exchange": "open.in"}), replace(
             STORE, routes={b"open.in": replace(OPEN, allow_exchanges=("*",))}), "leads back into the intake queue"),
-        (ask(b"mail.in", copies=frozenset({b"x", b"delays"})), STORE, "key 'delays') leads back into the intake queue"),
+        (ask(b"mail.in", copies=frozenset({b"x", b"delays"})), STORE, "key 'delays') leads into delayer's own queues"),
         # What is delayer's own: a level would be stopped for everybody, an envelope would be believed.
         (ask(b"mail.in", b"delays.due"), STORE, "key 'delays.due') leads into delayer's own queues"),
         (ask(b"mail.in", b"1." * 28 + b"level-00"), NATIVE, "key 'level-00') leads into delayer's own queues"),
@@ -250,7 +249,7 @@ def test_refused(asked: DelayRequest, policy: Policy, reason: str) -> None:
 
 
 def cascade(seconds: int, due_ms: int, target: Target = OUT) -> EnterCascade:
-    return EnterCascade(due_ms, seconds, target, None, due_ms - NOW - seconds * 1000)
+    return EnterCascade(due_ms, seconds, target, due_ms - NOW - seconds * 1000)
 
 
 INBOX = Target(b"", b"inbox")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from delayer.core import retry_policy
 from delayer.core.cascade import routing_key
-from delayer.core.delay_headers import DEFAULT_FORMS, DELAY_FORMS, DelayRequest, is_form
+from delayer.core.delay_headers import DelayRequest
+from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, SOURCES, is_form
 from delayer.core.message import KeyGroup, Target, Timestamp
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
@@ -23,7 +24,6 @@ from delayer.core.nservicebus import (
     TIME_SENT,
 )
 from delayer.core.plan import (
-    CONSULTED,
     AtOnce,
     Cancel,
     EnterCascade,
@@ -32,8 +32,8 @@ from delayer.core.plan import (
     Policy,
     Refuse,
     Route,
+    TooLate,
     decide,
-    wants_no_delay,
 )
 from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure, Retry
 from tests.support.raw import wire_instant
@@ -46,7 +46,7 @@ RETRY = Retry(5_000, 2, HOUR_MS, 0.0, 3, b"parking-lot")
 NSB = Route(b"nsb", b"out", delay_from=("nservicebus",))
 LATER = Route(b"later", b"", delay_from=("x-delay", "nservicebus-timeout"))
 """Where a timeout may say the address of what another form says the instant of."""
-EVERY = Route(b"every", b"", delay_from=(*DELAY_FORMS, "json:/nextattempt/time"))
+EVERY = Route(b"every", b"", delay_from=(*SOURCES, "json:/nextattempt/time"))
 TIMEOUTS = Route(b"Sales.Timeouts", b"", delay_from=("nservicebus-timeout",))
 BITS = Route(b"bits", b"out", delay_from=("routing-key-bits",))
 CELERY = Route(b"celery", b"out", delay_from=("celery-eta",))
@@ -55,7 +55,6 @@ DEAD = Route(b"dead", b"", retry=RETRY)
 STORE = Policy(
     Mode.STORE,
     {route.source: route for route in (NSB, TIMEOUTS, LATER, EVERY, BITS, CELERY, MAILERQ, DEAD)},
-    intake_queue=b"delays",
     max_delay_ms=3650 * 24 * HOUR_MS,
     own_queues=frozenset({b"delays", b"delays.due"}),
 )
@@ -119,7 +118,7 @@ def test_the_digits_of_a_cascade_go() -> None:
         (ask(b"later", {b"x-delay": 5, EXPIRE: "x", REPLY_TO: "Sales"}), "nservicebus-timeout: NServiceBus.Timeout.E"),
         (ask(b"later", {b"x-delay": 5, EXPIRE: sent(-5)}), "nservicebus-timeout: expected the address of a queue"),
         (ask(b"Sales.Timeouts", {EXPIRE: sent(-5), REPLY_TO: "r" * 256}), "an address of at most 255 bytes, found 256"),
-        (ask(b"Sales.Timeouts", {EXPIRE: sent(-5), REPLY_TO: "delays"}), "leads back into the intake queue"),
+        (ask(b"Sales.Timeouts", {EXPIRE: sent(-5), REPLY_TO: "delays"}), "leads into delayer's own queues"),
         (ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True"}), "nservicebus-timeout: NServiceBus.ClearTimeouts"),
     ],
 )
@@ -184,33 +183,35 @@ def dead(retries: int | None = None, failed_in: str = "orders", **more: object) 
     return ask(b"dead", headers)
 
 
-def failed(retries: int, exhausted: bool = False) -> Failure:
-    return Failure(retries, b"orders", "rejected", NOW // 1000, b"shop", b"order.new", exhausted)
-
-
 BACK = Target(b"", b"orders")
 
 
 @pytest.mark.parametrize(
     ("asked", "policy", "plan"),
     [
-        (dead(), STORE, Park(NOW + 5_000, BACK, failed=failed(1))),
-        (dead(1), STORE, Park(NOW + 10_000, BACK, failed=failed(2))),
-        (dead(2), STORE, Park(NOW + 20_000, BACK, failed=failed(3))),
-        (dead(3), STORE, AtOnce(NOW, Target(b"", b"parking-lot"), failed(4, exhausted=True))),
-        (dead(3), replace(STORE, publishing=False), Park(NOW, Target(b"", b"parking-lot"), None, failed(4, True))),
-        (dead(2, "billing"), STORE, Park(NOW + 5_000, BACK, failed=failed(1))),  # it failed elsewhere before
-        (dead(), NATIVE, EnterCascade(NOW + 5_000, 5, BACK, failed(1))),
+        (dead(), STORE, Park(NOW + 5_000, BACK)),
+        (dead(1), STORE, Park(NOW + 10_000, BACK)),
+        (dead(2), STORE, Park(NOW + 20_000, BACK)),
+        (dead(3), STORE, AtOnce(NOW, Target(b"", b"parking-lot"))),
+        (dead(3), replace(STORE, publishing=False), Park(NOW, Target(b"", b"parking-lot"))),
+        (dead(2, "billing"), STORE, Park(NOW + 5_000, BACK)),  # it failed elsewhere before
+        (dead(), NATIVE, EnterCascade(NOW + 5_000, 5, BACK)),
         # It goes to this one queue: of what CC names nothing does.
         (dead()._replace(copies=frozenset({b"delays", b"delays.due"})), STORE,
-         Park(NOW + 5_000, BACK, failed=failed(1))),
+         Park(NOW + 5_000, BACK)),
         # What its publisher once asked for has been done.
         (dead()._replace(headers=dead().headers | {b"x-delay-cancel": "k"}), STORE,
-         Park(NOW + 5_000, BACK, failed=failed(1))),
+         Park(NOW + 5_000, BACK)),
     ],
 )  # fmt: skip
 def test_a_dead_letter_goes_back(asked: DelayRequest, policy: Policy, plan: object) -> None:
     assert decide(asked, policy, NOW) == plan
+
+
+@pytest.mark.parametrize(("before", "retries", "exhausted"), [(None, 1, False), (2, 3, False), (3, 4, True)])
+def test_the_failure_of_a_dead_letter(before: int | None, retries: int, exhausted: bool) -> None:
+    found = retry_policy.failure(dead(before).headers, RETRY)
+    assert found == Failure(retries, b"orders", "rejected", NOW // 1000, b"shop", b"order.new", exhausted)
 
 
 @pytest.mark.words
@@ -225,7 +226,7 @@ def test_a_dead_letter_goes_back(asked: DelayRequest, policy: Policy, plan: obje
         (ask(b"dead", dict(dead(1).headers) | {RETRIES: "1"}), "x-delayer-retries: expected a whole number, found '1'"),
         (dead(queue="q" * 256), "retry: expected x-death to name a queue of at most 255 bytes, found one of 256"),
         (dead(queue="ü" * 128), "found one of 256"),
-        (dead(queue="delays"), "leads back into the intake queue"),
+        (dead(queue="delays"), "leads into delayer's own queues"),
         (dead(queue="delays.due"), "leads into delayer's own queues"),
         (dead(queue="amq.rabbitmq.reply-to.g2EF.k"), "leads to a direct reply"),
     ],
@@ -292,7 +293,9 @@ def test_retries_never_come_sooner_than_the_one_before_nor_later_than_the_longes
     ],
 )
 def test_messages_without_a_delay_are_never_late(asked: DelayRequest, forms: tuple[str, ...], at_once: bool) -> None:
-    assert wants_no_delay(asked, forms, 0) is at_once
+    route = Route(b"x", b"out", delay_from=forms, late_limit_ms=0)
+    plan = decide(asked, replace(STORE, routes={b"x": route}), NOW + HOUR_MS)
+    assert isinstance(plan, AtOnce if at_once else TooLate | Park), plan
 
 
 # ---- the law
@@ -334,7 +337,7 @@ def test_every_message_has_a_plan(asked: DelayRequest, policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        *((form, True) for form in DELAY_FORMS),
+        *((form, True) for form in SOURCES),
         ("json:/nextattempt/time", True),
         ("json:", True),
         ("json:nextattempt", False),
@@ -344,4 +347,4 @@ def test_every_message_has_a_plan(asked: DelayRequest, policy: Policy) -> None:
 )
 def test_the_names_of_forms(name: object, known: bool) -> None:
     assert is_form(name) is known
-    assert set(DEFAULT_FORMS) <= set(DELAY_FORMS)
+    assert set(DEFAULT_FORMS) <= set(SOURCES)

@@ -31,8 +31,8 @@ from tests.unit.amqp.tables import properties
 
 ORDERS = Route(b"orders.in", b"orders.out")
 MAIL = Route(b"mail.in", b"")
-NATIVE = Policy(Mode.NATIVE, {route.source: route for route in (ORDERS, MAIL)}, b"delays", 10**12)
-STORE = Policy(Mode.STORE, NATIVE.routes, b"delays", 10**12)
+NATIVE = Policy(Mode.NATIVE, {route.source: route for route in (ORDERS, MAIL)}, 10**12)
+STORE = Policy(Mode.STORE, NATIVE.routes, 10**12)
 TARGET = Target(b"out", b"k")
 NAMES = Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000)
 
@@ -61,7 +61,7 @@ def test_parked_as_it_was_received() -> None:
 
 def test_the_end_of_a_saga_after_a_park_of_its_timeout_takes_a_step_of_its_own() -> None:
     route = Route(b"orders.in", b"", delay_from=("nservicebus-timeout",))
-    policy = Policy(Mode.STORE, {b"orders.in": route}, b"delays", 10**12)
+    policy = Policy(Mode.STORE, {b"orders.in": route}, 10**12)
     saga = entry(b"NServiceBus.SagaId", long_string(b"saga-1"))
     expire = says(b"NServiceBus.Timeout.Expire", wire_instant(NOW + 5000).encode())
     asks = delivery(1, saga, expire, says(b"NServiceBus.ReplyToAddress", b"Sales"))
@@ -76,7 +76,7 @@ def test_the_end_of_a_saga_after_a_park_of_its_timeout_takes_a_step_of_its_own()
 
 def test_a_dead_letter_goes_on_with_a_note_of_its_failure() -> None:
     retry = Retry(5000, 2, 60_000, 0, 3, b"parking-lot")
-    policy = Policy(Mode.STORE, {b"orders.in": Route(b"orders.in", b"", retry=retry)}, b"delays", 10**12)
+    policy = Policy(Mode.STORE, {b"orders.in": Route(b"orders.in", b"", retry=retry)}, 10**12)
     died = entry(b"x-death", array(table(says(b"queue", b"orders") + says(b"reason", b"rejected"))))
     [step] = work(delivery(1, died), policy=policy).steps
     [parcel] = step.parcels
@@ -237,7 +237,12 @@ class Parking:
 
 
 async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delivery) -> Acks:
-    policy = Policy(Mode.STORE, {b"in": Route(b"in", b"out")}, b"delays", 10_000, own_queues=frozenset({b"delays.due"}))
+    policy = Policy(
+        Mode.STORE,
+        {b"in": Route(b"in", b"out")},
+        10_000,
+        own_queues=frozenset({b"delays", b"delays.due", b"delays.refused"}),
+    )
     acks = Acks()
     await handled(acks, publisher, parking, policy, *batch)
     return acks

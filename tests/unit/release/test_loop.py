@@ -287,7 +287,7 @@ def test_the_rule(late_ms: int, limit_ms: int | None, held: bool) -> None:
 
 def policy(limit_ms: int | None, mode: Mode = Mode.STORE, **more: Any) -> Policy:
     route = Route(b"in", b"out", late_limit_ms=limit_ms, delay_from=("x-delay", "x-deliver-at", "timestamp"))
-    return Policy(mode, {b"in": route}, b"delays", 100 * 24 * HOUR, **more)
+    return Policy(mode, {b"in": route}, 100 * 24 * HOUR, **more)
 
 
 def ask(timestamp: int | None = None, **headers: object) -> DelayRequest:

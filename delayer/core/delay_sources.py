@@ -1,0 +1,169 @@
+"""The forms in which a message may say its delay (``delay_from``), as a table of their readers. Pure."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from delayer.core import nservicebus
+from delayer.core.cascade import delay_in_key
+from delayer.core.delay_headers import (
+    CANCEL,
+    DELAY,
+    DELIVER_AT,
+    ETA,
+    EXCHANGE,
+    KEY,
+    LAST_DUE,
+    OPT_DELAY,
+    OPT_TIME,
+    OWN_SOURCES,
+    RECEIVED_AT,
+    ROUTING_KEY,
+    Asked,
+    DelayRequest,
+    Source,
+    UnreadableDelay,
+    read_eta_ms,
+    read_utc_ms,
+    shown,
+)
+
+CONSULTED: Final = (
+    frozenset({DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL, RECEIVED_AT, LAST_DUE, ETA})
+    | nservicebus.CONSULTED
+)
+"""The headers that a plan reads. Routes with ``retry`` also read retry_policy.CONSULTED."""
+
+
+def _timestamp(request: DelayRequest) -> Asked | None:
+    return None if request.timestamp is None else (None, request.timestamp * 1000)
+
+
+def _nservicebus(request: DelayRequest) -> Asked | None:
+    seconds = nservicebus.delay_seconds(request.headers)
+    return None if seconds is None else (seconds * 1000, nservicebus.delayed_until_ms(request.headers))
+
+
+def _nservicebus_timeout(request: DelayRequest) -> Asked | None:
+    timeout = nservicebus.timeout(request.headers)
+    return None if timeout is None else (None, timeout.due_ms)
+
+
+def _routing_key_bits(request: DelayRequest) -> Asked | None:
+    seconds = delay_in_key(request.routing_key)
+    return None if seconds is None else (seconds * 1000, None)
+
+
+def _celery_eta(request: DelayRequest) -> Asked | None:
+    due_ms = read_eta_ms(request.headers.get(ETA))
+    return None if due_ms is None else (None, due_ms)
+
+
+SOURCES: Final[Mapping[str, Source]] = {
+    **OWN_SOURCES,
+    "timestamp": _timestamp,
+    "nservicebus": _nservicebus,
+    nservicebus.TIMEOUT_FORM: _nservicebus_timeout,
+    "routing-key-bits": _routing_key_bits,
+    "celery-eta": _celery_eta,
+}
+"""All forms with a fixed name."""
+DEFAULT_FORMS: Final = tuple(OWN_SOURCES)
+JSON: Final = "json:"
+"""The prefix of a form that continues with a JSON pointer into the body."""
+
+
+def source_of(form: str) -> Source:
+    """The reader of this value of ``delay_from``. Raises ValueError if it is none."""
+    if form in SOURCES:
+        return SOURCES[form]
+    if not form.startswith(JSON):
+        raise ValueError(f"expected one of {', '.join(SOURCES)} and json:/pointer, found {shown(form)}")
+    pointer = form.removeprefix(JSON)
+    steps(pointer)
+
+    def read(request: DelayRequest) -> Asked | None:
+        due_ms = instant_in_json_ms(request.body, pointer, request.content_encoding)
+        return None if due_ms is None else (None, due_ms)
+
+    return read
+
+
+def is_form(name: object) -> bool:
+    """Whether ``name`` is a valid value of ``delay_from``."""
+    if not isinstance(name, str):
+        return False
+    try:
+        source_of(name)
+    except ValueError:
+        return False
+    return True
+
+
+LONGEST_BODY: Final = 64 << 20
+"""The most bytes of an unpacked body: a few kilobytes may unpack to gigabytes."""
+_GZIP_ONLY: Final = 16 + zlib.MAX_WBITS
+_MISSING: Final = object()
+
+
+def steps(pointer: str) -> tuple[str, ...]:
+    """The parts of a JSON pointer. Raises ValueError if it is not one.
+
+    >>> steps("/nextattempt/time"), steps("/a~1b/~0"), steps("")
+    (('nextattempt', 'time'), ('a/b', '~'), ())
+    """
+    if pointer and not pointer.startswith("/"):
+        raise ValueError(f'expected a JSON pointer such as "/nextattempt/time", found {shown(pointer)}')
+    return tuple(step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:])
+
+
+def instant_in_json_ms(body: bytes, pointer: str, encoding: bytes | None = None) -> int | None:
+    """The time at the pointer in epoch ms, rounded up; None if there is no value, or null.
+
+    It may be RFC 3339, the same without a zone (UTC), or integer epoch milliseconds. A body that is not JSON is an
+    error, because the publisher may have meant a due time. Raises UnreadableDelay.
+    """
+    value = _at(_parsed(body, encoding), steps(pointer))
+    if value is _MISSING or value is None:
+        return None
+    if (due_ms := read_utc_ms(value)) is None:
+        raise UnreadableDelay(
+            f"expected an instant in RFC 3339, the same without a zone in UTC, or integer epoch milliseconds, "
+            f"found {shown(value)}"
+        )
+    return due_ms
+
+
+def _parsed(body: bytes, encoding: bytes | None) -> Any:
+    plain = _unpacked(body) if encoding is not None and encoding.lower() in (b"gzip", b"x-gzip") else body
+    try:
+        return json.loads(plain)
+    except (ValueError, RecursionError):  # ValueError includes UnicodeDecodeError and integers of 5,000 digits.
+        raise UnreadableDelay(f"expected a JSON body, found {shown(plain[:40])}") from None
+
+
+def _unpacked(body: bytes) -> bytes:
+    unpacking = zlib.decompressobj(_GZIP_ONLY)
+    try:
+        plain = unpacking.decompress(body, LONGEST_BODY)
+    except zlib.error as error:
+        raise UnreadableDelay(f"expected a body in gzip, found other bytes: {error}") from error
+    if not unpacking.eof:
+        raise UnreadableDelay(
+            f"expected a whole body in gzip of at most {LONGEST_BODY} bytes, found a longer or a cut one"
+        )
+    return plain
+
+
+def _at(value: Any, path: tuple[str, ...]) -> Any:
+    for step in path:
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isascii() and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return _MISSING
+    return value
