@@ -14,9 +14,9 @@ from delayer.core.message import Parcel, Target
 from delayer.core.topology import Queue, Topology, arguments
 from tests.faults.place import eventually
 from tests.integration.cli import Run
-from tests.integration.test_store_lane import sql
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Message, Props, Raw, array, number, text
+from tests.support.store import sql
 
 GOOD = 60
 TOKEN = b"amq.rabbitmq.reply-to.g2EF.k"

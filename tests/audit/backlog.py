@@ -13,8 +13,7 @@ from delayer.store.admin.stats import overview
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import codec
-from tests.conformance.store_contract import owned, parcel
-from tests.integration.test_store_lane import sql
+from tests.support.store import owned, parcel, sql
 
 FIRST_DAY = 10
 """From now; compaction takes what is due later than in 7 days."""

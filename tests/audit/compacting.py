@@ -17,7 +17,7 @@ from delayer.audit import compact, restore
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows.partitions import DAY_MS
 from tests.audit.backlog import fill
-from tests.integration.test_store_lane import opened, sql
+from tests.support.store import opened, sql
 
 WEEK_MS = 7 * DAY_MS
 ROWS = 250

@@ -17,10 +17,9 @@ from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted
 from tests.audit.backlog import fill
 from tests.audit.rows import properties
-from tests.conformance.store_contract import owned, parcel
-from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import WHY
 from tests.support.rows import put, row
+from tests.support.store import opened, owned, parcel, sql
 
 Findings = list[tuple[str, str, str, int]]
 """What is to be found: rule, severity, subject, count."""

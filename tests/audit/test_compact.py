@@ -16,9 +16,8 @@ from delayer.store.admin import actions
 from delayer.store.rows.partitions import DAY_MS, name_of
 from tests.audit.backlog import everything, lawful, segments_of
 from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, filled, pack, run_delayer
-from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import compact_all
-from tests.integration.test_store_lane import sql
+from tests.support.store import owned, parcel, sql
 
 pytestmark = pytest.mark.deadline(300)
 

@@ -25,8 +25,7 @@ from tests.audit.compacting import (
     until_quiet,
     until_stopped,
 )
-from tests.conformance.store_contract import owned
-from tests.integration.test_store_lane import sql
+from tests.support.store import owned, sql
 
 pytestmark = pytest.mark.deadline(300)
 

@@ -15,11 +15,10 @@ from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store.rows.partitions import DAY_MS
 from tests.audit.test_reading import execute, fetch
-from tests.conformance.store_contract import owned, parcel
-from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import WHY
 from tests.support.postgres import Postgres
 from tests.support.rows import compact
+from tests.support.store import opened, owned, parcel, sql
 
 PAGE = 8192
 ROWS, HELD = 900, 3

@@ -18,7 +18,7 @@ from delayer.store.admin import actions, detail
 from delayer.store.rows.partitions import DAY_MS
 from tests.audit.rows import said
 from tests.audit.test_job import audit
-from tests.integration.test_store_lane import sql
+from tests.support.store import sql
 
 pytestmark = pytest.mark.deadline(900)
 

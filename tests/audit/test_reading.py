@@ -20,10 +20,9 @@ from delayer.core.secret import SecretUrl
 from delayer.store import pool
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import compact
-from tests.conformance.store_contract import MANY, ROOM, owned, parcel
-from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import LATE, WHY
 from tests.support.postgres import Postgres
+from tests.support.store import MANY, ROOM, opened, owned, parcel, sql
 
 WEEK_MS = 7 * DAY_MS
 

@@ -15,10 +15,10 @@ from delayer.core.secret import SecretUrl
 from tests.audit.test_job import audit, violated
 from tests.audit.test_reading import execute, fetch, fill
 from tests.faults.place import eventually
-from tests.integration.test_store_lane import sql
 from tests.support.postgres import Postgres
 from tests.support.postgres_kinds import Standby
 from tests.support.rows import put, row
+from tests.support.store import sql
 
 READER = "auditor"
 LATE_MS = 58_000

@@ -13,8 +13,8 @@ from delayer.audit.findings import Report
 from delayer.core.secret import SecretUrl
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
-from tests.integration.test_store_lane import sql
 from tests.support.rabbitmq import RabbitMQ
+from tests.support.store import sql
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

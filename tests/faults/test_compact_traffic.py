@@ -20,10 +20,10 @@ from delayer.store import pool as session
 from delayer.store.admin import actions
 from delayer.store.admin.detail import Found
 from tests.faults.place import Place, eventually
-from tests.integration.test_store_lane import sql
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
 from tests.support.rows import everything
+from tests.support.store import sql
 
 SEED = 4_000
 NEAR, FAR = 1_500, 3_000

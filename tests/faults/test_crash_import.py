@@ -25,9 +25,9 @@ from delayer.core.lines import Line
 from delayer.core.message import Parcel, Target
 from delayer.imports import files
 from tests.integration.test_import_sql import NOON, Source, mariadb, source_of
-from tests.integration.test_store_lane import sql
 from tests.support.rows import conserved
 from tests.support.servers import Postgres
+from tests.support.store import sql
 
 __all__ = ["mariadb"]
 

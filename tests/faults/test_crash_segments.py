@@ -26,10 +26,10 @@ from tests.faults.scenes import Scenes, check, work_off
 from tests.faults.tables import PACKED, RESTORE, cases
 from tests.integration.segments_store import START_MS
 from tests.integration.segments_store import store as store_of
-from tests.integration.test_store_lane import sql
 from tests.support.fakes import NOW
 from tests.support.postgres import Postgres
 from tests.support.rows import compact, conserved, everything, packed, put, rows, waiting, without_lanes
+from tests.support.store import sql
 
 SEED = 30_000
 MESSAGES = 6_000

@@ -16,10 +16,10 @@ from delayer.store.admin.detail import Found
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
-from tests.integration.test_store_lane import sql
 from tests.support.fakes import NOW
 from tests.support.postgres import Postgres
 from tests.support.rows import compact, put, row, rows, waiting
+from tests.support.store import sql
 
 PAGE = 8192
 EMPTY, NOISE = bytes(PAGE), b"\xff" * PAGE

@@ -19,8 +19,8 @@ from delayer.core.message import CONFIRMED, Outcome, Outgoing, Schedule
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Release
 from delayer.store.postgres import PostgresStore
-from tests.integration.test_store_lane import opened
 from tests.support.fakes import Heartbeat, ScriptedLive
+from tests.support.store import opened
 
 
 class Publisher:

@@ -13,7 +13,7 @@ from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments.catalog import FOREVER_MS
-from tests.integration.test_store_lane import sql
+from tests.support.store import sql
 
 START_MS = 1_900_000_000_000 // DAY_MS * DAY_MS
 """The first instant of a day that is far away."""

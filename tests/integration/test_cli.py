@@ -12,11 +12,10 @@ from pamqp.common import FieldTable
 
 from delayer.cli import send
 from delayer.config.model import Settings
-from tests.conformance.store_contract import owned, parcel
 from tests.integration.cli import Run, channel_to, said, take
-from tests.integration.test_store_lane import opened, sql
 from tests.support.daemon import DaemonProcess
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.store import opened, owned, parcel, sql
 
 LEVELS = 28
 

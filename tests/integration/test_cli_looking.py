@@ -21,13 +21,12 @@ from delayer.core.message import Delivery, Parcel, Target
 from delayer.intake import set_aside
 from delayer.store.admin import detail
 from delayer.store.rows.partitions import DAY_MS
-from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
 from tests.integration.cli import Run, ids, take
-from tests.integration.test_store_lane import opened, sql
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.rows import compact, conserved, waiting
 from tests.support.servers import RabbitMQ
+from tests.support.store import opened, owned, parcel, sql
 from tests.unit.cli.test_start import STATUS, STORE, loaded
 
 HEADERS = Props(headers=((b"x-delay", number("l", 5)), (b"customer", text("7"))), delivery_mode=2, message_id=b"m-1")

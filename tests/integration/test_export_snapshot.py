@@ -18,9 +18,9 @@ from delayer.store.admin import exporting
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
-from tests.integration.test_store_lane import sql
 from tests.support.daemon import EXECUTABLE
 from tests.support.rows import compact, everything, put, rows
+from tests.support.store import sql
 
 WAITING = 3_000
 """Three pages of an export, and ten times what a pipe takes."""

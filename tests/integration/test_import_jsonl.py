@@ -29,15 +29,14 @@ from delayer.core.message import Parcel, Target
 from delayer.core.topology import Exchange, Topology
 from delayer.imports import files
 from delayer.store.rows.partitions import DAY_MS
-from tests.conformance.store_contract import owned
 from tests.integration.cli import Run
 from tests.integration.test_export_snapshot import hold
-from tests.integration.test_store_lane import opened, sql
 from tests.support.daemon import EXECUTABLE
 from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Props, array, number, text
 from tests.support.rows import compact, conserved
 from tests.support.servers import Postgres
+from tests.support.store import opened, owned, sql
 
 _CONTENT = "due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key"
 

@@ -24,10 +24,10 @@ from delayer.core.importing import CONSUMED, OWN, UNHELD
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.integration.cli import Run
-from tests.integration.test_store_lane import sql
 from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw, number, text, wire_instant
 from tests.support.rows import conserved
+from tests.support.store import sql
 
 DELAY = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 TIME_SENT = b"NServiceBus.TimeSent"

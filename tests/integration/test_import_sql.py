@@ -22,11 +22,11 @@ from delayer.imports.databases import database_url
 from tests.faults.place import eventually
 from tests.integration.cli import Run
 from tests.integration.test_import_jsonl import other_store
-from tests.integration.test_store_lane import sql
 from tests.support.daemon import EXECUTABLE
 from tests.support.mariadb import MariaDB
 from tests.support.rows import conserved
 from tests.support.servers import Postgres
+from tests.support.store import sql
 
 CREATE = {
     "postgresql": """CREATE TABLE "{name}" ("Id" uuid PRIMARY KEY, "Destination" character varying(200),

@@ -12,10 +12,9 @@ import asyncpg
 import pytest
 
 from delayer.store.admin.setup import raise_lanes
-from tests.conformance.store_contract import parcel, taken
 from tests.faults.place import eventually
 from tests.integration.lanes_shared import Process, migrated, running
-from tests.integration.test_store_lane import opened, sql
+from tests.support.store import opened, parcel, sql, taken
 
 BALANCED_SECONDS = 10.0
 LANES = 12

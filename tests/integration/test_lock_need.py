@@ -13,9 +13,8 @@ from delayer.store import pool
 from delayer.store import postgres as parking
 from delayer.store.admin.setup import LockNeed, lock_need
 from delayer.store.rows import keys
-from tests.conformance.store_contract import parcel
-from tests.integration.test_store_lane import sql
 from tests.support.postgres import Postgres
+from tests.support.store import parcel, sql
 
 LANE = parking.Placement(1, {}, 0)
 FAR_MS = 4_000_000_000_000

@@ -18,10 +18,9 @@ from delayer.release.restore import Restoring
 from delayer.store.admin.stats import overview
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import compact_all, eventually
 from tests.integration.lanes_shared import Process, running
-from tests.integration.test_store_lane import cut, opened, sql
+from tests.support.store import cut, opened, owned, parcel, sql
 
 HOUR_MS = 3_600_000
 

@@ -22,7 +22,6 @@ from delayer.store.errors import SchemaOutdated
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
 from tests.integration.rights import (
     DAEMON,
     DATABASE,
@@ -36,11 +35,11 @@ from tests.integration.rights import (
     statements_of,
     store,
 )
-from tests.integration.test_store_lane import sql
 from tests.support.fakes import WHY
 from tests.support.logged import capture_logs
 from tests.support.rows import compact, put, row
 from tests.support.servers import Postgres
+from tests.support.store import claim_when_due, owned, parcel, release_all, sql
 
 __all__ = ["page", "store"]
 

@@ -18,12 +18,11 @@ from delayer.store.admin.actions import When, cancel, reschedule
 from delayer.store.admin.detail import Found
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
-from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.faults.place import eventually
 from tests.integration.segments_store import START_MS, restore_all, store
-from tests.integration.test_store_lane import blocked, opened, sql
 from tests.support.fakes import LATE, WHY
 from tests.support.rows import compact, conserved, everything, put, row, rows, waiting
+from tests.support.store import MANY, ROOM, blocked, opened, owned, parcel, release_all, sql
 
 NO_ONE = {"parked": 0, "restored": 0, "released": 0, "cancelled": 0, "compacted": 0, "held": 0}
 

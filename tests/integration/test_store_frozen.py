@@ -18,9 +18,8 @@ import pytest
 
 from delayer.store import pool
 from delayer.store.rows import partitions
-from tests.conformance.store_contract import owned, parcel, release_all, taken
 from tests.faults.place import eventually
-from tests.integration.test_store_lane import blocked, opened, sql
+from tests.support.store import blocked, opened, owned, parcel, release_all, sql, taken
 
 CLAIMING = """
 import asyncio, sys

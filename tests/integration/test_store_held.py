@@ -12,9 +12,8 @@ from delayer.store import statements
 from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import When, reschedule
 from delayer.store.admin.stats import overview
-from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due, owned, parcel, release_all
-from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import NO_CONFIRM, WHY
+from tests.support.store import MANY, ROOM, bodies, claim_when_due, opened, owned, parcel, release_all, sql
 
 SOON_MS = 300
 

@@ -16,10 +16,9 @@ from delayer.store.admin.setup import raise_lanes
 from delayer.store.admin.stats import overview
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.postgres import PostgresStore
-from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
-from tests.integration.test_store_lane import blocked, opened, sql
 from tests.support.fakes import NO_CONFIRM, WHY
 from tests.support.rows import conserved
+from tests.support.store import MANY, ROOM, blocked, bodies, opened, owned, parcel, release_all, sql
 
 # In order: two hands that lock the same rows in different orders would meet in a ring.
 HURRY = "UPDATE held SET retry_at = now() WHERE id IN (SELECT id FROM held ORDER BY id FOR UPDATE)"

@@ -5,74 +5,36 @@ whole database goes away and comes back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
 
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.store import pool, schema, upgrades
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import application_of
-from delayer.store.postgres import PostgresStore
 from delayer.store.rows import envelope
-from tests.conformance.store_contract import (
-    MANY,
-    ROOM,
-    bodies,
-    claim_when_due,
-    free_lanes,
-    owned,
-    parcel,
-    release_all,
-    taken,
-)
 from tests.support.fakes import WHY
 from tests.support.proxy import Proxy
 from tests.support.rows import conserved
 from tests.support.servers import Postgres
-
-
-@asynccontextmanager
-async def opened(url: str, **options: Any) -> AsyncIterator[PostgresStore]:
-    if await schema.current(url) != schema.HEAD:
-        await upgrades.upgrade(url)
-    store = await PostgresStore.connect(url, **options)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-@asynccontextmanager
-async def sql(url: str) -> AsyncIterator[asyncpg.Connection]:
-    connection = await pool.connect(url, "test")
-    try:
-        yield connection
-    finally:
-        await pool.close(connection)
-
-
-async def cut(url: str, application: str) -> None:
-    """End the server processes behind ``application`` and wait until they are gone."""
-    async with sql(url) as admin:
-        of = "FROM pg_stat_activity WHERE application_name = $1"
-        assert await admin.fetchval(f"SELECT bool_and(pg_terminate_backend(pid, 5000)) {of}", application)
-
-
-async def blocked(admin: asyncpg.Connection, query: str) -> None:
-    """Wait until a session waits for a lock in such a statement. ``admin`` is in no transaction."""
-    waits = (
-        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1"
-        " AND datname = current_database()"
-    )
-    async with asyncio.timeout(20):
-        while not await admin.fetchval(waits, query):
-            pass
+from tests.support.store import (
+    MANY,
+    ROOM,
+    blocked,
+    bodies,
+    claim_when_due,
+    cut,
+    free_lanes,
+    opened,
+    owned,
+    parcel,
+    release_all,
+    sql,
+    taken,
+)
 
 
 async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> None:

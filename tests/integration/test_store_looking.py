@@ -18,13 +18,12 @@ from delayer.store.admin.detail import Found
 from delayer.store.admin.listing import BEGINNING
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
-from tests.conformance.store_contract import owned, parcel
 from tests.integration.segments_store import START_MS, store
 from tests.integration.test_store_acting import NO_ONE
-from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import WHY
 from tests.support.raw import Props, text
 from tests.support.rows import Row, compact, conserved, everything, put, row, rows, waiting
+from tests.support.store import opened, owned, parcel, sql
 
 FAR_MS = START_MS + 900 * DAY_MS
 """Beyond every partition: in the default one."""

@@ -18,9 +18,8 @@ from delayer.store import pool as session
 from delayer.store import postgres
 from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAY_MS
-from tests.conformance.store_contract import owned, parcel, release_all
-from tests.integration.test_store_lane import blocked, opened, sql
 from tests.support.rows import put, row
+from tests.support.store import blocked, opened, owned, parcel, release_all, sql
 
 
 @asynccontextmanager

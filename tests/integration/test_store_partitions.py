@@ -8,9 +8,8 @@ import pytest
 
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS, Making, name_of
-from tests.conformance.store_contract import bodies, owned, parcel, release_all
-from tests.integration.test_store_lane import opened, sql
 from tests.support.logged import capture_logs
+from tests.support.store import bodies, opened, owned, parcel, release_all, sql
 
 BY_DAY = "SELECT floor(extract(epoch FROM due_at) / 86400)::int AS day, count(*) AS n FROM {} GROUP BY 1"
 COUNT = "SELECT tableoid::regclass::text AS name, count(*) AS n FROM message GROUP BY 1 ORDER BY 1"

@@ -18,10 +18,9 @@ from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from tests.conformance.store_contract import ROOM, owned, parcel
-from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import WHY
 from tests.support.servers import Postgres
+from tests.support.store import ROOM, opened, owned, parcel, sql
 
 DAYS = 40
 LANES = 4

@@ -15,7 +15,7 @@ from delayer.store.admin.stats import overview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
-from tests.integration.test_store_lane import sql
+from tests.support.store import sql
 
 
 async def test_partitions_of_a_day_have_the_storage_options_of_the_default_one(database: str) -> None:

@@ -22,10 +22,9 @@ from delayer.store.segments import compact as compacting
 from delayer.store.segments.catalog import FOREVER_MS
 from delayer.store.segments.codec import Packed, SegmentBroken
 from delayer.store.segments.compact import Window
-from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
 from tests.integration.segments_store import START_MS, apart, restore_all, store
-from tests.integration.test_store_lane import opened, sql
 from tests.support.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
+from tests.support.store import claim_when_due, opened, owned, parcel, release_all, sql
 
 
 def strange() -> list[Row]:

@@ -16,10 +16,9 @@ from delayer.store import pool, statements
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows.partitions import DAY_MS
-from tests.conformance.store_contract import ROOM, owned, parcel
-from tests.integration.test_store_lane import opened, sql
 from tests.integration.test_store_plan import FEW, fill
 from tests.support.fakes import WHY
+from tests.support.store import ROOM, opened, owned, parcel, sql
 
 TIMES = 15
 CANCEL = "DELETE FROM message WHERE"

@@ -14,12 +14,11 @@ from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS, DAYS_AHEAD, name_of
 from delayer.store.segments import compact
-from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.faults.place import compact_all, eventually
 from tests.integration.segments_store import apart
-from tests.integration.test_store_lane import opened, sql
 from tests.support.logged import capture_logs
 from tests.support.postgres import Postgres
+from tests.support.store import bodies, opened, owned, parcel, release_all, sql
 
 KEPT = b"x" * 500
 ROWS = 3_000

@@ -9,10 +9,9 @@ import pytest
 
 from delayer.store.admin import setup
 from delayer.store.admin.setup import FAR, skip_ids
-from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
 from tests.integration.cli import Run
-from tests.integration.test_store_lane import opened, sql
+from tests.support.store import opened, owned, parcel, sql
 
 WAITS = """
     SELECT EXISTS (

@@ -9,10 +9,9 @@ from delayer.core.horizon import DAY, HOUR, MINUTE
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import RESTORED_MS, overview, restored_ms
 from delayer.store.rows.partitions import DAY_MS
-from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.faults.place import compact_all
-from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import WHY
+from tests.support.store import MANY, ROOM, opened, owned, parcel, sql
 
 
 async def test_lanes_counters_and_what_is_next(database: str) -> None:

@@ -15,8 +15,7 @@ from delayer.broker.ports import Lane
 from delayer.store.admin import traffic
 from delayer.store.admin.traffic import Traffic
 from delayer.store.postgres import PostgresStore
-from tests.conformance.store_contract import owned, parcel
-from tests.integration.test_store_lane import opened, sql
+from tests.support.store import opened, owned, parcel, sql
 
 PIECES = 5
 

@@ -1,0 +1,118 @@
+"""Stores as daemons open them, their lanes, and the messages that tests park there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import asyncpg
+
+from delayer.broker.ports import Lane, Store
+from delayer.core.message import Due, Parcel, Target
+from delayer.store import pool, schema, upgrades
+from delayer.store.postgres import PostgresStore
+
+MANY = 1_000_000
+ROOM = 1 << 30
+
+
+def parcel(due_ms: int, body: bytes = b"body", **more: Any) -> Parcel:
+    """A message like any other."""
+    values: dict[str, Any] = {
+        "route": b"delayer.in",
+        "exchange": b"delayer.in",
+        "routing_key": b"orders.eu",
+        "target": Target(b"delayer.out", b"orders.eu"),
+        "properties": b"\x10\x00\x02",
+    }
+    return Parcel(due_ms=due_ms, body=body, **(values | more))
+
+
+async def free_lanes(store: Store, count: int = MANY) -> list[Lane]:
+    """Take up to ``count`` free lanes without a route."""
+    taken: list[Lane] = []
+    for seen in (await store.look()).lanes:
+        if seen.route is None and not seen.owned and len(taken) < count:
+            lane = await store.take(seen.number)
+            if lane is not None:
+                taken.append(lane)
+    return taken
+
+
+async def taken(store: Store, number: int) -> Lane:
+    """Take this lane as soon as it is free."""
+    while (lane := await store.take(number)) is None:
+        pass
+    return lane
+
+
+@asynccontextmanager
+async def owned(store: Store, count: int = 1) -> AsyncIterator[list[Lane]]:
+    """Lanes of ``store``, released in the end."""
+    async with AsyncExitStack() as stack:
+        lanes = await free_lanes(store, count)
+        for lane in lanes:
+            stack.push_async_callback(lane.release)
+        yield lanes
+
+
+async def claim_when_due(lane: Lane, limit: int = MANY, max_bytes: int = ROOM) -> list[Due]:
+    """Sleep as a release loop does, until a claim brings something."""
+    while True:
+        await lane.wait(lane.sleep_hint())
+        rows = await lane.windows[0].claim(limit, max_bytes)
+        if rows:
+            return rows
+
+
+async def release_all(lane: Lane) -> list[Due]:
+    """Release whatever is due now."""
+    released: list[Due] = []
+    while rows := await lane.windows[0].claim(MANY, ROOM):
+        await lane.windows[0].settle(rows, [])
+        released += rows
+    return released
+
+
+def bodies(rows: Sequence[Due]) -> list[bytes]:
+    return [due.parcel.body for due in rows]
+
+
+@asynccontextmanager
+async def opened(url: str, **options: Any) -> AsyncIterator[PostgresStore]:
+    if await schema.current(url) != schema.HEAD:
+        await upgrades.upgrade(url)
+    store = await PostgresStore.connect(url, **options)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def sql(url: str) -> AsyncIterator[asyncpg.Connection]:
+    connection = await pool.connect(url, "test")
+    try:
+        yield connection
+    finally:
+        await pool.close(connection)
+
+
+async def cut(url: str, application: str) -> None:
+    """End the server processes behind ``application`` and wait until they are gone."""
+    async with sql(url) as admin:
+        of = "FROM pg_stat_activity WHERE application_name = $1"
+        assert await admin.fetchval(f"SELECT bool_and(pg_terminate_backend(pid, 5000)) {of}", application)
+
+
+async def blocked(admin: asyncpg.Connection, query: str) -> None:
+    """Wait until a session waits for a lock in such a statement. ``admin`` is in no transaction."""
+    waits = (
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1"
+        " AND datname = current_database()"
+    )
+    async with asyncio.timeout(20):
+        while not await admin.fetchval(waits, query):
+            pass
