@@ -158,6 +158,8 @@ class Connection(asyncio.Protocol):
         self._opened = False
         self.cluster = ""
         """The name of the broker's cluster, the same on all of its nodes. "" if the broker does not send it."""
+        self.version: tuple[int, ...] = ()
+        """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
         self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
         self._outlet = Outlet(loop)
         self._pulse = Pulse(loop, self._outlet, self.drop)
@@ -378,7 +380,9 @@ class Connection(asyncio.Protocol):
             self._hang_up()
 
     async def _log_in(self, address: Address, name: str, heartbeat: float) -> None:
-        self.cluster, self._limits = await self._dialogue.greet(address, name, heartbeat)
+        properties, self._limits = await self._dialogue.greet(address, name, heartbeat)
+        self.cluster = handshake.server_text(properties, "cluster_name")
+        self.version = handshake.server_version(properties)
         self._parser.frame_max = self._limits.frame_max
         await self._dialogue.enter(self._limits, address.vhost)
         self._opened = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -50,10 +51,15 @@ def start_ok(start: commands.Connection.Start, address: Address, name: str) -> c
     )
 
 
-def cluster_of(start: commands.Connection.Start) -> str:
-    """The name of the broker's cluster; "" if the broker does not send it."""
-    name = start.server_properties.get("cluster_name") if isinstance(start.server_properties, dict) else None
-    return name if isinstance(name, str) else ""
+def server_text(properties: object, name: str) -> str:
+    """A text in the broker's properties, such as ``cluster_name``; "" if the broker does not send it."""
+    value = properties.get(name) if isinstance(properties, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def server_version(properties: object) -> tuple[int, ...]:
+    """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
+    return tuple(int(part) for part in re.findall(r"\d+", server_text(properties, "version"))[:3])
 
 
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> Limits:
@@ -79,12 +85,12 @@ class Dialogue:
         self._write = write
         self._reply: tuple[type[Frame], asyncio.Future[Frame]] | None = None
 
-    async def greet(self, address: Address, name: str, heartbeat: float) -> tuple[str, Limits]:
-        """Log in. Returns the name of the broker's cluster, and the limits. Raises AccessRefused."""
+    async def greet(self, address: Address, name: str, heartbeat: float) -> tuple[object, Limits]:
+        """Log in. Returns the broker's properties, and the limits. Raises AccessRefused."""
         start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
         hello = start_ok(start, address, name)
         tune = await self._ask(framing.marshal(hello, 0), commands.Connection.Tune)
-        return cluster_of(start), agree(tune, heartbeat)
+        return start.server_properties, agree(tune, heartbeat)
 
     async def enter(self, limits: Limits, vhost: str) -> None:
         """Agree to the limits, and open the virtual host."""

@@ -1,52 +1,40 @@
-"""Administration of a broker, over aio-pika: declare, verify, show, bind, remove. Not for the hot path.
+"""Administration of a broker, over aio-pika: verify, inspect, bind, remove. Not for the hot path.
 
-It reads topologies as values. Parts that another system owns (``shared``) are declared if missing and never removed.
+It reads topologies as values. Parts that another system owns (``shared``) are never removed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import NamedTuple, Self
 
-from aiormq.exceptions import (
-    ChannelClosed,
-    ChannelLockedResource,
-    ChannelNotFoundEntity,
-    ChannelPreconditionFailed,
-)
+from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
 from pamqp.commands import Basic as BasicMethods
+from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
 from delayer.amqp.address import Address
-from delayer.broker.admin_connection import DELAYS_FROM, AdminConnection
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
+from delayer.broker.admin_connection import AdminConnection
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import COUNTS_AGE, Management
-from delayer.broker.pipelined_admin import (
-    ExchangeDelete,
-    QueueDelete,
-    binding_frame,
-    exchange_frame,
-    exchange_look,
-    queue_frame,
-    queue_look,
-    unbinding_frame,
-)
+from delayer.broker.pipelined_admin import DELAYS_FROM, QueueDelete, Unjudged, declaration, exchange_look, queue_look
 from delayer.broker.verify import Finding, Verifier
-from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
+from delayer.core.topology import Binding, Exchange, Topology
 
 Delayed = Callable[[Collection[str]], Awaitable[dict[str, int | None]]]
 """See :meth:`Admin.delayed`."""
 
 
-PROBE_MS: Final = 500
-"""How far ahead the message lies that asks whether the broker delays."""
-PROBE_LATE_MS: Final = 1_500
-"""How late that message may be, on a busy broker, before the broker counts as one that does not delay."""
+class ExchangeDelete(Unjudged, ExchangeMethods.Delete): ...
+
+
+class ExchangeUnbind(Unjudged, ExchangeMethods.Unbind): ...
+
+
+class QueueUnbind(Unjudged, QueueMethods.Unbind): ...
 
 
 class QueueState(NamedTuple):
@@ -126,7 +114,14 @@ class Remover:
 
     async def _unbind(self, binding: Binding) -> None:
         """Remove a binding. If its destination is gone, the binding is gone too."""
-        _raise_unless_gone(await self._connection.ask(unbinding_frame(binding)))
+        source, key, destination = binding.source, binding.key, binding.destination
+        _raise_unless_gone(
+            await self._connection.ask(
+                QueueUnbind(queue=destination, exchange=source, routing_key=key)
+                if binding.destination_kind == "queue"
+                else ExchangeUnbind(destination=destination, source=source, routing_key=key)
+            )
+        )
 
     async def _remove_queue(self, name: str) -> bool:
         """Remove a queue. Returns False if it has new messages, and so stays."""
@@ -197,36 +192,6 @@ class Admin:
         """The name of the broker's cluster; "" if the broker does not send it."""
         return self._connection.cluster
 
-    async def declare(self, topology: Topology) -> None:
-        """Declare the topology; existing parts stay as they are.
-
-        Raises TopologyMismatch with every part that differs. Then nothing is bound, because bindings between wrong
-        parts could route messages anywhere. Raises BrokerRefused if a part was removed meanwhile, or a queue's node is
-        down: then a retry may help.
-        """
-        wrong = [await self._declare_exchange(exchange) for exchange in topology.exchanges]
-        wrong += [await self._declare_queue(queue) for queue in topology.queues]
-        if not any(wrong):
-            wrong = [await self._declare_binding(binding) for binding in topology.bindings]
-        if mismatches := [mismatch for mismatch in wrong if mismatch is not None]:
-            raise TopologyMismatch(mismatches)
-
-    async def _declare_exchange(self, wanted: Exchange) -> Mismatch | None:
-        answer = await self._connection.ask(exchange_frame(wanted))
-        return _mismatch("exchange", wanted.name, wanted, answer)
-
-    async def _declare_queue(self, wanted: Queue) -> Mismatch | None:
-        answer = await self._connection.ask(queue_frame(wanted))
-        found = _mismatch("queue", wanted.name, wanted, answer)
-        if found is None:
-            return None
-        state = await queue_state(self._connection, wanted.name)
-        return replace(found, messages=state and state.messages)
-
-    async def _declare_binding(self, wanted: Binding) -> Mismatch | None:
-        answer = await self._connection.ask(binding_frame(wanted))
-        return _mismatch("binding", wanted.source, wanted, answer)
-
     async def verify(self, topology: Topology) -> list[Finding]:
         """Compare the broker with the topology, without changes. All is well if no finding has severity "error".
 
@@ -267,41 +232,9 @@ class Admin:
         except (BrokerRefused, BrokerUnreachable):
             return None
 
-    async def why_no_delays(self, exchange: str, name: str) -> str:
-        """Why the broker cannot delay messages for us. "" if a message half a second ahead came back on time.
-
-        It goes through ``exchange`` to a queue of its own, ``name`` and a number, which lasts a minute at most.
-        """
-        if self._connection.version < DELAYS_FROM:
-            return f"RabbitMQ {'.'.join(map(str, self._connection.version))} delays no messages"
-        probe = Queue(f"{name}-{secrets.token_hex(8)}", arguments({"x-queue-type": "quorum", "x-expires": 60_000}))
-        await self.declare(Topology((), (probe,), (Binding(exchange, probe.name, "queue", probe.name),)))
-        due_ms = time.time_ns() // 1_000_000 + PROBE_MS
-        late_ms = 0
-        properties = BasicMethods.Properties(headers={"x-opt-delivery-time": due_ms}, delivery_mode=2)
-        try:
-            await self._connection.call(
-                lambda channel: channel.basic_publish(
-                    b"", exchange=exchange, routing_key=probe.name, properties=properties, mandatory=True
-                )
-            )
-            while not await self._took(probe.name):
-                if (late_ms := time.time_ns() // 1_000_000 - due_ms) > PROBE_LATE_MS:
-                    return "a message that the broker delayed by half a second did not come back in time"
-                await asyncio.sleep(0.02)
-            late_ms = time.time_ns() // 1_000_000 - due_ms
-        finally:
-            await self._connection.ask(QueueDelete(queue=probe.name))
-        return "" if late_ms >= 0 else "the broker delays no messages, or its clock is ahead of ours"
-
-    async def _took(self, queue: str) -> bool:
-        """Whether a message was taken from the queue."""
-        found = await self._connection.call(lambda channel: channel.basic_get(queue, no_ack=True))
-        return isinstance(found.delivery, BasicMethods.GetOk)
-
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
         """Bind a queue. Returns False if the queue or exchange is missing, or another connection owns the queue."""
-        answer = await self._connection.ask(binding_frame(Binding(exchange, queue, "queue", key)))
+        answer = await self._connection.ask(declaration(Binding(exchange, queue, "queue", key)))
         return not isinstance(answer, ChannelLockedResource) and _exists(answer)
 
     async def may_consume(self, queue: str) -> bool:
@@ -330,16 +263,6 @@ class Admin:
         unacknowledged messages, and those in a dead-letter worker, so stop the daemon first.
         """
         return await Remover(self._connection, topology, self.delayed, force=force).run()
-
-
-def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch | None:
-    """The mismatch that an answer reports; None for a success. An operator must
-    resolve it. Raises BrokerRefused for any other refusal."""
-    if not isinstance(answer, ChannelClosed):
-        return None
-    if not isinstance(answer, ChannelPreconditionFailed | ChannelLockedResource):
-        raise BrokerRefused(f"{kind} {name!r}: {answer}") from answer
-    return Mismatch(kind, name, str(wanted), str(answer))
 
 
 def _exists(answer: object) -> bool:

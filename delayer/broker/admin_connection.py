@@ -7,24 +7,23 @@ does not reconnect on purpose: an administrator wants to know that it is gone.
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 import aio_pika
 import aio_pika.connection
 from aio_pika.abc import AbstractChannel, AbstractConnection
+from aiormq import exceptions as driver
 from aiormq.channel import Channel as Wire
 from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
 from pamqp.base import Frame
 
 from delayer.amqp.address import Address
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, translated
+from delayer.amqp.handshake import server_text, server_version
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 
 T = TypeVar("T")
-
-DELAYS_FROM: Final = (4, 3)
-"""The first version of RabbitMQ whose quorum queues delay messages: returned ones, and from 4.4 on published ones."""
 
 
 class AdminConnection:
@@ -54,17 +53,17 @@ class AdminConnection:
     @property
     def cluster(self) -> str:
         """The name of the broker's cluster; "" if the broker does not send it."""
-        return self._said("cluster_name")
+        return server_text(self._properties, "cluster_name")
 
     @property
     def version(self) -> tuple[int, ...]:
         """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
-        return tuple(int(part) for part in re.findall(r"\d+", self._said("version"))[:3])
+        return server_version(self._properties)
 
-    def _said(self, name: str) -> str:
+    @property
+    def _properties(self) -> object:
         transport = self._connection.transport
-        value = transport.connection.server_properties.get(name) if transport is not None else None
-        return value if isinstance(value, str) else ""
+        return None if transport is None else transport.connection.server_properties
 
     async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
         """Run one method of the driver's channel.
@@ -119,3 +118,36 @@ def _prepared(address: Address, name: str) -> aio_pika.Connection:
     if address.tls is not None and address.server_name is not None:
         connection.kwargs["server_hostname"] = address.server_name
     return connection
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Turn the driver's errors into ours. ``where`` names the broker: host, port, vhost.
+
+    A ChannelClosed passes unchanged. It is the broker's answer to one call, and only the caller knows the question.
+    """
+    try:
+        yield
+    except driver.ChannelClosed:
+        raise
+    except (driver.ProbableAuthenticationError, driver.AuthenticationError) as error:
+        raise BrokerRefused(f"{where}: the login was refused: {_text(error)}") from error
+    except driver.ConnectionNotAllowed as error:
+        raise BrokerRefused(f"{where}: {_text(error)}") from error
+    except driver.InvalidFrameError as error:
+        # If opening the vhost failed, the driver hides the broker's connection.close in this error.
+        if "Connection.OpenOk" in str(error):
+            raise BrokerRefused(f"{where}: the vhost does not exist, or this user may not enter it") from error
+        raise BrokerUnreachable(f"{where}: does not speak AMQP 0-9-1: {_text(error)}") from error
+    except driver.ConnectionClosed as error:
+        raise BrokerUnreachable(f"{where}: the broker closed the connection: {_text(error)}") from error
+    except TimeoutError as error:
+        raise BrokerUnreachable(f"{where}: no answer in time") from error
+    except (driver.AMQPConnectionError, OSError) as error:
+        raise BrokerUnreachable(f"{where}: {_text(error)}") from error
+    except (driver.AMQPError, driver.ChannelInvalidStateError) as error:
+        raise BrokerUnreachable(f"{where}: the channel is gone: {_text(error)}") from error
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Errors of a broker, and their translation from the driver's errors.
+"""Errors of a broker.
 
     BrokerLost (core)
     └─ BrokerUnreachable   there is no connection, it broke, or no answer came in time: try again later
@@ -11,8 +11,7 @@ The texts contain no password: they name host, port and vhost only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from delayer.core.errors import BrokerLost
@@ -52,38 +51,3 @@ class TopologyMismatch(Exception):
     def __init__(self, mismatches: Sequence[Mismatch]) -> None:
         self.mismatches = tuple(mismatches)
         super().__init__("; ".join(str(mismatch) for mismatch in self.mismatches))
-
-
-@contextmanager
-def translated(where: str) -> Iterator[None]:
-    """Turn the driver's errors into ours. ``where`` names the broker: host, port, vhost.
-
-    A ChannelClosed passes unchanged. It is the broker's answer to one call, and only the caller knows the question.
-    """
-    from aiormq import exceptions as driver  # noqa: PLC0415 - 30 ms, for commands that only need our errors' names.
-
-    try:
-        yield
-    except driver.ChannelClosed:
-        raise
-    except (driver.ProbableAuthenticationError, driver.AuthenticationError) as error:
-        raise BrokerRefused(f"{where}: the login was refused: {_text(error)}") from error
-    except driver.ConnectionNotAllowed as error:
-        raise BrokerRefused(f"{where}: {_text(error)}") from error
-    except driver.InvalidFrameError as error:
-        # If opening the vhost failed, the driver hides the broker's connection.close in this error.
-        if "Connection.OpenOk" in str(error):
-            raise BrokerRefused(f"{where}: the vhost does not exist, or this user may not enter it") from error
-        raise BrokerUnreachable(f"{where}: does not speak AMQP 0-9-1: {_text(error)}") from error
-    except driver.ConnectionClosed as error:
-        raise BrokerUnreachable(f"{where}: the broker closed the connection: {_text(error)}") from error
-    except TimeoutError as error:
-        raise BrokerUnreachable(f"{where}: no answer in time") from error
-    except (driver.AMQPConnectionError, OSError) as error:
-        raise BrokerUnreachable(f"{where}: {_text(error)}") from error
-    except (driver.AMQPError, driver.ChannelInvalidStateError) as error:
-        raise BrokerUnreachable(f"{where}: the channel is gone: {_text(error)}") from error
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -1,4 +1,6 @@
-"""Short requests to a broker with delayer's own AMQP client, pipelined: declare, check, and count.
+"""Short requests to a broker with delayer's own AMQP client, pipelined: declare, count, probe.
+
+The daemon uses these, because a switch of its mode waits for them, and commands that an operator waits for.
 
 pamqp accepts only the names that AMQP 0-9-1 allows. RabbitMQ accepts any 255 bytes of UTF-8, and users need them, so
 these frames leave the check to the broker.
@@ -7,10 +9,11 @@ these frames leave the check to the broker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from pamqp.base import Frame
 from pamqp.commands import Exchange as ExchangeMethods
@@ -19,93 +22,60 @@ from pamqp.commands import Queue as QueueMethods
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import ACCESS_REFUSED, AccessRefused, ChannelClosed
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.core.cascade import LEVELS, Cascade
-from delayer.core.topology import Binding, Exchange, Queue, Topology
+from delayer.amqp.errors import PRECONDITION_FAILED, RESOURCE_LOCKED, AccessRefused, ChannelClosed
+from delayer.amqp.properties import encode_headers, entry, int64
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
+from delayer.core.delay_headers import OPT_TIME
+from delayer.core.message import Delivery, Outgoing
+from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 
 
-@dataclass(frozen=True, slots=True)
-class LevelState:
-    """One level of a cascade. ``depth``: messages ready in its queue, None if the queue is missing."""
-
-    level: int
-    name: str
-    ttl_ms: int
-    depth: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class CascadeDepths:
-    """The output of ``topology show``. ``queues``: depths of the queues around the cascade, None for a missing one.
-    ``hidden``: queues that the broker does not show to this user; their depths are None too."""
-
-    kind: str
-    delivery: str
-    levels: tuple[LevelState, ...]
-    queues: dict[str, int | None]
-    hidden: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as a dict, for ``--json``."""
-        return asdict(self)
-
-
-class _Unjudged:
+class Unjudged:
     """A frame without pamqp's check of names; the broker checks them."""
 
     def validate(self) -> None:
         return
 
 
-class ExchangeDeclare(_Unjudged, ExchangeMethods.Declare): ...
+class ExchangeDeclare(Unjudged, ExchangeMethods.Declare): ...
 
 
-class ExchangeDelete(_Unjudged, ExchangeMethods.Delete): ...
+class ExchangeBind(Unjudged, ExchangeMethods.Bind): ...
 
 
-class ExchangeBind(_Unjudged, ExchangeMethods.Bind): ...
+class QueueDeclare(Unjudged, QueueMethods.Declare): ...
 
 
-class ExchangeUnbind(_Unjudged, ExchangeMethods.Unbind): ...
+class QueueDelete(Unjudged, QueueMethods.Delete): ...
 
 
-class QueueDeclare(_Unjudged, QueueMethods.Declare): ...
+class QueueBind(Unjudged, QueueMethods.Bind): ...
 
 
-class QueueDelete(_Unjudged, QueueMethods.Delete): ...
+_ANSWERS: Final[dict[type[Frame], type[Frame]]] = {
+    ExchangeDeclare: ExchangeMethods.DeclareOk,
+    ExchangeBind: ExchangeMethods.BindOk,
+    QueueDeclare: QueueMethods.DeclareOk,
+    QueueDelete: QueueMethods.DeleteOk,
+    QueueBind: QueueMethods.BindOk,
+}
 
 
-class QueueBind(_Unjudged, QueueMethods.Bind): ...
+def declaration(wanted: Exchange | Queue | Binding) -> Frame:
+    """The method that declares a part of a topology.
 
-
-class QueueUnbind(_Unjudged, QueueMethods.Unbind): ...
-
-
-def exchange_frame(wanted: Exchange) -> ExchangeDeclare:
-    return ExchangeDeclare(
-        exchange=wanted.name, exchange_type=wanted.type, durable=wanted.durable, arguments=dict(wanted.arguments)
-    )
-
-
-def queue_frame(wanted: Queue) -> QueueDeclare:
-    """A declaration. pamqp sends an integer in the smallest type that holds it: 64 bits for the TTLs from level 22 up.
-
-    The broker compares values without their integer types, so declarations of other systems' clients are equal to ours.
+    pamqp sends an integer argument in the smallest type that holds it: 64 bits for the TTLs from level 22 up. The
+    broker compares values without their integer types, so declarations of other systems' clients are equal to ours.
     """
-    return QueueDeclare(queue=wanted.name, durable=wanted.durable, arguments=dict(wanted.arguments))
-
-
-def binding_frame(wanted: Binding) -> QueueBind | ExchangeBind:
+    if isinstance(wanted, Exchange):
+        return ExchangeDeclare(
+            exchange=wanted.name, exchange_type=wanted.type, durable=wanted.durable, arguments=dict(wanted.arguments)
+        )
+    if isinstance(wanted, Queue):
+        return QueueDeclare(queue=wanted.name, durable=wanted.durable, arguments=dict(wanted.arguments))
     if wanted.destination_kind == "queue":
         return QueueBind(queue=wanted.destination, exchange=wanted.source, routing_key=wanted.key)
     return ExchangeBind(destination=wanted.destination, source=wanted.source, routing_key=wanted.key)
-
-
-def unbinding_frame(wanted: Binding) -> QueueUnbind | ExchangeUnbind:
-    if wanted.destination_kind == "queue":
-        return QueueUnbind(queue=wanted.destination, exchange=wanted.source, routing_key=wanted.key)
-    return ExchangeUnbind(destination=wanted.destination, source=wanted.source, routing_key=wanted.key)
 
 
 def exchange_look(name: str) -> ExchangeDeclare:
@@ -120,8 +90,12 @@ T = TypeVar("T")
 
 PATIENCE: Final = 30.0
 """Seconds without an answer after which the broker counts as unreachable. A quorum queue waits for an election."""
-CHANNELS: Final = 32
-"""The most open channels for questions that the broker may answer by closing the channel."""
+DELAYS_FROM: Final = (4, 3)
+"""The first version of RabbitMQ whose quorum queues delay messages: returned ones, and from 4.4 on published ones."""
+PROBE_MS: Final = 500
+"""How far ahead the message lies that asks whether the broker delays."""
+PROBE_LATE_MS: Final = 1_500
+"""How late that message may be, on a busy broker, before the broker counts as one that does not delay."""
 
 
 class PipelinedAdmin:
@@ -130,102 +104,121 @@ class PipelinedAdmin:
     def __init__(self, connection: Connection, patience: float) -> None:
         self._connection = connection
         self._patience = patience
+        self._channel: Channel | None = None
 
-    async def declared(self, wanted: Topology) -> bool:
-        """Declare a topology, the bindings last. Returns False if the broker refused a part: then earlier parts exist
-        and later ones do not. Admin.declare reports the reason."""
-        channel = await self._channel()
-        methods: list[tuple[Frame, type[Frame]]] = []
-        methods += [(exchange_frame(one), ExchangeMethods.DeclareOk) for one in wanted.exchanges]
-        methods += [(queue_frame(one), QueueMethods.DeclareOk) for one in wanted.queues]
-        for binding in wanted.bindings:
-            frame = binding_frame(binding)
-            answer = QueueMethods.BindOk if isinstance(frame, QueueBind) else ExchangeMethods.BindOk
-            methods.append((frame, answer))
-        answers = await self._all([channel.call(*method) for method in methods])
-        await channel.close()
-        return not any(isinstance(one, ChannelClosed) for one in answers)
+    async def declare(self, wanted: Topology) -> None:
+        """Declare the topology; existing parts stay as they are.
+
+        Raises TopologyMismatch with every part that differs. Then nothing is bound, because bindings between wrong
+        parts could route messages anywhere. Raises BrokerRefused if a part was removed meanwhile, or a queue's node is
+        down: then a retry may help.
+        """
+        wrong = await self._mismatches([*wanted.exchanges, *wanted.queues])
+        if mismatches := wrong or await self._mismatches(wanted.bindings):
+            raise TopologyMismatch(mismatches)
+
+    async def _mismatches(self, parts: Sequence[Exchange | Queue | Binding]) -> list[Mismatch]:
+        found = []
+        for part, answer in zip(parts, await self._ask([declaration(one) for one in parts]), strict=True):
+            if isinstance(answer, ChannelClosed):
+                kind, name = type(part).__name__.lower(), part.source if isinstance(part, Binding) else part.name
+                if answer.code not in (PRECONDITION_FAILED, RESOURCE_LOCKED):
+                    raise BrokerRefused(f"{kind} {name!r}: {answer.text}") from answer
+                depth = (await self.depths([name]))[name] if isinstance(part, Queue) else None
+                messages = depth if isinstance(depth, int) else None
+                found.append(Mismatch(kind, name, str(part), answer.text, messages))
+        return found
 
     async def exists(self, queue: str) -> bool:
         """Whether the queue exists and no other connection owns it. RabbitMQ 4.3 shows a queue only to users with the
         configure permission; for others it counts as missing."""
         return isinstance((await self.depths([queue]))[queue], int)
 
-    async def cascade_depths(self, cascade: Cascade, queues: Iterable[str] = ()) -> CascadeDepths:
-        """Levels with their depths, and the depths of ``queues`` and of the strays queue.
-
-        A cascade without its first and its last level counts as missing, because the broker logs each request for a
-        missing queue. Queues without permission are hidden: in store mode the daemon has no rights in the cascade, and
-        RabbitMQ 4.3 then hides it. Raises BrokerRefused if all queues are hidden.
-        """
-        wanted = list(queues)
-        first, last = cascade.level(LEVELS - 1), cascade.level(0)
-        around = [*wanted, *([cascade.strays] if cascade.strays else [])]
-        every = [*(level.name for level in cascade.levels()), *around]
-        inner = [level.name for level in cascade.levels() if level.name not in (first, last)]
-        answers = await self.depths(name for name in every if name not in inner)
-        if all(_forbidden(one) for one in answers.values()):
-            raise BrokerRefused(str(answers[first]))
-        there = isinstance(answers[first], int) or isinstance(answers[last], int)
-        answers |= await self.depths(inner) if there else dict.fromkeys(inner, answers[first])
-        hidden = [name for name in every if _forbidden(answers[name])]
-        depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}
-        levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())
-        return CascadeDepths(
-            cascade.kind, cascade.delivery, tuple(levels), {name: depths[name] for name in around}, tuple(hidden)
-        )
-
     async def depths(self, queues: Iterable[str]) -> dict[str, int | ChannelClosed]:
         """Messages ready in each queue, or the broker's refusal."""
         names = list(queues)
-        room = asyncio.Semaphore(min(CHANNELS, self._connection.channel_max))
+        answers = await self._ask([queue_look(name) for name in names])
+        return dict(zip(names, map(_ready, answers), strict=True))
 
-        async def look(queue: str) -> int:
-            async with room:
-                channel = await self._connection.channel()
-                found = await channel.call(queue_look(queue), QueueMethods.DeclareOk)
-                await channel.close()
-                return found.message_count or 0
+    async def why_no_delays(self, exchange: str, name: str) -> str:
+        """Why the broker cannot delay messages for us. "" if a message half a second ahead came back on time.
 
-        return dict(zip(names, await self._all([look(name) for name in names]), strict=True))
-
-    async def _channel(self) -> Channel:
-        opened = (await self._all([self._connection.channel()]))[0]
-        if isinstance(opened, ChannelClosed):
-            raise opened
-        return opened
-
-    async def _all(self, questions: Iterable[Coroutine[Any, Any, T]]) -> list[T | ChannelClosed]:
-        """The answers in order; a refusal is an answer. Raises the error that ended the connection."""
-        tasks = [asyncio.create_task(question) for question in questions]
-        waiting = set(tasks)
+        It goes through ``exchange`` to a queue of its own, ``name`` and a number, which lasts a minute at most.
+        """
+        if self._connection.version < DELAYS_FROM:
+            return f"RabbitMQ {'.'.join(map(str, self._connection.version))} delays no messages"
+        probe = Queue(f"{name}-{secrets.token_hex(8)}", arguments({"x-queue-type": "quorum", "x-expires": 60_000}))
         try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    raise BrokerUnreachable(f"no answer within {self._patience:g} s")
-        finally:
-            for task in waiting:
-                task.cancel()
-            lost = [error for task in tasks if (error := _loss(task)) is not None]
-        if lost:
-            raise lost[0]
-        return [_answer(task) for task in tasks]
+            await self.declare(Topology((), (probe,), (Binding(exchange, probe.name, "queue", probe.name),)))
+            late_ms = await self._probed(exchange, probe.name)
+            await self._ask([QueueDelete(queue=probe.name)])
+        except BrokerRefused as refused:
+            return str(refused)
+        except ChannelClosed as closed:
+            if not closed.objects:
+                raise
+            return str(closed)
+        if late_ms is None:
+            return "a message that the broker delayed by half a second did not come back in time"
+        return "" if late_ms >= 0 else "the broker delays no messages, or its clock is ahead of ours"
+
+    async def _probed(self, exchange: str, queue: str) -> int | None:
+        """The milliseconds by which a delayed message came late; None if it did not come in time."""
+        came_ms: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def on_delivery(_: Delivery) -> None:
+            if not came_ms.done():
+                came_ms.set_result(_now_ms())
+
+        channel = await self._answer(self._connection.confirming_channel())
+        await self._answer(channel.consume(queue, on_delivery, on_cancelled=lambda: None))
+        due_ms = _now_ms() + PROBE_MS
+        properties = encode_headers(entry(OPT_TIME, int64(due_ms)))
+        message = Outgoing(exchange.encode(), queue.encode(), properties, b"", b"")
+        await channel.publish([message], timeout=self._patience)
+        try:
+            async with asyncio.timeout((due_ms + PROBE_LATE_MS - _now_ms()) / 1000):
+                return await came_ms - due_ms
+        except TimeoutError:
+            return None
+
+    async def _ask(self, questions: Sequence[Frame]) -> list[Frame | ChannelClosed]:
+        """The answers, in order; a refusal is an answer. A refusal closes the channel, and the later questions go over
+        a new one."""
+        answers: list[Frame | ChannelClosed] = []
+        while len(answers) < len(questions):
+            if self._channel is None or self._channel.closed.done():
+                self._channel = await self._answer(self._connection.channel())
+            rest = questions[len(answers) :]
+            calls = [asyncio.ensure_future(self._channel.call(one, _ANSWERS[type(one)])) for one in rest]
+            try:
+                for call in calls:
+                    answers.append(await self._answer(call))
+            except ChannelClosed as refused:
+                answers.append(refused)
+            finally:
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
+        return answers
+
+    async def _answer(self, question: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._patience):
+                return await question
+        except TimeoutError as late:
+            raise BrokerUnreachable(f"no answer within {self._patience:g} s") from late
 
 
-def _forbidden(answer: int | ChannelClosed) -> bool:
-    return isinstance(answer, ChannelClosed) and answer.code == ACCESS_REFUSED
+def _ready(answer: Frame | ChannelClosed) -> int | ChannelClosed:
+    if isinstance(answer, ChannelClosed):
+        return answer
+    assert isinstance(answer, QueueMethods.DeclareOk)
+    return answer.message_count or 0
 
 
-def _loss(task: asyncio.Task[object]) -> BaseException | None:
-    """The error that ended this question without an answer. A refusal (ChannelClosed) is an answer."""
-    error = task.exception() if task.done() and not task.cancelled() else None
-    return None if isinstance(error, ChannelClosed) else error
-
-
-def _answer(task: asyncio.Task[T]) -> T | ChannelClosed:
-    error = task.exception()
-    return error if isinstance(error, ChannelClosed) else task.result()
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 @asynccontextmanager

@@ -11,10 +11,10 @@ from typing import Literal
 
 from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 
-from delayer.broker.admin_connection import DELAYS_FROM, AdminConnection
+from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management, policies_in_force
-from delayer.broker.pipelined_admin import exchange_frame, exchange_look, queue_frame, queue_look
+from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, exchange_look, queue_look
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
@@ -85,12 +85,10 @@ class Verifier:
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""
-        is_queue = isinstance(wanted, Queue)
-        answer = await self._connection.ask(queue_look(wanted.name) if is_queue else exchange_look(wanted.name))
+        look = queue_look if isinstance(wanted, Queue) else exchange_look
+        answer = await self._connection.ask(look(wanted.name))
         if not isinstance(answer, ChannelClosed):
-            answer = await self._connection.ask(
-                queue_frame(wanted) if isinstance(wanted, Queue) else exchange_frame(wanted)
-            )
+            answer = await self._connection.ask(declaration(wanted))
         return answer if isinstance(answer, ChannelClosed) else None
 
     async def _told(self, management: Management, missing: set[str]) -> list[Finding]:

@@ -12,6 +12,7 @@ import click
 from delayer.amqp import edits
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
+from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.pipelined_admin import pipelined_admin
@@ -120,7 +121,7 @@ async def look_around(settings: Settings, levels: Cascade) -> Around:
     """Look at the depths. Raises BrokerLost, BrokerRefused."""
     due = settings.native.due_queue
     async with pipelined_admin(settings.broker_url, NAME) as broker:
-        seen = await broker.cascade_depths(levels, [due])
+        seen = await cascade_depths(broker, levels, [due])
     if seen.hidden:
         # A hidden queue may hold messages, and the operator removes the cascade next.
         raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
@@ -183,8 +184,8 @@ async def standing(url: str, *, keys_too: bool) -> draining.Standing:
 
 async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Moved:
     """Move rows into the cascade. The broker confirms a portion before it leaves the store. Raises BrokerLost."""
-    async with await Admin.connect(settings.broker_url, name=NAME) as admin:
-        await admin.declare(native_of(settings))
+    async with pipelined_admin(settings.broker_url, NAME) as broker:
+        await broker.declare(native_of(settings))
     reconnecting = ReconnectingConnection(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
     reconnecting.start()
     publisher = AmqpPublisher(reconnecting)

@@ -17,7 +17,7 @@ from delayer.core.lines import escaped
 from delayer.core.readable import readable
 
 if TYPE_CHECKING:
-    from delayer.broker.pipelined_admin import CascadeDepths
+    from delayer.broker.cascade_depths import CascadeDepths
     from delayer.config.model import Settings
 
 Say = Callable[[str, int, int | None], None]

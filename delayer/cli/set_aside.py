@@ -10,8 +10,8 @@ import click
 
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
-from delayer.broker.admin import Admin
 from delayer.broker.errors import QueueMissing
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import FOUND
 from delayer.cli.options import as_json, change_options, go_on, request_of, whoami
 from delayer.cli.output import note, print_json, print_table, quoted
@@ -296,8 +296,8 @@ async def _recorded(
     if group == "refused":
         note("There is no store, and so no audit log of this.")
     elif verb == "retry":
-        async with await Admin.connect(settings.broker_url, name="delayer strays") as admin:
-            await admin.declare(native_of(settings))
+        async with pipelined_admin(settings.broker_url, "delayer strays") as broker:
+            await broker.declare(native_of(settings))
     return await queue.change(verb, wanted, _not_recorded, limit)
 
 

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import click
 
+from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.pipelined_admin import CascadeDepths, pipelined_admin
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_queues, print_table, quoted, when
@@ -188,7 +189,7 @@ async def _broker(settings: Settings) -> tuple[CascadeDepths | None, dict[str, A
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
     try:
         async with pipelined_admin(settings.broker_url, "delayer status") as broker:
-            seen = await broker.cascade_depths(cascade_of(settings), queues)
+            seen = await cascade_depths(broker, cascade_of(settings), queues)
     except (BrokerLost, BrokerRefused) as error:
         return None, {"error": str(error), "advice": broker_advice(error)}
     levels = [{"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in seen.levels]

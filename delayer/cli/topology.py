@@ -9,7 +9,8 @@ from typing import TypeVar
 import click
 
 from delayer.broker.admin import Admin, Removal
-from delayer.broker.pipelined_admin import CascadeDepths, pipelined_admin
+from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import FOUND
 from delayer.cli.options import Request, as_json, request_of
 from delayer.cli.output import note, print_json, print_queues, print_table, quoted
@@ -52,7 +53,8 @@ def apply(request: Request) -> None:
     whole = topology_of(settings)
 
     async def declare(admin: Admin) -> list[str]:
-        await admin.declare(whole)
+        async with pipelined_admin(settings.broker_url, "delayer topology") as broker:
+            await broker.declare(whole)
         return [route.to for route in settings.routes if not await admin.exchange_exists(route.to)]
 
     missing = with_admin(settings, declare)
@@ -116,7 +118,7 @@ def show(request: Request, as_json: bool) -> None:
 
     async def look() -> CascadeDepths:
         async with pipelined_admin(settings.broker_url, "delayer topology") as broker:
-            return await broker.cascade_depths(cascade_of(settings), queues)
+            return await cascade_depths(broker, cascade_of(settings), queues)
 
     seen = asyncio.run(look())
     if as_json:

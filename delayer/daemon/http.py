@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import structlog
 
 from delayer.amqp import reading
+from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.broker.management_api import delayed_in
 from delayer.broker.pipelined_admin import pipelined_admin
@@ -61,7 +62,7 @@ class DaemonInside:
         queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
         try:
             async with pipelined_admin(settings.broker_url, "delayer look", patience=5.0) as broker:
-                seen = await broker.cascade_depths(cascade_of(settings), queues)
+                seen = await cascade_depths(broker, cascade_of(settings), queues)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
         delayed = await delayed_in(settings.native.due_queue, settings.broker_url, settings.management_url)

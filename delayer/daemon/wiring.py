@@ -10,13 +10,12 @@ from typing import Final
 import structlog
 
 from delayer.amqp.address import Address
-from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
 from delayer.broker.management_api import delayed_in
-from delayer.broker.pipelined_admin import pipelined_admin
+from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
 from delayer.broker.ports import Lane, Store
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
 from delayer.config.model import Settings
@@ -24,7 +23,6 @@ from delayer.config.topology import cascade_of, topology_of, uses_cascade
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
-from delayer.core.topology import Topology
 from delayer.daemon.live_settings import LiveSettings
 from delayer.daemon.services import ServiceGroup
 from delayer.daemon.systemd import Notifier, Watchdog, trouble
@@ -97,13 +95,6 @@ class Connections:
             }
             for use, connection in self._connections.items()
         }
-
-
-async def declare_in_detail(url: str, topology: Topology) -> None:
-    """Declare over the connection that reports each mismatch in detail. Raises BrokerLost, BrokerRefused,
-    TopologyMismatch."""
-    async with await Admin.connect(url) as admin:
-        await admin.declare(topology)
 
 
 STORE_WAIT: Final = 2.0
@@ -216,13 +207,12 @@ class Daemon:
         wanted = settings or self.settings
         try:
             async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
-                if not await broker.declared(topology_of(wanted)):
-                    await declare_in_detail(self.settings.broker_url, topology_of(wanted))
+                await broker.declare(topology_of(wanted))
                 # Messages may still be on their way through a cascade that new delays do not take any more.
                 if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
                     self._start_due(wanted)
-            if uses_cascade(wanted) and wanted.native.strategy != "cascade":
-                await self._choose(wanted.native.strategy)
+                if uses_cascade(wanted) and wanted.native.strategy != "cascade":
+                    await self._choose(broker, wanted.native.strategy)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
 
@@ -232,18 +222,14 @@ class Daemon:
         if count := await delayed_in(queue, self.settings.broker_url, management_url):
             log.warning("messages delayed by the broker", queue=queue, messages=count, next_step="send x-deliver-at")
 
-    async def _choose(self, strategy: str) -> None:
+    async def _choose(self, broker: PipelinedAdmin, strategy: str) -> None:
         """Ask the broker whether it delays messages on time, once for each connection, or until it does where the
         strategy needs that. Raises BrokerLost."""
         async with self._probing:
             connects = self.connections["intake"].connects
             if self._probed_connects == connects:
                 return
-            async with await Admin.connect(self.settings.broker_url) as admin:
-                try:
-                    self._no_delays = await admin.why_no_delays(self._cascade.delivery, self._cascade.probe)
-                except BrokerRefused as refused:
-                    self._no_delays = str(refused)
+            self._no_delays = await broker.why_no_delays(self._cascade.delivery, self._cascade.probe)
             self._live.use_broker_delays(not self._no_delays)
             if self._no_delays and strategy == "queue":
                 return

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from delayer.broker.admin import Admin
 from delayer.core.lines import Line, write
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Queue, Topology, arguments
@@ -17,6 +16,7 @@ from tests.integration.cli import Run
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Message, Props, Raw, array, number, text
 from tests.support.store import sql
+from tests.support.topology import declare
 
 GOOD = 60
 TOKEN = b"amq.rabbitmq.reply-to.g2EF.k"
@@ -51,8 +51,7 @@ async def test_they_are_held_and_stop_nobody(delayer: Run, vhost: str, database:
     file = tmp_path / "lines.jsonl"
     file.write_bytes(lines())
     routes = '[{"from": "in", "to": ""}]'
-    async with await Admin.connect(vhost) as broker:
-        await broker.declare(Topology(queues=(Queue("inbox", arguments({"x-queue-type": "quorum"})),)))
+    await declare(vhost, Topology(queues=(Queue("inbox", arguments({"x-queue-type": "quorum"})),)))
     settings = {"BROKER__URL": vhost, "STORE__URL": database, "ROUTE": routes}
     async with DaemonProcess(settings) as daemon:
         await daemon.ready()

@@ -28,6 +28,7 @@ from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess
 from tests.support.raw import Arrival, Message, Props, Raw, array, now_ms, number, text, wire_instant
 from tests.support.servers import RabbitMQ
+from tests.support.topology import declare
 
 EXAMPLES = Path(__file__).parents[2] / "config" / "examples"
 COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"
@@ -170,9 +171,8 @@ async def test_nservicebus(rabbitmq: RabbitMQ, store: str) -> None:
 
     async def endpoints_start(url: str) -> None:
         await asyncio.to_thread(pass_on, rabbitmq, url.rpartition("/")[2])
-        async with await Admin.connect(url) as admin:
-            await admin.declare(endpoints(cascade))
-            await admin.declare(Topology(queues=tuple(Queue(name, arguments(of)) for name, of in managers.items())))
+        queues = tuple(Queue(name, arguments(of)) for name, of in managers.items())
+        await declare(url, endpoints(cascade), Topology(queues=queues))
 
     shortened = [takeover | {"levels_from": 1}]
     async with example("nservicebus", rabbitmq, store, before=endpoints_start, TAKEOVER=shortened) as it:

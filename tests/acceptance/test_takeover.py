@@ -21,6 +21,7 @@ from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Inbox, Message, Props, Raw, now_ms, number, text, wire_instant
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.topology import declare
 
 ENDPOINTS = ("Sales.Orders", "Orders", "Billing")
 DAY_MS = 86_400_000
@@ -152,8 +153,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
     """From level 1 up: what waits a second is the broker's, the rest is taken over. Both arrive alike."""
     cascade = Cascade(kind)
     async with shop(rabbitmq, postgres, schema) as it:
-        async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
-            await admin.declare(endpoints(cascade))
+        await declare(rabbitmq.url(it.vhost), endpoints(cascade))
         before = it.topology()
         for name in ENDPOINTS:
             it.inboxes[name] = await it.raw.inbox(name)
@@ -172,8 +172,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
             old["NServiceBus.Retries.Timestamp"] = wire_instant(failed_ms)
             sent[retry] = (nservicebus_message(cascade, 4, "Billing", retry, **old), failed_ms + 4_000)
             await it.raw.publish(*(message for message, _ in sent.values()))
-            async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
-                await admin.declare(endpoints(cascade))  # as every endpoint does that starts meanwhile
+            await declare(rabbitmq.url(it.vhost), endpoints(cascade))  # as every endpoint does that starts meanwhile
             wanted = [name for name in sent if not name.startswith("Missing")]
             for name in ENDPOINTS:
                 # Whoever is bound with #.Orders gets what is for Sales.Orders too: that is how its owner made it.
@@ -196,8 +195,7 @@ async def test_long_delays_are_parked_with_their_due_instant(
     """From level 6, as it is by default; what stood in the levels before the daemon came is taken too."""
     cascade = Cascade("nservicebus-v2")
     async with shop(rabbitmq, postgres, schema) as it:
-        async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
-            await admin.declare(endpoints(cascade))
+        await declare(rabbitmq.url(it.vhost), endpoints(cascade))
         delays = (63, 64, 65, 3600, 86_400, 268_435_455)
         began = now_ms()
         await it.raw.publish(*(nservicebus_message(cascade, one, "Billing", f"{one}") for one in delays))

@@ -25,6 +25,7 @@ from delayer.store.segments import compact as packing
 from tests.support.daemon import DaemonProcess, command
 from tests.support.ledger import Ledger, Verdict
 from tests.support.rows import compact, conserved
+from tests.support.topology import declare
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.02
@@ -93,8 +94,7 @@ class Place:
 
     async def declare(self) -> Self:
         """The topology, before any daemon does it, so that messages can be there first."""
-        async with await Admin.connect(self.broker) as admin:
-            await admin.declare(topology_of(self.settings))
+        await declare(self.broker, topology_of(self.settings))
         return self
 
     @asynccontextmanager

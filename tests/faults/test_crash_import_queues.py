@@ -18,6 +18,7 @@ from delayer.imports.queues import Queues
 from tests.faults.place import eventually
 from tests.faults.test_crash_import import BATCH, COUNT, delayer, killed, parked, report
 from tests.support.raw import Message, Props, Raw
+from tests.support.topology import declare
 
 LEVEL, SECONDS = 15, 50_000
 CASCADE = Cascade("nservicebus-v2")
@@ -53,8 +54,7 @@ class Broker:
     async def fill(self, seconds: int = SECONDS, expiration: bytes | None = None) -> None:
         work = Queue("work", arguments({"x-queue-type": "quorum"}))
         hold = Queue("hold", arguments({"x-queue-type": "quorum", **HOLD}))
-        async with await Admin.connect(self.url) as admin:
-            await admin.declare(Topology(queues=(work, hold)) if self.queue == "hold" else CASCADE.topology())
+        await declare(self.url, Topology(queues=(work, hold)) if self.queue == "hold" else CASCADE.topology())
         through = ("", b"hold") if self.queue == "hold" else (self.queue, routing_key(seconds, b"work"))
         async with await Raw.connect(self.url) as raw:
             props = [Props(message_id=body, delivery_mode=2, expiration=expiration) for body in BODIES]

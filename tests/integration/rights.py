@@ -13,14 +13,13 @@ import pytest
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
-from delayer.broker.admin import Admin
 from delayer.config.model import Settings
 from delayer.config.topology import topology_of
 from delayer.core.message import Confirmed, Outgoing, Returned
-from delayer.core.topology import Topology
 from delayer.store import upgrades
 from tests.support.raw import Props, text
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.topology import declare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 DATABASE, OWNER, DAEMON = "delayer", "delayer_owner", "delayer"
@@ -128,11 +127,6 @@ def with_besides(whole: Patterns, *more: Patterns) -> Patterns:
 def user_url(rabbitmq: RabbitMQ, vhost: str, patterns: Patterns, user: str = "delayer-rights") -> str:
     rabbitmq.add_user(user, user, vhost=vhost, **patterns._asdict())
     return rabbitmq.url(vhost, user=f"{user}:{user}")
-
-
-async def declare(url: str, whole: Topology) -> None:
-    async with await Admin.connect(url) as admin:
-        await admin.declare(whole)
 
 
 async def use(url: str, settings: Settings, consumed: Iterable[str], published: Iterable[str], key: bytes) -> None:

@@ -12,6 +12,7 @@ from delayer.core.cascade import KINDS, MAX_SECONDS, Cascade, delivery_binding, 
 from delayer.core.topology import Queue, Topology, arguments
 from tests.faults.place import eventually
 from tests.support.raw import Inbox, Message, Props, Raw, array, now_ms, text
+from tests.support.topology import declare
 
 QUORUM = arguments({"x-queue-type": "quorum"})
 
@@ -37,7 +38,7 @@ class Bench:
 async def bench(vhost: str, kind: str, *addresses: str) -> AsyncIterator[Bench]:
     cascade = Cascade(kind)  # type: ignore[arg-type]
     async with await Raw.connect(vhost) as raw, await Admin.connect(vhost) as admin:
-        await admin.declare(cascade.topology() + Topology(queues=tuple(Queue(name, QUORUM) for name in addresses)))
+        await declare(vhost, cascade.topology() + Topology(queues=tuple(Queue(name, QUORUM) for name in addresses)))
         for name in addresses:
             assert await admin.bind_queue(name, cascade.delivery, delivery_binding(name))
         yield Bench(admin, raw, cascade, {name: await raw.inbox(name) for name in addresses})
@@ -91,7 +92,7 @@ async def test_strays_are_set_aside_and_stop_nobody(vhost: str) -> None:
 async def test_messages_that_expire_in_the_intake_queue_are_refused(vhost: str, exchange: str) -> None:
     """A CC header would route an expired message to its own keys again, were the refused exchange not a fanout."""
     async with await Raw.connect(vhost) as raw, await Admin.connect(vhost) as admin:
-        await admin.declare(intake_topology())
+        await declare(vhost, intake_topology())
         props = Props(headers=((b"CC", array(text("delays"))),), expiration=b"50", delivery_mode=2)
         await raw.publish(Message(exchange, b"delays", props, b"x"))
         queues = ("delays", "delays.refused")

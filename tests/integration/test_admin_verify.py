@@ -18,6 +18,7 @@ from delayer.broker.verify import Finding
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
 from tests.support.servers import RabbitMQ
+from tests.support.topology import declare
 
 OURS = Cascade()
 WHOLE = OURS.topology() + intake_topology() + due_topology(OURS)
@@ -51,11 +52,6 @@ async def look(rabbitmq: RabbitMQ, vhost: str, topology: Topology = WHOLE, *, to
     return findings
 
 
-async def declared(vhost: str, topology: Topology = WHOLE) -> None:
-    async with await Admin.connect(vhost) as admin:
-        await admin.declare(topology)
-
-
 def brief(findings: list[Finding]) -> list[tuple[str, str, str]]:
     return [(finding.severity, finding.kind, finding.name) for finding in findings]
 
@@ -64,7 +60,7 @@ def brief(findings: list[Finding]) -> list[tuple[str, str, str]]:
 async def test_a_declared_topology_has_no_findings(rabbitmq: RabbitMQ, vhost: str, kind: str) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]
     topology = cascade.topology() + intake_topology() + due_topology(cascade)
-    await declared(vhost, topology)
+    await declare(vhost, topology)
     assert await look(rabbitmq, vhost, topology, told=True) == []
     assert brief(await look(rabbitmq, vhost, topology, told=False)) == [("unknown", "binding", "*")]
 
@@ -160,7 +156,7 @@ async def test_one_thing_broken_is_the_one_thing_found(
     rabbitmq: RabbitMQ, vhost: str, action: Break, wanted: tuple[str, str, str, str]
 ) -> None:
     kind, name, expected, found = wanted
-    await declared(vhost)
+    await declare(vhost, WHOLE)
     await on_channel(vhost, action)
     (finding,) = await look(rabbitmq, vhost, told=True)
     assert (finding.severity, finding.kind, finding.name) == ("error", kind, name)
@@ -179,7 +175,7 @@ async def test_one_thing_broken_is_the_one_thing_found(
 async def test_findings_without_the_management_api(
     rabbitmq: RabbitMQ, vhost: str, action: Break, errors: list[tuple[str, str, str]]
 ) -> None:
-    await declared(vhost)
+    await declare(vhost, WHOLE)
     await on_channel(vhost, action)
     findings = brief(await look(rabbitmq, vhost, told=False))
     assert [finding for finding in findings if finding[0] == "error"] == errors
@@ -187,7 +183,7 @@ async def test_findings_without_the_management_api(
 
 
 async def test_addresses_that_users_bind_are_no_findings(rabbitmq: RabbitMQ, vhost: str) -> None:
-    await declared(vhost, WHOLE + Topology(queues=(Queue("a.b"), Queue("b"))))
+    await declare(vhost, WHOLE + Topology(queues=(Queue("a.b"), Queue("b"))))
     async with await Admin.connect(vhost) as admin:
         assert await admin.bind_queue("a.b", OURS.delivery, delivery_binding("a.b"))
         assert await look(rabbitmq, vhost, told=True) == []
@@ -198,7 +194,7 @@ async def test_addresses_that_users_bind_are_no_findings(rabbitmq: RabbitMQ, vho
 
 
 async def test_a_policy_that_shortens_delays_is_found(rabbitmq: RabbitMQ, vhost: str) -> None:
-    await declared(vhost)
+    await declare(vhost, WHOLE)
     name = quote(urlsplit(vhost).path[1:], safe="")
     harmless = {"pattern": "", "definition": {"alternate-exchange": "x"}, "apply-to": "exchanges", "priority": 9}
     kept: dict[str, object] = {"message-ttl": 500}
@@ -246,7 +242,7 @@ def test_policies_in_force(policies: list[Policy], in_force: list[str]) -> None:
 async def test_a_management_api_out_of_reach_is_said_and_the_rest_is_done(
     rabbitmq: RabbitMQ, vhost: str, url: str, reason: str
 ) -> None:
-    await declared(vhost)
+    await declare(vhost, WHOLE)
     await on_channel(vhost, delete_queue)
     address = url.format(at=f"127.0.0.1:{rabbitmq.management_port}")
     async with await Admin.connect(vhost, management_url=address) as admin:
@@ -271,7 +267,7 @@ async def test_something_else_than_a_management_api(vhost: str) -> None:
 
 
 async def test_a_user_who_may_only_look_sees_what_exists(rabbitmq: RabbitMQ, vhost: str) -> None:
-    await declared(vhost)
+    await declare(vhost, WHOLE)
     await on_channel(vhost, delete_queue)
     name = urlsplit(vhost).path[1:]
     await asyncio.to_thread(rabbitmq.add_user, "onlooker", "onlooker", vhost=name, read=".*")
@@ -291,7 +287,7 @@ async def test_wrong_arguments_of_a_shared_cascade_are_found(rabbitmq: RabbitMQ,
     """Celery's own switch: broker_native_delayed_delivery_queue_type = "classic"."""
     cascade = Cascade("celery")
     classic = Topology(queues=(Queue(cascade.level(4), arguments({"x-queue-type": "classic"})),))
-    await declared(vhost, classic)
+    await declare(vhost, classic)
     findings = await look(rabbitmq, vhost, cascade.topology(), told=True)
     (wrong,) = [finding for finding in findings if finding.found != "nothing"]
     assert (wrong.kind, wrong.name) == ("queue", cascade.level(4))

@@ -21,7 +21,6 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.broker.admin import Admin
 from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, USAGE
 from delayer.core import importing
 from delayer.core.hold import Hold, HoldKind
@@ -37,6 +36,7 @@ from tests.support.raw import Props, array, number, text
 from tests.support.rows import compact, conserved
 from tests.support.servers import Postgres
 from tests.support.store import opened, owned, sql
+from tests.support.topology import declare
 
 _CONTENT = "due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key"
 
@@ -414,8 +414,7 @@ async def test_the_documented_dump_of_a_real_broker(
     finally:
         await asyncio.to_thread(rabbitmq.ctl, "eval", "delayer_planted ! stop, ok.")
     assert dump.read_text().split("\n")[-2] == "5"
-    async with await Admin.connect(vhost) as admin:
-        await admin.declare(Topology((Exchange("orders.delayed", "topic"), Exchange("orders.out", "topic"))))
+    await declare(vhost, Topology((Exchange("orders.delayed", "topic"), Exchange("orders.out", "topic"))))
     route = json.dumps([{"from": "orders.delayed", "to": "orders.out"}])
     args = ("import", "delayed-exchange", "run", str(dump), "--exchange", "mail.delayed=mail.out", "--yes", "--json")
     report = json.loads(delayer(*args, expect=1, DELAYER_ROUTE=route).stdout)

@@ -28,15 +28,10 @@ from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw, number, text, wire_instant
 from tests.support.rows import conserved
 from tests.support.store import sql
+from tests.support.topology import declare
 
 DELAY = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 TIME_SENT = b"NServiceBus.TimeSent"
-
-
-async def declared(url: str, *topologies: Topology) -> None:
-    async with await Admin.connect(url) as admin:
-        for one in topologies:
-            await admin.declare(one)
 
 
 def queues(*names: str) -> Topology:
@@ -70,7 +65,7 @@ async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, rabbitmq: Rabb
     if kind == "nservicebus-v1" and rabbitmq.version >= (4, 3):
         pytest.skip("RabbitMQ 4.3 refuses x-queue-mode, and with it this cascade")
     cascade = Cascade(kind)
-    await declared(vhost, cascade.topology(), queues("Orders", "Sales.Orders", "strange ☃"))
+    await declare(vhost, cascade.topology(), queues("Orders", "Sales.Orders", "strange ☃"))
     began = now_ms()
     sent = {
         b"plain": (3_600, b"Orders", nservicebus(1, 3_600, began)),
@@ -116,7 +111,7 @@ async def test_a_cascade_of_celery(delayer: Run, vhost: str, database: str) -> N
     """Everything enters at the highest level, and says nothing of when."""
     cascade = Cascade("celery")
     bound = Topology(bindings=(Binding(cascade.delivery, "tasks", "queue", "#.tasks"),))
-    await declared(vhost, queues("tasks"), cascade.topology() + bound)
+    await declare(vhost, queues("tasks"), cascade.topology() + bound)
     props = Props(headers=((b"id", text("task")),), delivery_mode=2)
     began = now_ms()
     async with await Raw.connect(vhost) as raw:
@@ -134,8 +129,8 @@ async def test_from_another_broker(delayer: Run, vhost: str, rabbitmq: RabbitMQ,
     """Two messages that are equal in every byte, without an identity, are two messages all the same."""
     other = rabbitmq.add_vhost()
     cascade = Cascade("nservicebus-v2")
-    await declared(rabbitmq.url(other), cascade.topology())
-    await declared(vhost, queues("Orders"))
+    await declare(rabbitmq.url(other), cascade.topology())
+    await declare(vhost, queues("Orders"))
     twin = Message(cascade.entry(50_000), routing_key(50_000, b"Orders"), Props(), b"twin")
     async with await Raw.connect(rabbitmq.url(other)) as raw:
         await raw.publish(twin, twin, twin._replace(props=nservicebus(1, 50_000, now_ms()), body=b"one"))
@@ -149,7 +144,7 @@ async def test_from_another_broker(delayer: Run, vhost: str, rabbitmq: RabbitMQ,
 async def test_our_own_cascade_moves_into_the_store(delayer: Run, vhost: str, database: str) -> None:
     """What native mode has on its way: carriers are opened."""
     settings = Settings.model_validate({"mode": "native", "broker": {"url": vhost}})
-    await declared(vhost, topology_of(settings), Topology(exchanges=(Exchange("delayer.out", "topic"),)))
+    await declare(vhost, topology_of(settings), Topology(exchanges=(Exchange("delayer.out", "topic"),)))
     cascade = Cascade()
     parcels = [
         Parcel(
@@ -199,7 +194,7 @@ async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, databas
     made = tuple(Queue(name, arguments(of)) for name, of in families.items())
     exchanges = Exchange("messages", "direct"), Exchange(EASYNETQ, "topic")
     bound = Binding("messages", "work", "queue", "work"), Binding(EASYNETQ, "work", "queue", "#")
-    await declared(vhost, queues("work", "default"), Topology(exchanges, made, bound))
+    await declare(vhost, queues("work", "default"), Topology(exchanges, made, bound))
     began = now_ms()
     sent = {
         b"laravel": ("default.delay.900000", Props(message_id=b"2", timestamp=began // 1000), began + 900_000),
@@ -238,7 +233,7 @@ async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, databas
 
 async def test_hold_queues_by_hand_and_what_is_left(delayer: Run, vhost: str, database: str) -> None:
     hold = {"x-message-ttl": 3_600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"}
-    await declared(vhost, Topology(queues=(Queue("hold", arguments(hold)),)), queues("work"))
+    await declare(vhost, Topology(queues=(Queue("hold", arguments(hold)),)), queues("work"))
     began = now_ms()
     half_an_hour_ago = began // 1000 - 1_800
     async with await Raw.connect(vhost) as raw:
@@ -274,7 +269,7 @@ LEFT = "due before the cutoff"
 
 async def publish(vhost: str, *delays: int) -> int:
     """Messages with these delays, in this order; the body is the delay. When it was."""
-    await declared(vhost, CASCADE.topology(), queues("Orders"))
+    await declare(vhost, CASCADE.topology(), queues("Orders"))
     began = now_ms()
     async with await Raw.connect(vhost) as raw:
         await raw.publish(
@@ -361,7 +356,7 @@ async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbit
         "any.delay.1000000": {"x-message-ttl": 1_000_000, "x-dead-letter-exchange": "any"},
     }  # fmt: skip
     made = tuple(Queue(name, arguments(of)) for name, of in holds.items())
-    await declared(vhost, Topology((Exchange("any", "topic"),), made, ()), queues("work"))
+    await declare(vhost, Topology((Exchange("any", "topic"),), made, ()), queues("work"))
     async with await Raw.connect(vhost) as raw:
         for n, name in enumerate(holds):
             await raw.publish(*[Message("", name.encode(), Props(), b"%d" % n)] * (n + 1))
@@ -402,7 +397,7 @@ async def test_a_pattern_that_meets_work_queues_leaves_them(
     work: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work.retry"}
     names = ("work", "work.retry", "work.mirror")
     made = tuple(Queue(name, arguments(of)) for name, of in zip(names, (work, retry, retry), strict=True))
-    await declared(vhost, Topology(queues=made))
+    await declare(vhost, Topology(queues=made))
     management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
 
     async def keep(_message: aio_pika.abc.AbstractIncomingMessage) -> None:
@@ -432,7 +427,7 @@ async def test_delayers_own_queues_are_never_taken(delayer: Run, vhost: str, rab
     retry: dict[str, Any] = {
         "x-message-ttl": 600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work",
     }  # fmt: skip
-    await declared(vhost, Topology(queues=(Queue("delay_work", arguments(retry)), Queue("work"))))
+    await declare(vhost, Topology(queues=(Queue("delay_work", arguments(retry)), Queue("work"))))
     own = ("delays", "delays.refused", "delays.due", "delayer.delay-level-27", "delayer.delay-strays")
     async with await Raw.connect(vhost) as raw:
         for name in (*own, "delay_work"):

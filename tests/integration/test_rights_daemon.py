@@ -27,7 +27,6 @@ from tests.integration.rights import (
     Patterns,
     besides,
     clear,
-    declare,
     page,
     patterns_of,
     store,
@@ -39,6 +38,7 @@ from tests.support.daemon import DaemonProcess, command
 from tests.support.ledger import Ledger
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.topology import declare
 from tests.support.web import Web
 
 __all__ = ["page", "store"]

@@ -19,6 +19,7 @@ from tests.support.ledger import Ledger
 from tests.support.letters import Letter, text
 from tests.support.proxy import Listener, deaf
 from tests.support.raw import Props, content, integer, number, wire_instant
+from tests.support.topology import declare
 
 CASCADE: Final = Cascade("nservicebus-v2")
 ENDPOINT: Final = "Billing"
@@ -41,8 +42,7 @@ class Foreign(Ledger):
         endpoint = Topology(
             (Exchange(ENDPOINT, "topic"),), (), (Binding(CASCADE.delivery, ENDPOINT, "exchange", f"#.{ENDPOINT}"),)
         )
-        async with await Admin.connect(self._url) as admin:
-            await admin.declare(CASCADE.topology() + endpoint)
+        await declare(self._url, CASCADE.topology() + endpoint)
         await super().declare()
 
     def letter(self, number_: int, owed: Owed) -> Letter:

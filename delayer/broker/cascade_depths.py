@@ -1,0 +1,67 @@
+"""The depths of a cascade: the messages that wait in each level, and in the queues around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from delayer.amqp.errors import ACCESS_REFUSED, ChannelClosed
+from delayer.broker.errors import BrokerRefused
+from delayer.broker.pipelined_admin import PipelinedAdmin
+from delayer.core.cascade import LEVELS, Cascade
+
+
+@dataclass(frozen=True, slots=True)
+class LevelState:
+    """One level of a cascade. ``depth``: messages ready in its queue, None if the queue is missing."""
+
+    level: int
+    name: str
+    ttl_ms: int
+    depth: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeDepths:
+    """The output of ``topology show``. ``queues``: depths of the queues around the cascade, None for a missing one.
+    ``hidden``: queues that the broker does not show to this user; their depths are None too."""
+
+    kind: str
+    delivery: str
+    levels: tuple[LevelState, ...]
+    queues: dict[str, int | None]
+    hidden: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as a dict, for ``--json``."""
+        return asdict(self)
+
+
+async def cascade_depths(broker: PipelinedAdmin, cascade: Cascade, queues: Iterable[str] = ()) -> CascadeDepths:
+    """Levels with their depths, and the depths of ``queues`` and of the strays queue.
+
+    A cascade without its first and its last level counts as missing, because the broker logs each request for a missing
+    queue. Queues without permission are hidden: in store mode the daemon has no rights in the cascade, and RabbitMQ 4.3
+    then hides it. Raises BrokerLost, and BrokerRefused if all queues are hidden.
+    """
+    wanted = list(queues)
+    first, last = cascade.level(LEVELS - 1), cascade.level(0)
+    around = [*wanted, *([cascade.strays] if cascade.strays else [])]
+    every = [*(level.name for level in cascade.levels()), *around]
+    inner = [level.name for level in cascade.levels() if level.name not in (first, last)]
+    answers = await broker.depths(name for name in every if name not in inner)
+    if all(_forbidden(one) for one in answers.values()):
+        raise BrokerRefused(str(answers[first]))
+    there = isinstance(answers[first], int) or isinstance(answers[last], int)
+    answers |= await broker.depths(inner) if there else dict.fromkeys(inner, answers[first])
+    hidden = [name for name in every if _forbidden(answers[name])]
+    depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}
+    levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())
+    return CascadeDepths(
+        cascade.kind, cascade.delivery, tuple(levels), {name: depths[name] for name in around}, tuple(hidden)
+    )
+
+
+def _forbidden(answer: int | ChannelClosed) -> bool:
+    return isinstance(answer, ChannelClosed) and answer.code == ACCESS_REFUSED

@@ -1,0 +1,12 @@
+"""Topologies on a broker, before a daemon or a test needs them."""
+
+from __future__ import annotations
+
+from delayer.broker.pipelined_admin import pipelined_admin
+from delayer.core.topology import Topology
+
+
+async def declare(url: str, *wanted: Topology) -> None:
+    async with pipelined_admin(url, "test") as broker:
+        for one in wanted:
+            await broker.declare(one)
