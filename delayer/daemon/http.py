@@ -18,7 +18,7 @@ from delayer.core.errors import BrokerLost
 from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, RefusedRow, State, figures
+from delayer.http.view import Depths, RefusedRow, State
 from delayer.intake.refusals import EntryPoints
 from delayer.intake.set_aside import RefusedMessage, Selection, SetAside, refused_queue
 from delayer.store.admin import actions, audit_log
@@ -53,7 +53,7 @@ class DaemonInside:
             "usable": lanes.usable,
             "stalled": daemon.stalled(),
             "recent": list(self.recent.steps),
-            "figures": figures(daemon.counters),
+            "counters": daemon.counters,
         }
 
     async def depths(self) -> Depths:

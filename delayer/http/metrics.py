@@ -21,7 +21,7 @@ from prometheus_client.exposition import generate_latest
 from delayer import __version__
 from delayer.config.model import Settings
 from delayer.core import horizon
-from delayer.core.counters import BY_ROUTE, DURATIONS
+from delayer.core.counters import BY_ROUTE, Counters
 from delayer.core.message import name_text
 from delayer.http.view import Depths, Snapshot, State
 from delayer.store.admin.stats import Census, StoreOverview
@@ -163,7 +163,7 @@ def _all(sight: Sight) -> Iterator[Sample]:
 
 
 def _of_process(state: State) -> Iterator[Sample]:
-    figures = state["figures"]
+    counters: Counters = state["counters"]
     yield "start_time_seconds", [], state["started_ms"] / 1000
     yield "stalled_loops", [], len(state["stalled"])
     yield from (("consuming", [queue], int(is_)) for queue, is_ in state["consuming"].items())
@@ -173,16 +173,16 @@ def _of_process(state: State) -> Iterator[Sample]:
         yield "reconnects_total", [use], max(connection["connects"] - 1, 0)
     if state["store"]:
         yield "lanes", [], len(state["lanes"])
-        yield "lanes_lost_total", [], figures["lanes_lost"]
+        yield "lanes_lost_total", [], counters.lanes_lost
     for kind in BY_ROUTE:
         # The counter begins at 0, because a counter that begins with its first message hides that one.
-        counts = dict.fromkeys(state["routes"], 0) | figures["routes"][kind]
-        yield from ((f"{kind}_total", [route], n) for route, n in counts.items())
-    yield "restored_total", [], figures["counts"]["restored"]
-    yield "broken_segments_total", [], figures["counts"]["broken_segments"]
-    yield from (("lateness_seconds", [route], tally) for route, tally in figures["lateness"].items())
-    yield from (("batch_messages", [stage], tally) for stage, tally in figures["sizes"].items())
-    yield from ((f"{name}_seconds", [], figures["seconds"][name]) for name in DURATIONS)
+        named = {name_text(route): count for route, count in counters.routes[kind].items()}
+        yield from ((f"{kind}_total", [route], n) for route, n in (dict.fromkeys(state["routes"], 0) | named).items())
+    counts = counters.as_dict()
+    yield from ((f"{kind}_total", [], counts[kind]) for kind in ("restored", "broken_segments"))
+    yield from (("lateness_seconds", [name_text(route)], tally) for route, tally in counters.lateness.items())
+    yield from (("batch_messages", [stage], tally) for stage, tally in counters.sizes.items())
+    yield from ((f"{name}_seconds", [], tally) for name, tally in counters.seconds.items())
 
 
 def _of_store(seen: Snapshot[StoreOverview]) -> Iterator[Sample]:
@@ -240,8 +240,8 @@ def _family(name: str, kind: Kind, samples: Iterable[tuple[list[str], Any]]) -> 
     if kind.type == "histogram":
         histogram = HistogramMetricFamily(named, kind.help, labels=kind.labels)
         for labels, tally in samples:
-            below = [(str(bound), count) for bound, count in zip(tally["bounds"], tally["below"], strict=True)]
-            histogram.add_metric(labels, [*below, ("+Inf", tally["count"])], tally["total"])
+            below = [(str(bound), count) for bound, count in zip(tally.bounds, tally.below, strict=True)]
+            histogram.add_metric(labels, [*below, ("+Inf", tally.count)], tally.total)
         return histogram
     family = (CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily)(
         named, kind.help, labels=kind.labels

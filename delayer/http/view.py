@@ -13,9 +13,7 @@ from time import monotonic
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from delayer.config.model import Settings
-from delayer.core.counters import Counters, Tally
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.core.message import name_text
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import Census, StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
@@ -33,27 +31,8 @@ State = Mapping[str, Any]
     usable       whether there is a lane to park into
     stalled      names of the loops without progress
     recent       http.recent.Recent.steps
-    figures      see figures()
+    counters     core.counters.Counters of this process
 """
-
-
-def figures(counters: Counters) -> dict[str, Any]:
-    """All figures of metrics and of the page."""
-    return {
-        "counts": counters.as_dict(),
-        "lanes_lost": counters.lanes_lost,
-        "routes": {
-            kind: {name_text(route): count for route, count in counts.items()}
-            for kind, counts in counters.routes.items()
-        },
-        "lateness": {name_text(route): _tally(tally) for route, tally in counters.lateness.items()},
-        "seconds": {name: _tally(tally) for name, tally in counters.seconds.items()},
-        "sizes": {name: _tally(tally) for name, tally in counters.sizes.items()},
-    }
-
-
-def _tally(tally: Tally) -> dict[str, Any]:
-    return {"bounds": tally.bounds, "below": list(tally.below), "count": tally.count, "total": tally.total}
 
 
 class Depths(NamedTuple):

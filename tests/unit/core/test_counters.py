@@ -8,7 +8,6 @@ import pytest
 
 from delayer.core.counters import LATENESS, MOST_ROUTES, OTHERS, Counters, Tally
 from delayer.core.message import CONFIRMED, NACKED, ClosedChannel, Returned
-from delayer.http.view import figures
 
 
 @pytest.mark.parametrize(
@@ -62,9 +61,3 @@ def test_objections_are_counted_by_what_they_are() -> None:
         counters.objected(outcome, b"a")
     assert counters.routes["nacked"][b"a"] == 1
     assert counters.routes["returned"][b"a"] == 2
-
-
-def test_names_that_are_no_text_are_figures_too() -> None:
-    counters = Counters()
-    counters.add_routes("parked", [b"caf\xc3\xa9", b"\xff"])
-    assert figures(counters)["routes"]["parked"] == {"café": 1, "\\xff": 1}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from delayer.core.counters import Counters
-from delayer.http.view import figures
 from delayer.store import schema
 from delayer.store.admin import stats
 from delayer.store.admin.stats import LaneOverview, StoreOverview
@@ -26,7 +25,7 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
         "lanes": [1, 2, 7],
         "usable": True,
         "stalled": [],
-        "figures": figures(counters or Counters()),
+        "counters": counters or Counters(),
         **more,
     }
 

@@ -39,7 +39,7 @@ def lane(number: int, *, alive: bool, waiting: int, next_due_ms: int | None) -> 
 def sight(**more: Any) -> Sight:
     """Everything there is to see."""
     counters = Counters()
-    counters.add_routes("parked", [b"orders.in"] * 3)
+    counters.add_routes("parked", [b"orders.in"] * 3 + [b"caf\xc3\xa9", b"\xff"])
     counters.delivered([(40, b"orders.in")])
     counters.took("claim", 0.003)
     counters.batch("claim", 3)
@@ -83,6 +83,8 @@ def test_every_metric_comes_out() -> None:
     ("sample", "value"),
     [
         (("delayer_parked_total", "route=orders.in"), 3),
+        (("delayer_parked_total", "route=café"), 1),
+        (("delayer_parked_total", "route=\\xff"), 1),
         (("delayer_held_total", "route=orders.in"), 0),
         (("delayer_held_total", "route=mail.in"), 0),
         (("delayer_lateness_seconds_bucket", "le=0.025", "route=orders.in"), 0),
