@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from delayer.audit import words
 from delayer.audit.extract import Extract
 from delayer.audit.findings import HELD, Bar, Calendar, Finding, Peak, Share
 from delayer.broker.route_check import Target
+from delayer.core.readable import instant
 from delayer.store.rows.days import DAY_MS
 
 RELEASE_RATE: Final = 14_000.0
@@ -119,7 +119,7 @@ def peaks(coming: Calendar) -> list[Finding]:
         Finding(
             "peaks",
             "warning",
-            f"{words.instant(peak.start_ms)}: {peak.messages:,} due in {peak.width_ms // 1000:,} s",
+            f"{instant(peak.start_ms)}: {peak.messages:,} due in {peak.width_ms // 1000:,} s",
             peak.messages,
             peak.start_ms,
             {"drain_seconds": peak.drain_seconds, "release_rate": coming.release_rate},

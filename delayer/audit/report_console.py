@@ -12,6 +12,7 @@ from rich.text import Text
 
 from delayer.audit import words
 from delayer.audit.findings import Bar, Finding, Report
+from delayer.core.readable import away, counted, duration, instant, size
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _STYLES: Final = {"good": "green", "warn": "yellow", "bad": "bold red", "": "dim"}
@@ -46,7 +47,7 @@ def _indented(console: Console, table: Table) -> None:
 def _findings(report: Report, console: Console) -> None:
     for severity, told, found, unlisted in words.groups(report):
         style = "bold red" if severity == "violation" else "yellow"
-        console.print(Text.assemble((f"{words.counted(len(found), severity)}: ", style), (told.title, "bold")))
+        console.print(Text.assemble((f"{counted(len(found), severity)}: ", style), (told.title, "bold")))
         # Ten findings of each rule are printed. The page, the JSON and the Parquet files have all of them.
         for one in found[:10]:
             _finding(one, report.store_now_ms, console)
@@ -57,9 +58,9 @@ def _findings(report: Report, console: Console) -> None:
 
 
 def _finding(one: Finding, now_ms: int, console: Console) -> None:
-    line = Text.assemble("  ", (words.name(one.subject), "bold"), f"  {words.counted(one.count, 'message')}")
+    line = Text.assemble("  ", (words.name(one.subject), "bold"), f"  {counted(one.count, 'message')}")
     if one.first_due_ms is not None:
-        line.append(f", first due {words.instant(one.first_due_ms)} ({words.away(one.first_due_ms, now_ms)})")
+        line.append(f", first due {instant(one.first_due_ms)} ({away(one.first_due_ms, now_ms)})")
     console.print(line)
     if rows := [f"{label}: {text}" for label, text in words.details(one.details)]:
         console.print(Text("    " + "; ".join(rows), "dim"))
@@ -70,16 +71,16 @@ def _coming(report: Report, console: Console) -> None:
     _heading(console, "What is coming")
     line = f"  {totals.waiting + totals.packed:,} wait"
     if totals.segments and report.sample is None:
-        line += f" ({totals.packed:,} of them in {words.counted(totals.segments, 'segment')}"
-        line += f" of {words.size(totals.packed_bytes)})"
+        line += f" ({totals.packed:,} of them in {counted(totals.segments, 'segment')}"
+        line += f" of {size(totals.packed_bytes)})"
     elif totals.segments:
         line += f" ({totals.packed:,} of them in segments)"
-    line += f", {words.size(totals.size)} of content; {totals.held:,} held"
+    line += f", {size(totals.size)} of content; {totals.held:,} held"
     console.print(Text(line))
     if totals.first_due_ms is not None:
         first, last = totals.first_due_ms, totals.last_due_ms
-        text = f"  next due {words.instant(first)} ({words.away(first, now_ms)})"
-        console.print(Text(f"{text}, last {words.instant(last)} ({words.away(last, now_ms)})"))
+        text = f"  next due {instant(first)} ({away(first, now_ms)})"
+        console.print(Text(f"{text}, last {instant(last)} ({away(last, now_ms)})"))
     if drawn := sparkline(report.calendar.hours, now_ms):
         console.print(Text.assemble("  next 48 hours ", (drawn, "cyan")))
     console.print()
@@ -88,8 +89,8 @@ def _coming(report: Report, console: Console) -> None:
         table = _table("peak from", "within one", "messages", rate, right=(2, 3))
         for peak in peaks[:5]:
             slow = peak.drain_seconds > peak.width_ms / 1000
-            drain = Text(words.duration(peak.drain_seconds), "yellow" if slow else "")
-            table.add_row(words.instant(peak.start_ms), words.width(peak.width_ms), f"{peak.messages:,}", drain)
+            drain = Text(duration(peak.drain_seconds), "yellow" if slow else "")
+            table.add_row(instant(peak.start_ms), words.width(peak.width_ms), f"{peak.messages:,}", drain)
         _indented(console, table)
 
 
@@ -121,7 +122,7 @@ def _destinations(report: Report, console: Console) -> None:
         table.add_row(
             Text(words.destination(one.exchange, one.routing_key)),
             f"{one.messages:,}",
-            words.instant(one.first_due_ms),
+            instant(one.first_due_ms),
             verdict,
         )
     if rest := len(at.destinations[12:]) + at.destinations_more:
@@ -156,5 +157,5 @@ def _verdict(report: Report, console: Console) -> None:
         console.print(Text(words.sampled(report), "yellow"))
     sign, style = ("✗", "bold red") if report.violations else ("✓", "bold green")
     line = Text.assemble((f"{sign} {words.verdict(report)}", style))
-    line.append(f"  ({words.instant(report.store_now_ms)}, took {words.duration(report.seconds)})", "dim")
+    line.append(f"  ({instant(report.store_now_ms)}, took {duration(report.seconds)})", "dim")
     console.print(line)

@@ -18,12 +18,13 @@ from delayer import __version__
 from delayer.audit import words
 from delayer.audit.findings import Bar, LaneFigures, Report
 from delayer.core.files import replacing
+from delayer.core.readable import away, counted, duration, instant, size
 from delayer.store.admin.stats import waiting
 
 KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
 _HELPERS: Final = (
-    "instant", "away", "duration", "size", "width", "counted", "name", "details", "behind",
-    "sampled", "badge", "verdict", "groups", "destinations", "peaks", "ADVICE",
+    instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
+    words.badge, words.verdict, words.groups, words.destinations, words.peaks,
 )  # fmt: skip
 
 
@@ -72,8 +73,8 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
-    for helper in _HELPERS:
-        environment.globals[helper] = getattr(words, helper)
+    environment.globals |= {helper.__name__: helper for helper in _HELPERS}
+    environment.globals["ADVICE"] = words.ADVICE
     return environment.get_template("report.html")
 
 
@@ -87,13 +88,13 @@ def _banner(report: Report) -> Banner:
     if report.violations:
         dues = (one.first_due_ms for one in report.findings if one.severity == "violation")
         soonest = min((due_ms for due_ms in dues if due_ms is not None), default=None)
-        when = f" The first message that it is about is due {words.instant(soonest)}." if soonest is not None else ""
+        when = f" The first message that it is about is due {instant(soonest)}." if soonest is not None else ""
         return Banner("bad", words.verdict(report), f"Something is not as it must be.{when}")
     sampled = " in the sample" if report.sample is not None else ""
     text = f"Everything that came in{sampled} went out or is here, as far as it was checked."
     headline = f"No violations{sampled}"
     if report.warnings:
-        return Banner("warn", f"{headline}, {words.counted(report.warnings, 'warning')}", text)
+        return Banner("warn", f"{headline}, {counted(report.warnings, 'warning')}", text)
     return Banner("good", headline, text)
 
 
@@ -101,12 +102,12 @@ def _tiles(report: Report) -> Iterator[Tile]:
     totals = report.totals
     now_ms = report.store_now_ms
     everything = totals.waiting + totals.packed
-    yield Tile("waiting", f"{everything:,}", f"{words.size(totals.size)} of content")
+    yield Tile("waiting", f"{everything:,}", f"{size(totals.size)} of content")
     if totals.segments:
-        segments = words.counted(totals.segments, "segment")
+        segments = counted(totals.segments, "segment")
         packed = f"{totals.packed:,} in {segments if report.sample is None else 'segments'}"
         yield Tile("of these compacted", f"{totals.packed / max(everything, 1):.0%}", packed)
-        yield Tile("segments on disk", words.size(totals.packed_bytes))
+        yield Tile("segments on disk", size(totals.packed_bytes))
     yield Tile("held", f"{totals.held:,}", "their destination did not take them" if totals.held else "")
     yield Tile("next due", *_instant_tile(totals.first_due_ms, now_ms))
     yield Tile("last due", *_instant_tile(totals.last_due_ms, now_ms))
@@ -115,13 +116,13 @@ def _tiles(report: Report) -> Iterator[Tile]:
     worst = max(words.peaks(report), key=lambda peak: peak.drain_seconds, default=None)
     if worst is not None and worst.drain_seconds >= 1:
         more = f"{worst.messages:,} within one {words.width(worst.width_ms)}"
-        yield Tile("longest to drain", words.duration(worst.drain_seconds), f"{more}, {words.instant(worst.start_ms)}")
+        yield Tile("longest to drain", duration(worst.drain_seconds), f"{more}, {instant(worst.start_ms)}")
 
 
 def _instant_tile(at_ms: int | None, now_ms: int) -> tuple[str, str]:
     if at_ms is None:
         return "–", "nothing waits"
-    return words.away(at_ms, now_ms), words.instant(at_ms)
+    return away(at_ms, now_ms), instant(at_ms)
 
 
 class Chart(NamedTuple):
@@ -161,10 +162,10 @@ def chart(title: str, bars: Sequence[Bar], now_ms: int, room: int = 240) -> Char
     )
     view = Markup('<svg viewBox="0 0 {} 100" preserveAspectRatio="none">{}</svg>')
     unit = words.width(width)
-    told = f"the most in one {unit}: {top.messages:,} on {words.instant(top.start_ms)}"
+    told = f"the most in one {unit}: {top.messages:,} on {instant(top.start_ms)}"
     if together > 1:
         told += f"; each bar is the busiest {unit} of {together}"
-    ends = words.instant(start), words.instant(bars[-1].start_ms)
+    ends = instant(start), instant(bars[-1].start_ms)
     return Chart(title, told, *ends, view.format(max(-(-slots // together), 8), drawn))
 
 

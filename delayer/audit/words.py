@@ -1,61 +1,16 @@
-"""Figures and names for people: one spelling for the console and for the page. Pure."""
+"""Names, verdicts and advice of a report, for the console and for the page. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 from delayer.audit.findings import Finding, Peak, Report, Severity, Share
 from delayer.broker.route_check import Verdict
-from delayer.config.logs import readable
+from delayer.core.readable import counted, duration, instant, readable
 
-_UNITS: Final = (("years", 31_557_600), ("d", 86_400), ("h", 3_600), ("min", 60))
-_SECOND_MS, _MINUTE_MS, _HOUR_MS, _DAY_MS = 1_000, 60_000, 3_600_000, 86_400_000
-_WIDTHS: Final = {_SECOND_MS: "second", _MINUTE_MS: "minute", _HOUR_MS: "hour", _DAY_MS: "day"}
-
-
-def instant(at_ms: int | None) -> str:
-    """``2026-12-01 00:00:00Z``, to the second; a dash for none."""
-    if at_ms is None:
-        return "–"
-    try:
-        at = datetime.fromtimestamp(at_ms // 1000, UTC)
-    except (OverflowError, ValueError, OSError):
-        return f"{at_ms:,} ms"  # Beyond the calendar.
-    return f"{at:%Y-%m-%d %H:%M:%S}Z"
-
-
-def away(at_ms: int | None, now_ms: int) -> str:
-    """How far off an instant is: ``in 3 d 4 h``, ``2 h ago``; empty for none."""
-    if at_ms is None:
-        return ""
-    seconds = abs(at_ms - now_ms) / 1000
-    if seconds < 1:
-        return "now"
-    return f"in {duration(seconds)}" if at_ms > now_ms else f"{duration(seconds)} ago"
-
-
-def duration(seconds: float) -> str:
-    """Three digits in the largest unit of which it has two: ``1.92 h``, ``115 s``, ``40 ms``."""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms"
-    unit, length = next(((unit, length) for unit, length in _UNITS if seconds >= 2 * length), ("s", 1))
-    return f"{seconds / length:.3g} {unit}"
-
-
-def size(amount: float) -> str:
-    """Bytes in the units that disks are sold in: ``512 B``, ``4.2 GB``."""
-    for length, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if amount >= length * 0.9995:
-            return f"{amount / length:.3g} {unit}"
-    return f"{amount:.0f} B"
-
-
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """``1 violation``, ``1,200 violations``."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+_WIDTHS: Final = {1_000: "second", 60_000: "minute", 3_600_000: "hour", 86_400_000: "day"}
 
 
 def width(width_ms: int) -> str:

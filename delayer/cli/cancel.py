@@ -27,9 +27,10 @@ from delayer.cli.options import (
     tokens,
     whoami,
 )
-from delayer.cli.output import counted, note, print_json, progress
+from delayer.cli.output import note, print_json, progress
 from delayer.config.texts import duration_text, shift_ms
 from delayer.core.filters import Filter, Token
+from delayer.core.readable import counted
 from delayer.store.admin import actions, listing
 from delayer.store.admin.actions import Do, When
 from delayer.store.admin.detail import Found

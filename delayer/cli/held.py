@@ -28,8 +28,9 @@ from delayer.cli.options import (
     tokens,
     whoami,
 )
-from delayer.cli.output import counted, note, print_json, print_table
+from delayer.cli.output import note, print_json, print_table
 from delayer.core.filters import MAX_ID, Filter, Token
+from delayer.core.readable import counted
 from delayer.store.admin import actions, detail
 from delayer.store.admin.detail import HeldEntry
 

@@ -22,9 +22,10 @@ from delayer.cli.options import (
     store_url,
     tokens,
 )
-from delayer.cli.output import note, print_json, print_table, when
+from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
 from delayer.core.filters import MAX_ID, Token, read_token
+from delayer.core.readable import away
 from delayer.store.admin import detail, listing
 from delayer.store.admin.detail import Found, Whole
 from delayer.store.admin.listing import BEGINNING, Entry
@@ -227,7 +228,7 @@ def _print(found: Whole) -> None:
     rows: list[tuple[object, ...]] = [
         ("id", entry.place.token),
         ("where", f"{where}, lane {entry.place.lane} ({found.owner}{', running' if found.owned else ', free'})"),
-        ("due", f"{iso(due_ms)}, {when(due_ms, time.time_ns() // 1_000_000).partition(' (')[2].rstrip(')')}"),
+        ("due", f"{iso(due_ms)}, {away(due_ms, time.time_ns() // 1_000_000)}"),
         ("will happen", fate(found)),
         ("parked", iso(entry.parked_ms)),
         ("came in at", address(entry.exchange, entry.routing_key)),

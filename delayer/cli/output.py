@@ -7,14 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import click
 
 from delayer.core.delay_headers import in_words
 from delayer.core.lines import escaped
-from delayer.core.readable import readable
+from delayer.core.readable import away, instant, readable
 
 if TYPE_CHECKING:
     from delayer.broker.cascade_depths import CascadeDepths
@@ -100,11 +99,6 @@ def quoted(name: str) -> str:
     return f'"{readable(name)}"'
 
 
-def counted(number: int, noun: str) -> str:
-    """``number`` and ``noun``, in the plural if need be."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_level: bool) -> None:
     """Print the depths of the cascade and of the queues around it. ``used``: whether new delays take the cascade.
     ``every_level``: also those without messages."""
@@ -131,24 +125,10 @@ def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_l
 
 
 def when(due_ms: int | None, now_ms: int | None = None) -> str:
-    """An instant for people: in UTC, and how far away it is."""
+    """An instant for people: in UTC, and how far off it is."""
     if due_ms is None:
         return "-"
-    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
-    try:
-        instant = datetime.fromtimestamp(due_ms // 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-    except (OverflowError, ValueError, OSError):
-        instant = f"{due_ms} ms"  # Beyond the calendar.
-    seconds = abs(due_ms - now_ms) // 1000
-    return f"{instant} ({'overdue by' if due_ms < now_ms else 'in'} {roughly(seconds)})"
-
-
-def roughly(seconds: int) -> str:
-    """A duration in the largest unit of which it has two."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size}{unit}"
-    return f"{seconds}s"
+    return f"{instant(due_ms)} ({away(due_ms, time.time_ns() // 1_000_000 if now_ms is None else now_ms)})"
 
 
 def per_second(count: int, seconds: float) -> str:

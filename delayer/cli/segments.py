@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from delayer.audit.words import size
 from delayer.cli.errors import FOUND, Misused, Unreached
 from delayer.cli.options import as_json, conf_option, duration, master_option, request_of, store_url
 from delayer.cli.output import Say, note, per_second, print_json, progress, when
+from delayer.core.readable import size
 
 if TYPE_CHECKING:
     from delayer.audit import compact as compaction

@@ -22,11 +22,11 @@ from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import Misused, Off
 from delayer.cli.options import Request, duration, fixed_instant, pair
-from delayer.cli.output import note, progress, quoted, roughly
+from delayer.cli.output import note, progress, quoted
 from delayer.config.model import Route, Settings
 from delayer.config.texts import duration_text
 from delayer.core.errors import BrokerLost
-from delayer.core.readable import readable
+from delayer.core.readable import away, readable
 
 WINDOW: Final = 500
 """Messages that wait for their confirms at once, at most."""
@@ -305,5 +305,5 @@ def _said(message: Message, first: str, count: int) -> str:
     if message.due_ms is None:
         return f"Sent {what} to {where}; its own header says when it is due."
     wait_ms = message.due_ms - time.time_ns() // 1_000_000
-    about = f"in {roughly(-(-wait_ms // 1000))}" if wait_ms > 0 else "now"
+    about = away(max(-(-wait_ms // 1000), 0) * 1000, 0)  # In whole seconds.
     return f"Sent {what} to {where}; due {iso(message.due_ms)} ({about})."

@@ -22,6 +22,7 @@ from delayer.config.model import Settings
 from delayer.config.texts import service_of
 from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.readable import duration
 from delayer.store import schema
 from delayer.store.admin import stats
 from delayer.store.errors import BadStoreUrl
@@ -92,7 +93,7 @@ def show(live: dict[str, Any]) -> None:
         rates = last["rates"]
         into = rates["parked"] + rates["cascaded"]
         rows.append(
-            (name, f"{into:.1f}", f"{rates['released']:.1f}", *(_late(last[key]) for key in ("p50", "p99", "worst")))
+            (name, f"{into:.1f}", f"{rates['released']:.1f}", *(duration(last[key]) for key in ("p50", "p99", "worst")))
         )
     columns = ["this host, over the last", "in/s", "out/s", "late: p50", "p99", "max"]
     print_table(columns, rows, right=(1, 2, 3, 4, 5))
@@ -100,12 +101,6 @@ def show(live: dict[str, Any]) -> None:
         click.echo(
             "BLOCKED: a resource alarm of the broker (memory, disk): it takes no publishes, so nothing is released"
         )
-
-
-def _late(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:

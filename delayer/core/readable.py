@@ -1,8 +1,10 @@
-"""Texts from outside, made printable. Pure."""
+"""Texts for people: printable ones from outside, instants, durations and sizes. Pure."""
 
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
+from typing import Final
 
 from delayer.core.secret import mask
 
@@ -27,3 +29,50 @@ def readable(
         value = value[:most] + f"… ({len(value) - most} more characters)"
     value = mask(value)
     return (_UNPRINTABLE_BUT_LINES if keep_lines else _UNPRINTABLE).sub(_escape, value)
+
+
+_UNITS: Final = (("years", 31_557_600), ("d", 86_400), ("h", 3_600), ("min", 60))
+
+
+def instant(at_ms: int | None) -> str:
+    """``2026-12-01 00:00:00Z``, to the second; a dash for none."""
+    if at_ms is None:
+        return "–"
+    try:
+        at = datetime.fromtimestamp(at_ms // 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"{at_ms:,} ms"  # Beyond the calendar.
+    return f"{at:%Y-%m-%d %H:%M:%S}Z"
+
+
+def away(at_ms: int | None, now_ms: int) -> str:
+    """How far off an instant is: ``in 3 d``, ``2.5 h ago``; empty for none."""
+    if at_ms is None:
+        return ""
+    seconds = abs(at_ms - now_ms) / 1000
+    if seconds < 1:
+        return "now"
+    return f"in {duration(seconds)}" if at_ms > now_ms else f"{duration(seconds)} ago"
+
+
+def duration(seconds: float | None) -> str:
+    """Three digits in the largest unit of which it has two: ``1.92 h``, ``115 s``, ``40 ms``; a dash for none."""
+    if seconds is None:
+        return "–"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    unit, length = next(((unit, length) for unit, length in _UNITS if seconds >= 2 * length), ("s", 1))
+    return f"{seconds / length:.3g} {unit}"
+
+
+def size(amount: float) -> str:
+    """Bytes in the units that disks are sold in: ``512 B``, ``4.2 GB``."""
+    for length, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if amount >= length * 0.9995:
+            return f"{amount / length:.3g} {unit}"
+    return f"{amount:.0f} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 violation``, ``1,200 violations``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -16,12 +16,13 @@ from delayer.amqp import reading
 from delayer.amqp.reading import iso
 from delayer.core import horizon
 from delayer.core.filters import Token
+from delayer.core.readable import away, duration, size
+from delayer.http.recent import host_ms
 from delayer.http.view import State
 from delayer.store.admin import detail
 from delayer.store.admin.detail import Found, Whole
 from delayer.store.admin.stats import Census
 
-_UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60))
 _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
 )
@@ -29,27 +30,8 @@ _UNSEEN: Final = re.compile(
 
 
 def ahead(at_ms: int | None, now_ms: int | None = None) -> str:
-    """How far away an instant is: "in 2 h", "3 min ago"."""
-    if at_ms is None:
-        return ""
-    away = at_ms - (time.time_ns() // 1_000_000 if now_ms is None else now_ms)
-    text = roughly(abs(away) / 1000)
-    return f"in {text}" if away > 0 else f"{text} ago"
-
-
-def roughly(seconds: float) -> str:
-    """A duration in one unit."""
-    for unit, size in _UNITS:
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def lateness(seconds: float | None) -> str:
-    """A lateness, in milliseconds below one second."""
-    if seconds is None:
-        return "–"
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s" if seconds < 120 else roughly(seconds)
+    """How far off an instant is, from ``now_ms`` or from the clock of this host."""
+    return away(at_ms, host_ms() if now_ms is None else now_ms)
 
 
 def number(value: float | None) -> str:
@@ -60,14 +42,6 @@ def number(value: float | None) -> str:
 def rate(value: float) -> str:
     """A number a second."""
     return f"{value:.1f}" if 0 < value < 10 else number(value)
-
-
-def size(count: int) -> str:
-    """A number of bytes in B, KB or MB."""
-    for unit, step in (("MB", 1 << 20), ("KB", 1 << 10)):
-        if count >= step:
-            return f"{count / step:.1f} {unit}"
-    return f"{count} B"
 
 
 def name(raw: bytes | str | None) -> str:
@@ -95,7 +69,7 @@ ENVIRONMENT: Final = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-for function in (iso, ahead, roughly, lateness, number, rate, size, name, address, query):
+for function in (iso, ahead, duration, number, rate, size, name, address, query):
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
 ENVIRONMENT.globals["version"] = __version__
@@ -135,10 +109,9 @@ def series(census: Census | None) -> list[dict[str, Any]]:
     found = []
     for one in horizon.SERIES:
         bars = horizon.bars(counts, one)
-        ends = [roughly(at * one.step / 1000) for at in range(len(bars) + 1)]
-        rows = [
-            (f"in {first} to {last}", count) for first, last, count in zip(ends, ends[1:], bars, strict=False) if count
-        ]
+        ends = [duration(at * one.step / 1000) for at in range(1, len(bars) + 1)]
+        spans = [f"within {ends[0]}", *(f"in {first} to {last}" for first, last in pairwise(ends))]
+        rows = [(span, count) for span, count in zip(spans, bars, strict=True) if count]
         found.append({"name": one.name, "title": TITLES[one.name], "rows": rows})
     return found
 

@@ -98,7 +98,7 @@ async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str)
           for word in ("--header", header)), "--body-file", "-", stdin=b"\x00\xff body",
     )  # fmt: skip
     assert sent.stdout.startswith('Sent one to exchange "delayer.in"; due ')
-    assert sent.stdout.endswith("(in 10s).\n")
+    assert sent.stdout.endswith("(in 10 s).\n")
     assert "delayer status" in sent.stderr
     (message,) = await take(vhost, "delays")
     assert (message.exchange, message.routing_key, message.body) == ("delayer.in", "orders.new", b"\x00\xff body")
@@ -319,7 +319,7 @@ async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, databa
         )
         told = delayer("status").stdout
         assert "compacted: 14 in 2 segments   next due: 2" in told
-        assert "(in 29h)" in told
+        assert "(in 30 h)" in told
         assert "BROKEN" not in told
         await connection.execute("UPDATE segment SET first_due = now() + interval '10 minutes' WHERE id = 2")
         assert "LATE: 1 segments with 7 messages should be restored by now" in delayer("status").stdout

@@ -8,6 +8,7 @@ from delayer.audit import words
 from delayer.audit.destination_findings import RULE
 from delayer.audit.rules import RULES
 from delayer.audit.words import ADVICE
+from delayer.core.readable import away, duration, instant
 
 
 @pytest.mark.parametrize(
@@ -17,19 +18,19 @@ from delayer.audit.words import ADVICE
      (86_400_000, "2.74 years"), (315_576_000, "10 years")],
 )  # fmt: skip
 def test_durations(seconds: float, expected: str) -> None:
-    assert words.duration(seconds) == expected
+    assert duration(seconds) == expected
 
 
 def test_instants_and_how_far_they_are_away() -> None:
-    assert words.instant(None) == "–"
-    assert words.instant(0) == "1970-01-01 00:00:00Z"
-    assert words.instant(1_763_769_602_481) == "2025-11-22 00:00:02Z"
-    assert words.instant(-1) == "1969-12-31 23:59:59Z"
-    assert words.instant(10**18) == "1,000,000,000,000,000,000 ms", "beyond the calendar"
-    assert words.away(7_200_000, 0) == "in 2 h"
-    assert words.away(0, 7_200_000) == "2 h ago"
-    assert words.away(500, 0) == "now"
-    assert words.away(None, 0) == ""
+    assert instant(None) == "–"
+    assert instant(0) == "1970-01-01 00:00:00Z"
+    assert instant(1_763_769_602_481) == "2025-11-22 00:00:02Z"
+    assert instant(-1) == "1969-12-31 23:59:59Z"
+    assert instant(10**18) == "1,000,000,000,000,000,000 ms", "beyond the calendar"
+    assert away(7_200_000, 0) == "in 2 h"
+    assert away(0, 7_200_000) == "2 h ago"
+    assert away(500, 0) == "now"
+    assert away(None, 0) == ""
 
 
 def test_names_are_one_line_that_prints() -> None:

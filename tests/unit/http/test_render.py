@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from delayer.core.readable import duration
 from delayer.http import render
 
 STATIC = Path(render.__file__).parent / "static"
@@ -82,7 +83,7 @@ def test_vendored_files_have_their_licence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(None, "–"), (0.0123, "12 ms"), (2.5, "2.5 s"), (240, "4 min"), (9000, "2 h")]
+    ("value", "text"), [(None, "–"), (0.0123, "12 ms"), (2.5, "2.5 s"), (240, "4 min"), (9000, "2.5 h")]
 )
 def test_lateness(value: float | None, text: str) -> None:
-    assert render.lateness(value) == text
+    assert duration(value) == text
