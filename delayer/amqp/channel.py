@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pamqp import commands
 from pamqp.base import Frame
@@ -213,6 +214,8 @@ if TYPE_CHECKING:
 
 _Reply = TypeVar("_Reply", bound=Frame)
 _CLOSE_SECONDS = 5.0
+CLUMP_MS: Final = 2
+"""Scheduled messages due within so many milliseconds are written together: each wake-up costs more than a message."""
 
 
 class Channel:
@@ -342,20 +345,18 @@ class Channel:
                 due = bisect_right(schedule.due_ms, now_ms, index)
                 schedule.written_ms |= dict.fromkeys(range(index, due), now_ms)
                 if index == due:
-                    await asyncio.sleep((schedule.due_ms[index] - now_ms) / 1000)
-            async with asyncio.timeout(timeout):
-                if self._connection.blocked:
-                    await (
-                        self._connection.unblocked()
-                    )  # After its alarm the broker publishes what stands in the socket.
-                await self._connection.drain()
+                    await asyncio.sleep(_clump_seconds(schedule.due_ms[index], now_ms))
+            if not self._connection.writable:
+                async with asyncio.timeout(timeout):
+                    await self._connection.until_writable()
             self._check_open()
+            if index:
+                faultpoint.reach("publish.begun")
             start, frame_max = index, self._connection.frame_max
             parts, index = framing.publish(self.number, frame_max, batch, range(start, due), WRITE_BYTES)
             confirms.written(waiting, start, index - start)
-            self._connection.write_parts(parts)
-            if index < len(batch):
-                faultpoint.reach("publish.begun")
+            more_later = schedule is not None and index == due < len(batch)
+            (self._connection.write_soon if more_later else self._connection.write_parts)(parts)
         if schedule is not None:
             schedule.on_written()
 
@@ -457,6 +458,12 @@ class Channel:
 def seconds_until(schedule: Schedule | None, index: int) -> float:
     """Seconds until this message of the batch is due; 0.0 if it is."""
     return 0.0 if schedule is None else max(0.0, (schedule.due_ms[index] - schedule.now_ms()) / 1000)
+
+
+def _clump_seconds(due_ms: int, now_ms: float) -> float:
+    """Seconds until the clump of this message: the clumps of all channels are due together, each CLUMP_MS. In whole
+    milliseconds, because uvloop rounds, and would not sleep at all for less than half of one."""
+    return math.ceil(due_ms + -due_ms % CLUMP_MS - now_ms) / 1000
 
 
 def _retrieve(outcomes: asyncio.Future[list[Outcome]]) -> None:

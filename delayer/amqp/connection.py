@@ -301,8 +301,20 @@ class Connection(asyncio.Protocol):
         self._check_open()
         self._outlet.write_parts(parts)
 
-    async def drain(self) -> None:
-        """Wait while the transport's buffer is above its high-water mark. Raises ConnectionLost."""
+    def write_soon(self, parts: Sequence[bytes | memoryview]) -> None:
+        """The same at the end of this iteration of the loop, in one write with those of other channels."""
+        self._check_open()
+        self._outlet.write_soon(parts)
+
+    @property
+    def writable(self) -> bool:
+        """Whether a publish may be written now: see :meth:`until_writable`."""
+        return self._alarm is None and self._outlet.has_room
+
+    async def until_writable(self) -> None:
+        """Wait for the end of a resource alarm, after which the broker publishes what stands in the socket, and while
+        the transport's buffer is above its high-water mark. Raises ConnectionLost."""
+        await self._unblocked.wait()
         await self._outlet.drain()
         self._check_open()
 

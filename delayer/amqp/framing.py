@@ -371,6 +371,7 @@ class Outlet:
         self._transport: asyncio.WriteTransport | None = None
         self._room = asyncio.Event()
         self._room.set()
+        self._soon: list[bytes | memoryview] = []
 
     def attach(self, transport: asyncio.WriteTransport) -> None:
         """Set the transport: earlier writes are dropped."""
@@ -380,6 +381,8 @@ class Outlet:
 
     def write(self, data: bytes) -> None:
         """Hand over bytes. Does nothing while the transport is closing."""
+        if self._soon:
+            self._flush()
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
             self.written_at = self._loop.time()
@@ -394,6 +397,21 @@ class Outlet:
                 size, start = 0, index + 1
         if size:
             self.write(b"".join(parts[start:]))
+
+    def write_soon(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Hand over at the end of this iteration of the loop, in one write with those of other channels."""
+        if not self._soon:
+            self._loop.call_soon(self._flush)
+        self._soon += parts
+
+    def _flush(self) -> None:
+        parts, self._soon = self._soon, []
+        self.write_parts(parts)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether drain() would return at once."""
+        return self._room.is_set()
 
     async def drain(self) -> None:
         """Wait while the transport holds more than the high-water mark."""
