@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -25,7 +24,7 @@ from delayer.amqp.errors import (
     ProtocolError,
     again,
 )
-from delayer.amqp.framing import WRITE_BYTES, ReturnedMessage
+from delayer.amqp.framing import WRITE_BYTES, Consumers, Replies, ReturnedMessage, fail
 from delayer.amqp.properties import Properties
 from delayer.core import faultpoint
 from delayer.core.message import CONFIRMED, NACKED, Delivery, Outcome, Outgoing, Returned, Schedule
@@ -48,16 +47,13 @@ class Batch:
         self._positions: dict[bytes, int] | None = None
         self._unsettled = len(tokens)
         self._nacked: list[int] = []
-        self._returned: dict[int, Returned] = {}
+        self.returned: dict[int, Returned] = {}
 
     def position(self, token: bytes) -> int | None:
         """The message's index in the batch, by its token. The first return builds the index."""
         if self._positions is None:
             self._positions = {one: position for position, one in enumerate(self._tokens)}
         return self._positions.get(token)
-
-    def note_returned(self, position: int, returned: Returned) -> None:
-        self._returned[position] = returned
 
     def settle(self, count: int, nacked: Sequence[int]) -> None:
         """Count ``count`` more messages as settled. The broker nacked those at the positions ``nacked``."""
@@ -83,7 +79,7 @@ class Batch:
         for position in self._nacked:
             outcomes[position] = NACKED
         # The broker returns an unroutable message and then confirms it: the return overrides the confirm.
-        for position, returned in self._returned.items():
+        for position, returned in self.returned.items():
             if outcomes[position] is not None:
                 outcomes[position] = returned
 
@@ -190,15 +186,13 @@ class Confirms:
             text = f"a returned message's x-delayer-id is that of {len(found)} publishes in flight"
             raise ProtocolError(UNEXPECTED_FRAME, text)
         batch, position = found[0]
-        batch.note_returned(position, Returned(message.code, message.text))
+        batch.returned[position] = Returned(message.code, message.text)
 
-    def forget(self) -> None:
-        """Drop all publishes: the channel is gone, so no confirm will come."""
+    def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
+        """Fail the batches in flight: no confirm will come."""
+        for batch in {run.batch for run in self._runs}:
+            fail(batch.outcomes, loss)
         self._runs.clear()
-
-    def waiting(self) -> list[asyncio.Future[list[Outcome]]]:
-        """The futures of the batches in flight."""
-        return [batch.outcomes for batch in {run.batch for run in self._runs}]
 
 
 def _token(properties: bytes) -> bytes | None:
@@ -224,18 +218,23 @@ class Channel:
     ``closed`` is done when the channel is gone; its result is the reason (a ChannelClosed or ConnectionLost). Wait for
     it with ``asyncio.wait`` or ``asyncio.shield``: a cancelled task that awaits the future directly cancels the future.
     Every method raises that error once the channel is gone.
+
+    ``released`` is done when the number is free again. A channel that we closed ignores all frames until then.
     """
 
     def __init__(self, connection: Connection, number: int) -> None:
         self.number = number
-        self.consumers: dict[bytes, Callable[[Delivery], None]] = {}
+        self._on_delivery: dict[bytes, Callable[[Delivery], None]] = {}
+        self.consumers: Consumers = self._on_delivery
+        self.released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[ChannelClosed | ConnectionLost] = asyncio.get_running_loop().create_future()
         self._connection = connection
         self._loss: ChannelClosed | ConnectionLost | None = None
-        self._replies: deque[tuple[type[Frame], asyncio.Future[Frame]]] = deque()
+        self._replies = Replies()
         self._cancelled_by_broker: dict[bytes, Callable[[], None]] = {}
         self._tags = 0
-        self._confirms: Confirms | None = None
+        self._confirms = Confirms()
+        self._confirming = False
 
     async def open(self) -> None:
         """Open the channel at the broker. The connection calls this once."""
@@ -260,7 +259,7 @@ class Channel:
         self._tags += 1
         tag = b"delayer.%d" % self._tags
         # The callbacks are set before the request: the first delivery may directly follow the broker's answer.
-        self.consumers[tag] = on_delivery
+        self._on_delivery[tag] = on_delivery
         self._cancelled_by_broker[tag] = on_cancelled
         await self._request(framing.consume(self.number, queue.encode(), tag), commands.Basic.ConsumeOk)
         return tag.decode()
@@ -284,9 +283,9 @@ class Channel:
 
     async def confirm_select(self) -> None:
         """Put the channel into confirm mode. Call this once, before the first publish."""
-        if self._confirms is None:
+        if not self._confirming:
             await self.call(commands.Confirm.Select(), commands.Confirm.SelectOk)
-            self._confirms = self._confirms or Confirms()
+            self._confirming = True
 
     async def publish(
         self, batch: Sequence[Outgoing], *, timeout: float, schedule: Schedule | None = None
@@ -299,7 +298,7 @@ class Channel:
         error has the known outcomes. A cancelled call leaves the channel usable; the written messages are published.
         """
         confirms = self._confirms
-        if confirms is None:
+        if not self._confirming:
             raise RuntimeError("publish needs confirm_select first")
         self._check_open()
         if not batch:
@@ -363,7 +362,7 @@ class Channel:
     async def close(self) -> None:
         """Close and wait at most 5 s for the broker's answer. Unsettled deliveries go back. Idempotent."""
         self.abandon()
-        await self._connection.numbers.wait_released(self.number, _CLOSE_SECONDS)
+        await asyncio.wait({self.released}, timeout=_CLOSE_SECONDS)
 
     def abandon(self) -> None:
         """Close without waiting for the broker's answer; the number is free again when it comes. Idempotent."""
@@ -372,45 +371,49 @@ class Channel:
     def _end(self, loss: ChannelClosed) -> None:
         """Close from our side, without waiting. The number stays in use until the broker answers."""
         if self._loss is None:
-            self._connection.numbers.release(self.number)
             close = commands.Channel.Close(loss.code or REPLY_SUCCESS, framing.clipped(loss.text), 0, 0)
             self._connection.write(framing.marshal(close, self.number))
             self.fail(loss)
 
     def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
         """Mark the channel as gone and fail all waiting calls. A lost connection calls this too."""
+        if isinstance(loss, ConnectionLost):
+            self._release()
         if self._loss is not None:
             return
         self._loss = loss
-        self.consumers = {}
-        self._cancelled_by_broker = {}
-        waiting: list[asyncio.Future[Frame] | asyncio.Future[list[Outcome]]] = [one for _, one in self._replies]
-        if self._confirms is not None:
-            waiting += self._confirms.waiting()
-            self._confirms.forget()
-        self._replies.clear()
-        for future in waiting:
-            if not future.done():
-                future.set_exception(again(loss))
-        if not self.closed.done():
-            self.closed.set_result(loss)
+        self.consumers = _IgnoringConsumers()
+        self._on_delivery.clear()
+        self._cancelled_by_broker.clear()
+        self._replies.fail(loss)
+        self._confirms.fail(loss)
+        self.closed.set_result(loss)
+
+    def _release(self) -> None:
+        if not self.released.done():
+            self.released.set_result(None)
 
     # The parser calls these methods.
 
     def on_method(self, frame: bytes) -> None:
         method = framing.unmarshal(frame)
         if isinstance(method, commands.Channel.Close):
-            self._connection.write(framing.marshal(commands.Channel.CloseOk(), self.number))
-            self._connection.numbers.forget(self.number)
-            self.fail(ChannelClosed(method.reply_code or 0, method.reply_text))
+            if not self._connection.closed.done():
+                self._connection.write(framing.marshal(commands.Channel.CloseOk(), self.number))
+            if self._loss is None:  # Otherwise both sides closed at once, and each side waits for its answer.
+                self._forget_number()
+                self.fail(ChannelClosed(method.reply_code or 0, method.reply_text))
+        elif self._loss is not None:
+            if isinstance(method, commands.Channel.CloseOk):
+                self._forget_number()
         elif isinstance(method, commands.Basic.Cancel):
             self._on_cancel(method)
-        elif self._replies and isinstance(method, self._replies[0][0]):
-            _, future = self._replies.popleft()
-            if not future.done():
-                future.set_result(method)
-        else:
+        elif not self._replies.take(method):
             raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel {self.number}")
+
+    def _forget_number(self) -> None:
+        self._connection.receivers.pop(self.number, None)
+        self._release()
 
     def _on_cancel(self, method: commands.Basic.Cancel) -> None:
         tag = method.consumer_tag or ""
@@ -422,25 +425,16 @@ class Channel:
             on_cancelled()
 
     def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
-        if self._confirms is None:
-            raise ProtocolError(UNEXPECTED_FRAME, f"a confirm on channel {self.number}, where none was asked for")
-        self._confirms.settle(tag, multiple=multiple, positive=positive)
+        if self._loss is None:
+            self._confirms.settle(tag, multiple=multiple, positive=positive)
 
     def on_returned(self, returned: ReturnedMessage) -> None:
-        if self._confirms is None:
-            raise ProtocolError(UNEXPECTED_FRAME, f"a return on channel {self.number}, where nothing was published")
-        self._confirms.note_returned(returned)
-
-    # Requests and their answers: the broker answers in order.
+        if self._loss is None:
+            self._confirms.note_returned(returned)
 
     async def _request(self, frame: bytes, reply: type[_Reply]) -> _Reply:
-        self._check_open()
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._connection.write(frame)
-        self._replies.append((reply, future))
-        answer = await future
-        assert isinstance(answer, reply)  # This is certain: on_method compared the types.
-        return answer
+        self._write(frame)
+        return await self._replies.next(reply)
 
     def _write(self, frame: bytes) -> None:
         self._check_open()
@@ -451,7 +445,7 @@ class Channel:
             raise again(self._loss)
 
     def _forget(self, tag: bytes) -> Callable[[], None] | None:
-        self.consumers.pop(tag, None)
+        self._on_delivery.pop(tag, None)
         return self._cancelled_by_broker.pop(tag, None)
 
 
@@ -470,29 +464,6 @@ def _retrieve(outcomes: asyncio.Future[list[Outcome]]) -> None:
     """Retrieve a failure, so that asyncio does not report it as never retrieved."""
     if not outcomes.cancelled():
         outcomes.exception()
-
-
-class ClosingChannel:
-    """The placeholder for a channel that we closed. It ignores all frames until the broker confirms the close."""
-
-    def __init__(self, number: int, on_closed: Callable[[], None], answer: Callable[[], None]) -> None:
-        self.number = number
-        self.consumers = _IgnoringConsumers()
-        self._on_closed = on_closed
-        self._answer = answer
-
-    def on_method(self, frame: bytes) -> None:
-        method = framing.unmarshal(frame)
-        if isinstance(method, commands.Channel.Close):
-            self._answer()  # Both sides closed at once: each side answers, and each side waits for its answer.
-        elif isinstance(method, commands.Channel.CloseOk):
-            self._on_closed()
-
-    def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
-        """Ignore the confirm: the channel is closed."""
-
-    def on_returned(self, returned: ReturnedMessage) -> None:
-        """Ignore the return: the channel is closed."""
 
 
 class _IgnoringConsumers:

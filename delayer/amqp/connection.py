@@ -10,13 +10,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Self, cast
+from typing import Self, TypeVar, cast
 
 from pamqp import commands
+from pamqp.base import Frame
 
 from delayer.amqp import framing, handshake
 from delayer.amqp.address import Address
-from delayer.amqp.channel import Channel, ClosingChannel
+from delayer.amqp.channel import Channel
 from delayer.amqp.errors import (
     REPLY_SUCCESS,
     UNEXPECTED_FRAME,
@@ -26,77 +27,36 @@ from delayer.amqp.errors import (
     ProtocolError,
     again,
 )
-from delayer.amqp.framing import DEFAULT_FRAME_MAX, HEARTBEAT_FRAME, Outlet, Parser, Receiver, ReturnedMessage
-from delayer.amqp.handshake import Dialogue
+from delayer.amqp.framing import (
+    DEFAULT_FRAME_MAX,
+    HEARTBEAT_FRAME,
+    PROTOCOL_HEADER,
+    WRITE_BYTES,
+    Parser,
+    Replies,
+    ReturnedMessage,
+)
 from delayer.core.message import Delivery
 
-
-class Numbers:
-    """The channel numbers. ``receivers`` maps them to receivers, for the parser; 0 is the connection itself."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, zero: Receiver, write: Callable[[bytes], None]) -> None:
-        self.receivers: dict[int, Receiver] = {0: zero}
-        self.released: dict[int, asyncio.Future[None]] = {}
-        self._loop = loop
-        self._write = write
-
-    def free(self, channel_max: int) -> int:
-        """The lowest free number. Raises NoFreeChannel."""
-        number = next(one for one in count(1) if one not in self.receivers)
-        if number > channel_max:
-            raise NoFreeChannel(f"all {channel_max} channels of the connection are in use")
-        return number
-
-    def release(self, number: int) -> None:
-        """Ignore further frames of a channel that we close. Its number stays in use until the broker answers."""
-        self.released[number] = self._loop.create_future()
-        self.receivers[number] = ClosingChannel(
-            number,
-            on_closed=lambda: self.forget(number),
-            answer=lambda: self._write(framing.marshal(commands.Channel.CloseOk(), number)),
-        )
-
-    def forget(self, number: int) -> None:
-        """Free the number."""
-        del self.receivers[number]
-        released = self.released.pop(number, None)
-        if released is not None and not released.done():
-            released.set_result(None)
-
-    async def wait_released(self, number: int, seconds: float) -> None:
-        """Wait until the broker confirmed the close, the connection is lost, or ``seconds`` are over."""
-        released = self.released.get(number)
-        if released is not None:
-            await asyncio.wait({released}, timeout=seconds)
-
-    def fail(self, loss: ConnectionLost) -> None:
-        """Fail every channel, and end all waits for a number: the connection is gone."""
-        for number, receiver in list(self.receivers.items()):
-            if isinstance(receiver, Channel):
-                self.receivers[number] = ClosingChannel(number, _nothing, _nothing)
-                receiver.fail(loss)
-        for released in self.released.values():
-            if not released.done():
-                released.set_result(None)
-
-
-def _nothing() -> None:
-    """Do nothing: the connection is gone, so there is no number to free and no peer to answer."""
+_Reply = TypeVar("_Reply", bound=Frame)
 
 
 class Pulse:
     """The heartbeats. It sends one if nothing was written for half of ``heartbeat`` seconds. It calls ``lost`` once if
-    nothing was read for twice ``heartbeat`` seconds. The reader sets ``read_at`` (loop time) and ``reading``.
+    nothing was read for twice ``heartbeat`` seconds. The connection sets ``read_at`` and ``written_at``, in seconds of
+    the loop, and ``reading``.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, outlet: Outlet, lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, write: Callable[[bytes], None], lost: Callable[[str], None]
+    ) -> None:
         self._loop = loop
-        self._outlet = outlet
+        self._write = write
         self._lost = lost
         self._heartbeat = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._overdue = False
-        self.read_at = loop.time()
+        self.read_at = self.written_at = loop.time()
         self.reading = True
 
     def start(self, heartbeat: float) -> None:
@@ -115,9 +75,9 @@ class Pulse:
     def _look(self) -> None:
         now = self._loop.time()
         half, deadline = self._heartbeat / 2, 2 * self._heartbeat
-        if now - self._outlet.written_at >= half:
-            self._outlet.write(HEARTBEAT_FRAME)
-        due = self._outlet.written_at + half
+        if now - self.written_at >= half:
+            self._write(HEARTBEAT_FRAME)
+        due = self.written_at + half
         next_look = due if due > now else now + half  # A closing transport accepts no write.
         if not self.reading:
             self._overdue = False  # Reading is paused, so silence means nothing.
@@ -144,7 +104,8 @@ class Connection(asyncio.Protocol):
 
     ``closed`` is done when the connection is gone; its result is the reason. Wait for it with ``asyncio.wait`` or
     ``asyncio.shield``: a cancelled task that awaits the future directly cancels the future. ``blocked`` is true while
-    the broker accepts no publishes because of a resource alarm. ``numbers`` is for channels.
+    the broker accepts no publishes because of a resource alarm. ``receivers`` maps the channel numbers in use to their
+    channels; 0 is the connection itself.
     """
 
     def __init__(self) -> None:
@@ -161,16 +122,18 @@ class Connection(asyncio.Protocol):
         self.version: tuple[int, ...] = ()
         """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
         self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
-        self._outlet = Outlet(loop)
-        self._pulse = Pulse(loop, self._outlet, self.drop)
+        self._room = asyncio.Event()
+        self._room.set()
+        self._soon: list[bytes | memoryview] = []
+        self._pulse = Pulse(loop, self._write, self.drop)
         self._alarm: str | None = None  # The broker's reason, while it accepts no publishes.
         self._on_alarm: Callable[[str], object] = lambda _reason: None
         self._unblocked = asyncio.Event()
         self._unblocked.set()
-        self.numbers = Numbers(loop, self, self._outlet.write)
-        self._parser = Parser(self.numbers.receivers)
+        self.receivers: dict[int, Connection | Channel] = {0: self}
+        self._parser = Parser(self.receivers)
         self._discarding = False
-        self._dialogue = Dialogue(loop, self.write)
+        self._replies = Replies()
         self._abort_timer: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -217,7 +180,7 @@ class Connection(asyncio.Protocol):
     @property
     def free_channels(self) -> int:
         """How many more channels can be opened now."""
-        return self._limits.channel_max + 1 - len(self.numbers.receivers)  # One receiver is the connection itself.
+        return self._limits.channel_max + 1 - len(self.receivers)  # One receiver is the connection itself.
 
     @property
     def blocked(self) -> bool:
@@ -238,9 +201,10 @@ class Connection(asyncio.Protocol):
     async def channel(self) -> Channel:
         """Open a channel. Raises NoFreeChannel, ConnectionLost."""
         self._check_open()
-        number = self.numbers.free(self._limits.channel_max)
-        channel = Channel(self, number)
-        self.numbers.receivers[number] = channel
+        number = next(one for one in count(1) if one not in self.receivers)
+        if number > self._limits.channel_max:
+            raise NoFreeChannel(f"all {self._limits.channel_max} channels of the connection are in use")
+        channel = self.receivers[number] = Channel(self, number)
         await channel.open()
         return channel
 
@@ -294,33 +258,59 @@ class Connection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         """Hand bytes to the transport. Raises ConnectionLost."""
         self._check_open()
-        self._outlet.write(data)
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        """Hand over bytes. Does nothing while the transport is closing."""
+        if self._soon:
+            self._flush()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+            self._pulse.written_at = self._loop.time()
 
     def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Hand the pieces of many frames to the transport. Raises ConnectionLost."""
+        """Hand over the pieces of many frames, joined to writes of a size that does not double their memory. Raises
+        ConnectionLost."""
         self._check_open()
-        self._outlet.write_parts(parts)
+        self._write_parts(parts)
+
+    def _write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        size = start = 0
+        for index, part in enumerate(parts):
+            size += len(part)
+            if size >= WRITE_BYTES:
+                self._write(b"".join(parts[start : index + 1]))
+                size, start = 0, index + 1
+        if size:
+            self._write(b"".join(parts[start:]))
 
     def write_soon(self, parts: Sequence[bytes | memoryview]) -> None:
         """The same at the end of this iteration of the loop, in one write with those of other channels."""
         self._check_open()
-        self._outlet.write_soon(parts)
+        if not self._soon:
+            self._loop.call_soon(self._flush)
+        self._soon += parts
+
+    def _flush(self) -> None:
+        parts, self._soon = self._soon, []
+        self._write_parts(parts)
 
     @property
     def writable(self) -> bool:
         """Whether a publish may be written now: see :meth:`until_writable`."""
-        return self._alarm is None and self._outlet.has_room
+        return self._alarm is None and self._room.is_set()
 
     async def until_writable(self) -> None:
         """Wait for the end of a resource alarm, after which the broker publishes what stands in the socket, and while
         the transport's buffer is above its high-water mark. Raises ConnectionLost."""
         await self._unblocked.wait()
-        await self._outlet.drain()
+        await self._room.wait()
         self._check_open()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._outlet.attach(self._transport)
+        # The bytes that the transport may hold before a publish waits.
+        self._transport.set_write_buffer_limits(high=(1 << 20))
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -336,10 +326,10 @@ class Connection(asyncio.Protocol):
             self._on_protocol_error(error)
 
     def pause_writing(self) -> None:
-        self._outlet.pause()
+        self._room.clear()
 
     def resume_writing(self) -> None:
-        self._outlet.resume()
+        self._room.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         loss = ConnectionLost(0, f"the connection was cut: {exc}" if exc else "the broker hung up")
@@ -366,7 +356,7 @@ class Connection(asyncio.Protocol):
             self._alarm = None
             self._unblocked.set()
             self._on_alarm("")
-        elif not self._dialogue.received(method):
+        elif not self._replies.take(method):
             raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel 0")
 
     def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
@@ -380,7 +370,7 @@ class Connection(asyncio.Protocol):
             refused = not self._opened and close.reply_code in handshake.REFUSALS
             kind = AccessRefused if refused else ConnectionLost
             self._fail(kind(close.reply_code or 0, close.reply_text))
-        self._outlet.write(framing.marshal(commands.Connection.CloseOk(), 0))
+        self._write(framing.marshal(commands.Connection.CloseOk(), 0))
         self._hang_up()
 
     def _on_protocol_error(self, error: ProtocolError) -> None:
@@ -392,13 +382,22 @@ class Connection(asyncio.Protocol):
             self._hang_up()
 
     async def _log_in(self, address: Address, name: str, heartbeat: float) -> None:
-        properties, self._limits = await self._dialogue.greet(address, name, heartbeat)
-        self.cluster = handshake.server_text(properties, "cluster_name")
-        self.version = handshake.server_version(properties)
+        start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
+        self.cluster = handshake.server_text(start.server_properties, "cluster_name")
+        self.version = handshake.server_version(start.server_properties)
+        hello = handshake.start_ok(start, address, name)
+        tune = await self._ask(framing.marshal(hello, 0), commands.Connection.Tune)
+        self._limits = handshake.agree(tune, heartbeat)
         self._parser.frame_max = self._limits.frame_max
-        await self._dialogue.enter(self._limits, address.vhost)
+        self.write(framing.marshal(handshake.tune_ok(self._limits), 0))
+        wish = commands.Connection.Open(virtual_host=address.vhost)
+        await self._ask(framing.marshal(wish, 0), commands.Connection.OpenOk)
         self._opened = True
         self._pulse.start(self._limits.heartbeat)
+
+    async def _ask(self, frame: bytes, reply: type[_Reply]) -> _Reply:
+        self.write(frame)
+        return await self._replies.next(reply)
 
     def _check_open(self) -> None:
         if self._loss is not None:
@@ -408,7 +407,7 @@ class Connection(asyncio.Protocol):
         """Close from our side, without waiting."""
         self._fail(loss)
         self.resume_reading()  # Without this, the answer would never be read.
-        self._outlet.write(framing.marshal(commands.Connection.Close(loss.code, framing.clipped(loss.text), 0, 0), 0))
+        self._write(framing.marshal(commands.Connection.Close(loss.code, framing.clipped(loss.text), 0, 0), 0))
         self._abort_soon()
 
     def _hang_up(self) -> None:
@@ -433,9 +432,11 @@ class Connection(asyncio.Protocol):
             return
         self._loss = loss
         self._pulse.stop()
-        self.numbers.fail(loss)
-        self._dialogue.fail(loss)
+        for channel in self.receivers.values():
+            if isinstance(channel, Channel):
+                channel.fail(loss)
+        self._replies.fail(loss)
         self._unblocked.set()
-        self._outlet.resume()
+        self._room.set()
         if not self.closed.done():
             self.closed.set_result(loss)

@@ -1,4 +1,4 @@
-"""AMQP frames: bytes to events and events to bytes, without input or output.
+"""AMQP frames: bytes to events and events to bytes, without input or output; and which reply is whose.
 
 The parser takes bytes of the socket in any pieces and calls the receiver of each frame's channel. It reads deliveries,
 returns and confirms by hand. Every other method reaches its receiver as a whole frame, and pamqp reads and writes it.
@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pamqp import commands, frame
 from pamqp.base import Frame
 from pamqp.exceptions import UnmarshalingException
 
-from delayer.amqp.errors import FRAME_ERROR, SYNTAX_ERROR, UNEXPECTED_FRAME, ProtocolError
+from delayer.amqp.errors import (
+    FRAME_ERROR,
+    SYNTAX_ERROR,
+    UNEXPECTED_FRAME,
+    ChannelClosed,
+    ConnectionLost,
+    ProtocolError,
+    again,
+)
 from delayer.core.message import Delivery, Outgoing
 
 PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
@@ -362,68 +371,43 @@ def publish(
 WRITE_BYTES = 1 << 18
 
 
-class Outlet:
-    """The writer to a transport. ``written_at`` is the loop time of the last write."""
+def fail(future: asyncio.Future[Any], loss: ChannelClosed | ConnectionLost) -> None:
+    """Fail a waiting call."""
+    if not future.done():
+        future.set_exception(again(loss))
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.written_at = loop.time()
-        self._loop = loop
-        self._transport: asyncio.WriteTransport | None = None
-        self._room = asyncio.Event()
-        self._room.set()
-        self._soon: list[bytes | memoryview] = []
 
-    def attach(self, transport: asyncio.WriteTransport) -> None:
-        """Set the transport: earlier writes are dropped."""
-        self._transport = transport
-        # The bytes that the transport may hold before drain() waits.
-        transport.set_write_buffer_limits(high=(1 << 20))
+_Reply = TypeVar("_Reply", bound=Frame)
 
-    def write(self, data: bytes) -> None:
-        """Hand over bytes. Does nothing while the transport is closing."""
-        if self._soon:
-            self._flush()
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
-            self.written_at = self._loop.time()
 
-    def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Hand over the pieces of many frames, joined to writes of a size that does not double their memory."""
-        size = start = 0
-        for index, part in enumerate(parts):
-            size += len(part)
-            if size >= WRITE_BYTES:
-                self.write(b"".join(parts[start : index + 1]))
-                size, start = 0, index + 1
-        if size:
-            self.write(b"".join(parts[start:]))
+class Replies:
+    """The replies that calls wait for. The broker answers in order."""
 
-    def write_soon(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Hand over at the end of this iteration of the loop, in one write with those of other channels."""
-        if not self._soon:
-            self._loop.call_soon(self._flush)
-        self._soon += parts
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[type[Frame], asyncio.Future[Frame]]] = deque()
 
-    def _flush(self) -> None:
-        parts, self._soon = self._soon, []
-        self.write_parts(parts)
+    async def next(self, kind: type[_Reply]) -> _Reply:
+        """Wait for the reply to the request that was just written. Raises the loss of :meth:`fail`."""
+        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._waiting.append((kind, future))
+        answer = await future
+        assert isinstance(answer, kind)  # This is certain: take() compared the types.
+        return answer
 
-    @property
-    def has_room(self) -> bool:
-        """Whether drain() would return at once."""
-        return self._room.is_set()
+    def take(self, method: Frame) -> bool:
+        """Take a method. Returns whether it is the next reply."""
+        if not self._waiting or not isinstance(method, self._waiting[0][0]):
+            return False
+        _, future = self._waiting.popleft()
+        if not future.done():
+            future.set_result(method)
+        return True
 
-    async def drain(self) -> None:
-        """Wait while the transport holds more than the high-water mark."""
-        await self._room.wait()
-
-    def pause(self) -> None:
-        """Make drain() wait: the transport holds more than the high-water mark."""
-        self._room.clear()
-
-    def resume(self) -> None:
-        """End all waits: the buffer has room again, or the connection is gone."""
-        self._room.set()
+    def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
+        """Fail all waiting calls: no reply will come."""
+        for _, future in self._waiting:
+            fail(future, loss)
+        self._waiting.clear()
 
 
 _CLOSES = {close.index: close for close in (commands.Connection.Close, commands.Channel.Close)}

@@ -1,21 +1,17 @@
-"""The handshake on channel 0: login, limits and virtual host. Each question waits for its answer."""
+"""The handshake on channel 0: the texts of the login, the limits, and the broker's properties."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pamqp import commands
-from pamqp.base import Frame
 
 import delayer
-from delayer.amqp import framing
 from delayer.amqp.address import Address
-from delayer.amqp.errors import AccessRefused, ConnectionLost, again
-from delayer.amqp.framing import DEFAULT_FRAME_MAX, MIN_FRAME_MAX, PROTOCOL_HEADER
+from delayer.amqp.errors import AccessRefused
+from delayer.amqp.framing import DEFAULT_FRAME_MAX, MIN_FRAME_MAX
 
 # With these reply codes a broker refuses a login for good: bad path, access refused, not allowed (no such vhost).
 REFUSALS = frozenset({402, 403, 530})
@@ -72,51 +68,3 @@ def agree(tune: commands.Connection.Tune, heartbeat: float) -> Limits:
 def tune_ok(limits: Limits) -> commands.Connection.TuneOk:
     """Our answer. The protocol has whole seconds, so the promised heartbeat is rounded up."""
     return commands.Connection.TuneOk(limits.channel_max, limits.frame_max, math.ceil(limits.heartbeat))
-
-
-_Reply = TypeVar("_Reply", bound=Frame)
-
-
-class Dialogue:
-    """The questions and answers of the handshake. Waiting calls raise ConnectionLost, and so does ``write``."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, write: Callable[[bytes], None]) -> None:
-        self._loop = loop
-        self._write = write
-        self._reply: tuple[type[Frame], asyncio.Future[Frame]] | None = None
-
-    async def greet(self, address: Address, name: str, heartbeat: float) -> tuple[object, Limits]:
-        """Log in. Returns the broker's properties, and the limits. Raises AccessRefused."""
-        start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
-        hello = start_ok(start, address, name)
-        tune = await self._ask(framing.marshal(hello, 0), commands.Connection.Tune)
-        return start.server_properties, agree(tune, heartbeat)
-
-    async def enter(self, limits: Limits, vhost: str) -> None:
-        """Agree to the limits, and open the virtual host."""
-        self._write(framing.marshal(tune_ok(limits), 0))
-        wish = commands.Connection.Open(virtual_host=vhost)
-        await self._ask(framing.marshal(wish, 0), commands.Connection.OpenOk)
-
-    async def _ask(self, frame: bytes, reply: type[_Reply]) -> _Reply:
-        self._write(frame)
-        future: asyncio.Future[Frame] = self._loop.create_future()
-        self._reply = (reply, future)
-        answer = await future
-        assert isinstance(answer, reply)  # This is certain: heard() compared the types.
-        return answer
-
-    def received(self, method: Frame) -> bool:
-        """Take a method of channel 0. Returns whether it is the expected answer."""
-        if self._reply is None or not isinstance(method, self._reply[0]):
-            return False
-        _, future = self._reply
-        self._reply = None
-        if not future.done():
-            future.set_result(method)
-        return True
-
-    def fail(self, loss: ConnectionLost) -> None:
-        """Fail the waiting call: no answer will come."""
-        if self._reply is not None and not self._reply[1].done():
-            self._reply[1].set_exception(again(loss))

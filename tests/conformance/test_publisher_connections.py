@@ -13,6 +13,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from delayer.amqp.address import Address
+from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.edits import ID
 from delayer.amqp.errors import AccessRefused
@@ -58,8 +59,9 @@ async def refusing(_timeout: float) -> Connection:
 
 async def all_released(connection: Connection) -> None:
     """Until the broker agreed to the end of every channel that we closed."""
-    while connection.numbers.released:
-        await asyncio.wait(connection.numbers.released.values())
+    for one in list(connection.receivers.values()):
+        if isinstance(one, Channel) and one.closed.done():
+            await one.released
 
 
 async def test_forbidden_topics_far_away(place: Place) -> None:
@@ -203,14 +205,14 @@ async def test_lost_lanes_leave_no_channels_behind(place: Place) -> None:
         await world.hand.exchange("orders.out")
         await world.hand.bind("k", "orders.out", "k")
         connection = await reconnecting.connection(30)
-        before = dict(connection.numbers.receivers)
+        before = dict(connection.receivers)
         for number in range(5):
             lane = ScriptedLane(number, claims=[[due(1), due(2)], LaneLost("somebody else's")])
             parts = {"heartbeat": Heartbeat(), "counters": Counters()}
             await Release(lane, AmqpPublisher(reconnecting), ScriptedLive(), **parts).run(asyncio.Event())
             assert lane.events[-1] == "release"
             await all_released(connection)
-            assert connection.numbers.receivers == before
+            assert connection.receivers == before
         assert len(await world.hand.drain("k")) == 10
 
 
@@ -218,7 +220,7 @@ async def test_a_publish_that_is_interrupted_leaves_no_channels_behind(place: Pl
     """Whatever it was doing: opening a channel of its own, or waiting for a confirm."""
     async with far_away(place, 0.004) as (_, reconnecting):
         connection = await reconnecting.connection(30)
-        before = dict(connection.numbers.receivers)
+        before = dict(connection.receivers)
         for milliseconds in range(1, 20, 2):
             publisher = AmqpPublisher(reconnecting)
             publishing = asyncio.create_task(publisher.publish([message(n, "q") for n in range(2)]))
@@ -227,7 +229,7 @@ async def test_a_publish_that_is_interrupted_leaves_no_channels_behind(place: Pl
             await asyncio.wait([publishing])
             await publisher.close()
         await all_released(connection)
-        assert connection.numbers.receivers == before
+        assert connection.receivers == before
 
 
 async def test_a_relay_that_was_never_started_is_closed() -> None:
