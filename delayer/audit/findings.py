@@ -11,10 +11,9 @@ Names that came over AMQP are bytes and need not be UTF-8. They travel through J
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 Severity = Literal["violation", "warning"]
@@ -103,7 +102,7 @@ class Share:
     """The messages of one route, or of one destination (then ``exchange`` and ``routing_key`` are set).
 
     ``verdict``: a ``Verdict`` (broker.route_check), how the broker would treat them now. ``way``: the route, or the
-    reason; empty without an answer of the broker (audit.destination_findings).
+    reason; empty without an answer of the broker (audit.rules).
     """
 
     messages: int
@@ -180,17 +179,4 @@ class Report:
 
     def to_json(self) -> str:
         """ASCII JSON on one line."""
-        return json.dumps(_plain(self), ensure_ascii=True)
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses as objects, bytes as text."""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "surrogateescape")
-    if dataclasses.is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value
+        return json.dumps(asdict(self), default=lambda name: name.decode("utf-8", "surrogateescape"))

@@ -114,7 +114,6 @@ def add_findings(spark: SparkSession, report: Report, out: str) -> None:
 
 def _asked(report: Report, store: Extract, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:
     """The report with the broker's answers, and the reasons why some are missing."""
-    from delayer.audit import destination_findings  # noqa: PLC0415
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
     with watching("gathering destinations"):
@@ -127,4 +126,4 @@ def _asked(report: Report, store: Extract, options: Options, watching: Watching)
         asked = asyncio.run(
             route_check.ask(options.broker.url.reveal(), management.reveal() if management else None, targets)
         )
-    return destination_findings.with_destinations(report, asked), asked.remarks
+    return rules.with_destinations(report, asked), asked.remarks

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import click
 
@@ -32,8 +33,16 @@ from delayer.config.texts import duration_text, shift_ms
 from delayer.core.filters import Filter, Token
 from delayer.core.readable import counted
 from delayer.store.admin import actions, listing
-from delayer.store.admin.actions import Do, When
-from delayer.store.admin.detail import Found
+from delayer.store.admin.actions import PAST, Do, When
+from delayer.store.admin.detail import ABSENT, Found, absent
+
+
+class Change(NamedTuple):
+    """A change of messages. ``new``: the new instant, for the audit log."""
+
+    verb: str
+    do: Do
+    new: Mapping[str, Any] = {}
 
 
 @click.command(short_help="Cancel messages: they are not delivered.")
@@ -58,7 +67,7 @@ def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool,
       delayer cancel --key order-4711
       delayer cancel --route mail.in --due-after 7d --dry-run
     """
-    _act(context, "cancel", actions.cancel, tokens, {}, as_json=as_json, **given)
+    _act(context, Change("cancel", actions.cancel), tokens, as_json=as_json, **given)
 
 
 @click.command(short_help="Give messages another due instant.")
@@ -98,16 +107,14 @@ def reschedule(
     if (at_ms is None) == (by_ms is None):
         raise click.UsageError("expected a new instant: either --at or --by")
     new: dict[str, Any] = {"at_ms": at_ms} if at_ms is not None else {"by_ms": by_ms}
-    do = actions.rescheduler(When(at_ms, by_ms or 0))
-    _act(context, "reschedule", do, tokens, new, as_json=as_json, **given)
+    change = Change("reschedule", partial(actions.reschedule, when=When(at_ms, by_ms or 0)), new)
+    _act(context, change, tokens, as_json=as_json, **given)
 
 
 def _act(
     context: click.Context,
-    verb: str,
-    do: Do,
+    change: Change,
     tokens: Sequence[Token],
-    new: Mapping[str, Any],
     *,
     everything: bool,
     dry_run: bool,
@@ -120,15 +127,15 @@ def _act(
     url = store_url(settings)
     say_native(settings)
     if tokens:
-        code = _named(url, verb, do, tokens, new, dry_run=dry_run, as_json=as_json)
+        code = _named(url, change, tokens, dry_run=dry_run, as_json=as_json)
     else:
-        code = _filtered(url, verb, do, wanted, new, dry_run=dry_run, yes=yes, as_json=as_json)
+        code = _filtered(url, change, wanted, dry_run=dry_run, yes=yes, as_json=as_json)
     context.exit(code)
 
 
-def _named(
-    url: str, verb: str, do: Do, tokens: Sequence[Token], new: Mapping[str, Any], *, dry_run: bool, as_json: bool
-) -> int:
+def _named(url: str, change: Change, tokens: Sequence[Token], *, dry_run: bool, as_json: bool) -> int:
+    verb, do, new = change
+
     async def work() -> dict[int, Found]:
         asked = {"ids": [str(token) for token in tokens], **new}
         async with actions.recorded(url, whoami(), verb, asked) as (connection, act):
@@ -138,22 +145,14 @@ def _named(
     if as_json:
         print_json({str(token): found[token.id].value for token in tokens})
     else:
-        _say_named(verb, tokens, found, dry_run=dry_run)
+        there = f"{actions.met(found)} of {len(found)}"
+        click.echo(f"{there} would be {PAST[verb].lower()}." if dry_run else f"{PAST[verb]}: {there}.")
+        for token in tokens:
+            if (where := found[token.id]) in ABSENT:
+                note(absent(token, where))
         if new and not dry_run and len(tokens) <= 10:
             _say_moved(url, tokens, found, new)
-    return FOUND if any(where in (Found.NOWHERE, Found.UNREADABLE) for where in found.values()) else DONE
-
-
-def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found], *, dry_run: bool) -> None:
-    there = actions.met(found)
-    done = f"{PAST[verb]}: {there} of {len(found)}."
-    click.echo(f"{there} of {len(found)} would be {PAST[verb].lower()}." if dry_run else done)
-    for token in tokens:
-        if found[token.id] is Found.NOWHERE:
-            moved = ", or rescheduled: try the id without @…" if token.due_ms is not None else ""
-            note(f"{token} is not in the store: it was delivered or cancelled{moved}, or never parked.")
-        elif found[token.id] is Found.UNREADABLE:
-            note(f"{token} may be in a segment that cannot be read: see docs/backlog.md.")
+    return DONE if set(found.values()).isdisjoint(ABSENT) else FOUND
 
 
 def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], new: Mapping[str, Any]) -> None:
@@ -171,22 +170,9 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], ne
             click.echo(f"{token.id} is due {iso(token.due_ms or 0)}; its id is {token} now.")
 
 
-PAST = {"cancel": "Cancelled", "reschedule": "Rescheduled"}
-
-
-def _filtered(
-    url: str,
-    verb: str,
-    do: Do,
-    wanted: Filter,
-    new: Mapping[str, Any],
-    *,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-) -> int:
+def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: bool, as_json: bool) -> int:
+    verb, do, new = change
     test = reading.header_test(wanted)
-
     meant = ask_store(url, f"count for {verb}", lambda connection: actions.count(connection, wanted, test))
     if meant.broken:
         note(f"{meant.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")
@@ -214,13 +200,10 @@ def _filtered(
                 )
 
     done = asyncio.run(work())
-    late, unreadable = done[Found.NOWHERE], done[Found.UNREADABLE]
     if as_json:
-        doubtful = {"unreadable": unreadable} if unreadable else {}
-        print_json({"matched": meant.messages, "done": actions.met(done), "too_late": late, **doubtful})
+        doubtful = {"unreadable": done[Found.UNREADABLE]} if done[Found.UNREADABLE] else {}
+        figures = {"matched": meant.messages, "done": actions.met(done), "too_late": done[Found.NOWHERE]}
+        print_json(figures | doubtful)
     else:
-        others = f"; {late:,} were delivered or moved in the meantime" if late else ""
-        if unreadable:
-            others += f"; {unreadable:,} were delivered, or stand in a segment that does not read back"
-        click.echo(f"{PAST[verb]}: {actions.met(done):,}{target}{others}.")
+        click.echo(" ".join([f"{PAST[verb]}: {actions.met(done):,}{target}.", *actions.unmet(done)]))
     return DONE

@@ -126,9 +126,6 @@ def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) ->
     _act(context, "drop", tokens, **given)
 
 
-PAST = {"retry": "To be tried again now", "drop": "Dropped"}
-
-
 def _act(
     context: click.Context,
     verb: str,
@@ -146,7 +143,7 @@ def _act(
     messages, last, missing = ask_store(url, "look at held messages", lambda connection: _count(connection, meant))
     question = f"{verb.capitalize()} {counted(messages, 'held message')}"
     go_on(context, question, map(str, missing), some=messages > 0, named=bool(tokens), dry_run=dry_run, yes=yes)
-    click.echo(f"{PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
+    click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
     if missing:
         context.exit(FOUND)
 

@@ -1,4 +1,4 @@
-"""delayer list, show: the waiting messages of the store, and one message."""
+"""delayer list, show, audit-log: the waiting messages of the store, one message, and the changes of operators."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
 from delayer.core.filters import MAX_ID, Token, read_token
 from delayer.core.readable import away
+from delayer.store.admin import audit_log as audit_trail
 from delayer.store.admin import detail, listing
 from delayer.store.admin.detail import Found, Whole
 from delayer.store.admin.listing import BEGINNING, Entry
@@ -186,9 +187,7 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
     settings = request_of(context).settings()
     found = ask_store(store_url(settings), "show", lambda connection: detail.show(connection, asked))
     if isinstance(found, Found):
-        elsewhere = " at that instant. Next: the id without @… finds it if it was moved" if asked.due_ms else ""
-        text = "may be in a segment that cannot be read: see docs/backlog.md"
-        note(f"{asked} {text}." if found is Found.UNREADABLE else f"{asked} is not in the store{elsewhere}.")
+        note(detail.absent(asked, found))
         say_native(settings)
         context.exit(FOUND)
     if whole_body:
@@ -250,3 +249,30 @@ def _print(found: Whole) -> None:
     for line in reading.preview(found.body).splitlines():
         # A message must not be able to control the terminal.
         click.echo("".join(one if one.isprintable() or one == "\t" else f"\\x{ord(one):02x}" for one in line))
+
+
+@click.command("audit-log", short_help="Show the changes that operators made: who, when, what, how many.")
+@limit_option
+@click.option("--before", type=click.IntRange(1), metavar="NUMBER", help="Entries before this one.")
+@as_json
+@click.pass_context
+def audit_log(context: click.Context, *, limit: int, before: int | None, as_json: bool) -> None:
+    """Show the audit log, the latest entry first: every cancel, reschedule, retry, drop, drain and import.
+
+    An interrupted command is in the log with the number of messages that it reached.
+
+    \b
+    Examples:
+      delayer audit-log
+      delayer audit-log --limit 5 --json
+    """
+    url = store_url(request_of(context).settings())
+    found = ask_store(url, "audit-log", lambda connection: audit_trail.listed(connection, limit, before))
+    if as_json:
+        print_json([one._asdict() for one in found])
+        return
+    rows = [(one.id, iso(one.at_ms), one.who, one.verb, one.messages, one.asked) for one in found]
+    if rows:
+        print_table(["", "when", "who", "command", "messages", "arguments"], rows, right=(0, 4))
+    else:
+        click.echo("The audit log is empty.")

@@ -33,7 +33,7 @@ VERBS: Final = {
     "held": "held",
     "refused": "set_aside:refused",
     "strays": "set_aside:strays",
-    "audit-log": "audit_log",
+    "audit-log": "list:audit_log",
     "drain": "drain",
     "audit": "audit",
     "compact": "segments:compact",

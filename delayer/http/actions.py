@@ -24,12 +24,9 @@ from delayer.http.forms import Search, Wrong
 from delayer.http.pages import STORE_ERRORS, Pages
 from delayer.http.recent import host_ms
 from delayer.store.admin import actions, detail
-from delayer.store.admin.actions import Do, When
-from delayer.store.admin.detail import Found
+from delayer.store.admin.actions import PAST, Do, When
+from delayer.store.admin.detail import ABSENT, Found, absent
 
-PAST: Final = {
-    "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
-}  # fmt: skip
 SHOWN: Final = 20
 """Messages that a question names; it counts the others."""
 _LOCKED: Final = "To change something, say the token first."
@@ -114,13 +111,7 @@ class Actions:
         async with actions.recorded(self.pages._url(), who, verb, asked) as (connection, act):
             found = await actions.named(connection, do, tokens, act)
         done = actions.met(found)
-        lines = [
-            f"{token} is not in the store: delivered, cancelled or moved meanwhile."
-            if found[token.id] is Found.NOWHERE
-            else f"{token} may stand in a segment that does not read back."
-            for token in tokens
-            if found[token.id] in (Found.NOWHERE, Found.UNREADABLE)
-        ]
+        lines = [absent(token, where) for token in tokens if (where := found[token.id]) in ABSENT]
         return ActionResult(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
 
     async def held(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
@@ -172,10 +163,7 @@ class Actions:
             found: Counter[Found] = await actions.every(
                 connection, do, filter_.wanted, test, act=act, say=lambda _done: None
             )
-        late, unreadable, done = found[Found.NOWHERE], found[Found.UNREADABLE], actions.met(found)
-        lines = [f"{render.number(late)} were delivered or moved meanwhile."] if late else []
-        if unreadable:
-            lines.append(f"{render.number(unreadable)} were delivered, or stand in a segment that does not read back.")
+        lines, done = actions.unmet(found), actions.met(found)
         counted = form.get("counted", [""])[0]
         if counted.isdecimal() and counted != str(done):
             lines.append(f"{render.number(int(counted[:15]))} were counted before: others came or went meanwhile.")
@@ -261,6 +249,6 @@ def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int
         raise Wrong("Say the new instant: either when it is due, or by how much later.")
     if at:
         at_ms = forms.instant(at, host_ms(), "Due at")
-        return actions.rescheduler(When(at_ms)), {"at_ms": at_ms}
+        return partial(actions.reschedule, when=When(at_ms)), {"at_ms": at_ms}
     by_ms = forms.later(by)
-    return actions.rescheduler(When(None, by_ms)), {"by_ms": by_ms}
+    return partial(actions.reschedule, when=When(None, by_ms)), {"by_ms": by_ms}

@@ -189,7 +189,7 @@ class Pages:
         except (Wrong, *STORE_ERRORS) as error:
             return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
         if isinstance(found, Found):
-            return self.html(request, "message.html", 404, token=str(token), missing=render.nowhere(found, token))
+            return self.html(request, "message.html", 404, token=str(token), missing=detail.absent(token, found))
         segment = found.entry.place.segment
         where = found.where.value + ("" if segment is None else f" {segment}")
         state = "running" if found.owned else "free"

@@ -15,12 +15,11 @@ from delayer import __version__
 from delayer.amqp import reading
 from delayer.amqp.reading import iso
 from delayer.core import horizon
-from delayer.core.filters import Token
 from delayer.core.readable import away, duration, size
 from delayer.http.recent import host_ms
 from delayer.http.view import State
 from delayer.store.admin import detail
-from delayer.store.admin.detail import Found, Whole
+from delayer.store.admin.detail import Whole
 from delayer.store.admin.stats import Census
 
 _UNSEEN: Final = re.compile(
@@ -88,14 +87,6 @@ def fate(found: Whole) -> str:
     to = address(found.entry.to_exchange, found.entry.to_key)
     said = detail.fate(found, to, name(found.owner), iso)
     return f"{said[0].upper()}{said[1:]}."
-
-
-def nowhere(found: Found, token: Token) -> str:
-    """Why a message cannot be shown. Pure."""
-    if found is Found.UNREADABLE:
-        return "It may stand in a segment that does not read back: see docs/backlog.md."
-    elsewhere = " at that instant. The id alone, without @…, finds it if it was moved." if token.due_ms else "."
-    return f"It is not in the store{elsewhere} It was delivered or cancelled, or was never there."
 
 
 def blocked(state: State) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import partial
 
 import asyncpg
 import pytest
@@ -171,7 +172,7 @@ async def press(url: str) -> None:
         segment = [Token(3)]  # see prepare()
         first, second, third = [number for (number,) in await connection.fetch("SELECT id FROM held ORDER BY id")]
         act = await audit_log.begin(connection, "ada", "cancel", {})
-        move = actions.rescheduler(When(None, DAY_MS))
+        move = partial(actions.reschedule, when=When(None, DAY_MS))
         assert await actions.named(connection, move, waiting, act) == {one.id: Found.WAITING for one in waiting}
         assert await actions.named(connection, actions.cancel, segment, act) == {3: Found.SEGMENT}
         done = await actions.every(connection, actions.cancel, Filter(), None, act=act, say=lambda _: None)

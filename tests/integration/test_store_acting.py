@@ -171,7 +171,7 @@ async def test_reschedule_of_waiting_held_and_keyed_ones(database: str) -> None:
         of = {one.body: one.id for one in (await waiting(admin)).values()}
         of |= dict(await admin.fetch("SELECT body, id FROM held"))
         at = now + 5 * DAY_MS
-        found = await reschedule(admin, [*of.values(), 999], When(at_ms=at))
+        found = await reschedule(admin, [*of.values(), 999], when=When(at_ms=at))
         assert found == {of[b"a"]: Found.WAITING, of[b"b"]: Found.WAITING, of[b"c"]: Found.HELD, 999: Found.NOWHERE}
         assert [one.due_us for one in (await waiting(admin)).values()] == [at * 1000] * 2
         assert await admin.fetchval("SELECT due_at FROM message_key") == at
@@ -189,7 +189,7 @@ async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database:
         await place.hold(lane, [(parcel(now - DAY_MS, b"late"), hold), (parcel(now + DAY_MS, b"imported"), hold)])
         late_one, imported = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
         assert "until somebody says so" in await fate(admin, late_one)
-        await reschedule(admin, [late_one, imported], When(by_ms=600))
+        await reschedule(admin, [late_one, imported], when=When(by_ms=600))
         soon, after = [ms for (ms,) in await admin.fetch("SELECT retry_at FROM held ORDER BY due_at")]
         assert (now + 600 <= soon < now + 60_000, after) == (True, now + DAY_MS + 600)
         assert await fate(admin, late_one) == f"it is published to there again at {soon}: attempt 2"
@@ -198,7 +198,7 @@ async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database:
             return [due.id for due in await release_all(lane)] == [late_one]
 
         await eventually(tried)
-        await reschedule(admin, [imported], When(by_ms=-DAY_MS))
+        await reschedule(admin, [imported], when=When(by_ms=-DAY_MS))
         assert await admin.fetchval("SELECT retry_at FROM held") == now + 600
 
 
@@ -213,7 +213,7 @@ async def test_reschedule_out_of_a_segment(database: str) -> None:
         await put(admin, rows(20, START_MS))
         before = await everything(admin)
         await compact(admin)
-        assert await reschedule(admin, [3, 4], When(by_ms=7)) == {3: Found.SEGMENT, 4: Found.SEGMENT}
+        assert await reschedule(admin, [3, 4], when=When(by_ms=7)) == {3: Found.SEGMENT, 4: Found.SEGMENT}
         after = await everything(admin)
         for number, one in before.items():
             assert after[number] == (one._replace(due_us=one.due_us + 7_000) if number in (3, 4) else one)
@@ -231,7 +231,7 @@ async def test_reschedule_into_the_past_is_now(database: str, by: str, packed: b
         if packed:
             await compact(admin)
         when = When(at_ms=began - 5 * DAY_MS) if by == "--at" else When(by_ms=-5 * DAY_MS)
-        await reschedule(admin, [1, 2, 3], when)
+        await reschedule(admin, [1, 2, 3], when=when)
         ended = await admin.fetchval("SELECT now()")
         dues = {one.id: one.due_us // 1000 for one in (await waiting(admin)).values()}
         assert began <= dues[1] <= ended
@@ -247,7 +247,7 @@ async def test_a_lane_hears_of_a_reschedule_and_releases_in_time(database: str) 
         sleeping = asyncio.create_task(lane.wait(30.0))
         await asyncio.sleep(0)
         began = time.monotonic()
-        await reschedule(admin, [one], When(at_ms=place.now_upper_ms() - 60_000))
+        await reschedule(admin, [one], when=When(at_ms=place.now_upper_ms() - 60_000))
         await sleeping
         assert [due.id for due in await release_all(lane)] == [one]
         assert time.monotonic() - began < SOON
@@ -256,7 +256,7 @@ async def test_a_lane_hears_of_a_reschedule_and_releases_in_time(database: str) 
         [held] = [number for (number,) in await admin.fetch("SELECT id FROM held")]
         sleeping = asyncio.create_task(lane.wait(30.0))
         await asyncio.sleep(0)
-        await reschedule(admin, [held], When(at_ms=place.now_upper_ms()))
+        await reschedule(admin, [held], when=When(at_ms=place.now_upper_ms()))
         await sleeping
         assert [due.id for due in await release_all(lane)] == [held]
 
@@ -271,7 +271,7 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
         await admin.execute("UPDATE lane SET watermark = watermark + interval '1 hour'")
         [one] = await waiting(admin)
         sooner = place.now_upper_ms() + 100
-        await reschedule(admin, [one], When(at_ms=sooner))
+        await reschedule(admin, [one], when=When(at_ms=sooner))
         assert await admin.fetchval("SELECT watermark FROM lane WHERE number = $1", lane.number) == sooner
         async with owned(place) as [lane]:
             while not (released := await release_all(lane)):
@@ -280,7 +280,7 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
 
 
 async def move(connection: asyncpg.Connection, ids: list[int]) -> dict[int, Found]:
-    return await reschedule(connection, ids, When(by_ms=DAY_MS))
+    return await reschedule(connection, ids, when=When(by_ms=DAY_MS))
 
 
 @pytest.mark.parametrize(("act", "cancelled"), [(cancel, 1), (move, 0)])
@@ -308,7 +308,7 @@ async def test_a_claim_waits_for_a_move_and_leaves_it(database: str) -> None:
         await place.park(lane, [parcel(place.now_upper_ms(), b"moved"), parcel(place.now_upper_ms(), b"stays")], [])
         ids = {one.body: one.id for one in (await waiting(admin)).values()}
         async with other.transaction():
-            await reschedule(other, [ids[b"moved"]], When(by_ms=3 * DAY_MS))
+            await reschedule(other, [ids[b"moved"]], when=When(by_ms=3 * DAY_MS))
             claims = asyncio.create_task(lane.windows[0].claim(MANY, ROOM))
             await blocked(admin, "%DELETE FROM message AS m%USING (%")
         claimed = await claims

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import asyncpg
@@ -245,7 +246,9 @@ async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch
         before = await everything(admin)
         await compact(admin, START_MS + 4 * DAY_MS, rows=20)
         act = await audit_log.begin(admin, "me", "reschedule", {})
-        done = await actions.every(admin, actions.rescheduler(when), wanted, None, act=act, say=lambda _: None)
+        done = await actions.every(
+            admin, partial(actions.reschedule, when=when), wanted, None, act=act, say=lambda _: None
+        )
         assert done.total() == len(meant)
         assert set(done) <= {Found.WAITING, Found.SEGMENT}
         assert done[Found.SEGMENT] > 0

@@ -28,7 +28,7 @@ from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken
 from delayer.store import pool, statements
 from delayer.store.admin import audit_log, listing
-from delayer.store.admin.detail import Found, HeldEntry
+from delayer.store.admin.detail import ABSENT, Found, HeldEntry
 from delayer.store.admin.listing import BEGINNING, NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.notify import notify
@@ -48,7 +48,22 @@ def met(found: Mapping[int, Found] | Counter[Found]) -> int:
     (1, 4)
     """
     places = found if isinstance(found, Counter) else Counter(found.values())
-    return places.total() - places[Found.NOWHERE] - places[Found.UNREADABLE]
+    return places.total() - sum(places[where] for where in ABSENT)
+
+
+PAST: Final = {
+    "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
+}  # fmt: skip
+"""The beginning of the answer to a change, by its verb."""
+
+
+def unmet(found: Counter[Found]) -> list[str]:
+    """The messages that a filter matched and that were not changed, in sentences. Pure."""
+    said = {
+        Found.NOWHERE: "were delivered or moved meanwhile",
+        Found.UNREADABLE: "were delivered, or are in a segment that does not read back",
+    }
+    return [f"{found[where]:,} {why}." for where, why in said.items() if found[where]]
 
 
 Changes = Counter[tuple[int, str]]
@@ -82,7 +97,7 @@ async def _until_quiet(
     """Do it to the messages of ``ids``, until nothing moves while we look."""
     found = dict.fromkeys(ids, Found.NOWHERE)
     for _ in range(LOOKS):
-        missing = [number for number, where in found.items() if where in (Found.NOWHERE, Found.UNREADABLE)]
+        missing = [number for number, where in found.items() if where in ABSENT]
         if not missing:
             break
         before = await listing.segments_seen(connection)
@@ -184,11 +199,7 @@ class When(NamedTuple):
 
 
 async def reschedule(
-    connection: asyncpg.Connection,
-    ids: Collection[int],
-    when: When,
-    dues: Dues = NO_DUES,
-    act: int | None = None,
+    connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None, *, when: When
 ) -> dict[int, Found]:
     """Give messages another due instant. Returns the place where each was met. ``dues`` and ``act`` as in cancel.
     Raises the driver's errors; messages moved by then are in the audit log."""
@@ -268,13 +279,6 @@ async def recorded(
     """The same with a new entry of the audit log, and its id. Raises as :func:`acting`."""
     async with acting(url, verb) as connection:
         yield connection, await audit_log.begin(connection, who, verb, asked)
-
-
-def rescheduler(when: When) -> Do:
-    async def move(connection: asyncpg.Connection, ids: Collection[int], dues: Dues, act: int) -> dict[int, Found]:
-        return await reschedule(connection, ids, when, dues, act)
-
-    return move
 
 
 async def named(connection: asyncpg.Connection, do: Do, tokens: Sequence[Token], act: int) -> dict[int, Found]:

@@ -13,7 +13,6 @@ from delayer.core.filters import Filter, Token
 from delayer.store.admin import listing
 from delayer.store.admin.listing import Entry, Test, entry_of, meant
 from delayer.store.rows import envelope
-from delayer.store.segments import catalog
 
 HELD: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
 BEGINNING: Final = 4096
@@ -35,6 +34,17 @@ class Found(Enum):
     NOWHERE = "nowhere"
     UNREADABLE = "unreadable"
     """In a segment that does not read back."""
+
+
+ABSENT: Final = (Found.NOWHERE, Found.UNREADABLE)
+
+
+def absent(token: Token, found: Found) -> str:
+    """Why the message of this name is not here, in a sentence. Pure."""
+    if found is Found.UNREADABLE:
+        return f"{token} may be in a segment that does not read back: see docs/backlog.md."
+    moved = " (or moved: try the id without @…)" if token.due_ms is not None else ""
+    return f"{token} is not in the store: it was delivered or cancelled{moved}, or was never parked."
 
 
 class Held(NamedTuple):
@@ -85,15 +95,12 @@ async def _in_segment(connection: asyncpg.Connection, segment: int, number: int)
     from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415
 
     try:
-        table = await catalog.read(connection, segment)
+        found = await listing.unpacked(connection, segment)
     except SegmentBroken:
         return None
-    if table is None:
+    if found is None or not len(table := found[0].filter(pc.equal(found[0]["id"], number))):
         return None
-    table = table.filter(pc.equal(table["id"], number))
-    if not len(table):
-        return None
-    lane = await connection.fetchval("SELECT lane FROM segment WHERE id = $1", segment)
+    lane = found[1]
     content = [table[name][0].as_py() for name in ("checksum", "format", "body")]
     return await _whole(connection, Found.SEGMENT, listing.entries_in(table, lane, segment)[0], content)
 

@@ -22,22 +22,17 @@ from delayer.store.lanes.locks import ADD
 from delayer.store.rows.keys import LOCKS
 from delayer.store.schema import check
 
-_ORDINARY = "SELECT count(*) FROM lane WHERE route IS NULL"
-
-
-async def ordinary(connection: asyncpg.Connection) -> int:
-    """How many lanes without a route there are. Raises the driver's errors."""
-    count: int = await connection.fetchval(_ORDINARY)
-    return count
+_ORDINARY: Final = "SELECT count(*) FROM lane WHERE route IS NULL"
 
 
 async def raise_lanes(url: str, wanted: int) -> int:
     """Make lanes until there are ``wanted`` without a route; how many there are. Raises StoreLost, BadStoreUrl."""
     async with pool.opened(url, "delayer schema", "make lanes") as connection, pool.transaction(connection):
         await connection.execute("LOCK TABLE lane IN SHARE ROW EXCLUSIVE MODE")
-        for _ in range(await ordinary(connection), wanted):
+        count: int = await connection.fetchval(_ORDINARY)
+        for _ in range(count, wanted):
             await connection.execute(ADD, None)
-        return await ordinary(connection)
+        return max(count, wanted)
 
 
 TRIES: Final = 10

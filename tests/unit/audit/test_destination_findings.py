@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delayer.audit.destination_findings import NAMED, findings, with_destinations
+from delayer.audit.rules import NAMED, destinations, with_destinations
 from delayer.broker.route_check import Asked, Route, Target, Verdict
 from tests.unit.audit import audit_reports
 
@@ -15,12 +15,12 @@ def target(exchange: bytes, key: bytes, messages: int = 1, first_due_ms: int = 1
 
 def test_deliverable_and_unknown_destinations_give_no_finding() -> None:
     for verdict in (Verdict.ROUTED, Verdict.DEPENDS, Verdict.UNKNOWN, Verdict.NOT_ASKED):
-        assert findings([(target(b"x", b"k"), Route(verdict))]) == []
+        assert destinations([(target(b"x", b"k"), Route(verdict))]) == []
 
 
 def test_a_missing_exchange_is_one_finding_however_many_keys_it_has() -> None:
     rows = [(target(b"gone", b"k%d" % n, 10, 5_000 - n), MISSING) for n in range(50)]
-    (found,) = findings(rows)
+    (found,) = destinations(rows)
     assert (found.severity, found.subject) == ("violation", 'exchange "gone"')
     assert (found.count, found.first_due_ms) == (500, 4_951)
     assert found.details["keys"] == 50
@@ -29,7 +29,7 @@ def test_a_missing_exchange_is_one_finding_however_many_keys_it_has() -> None:
 
 def test_a_missing_queue_and_an_unrouted_key_are_named_one_by_one_until_they_are_too_many() -> None:
     rows = [(target(b"", b"q%d" % n, 1, n), MISSING) for n in range(NAMED + 5)]
-    found = findings([*rows, (target(b"x", b"a.b"), NOWHERE)])
+    found = destinations([*rows, (target(b"x", b"a.b"), NOWHERE)])
     subjects = [one.subject for one in found]
     assert len(found) == NAMED + 2
     assert {'queue "q0"', 'exchange "x", key "a.b"', "default exchange, 5 more routing keys"} <= set(subjects)
@@ -38,19 +38,19 @@ def test_a_missing_queue_and_an_unrouted_key_are_named_one_by_one_until_they_are
 
 def test_violations_come_first_and_an_alternate_is_a_warning() -> None:
     rows = [(target(b"x", b"k", first_due_ms=1), Route(Verdict.ALTERNATE, "spare")), (target(b"y", b"k"), MISSING)]
-    violation, warning = findings(rows)
+    violation, warning = destinations(rows)
     assert (violation.severity, violation.subject) == ("violation", 'exchange "y"')
     assert (warning.severity, warning.details["why"]) == ("warning", "spare")
 
 
 def test_a_destination_with_only_held_messages_is_a_warning() -> None:
     held = Target(b"lost.out", b"k", 3, 1_000, held=3)
-    (found,) = findings([(held, MISSING)])
+    (found,) = destinations([(held, MISSING)])
     assert (found.severity, found.subject, found.count) == ("warning", 'exchange "lost.out"', 3)
     assert found.details["held_already"] == 3
-    (found,) = findings([(held, MISSING), (target(b"lost.out", b"waits"), MISSING)])
+    (found,) = destinations([(held, MISSING), (target(b"lost.out", b"waits"), MISSING)])
     assert (found.severity, found.count, found.details["held_already"]) == ("violation", 4, 3)
-    assert findings([(held, ROUTED)]) == [], "somebody declared it since"
+    assert destinations([(held, ROUTED)]) == [], "somebody declared it since"
 
 
 def test_the_report_gets_a_line_findings_and_verdicts() -> None:
@@ -78,5 +78,5 @@ def test_a_hundred_findings_are_listed_and_the_rest_counted() -> None:
 
 
 def test_hostile_names_are_fit_for_json() -> None:
-    (found,) = findings([(target(b"\xff<script>", b"\x00"), MISSING)])
+    (found,) = destinations([(target(b"\xff<script>", b"\x00"), MISSING)])
     assert found.subject == 'exchange "\\xff<script>"'

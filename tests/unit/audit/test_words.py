@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delayer.audit import words
-from delayer.audit.destination_findings import RULE
-from delayer.audit.rules import RULES
+from delayer.audit.rules import DESTINATIONS, RULES
 from delayer.audit.words import ADVICE
 from delayer.core.readable import away, duration, instant
 
@@ -54,4 +53,4 @@ def test_details_in_words() -> None:
 
 
 def test_every_rule_has_its_advice() -> None:
-    assert set(ADVICE) == {*RULES, RULE}
+    assert set(ADVICE) == {*RULES, DESTINATIONS}
