@@ -28,28 +28,14 @@ _HELPERS: Final = (
 )  # fmt: skip
 
 
-class Tile(NamedTuple):
-    label: str
-    value: str
-    more: str = ""
-
-
-class Banner(NamedTuple):
-    tone: str
-    headline: str
-    text: str
-
-
 def page(report: Report) -> str:
     """The report as a page of HTML."""
     most = max((one.messages for one in report.calendar.destinations), default=1)
     return _template().render(
         report=report,
         version=__version__,
-        banner=_banner(report),
-        tiles=list(_tiles(report)),
         charts=list(_charts(report)),
-        asked=words.name(next((run.skipped for run in report.rules if run.rule == "destinations"), ""), ""),
+        asked=next((run.skipped for run in report.rules if run.rule == "destinations"), ""),
         share=lambda messages: 100 * messages / max(most, 1),
         off=_off,
         kinds=KINDS,
@@ -82,47 +68,6 @@ def _code(text: str) -> Markup:
     """Text between backticks as code; all of it escaped."""
     parts = [escape(part) for part in text.split("`")]
     return Markup("").join(Markup(f"<code>{part}</code>") if n % 2 else part for n, part in enumerate(parts))
-
-
-def _banner(report: Report) -> Banner:
-    if report.violations:
-        dues = (one.first_due_ms for one in report.findings if one.severity == "violation")
-        soonest = min((due_ms for due_ms in dues if due_ms is not None), default=None)
-        when = f" The first message that it is about is due {instant(soonest)}." if soonest is not None else ""
-        return Banner("bad", words.verdict(report), f"Something is not as it must be.{when}")
-    sampled = " in the sample" if report.sample is not None else ""
-    text = f"Everything that came in{sampled} went out or is here, as far as it was checked."
-    headline = f"No violations{sampled}"
-    if report.warnings:
-        return Banner("warn", f"{headline}, {counted(report.warnings, 'warning')}", text)
-    return Banner("good", headline, text)
-
-
-def _tiles(report: Report) -> Iterator[Tile]:
-    totals = report.totals
-    now_ms = report.store_now_ms
-    everything = totals.waiting + totals.packed
-    yield Tile("waiting", f"{everything:,}", f"{size(totals.size)} of content")
-    if totals.segments:
-        segments = counted(totals.segments, "segment")
-        packed = f"{totals.packed:,} in {segments if report.sample is None else 'segments'}"
-        yield Tile("of these compacted", f"{totals.packed / max(everything, 1):.0%}", packed)
-        yield Tile("segments on disk", size(totals.packed_bytes))
-    yield Tile("held", f"{totals.held:,}", "their destination did not take them" if totals.held else "")
-    yield Tile("next due", *_instant_tile(totals.first_due_ms, now_ms))
-    yield Tile("last due", *_instant_tile(totals.last_due_ms, now_ms))
-    if totals.keyed:
-        yield Tile("with a key", f"{totals.keyed:,}", "can be replaced or cancelled by it")
-    worst = max(words.peaks(report), key=lambda peak: peak.drain_seconds, default=None)
-    if worst is not None and worst.drain_seconds >= 1:
-        more = f"{worst.messages:,} within one {words.width(worst.width_ms)}"
-        yield Tile("longest to drain", duration(worst.drain_seconds), f"{more}, {instant(worst.start_ms)}")
-
-
-def _instant_tile(at_ms: int | None, now_ms: int) -> tuple[str, str]:
-    if at_ms is None:
-        return "–", "nothing waits"
-    return away(at_ms, now_ms), instant(at_ms)
 
 
 class Chart(NamedTuple):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import click
 
 from delayer.cli.errors import FOUND, Misused
 from delayer.cli.options import Request, as_json, request_of, store_url
 from delayer.cli.output import note, print_json
+from delayer.cli.status import json_of_lane, print_lanes
 from delayer.store import schema
 from delayer.store.admin import setup
-from delayer.store.admin.stats import LaneOverview, overview
+from delayer.store.admin.stats import StoreOverview, overview
 
 
 @click.group(short_help="Make and upgrade the store's tables.")
@@ -97,31 +97,18 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
     """
     url = store_url(request.settings())
 
-    async def work() -> Sequence[LaneOverview]:
+    async def work() -> StoreOverview:
         if number is not None:
             await setup.raise_lanes(url, number)
-        return (await overview(url)).lanes
+        return await overview(url)
 
     found = asyncio.run(work())
-    ordinary = sum(lane.route is None for lane in found)
+    rows = list(map(json_of_lane, found.lanes))
+    ordinary = sum(lane.route is None for lane in found.lanes)
     if as_json:
-        print_json(
-            [
-                {
-                    "lane": lane.number,
-                    "route": None if lane.route is None else lane.route.decode(errors="replace"),
-                    "owner": lane.owner if lane.alive else None,
-                    "parked": lane.waiting,
-                    "held": lane.held,
-                }
-                for lane in found
-            ]
-        )
+        print_json(rows)
         return
-    for lane in found:
-        of = "" if lane.route is None else f", route {lane.route.decode(errors='replace')}"
-        owner = f"owned by {lane.owner}" if lane.alive else "free"
-        click.echo(f"lane {lane.number}{of}: {owner}; {lane.waiting:,} parked, {lane.held:,} held")
+    print_lanes(rows, found.store_now_ms)
     if number is not None and number < ordinary:
         raise Misused(f"there are {ordinary} lanes, and their number never shrinks")
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import click
@@ -56,27 +57,15 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
     survey = seen.survey
     goals = sorted(survey.goals.items(), key=lambda one: (-one[1].messages, one[0]))
     if as_json:
+        names = ("messages", "first_due_ms", "last_due_ms", "superseded", "left", "remarks")
         print_json(
             {
-                "messages": survey.messages,
-                "first_due_ms": survey.first_due_ms,
-                "last_due_ms": survey.last_due_ms,
+                **{name: getattr(survey, name) for name in names},
                 "destinations": [
-                    {
-                        "exchange": target.exchange,
-                        "routing_key": target.routing_key,
-                        "messages": goal.messages,
-                        "first_due_ms": goal.first_due_ms,
-                        "problem": seen.problems.get(target),
-                        "unfit": goal.unfit,
-                    }
-                    for target, goal in goals
+                    {**target._asdict(), **asdict(goal), "problem": seen.problems.get(target)} for target, goal in goals
                 ],
                 "would_be_held": seen.to_hold,
                 "held_because": seen.reasons,
-                "superseded": survey.superseded,
-                "left": survey.left,
-                "remarks": survey.remarks,
                 "refused": seen.refusal or None,
                 "unfinished": None if seen.unfinished is None else _json_of(seen.unfinished),
             }
@@ -143,9 +132,7 @@ def tell_report(report: Report, as_json: bool) -> None:
                 **_json_of(report.run),
                 "resumed": report.resumed,
                 "this_time": {
-                    "parked": report.parked,
-                    "held": report.held,
-                    "superseded": report.superseded,
+                    **{name: getattr(report, name) for name in ("parked", "held", "superseded")},
                     "already_committed": report.again,
                 },
                 "seconds": round(report.seconds, 3),

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import click
@@ -206,31 +206,13 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
         advice = "" if isinstance(error, BadStoreUrl) else error.advice or STORE_RUNS
         return {"error": str(error), "upgrade_pending": False, "advice": advice}
     wrong = schema.outdated(seen.schema_found)
-    lanes = [
-        {
-            "lane": lane.number,
-            "route": None if lane.route is None else lane.route.decode(errors="replace"),
-            "owner": lane.owner,
-            "alive": lane.alive,
-            "waiting": lane.waiting,
-            "held": lane.held,
-            "released": lane.counters["released"],
-            "next_due_ms": lane.next_due_ms,
-            "next_retry_ms": lane.next_retry_ms,
-        }
-        for lane in seen.lanes
-    ]
     return {
         "error": None,
         "upgrade_pending": wrong is not None and not wrong.newer,
         "advice": "" if wrong is None else wrong.advice,
         "schema": seen.schema_found,
-        "waiting": seen.waiting,
-        "held": seen.held,
-        "counters": seen.counters,
-        "next_due_ms": seen.next_due_ms,
-        "store_now_ms": seen.store_now_ms,
-        "lanes": lanes,
+        **{name: getattr(seen, name) for name in ("waiting", "held", "counters", "next_due_ms", "store_now_ms")},
+        "lanes": list(map(json_of_lane, seen.lanes)),
         "brokers": len({lane.broker for lane in seen.lanes if lane.alive and lane.broker}),
         "segments": {
             "count": seen.segments.segments,
@@ -242,6 +224,33 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
             "late_messages": seen.late.messages,
         },
     }
+
+
+def json_of_lane(lane: stats.LaneOverview) -> dict[str, Any]:
+    """One lane, for programs."""
+    return {
+        "lane": lane.number,
+        "route": None if lane.route is None else lane.route.decode(errors="replace"),
+        "released": lane.counters["released"],
+        **{name: getattr(lane, name) for name in ("owner", "alive", "waiting", "held", "next_due_ms", "next_retry_ms")},
+    }
+
+
+def print_lanes(lanes: Sequence[dict[str, Any]], now_ms: int) -> None:
+    """Print a table of the lanes of :func:`json_of_lane`."""
+    rows = [
+        (
+            one["lane"],
+            one["route"] or "",
+            one["owner"] or "-",
+            "running" if one["alive"] else "free",
+            *(one[name] for name in ("waiting", "held", "released")),
+            when(one["next_due_ms"], now_ms),
+        )
+        for one in lanes
+    ]
+    columns = ["lane", "of route", "owner", "", "parked", "held", "released", "next due"]
+    print_table(columns, rows, right=(0, 4, 5, 6))
 
 
 def _print_store(store: dict[str, Any] | None) -> None:
@@ -260,22 +269,7 @@ def _print_store(store: dict[str, Any] | None) -> None:
         click.echo("lanes: none; run `delayer db upgrade`")
         return
     click.echo()
-    print_table(
-        ["lane", "owner", "", "parked", "held", "released", "next due"],
-        [
-            (
-                lane["lane"],
-                lane["owner"] or "-",
-                "running" if lane["alive"] else "free",
-                lane["waiting"],
-                lane["held"],
-                lane["released"],
-                when(lane["next_due_ms"], now_ms),
-            )
-            for lane in store["lanes"]
-        ],
-        right=(0, 3, 4, 5),
-    )
+    print_lanes(store["lanes"], now_ms)
 
 
 def _print_segments(segments: dict[str, Any], now_ms: int) -> None:

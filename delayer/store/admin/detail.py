@@ -44,7 +44,7 @@ def absent(token: Token, found: Found) -> str:
     if found is Found.UNREADABLE:
         return f"{token} may be in a segment that does not read back: see docs/backlog.md."
     moved = " (or moved: try the id without @…)" if token.due_ms is not None else ""
-    return f"{token} is not in the store: it was delivered or cancelled{moved}, or was never parked."
+    return f"{token} is not in the store: it was delivered or cancelled{moved}, or never parked."
 
 
 class Held(NamedTuple):
