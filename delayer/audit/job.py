@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from delayer.audit.extract import Extract
 
+_COLUMNS: Final = ("rule", "severity", "subject", "count", "first_due_ms")
 FINDINGS: Final = (
     "audited_ms bigint, rule string, severity string, subject string, count bigint, first_due_ms bigint, details string"
 )
@@ -98,15 +99,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
 def add_findings(spark: SparkSession, report: Report, out: str) -> None:
     """Add this audit's findings to the Parquet files there; ``audited_ms`` tells audits apart. Spark's errors pass."""
     rows = [
-        (
-            report.store_now_ms,
-            one.rule,
-            one.severity,
-            one.subject,
-            one.count,
-            one.first_due_ms,
-            json.dumps(one.details, default=str),
-        )
+        (report.store_now_ms, *(getattr(one, name) for name in _COLUMNS), json.dumps(one.details, default=str))
         for one in report.findings
     ]
     spark.createDataFrame(rows, FINDINGS).coalesce(1).write.mode("append").parquet(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -73,18 +73,16 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
 @click.pass_context
 def audit(
     context: click.Context,
+    /,
     *,
     url: str | None,
     url_file: Path | None,
-    sample: float,
     as_json: bool,
     html: Path | None,
-    out: str | None,
-    release_rate: float | None,
     no_broker: bool,
-    work: str | None,
     master: str | None,
     conf: dict[str, str],
+    **given: Any,
 ) -> None:
     """Read the whole store at one instant, check it by the rules of docs/backlog.md, and show when messages are due.
 
@@ -101,7 +99,6 @@ def audit(
       delayer audit --url-file /etc/delayer/replica.url --json
       delayer audit --master spark://cluster:7077 --work hdfs://cluster/tmp
     """
-    from delayer.audit.coming import RELEASE_RATE  # noqa: PLC0415
     from delayer.audit.job import Broker, Options  # noqa: PLC0415 - only the job's own verbs need it
     from delayer.cli.errors import failure  # noqa: PLC0415 - the errors of every layer
 
@@ -109,12 +106,9 @@ def audit(
     options = Options(
         store=_store(settings, url, url_file),
         broker=None if no_broker else Broker(SecretUrl(settings.broker_url), settings.broker.management_url),
-        work=work,
-        out=out,
-        sample=sample,
-        release_rate=release_rate or RELEASE_RATE,
         restored_ms=restored_ms(settings.store.restore_ahead_ms),
         paced={route.from_.encode(): route.max_rate for route in settings.routes if route.max_rate},
+        **{name: value for name, value in given.items() if value is not None},
     )
     if html is not None and not html.parent.is_dir():
         raise Misused(f"--html {html}: there is no directory {html.parent}")

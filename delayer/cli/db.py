@@ -8,8 +8,7 @@ import click
 
 from delayer.cli.errors import FOUND, Misused
 from delayer.cli.options import Request, as_json, request_of, store_url
-from delayer.cli.output import note, print_json
-from delayer.cli.status import json_of_lane, print_lanes
+from delayer.cli.output import json_of_lane, note, print_json, print_lanes
 from delayer.store import schema
 from delayer.store.admin import setup
 from delayer.store.admin.stats import StoreOverview, overview

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,7 @@ from delayer.core.readable import away, instant, readable
 if TYPE_CHECKING:
     from delayer.broker.cascade_depths import CascadeDepths
     from delayer.config.model import Settings
+    from delayer.store.admin.stats import LaneOverview
 
 Say = Callable[[str, int, int | None], None]
 """Reports progress: the step, the amount done, and the whole amount if it is known."""
@@ -122,6 +123,33 @@ def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_l
         rows.append(("", "cascade, all levels", "", sum(one.depth or 0 for one in seen.levels)))
     rows += [("", name, "", depth(name, messages)) for name, messages in seen.queues.items()]
     print_table(["level", "queue", "waits", "messages"], rows, right=(0, 2, 3))
+
+
+def json_of_lane(lane: LaneOverview) -> dict[str, Any]:
+    """One lane, for programs."""
+    return {
+        "lane": lane.number,
+        "route": None if lane.route is None else lane.route.decode(errors="replace"),
+        "released": lane.counters["released"],
+        **{name: getattr(lane, name) for name in ("owner", "alive", "waiting", "held", "next_due_ms", "next_retry_ms")},
+    }
+
+
+def print_lanes(lanes: Sequence[dict[str, Any]], now_ms: int) -> None:
+    """Print a table of the lanes of :func:`json_of_lane`."""
+    rows = [
+        (
+            one["lane"],
+            one["route"] or "",
+            one["owner"] or "-",
+            "running" if one["alive"] else "free",
+            *(one[name] for name in ("waiting", "held", "released")),
+            when(one["next_due_ms"], now_ms),
+        )
+        for one in lanes
+    ]
+    columns = ["lane", "of route", "owner", "", "parked", "held", "released", "next due"]
+    print_table(columns, rows, right=(0, 4, 5, 6))
 
 
 def when(due_ms: int | None, now_ms: int | None = None) -> str:

@@ -105,13 +105,15 @@ def compact(
     job.check_after(after_ms, settings.store.restore_ahead_ms)
     planned = asyncio.run(job.plan(url, after_ms, rows))
     if dry_run:
-        figures = _to_pack(planned, asyncio.run(job.numbers(url, planned)), rows)
+        found = asyncio.run(job.numbers(url, planned))
+        segments = -(-found.messages // rows)
+        counts = {"after_ms": planned.after_ms, "windows": len(planned.windows), "segments": segments}
         text = (
-            f"{figures['messages']:,} messages ({size(figures['raw_bytes'])}) would go into about "
-            f"{figures['segments']:,} segments; {figures['keyed']:,} with a key and {figures['large']:,} of more than "
-            f"1 MiB would stay.\nOn disk: {size(figures['disk_bytes'])}, the messages that are due sooner among them."
+            f"{found.messages:,} messages ({size(found.raw_bytes)}) would go into about {segments:,} segments; "
+            f"{found.keyed:,} with a key and {found.large:,} of more than 1 MiB would stay.\n"
+            f"On disk: {size(found.disk_bytes)}, the messages that are due sooner among them."
         )
-        _tell(figures, text, as_json=as_json)
+        _tell(found._asdict() | counts, text, as_json=as_json)
         return
     if not planned.windows:
         done = job.nothing(url, planned)
@@ -122,19 +124,6 @@ def compact(
     _tell_packed(done, as_json=as_json)
     parts = f"{len(done.lost)} windows are not packed, or perhaps not"
     _end(context, done.broken, done.lost, "A segment did not read back, its messages stayed rows", parts)
-
-
-def _to_pack(planned: compaction.Plan, counted: compaction.Numbers, rows: int) -> dict[str, Any]:
-    return {
-        "after_ms": planned.after_ms,
-        "messages": counted.messages,
-        "keyed": counted.keyed,
-        "large": counted.large,
-        "raw_bytes": counted.raw_bytes,
-        "windows": len(planned.windows),
-        "segments": -(-counted.messages // rows),
-        "disk_bytes": counted.disk_bytes,
-    }
 
 
 def _tell_packed(done: compaction.Done, *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import click
@@ -17,7 +17,7 @@ from delayer.broker.errors import BrokerRefused
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
-from delayer.cli.output import note, print_json, print_queues, print_table, quoted, when
+from delayer.cli.output import json_of_lane, note, print_json, print_lanes, print_queues, print_table, quoted, when
 from delayer.config.model import Settings
 from delayer.config.texts import service_of
 from delayer.config.topology import cascade_of, uses_cascade
@@ -224,33 +224,6 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
             "late_messages": seen.late.messages,
         },
     }
-
-
-def json_of_lane(lane: stats.LaneOverview) -> dict[str, Any]:
-    """One lane, for programs."""
-    return {
-        "lane": lane.number,
-        "route": None if lane.route is None else lane.route.decode(errors="replace"),
-        "released": lane.counters["released"],
-        **{name: getattr(lane, name) for name in ("owner", "alive", "waiting", "held", "next_due_ms", "next_retry_ms")},
-    }
-
-
-def print_lanes(lanes: Sequence[dict[str, Any]], now_ms: int) -> None:
-    """Print a table of the lanes of :func:`json_of_lane`."""
-    rows = [
-        (
-            one["lane"],
-            one["route"] or "",
-            one["owner"] or "-",
-            "running" if one["alive"] else "free",
-            *(one[name] for name in ("waiting", "held", "released")),
-            when(one["next_due_ms"], now_ms),
-        )
-        for one in lanes
-    ]
-    columns = ["lane", "of route", "owner", "", "parked", "held", "released", "next due"]
-    print_table(columns, rows, right=(0, 4, 5, 6))
 
 
 def _print_store(store: dict[str, Any] | None) -> None:

@@ -25,6 +25,8 @@ SOON_MS: Final = 60_000
 
 UNREADABLE: Final = "unreadable"
 """The reason why unreadable records stay in their source."""
+BEFORE_CUTOFF: Final = "due before the cutoff"
+BEYOND_LIMIT: Final = "beyond the limit"
 BEHIND: Final = "behind too many messages that do not match: not examined"
 """The reason why unreached messages stay in their queue."""
 UNGIVEN: Final = "not delivered by their broker in time: not examined"

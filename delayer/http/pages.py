@@ -23,15 +23,6 @@ from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
-FIELDS: Final = (
-    ("route", "Route (the exchange it came through)", "delayer.in"),
-    ("to", "Goes to exchange", "delayer.out"),
-    ("to_key", "with the routing key", "orders.eu"),
-    ("key", "Key (x-delay-key)", "order-4711"),
-    ("header", "Header", "customer=4711"),
-    ("due_after", "Due after", "2031-01-31T08:00Z or 2h"),
-    ("due_before", "Due before", "2031-02-01T00:00Z or 7d"),
-)
 
 
 _CASCADE: Final = "The overview counts them by level; they cannot be listed, moved or cancelled."
@@ -85,14 +76,9 @@ class Pages:
             "store_error": "" if store is None else store.error,
             "broker_error": depths.error,
             "cascade": None if seen is None else sum(levels.values()),
-            "refused": None if seen is None else seen.queues.get(settings.refused.queue),
             "depths": seen,
             "state": state,
-            "mode": settings.mode,
-            "has_store": view.has_store,
-            "strategy": settings.native.strategy,
-            "cascade_used": settings.mode == "native" or settings.store.park_beyond_ms > 0,
-            "always": (settings.intake.queue, settings.refused.queue),
+            "settings": settings,
             "now": recent.summary(state["recent"], 60.0),
         }
 
@@ -163,9 +149,7 @@ class Pages:
         except (Wrong, *STORE_ERRORS) as error:
             wrong = str(error)
         back = "/waiting" + (f"?{request.url.query}" if request.url.query and not more else "")
-        return self.html(
-            request, "waiting.html", 400 if wrong else 200, fields=FIELDS, wrong=wrong, back=back, **values
-        )
+        return self.html(request, "waiting.html", 400 if wrong else 200, wrong=wrong, back=back, **values)
 
     async def _list(self, form: forms.Search, after: tuple[int, int] | None) -> dict[str, Any]:
         test = reading.header_test(form.wanted)

@@ -59,7 +59,6 @@ class Destinations:
         self.remarks: list[str] = []
 
     async def problems(self, goals: Mapping[Destination, Goal]) -> Mapping[Destination, str]:
-        """See the port."""
         if len(self._known) > 2 * MOST_GOALS:
             self._known.clear()
         if self._verified:

@@ -110,7 +110,6 @@ class CascadeLevels(Queues):
         self._lowest = lowest
 
     def more_parameters(self) -> Mapping[str, object]:
-        """See Queues."""
         said: dict[str, object] = {"cascade": self._cascade.kind}
         if self._cascade.kind == "delayer":
             said["prefix"] = self._cascade.prefix
@@ -127,7 +126,6 @@ class CascadeLevels(Queues):
         return [levels[name] for name in downwards[downwards.index(queue) :] if name in levels]
 
     async def readers(self, admin: Admin) -> list[Reader]:
-        """See Queues."""
         up = [
             Level(self._cascade, number, self._to_exchange, self._due_queue) for number in range(self._lowest, LEVELS)
         ]

@@ -31,7 +31,19 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, entry, long_string, splice
 from delayer.core import lines
 from delayer.core.hold import unfit
-from delayer.core.importing import UNREADABLE, Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
+from delayer.core.importing import (
+    BEFORE_CUTOFF,
+    BEYOND_LIMIT,
+    UNREADABLE,
+    Batch,
+    Item,
+    Meant,
+    Rewrite,
+    Run,
+    Survey,
+    redirected,
+    rewriting,
+)
 from delayer.core.lines import End, NotALine
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
@@ -71,8 +83,6 @@ NAMED: Final = 10
 """Lines that a survey names for each kind of remark."""
 _BEFORE: Final = (-(1 << 62), -1)
 """A place before every record."""
-BEFORE_DUE: Final = "due before the cutoff"
-BEYOND_LIMIT: Final = "beyond the limit"
 
 
 class Unreadable(ValueError):
@@ -219,7 +229,7 @@ class FileSource(ABC):
                 elif found is not None and self._meant.includes(found.parcel.due_ms):
                     yield number, position, len(line), found
                 elif found is not None:
-                    survey.leave(BEFORE_DUE)
+                    survey.leave(BEFORE_CUTOFF)
                 position += len(line)
 
     def _checked(self, line: bytes) -> Reading:
@@ -231,7 +241,6 @@ class FileSource(ABC):
         return redirected(found, self._rewrites)
 
     async def stage(self, run: Run) -> int:
-        """See Source."""
         records = ((item.parcel.due_ms, position, size) for _, position, size, item in self._meant_records())
         count = await self._notes.write_items(run, portions(records))
         if self._meant.limit is not None and count > self._meant.limit:
@@ -246,7 +255,6 @@ class FileSource(ABC):
             self._after = (due_ms, position)
 
     async def next_batch(self) -> Batch | None:
-        """See Source."""
         assert self._run is not None
         places = await self._notes.read_items(self._run, self._after, BATCH)
         if not places:
@@ -282,7 +290,6 @@ class FileSource(ABC):
         return len(batch.items) + batch.again
 
     async def finish(self) -> dict[str, int]:
-        """See Source."""
         return dict((await self.survey()).left)
 
     async def put_back(self, run: Run) -> int:
@@ -290,7 +297,6 @@ class FileSource(ABC):
         return (run.staged or 0) - run.committed
 
     async def close(self) -> None:
-        """See Source."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -307,7 +313,6 @@ class JsonLines(FileSource):
         super().__init__(JSONL, path, notes, meant, rewrites)
 
     def read(self, line: bytes) -> Reading:
-        """See FileSource."""
         if not line.strip():
             return None
         try:
@@ -400,5 +405,4 @@ class DelayedExchange(FileSource):
         self._plan = plan
 
     def read(self, line: bytes) -> Reading:
-        """See FileSource."""
         return read_dumped(line, self._plan)

@@ -44,15 +44,12 @@ class Hold:
 
     @property
     def target(self) -> Target | None:
-        """See the port."""
         return None if self.routing_key is None else Target(self.exchange, self.routing_key)
 
     def latest_ms(self, now_ms: int) -> int | None:
-        """See the port."""
         return None if self.ttl_ms is None else now_ms + self.ttl_ms
 
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
-        """See the port."""
         own = delivery.routing_key if self.routing_key is None else self.routing_key
         wait_ms = self._wait_ms(properties)
         hold: core_hold.Hold | None = None
@@ -167,11 +164,9 @@ class HoldQueues(Queues):
         self._own = own or {}
 
     def more_parameters(self) -> Mapping[str, object]:
-        """See Queues."""
         return {"queues": list(self._patterns), **self._said.as_dict()}
 
     async def readers(self, admin: Admin) -> list[Reader]:
-        """See Queues."""
         told = await self._told()
         meant = {name: of for name, of in sorted(told.items()) if not await self._passed_over(admin, name, of)}
         holds = [self._hold(name, arguments) for name, arguments in meant.items()]

@@ -17,7 +17,9 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import (
+    BEFORE_CUTOFF,
     BEHIND,
+    BEYOND_LIMIT,
     DELAYED,
     UNGIVEN,
     UNSEEN,
@@ -132,7 +134,6 @@ KEPT: Final = 50_000
 """The most messages that a reader leaves unacknowledged in front of others. The broker gets them back at the end."""
 END_SECONDS: Final = 10.0
 """Seconds for the broker to end a consumer. Its answer proves that it has heard all acknowledgements."""
-BEFORE_CUTOFF: Final = "due before the cutoff"
 _UNHEARD: Final = "the connection broke, and committed messages may still be in it"
 
 
@@ -205,7 +206,6 @@ class Queues(ABC):
 
     @property
     def parameters(self) -> dict[str, object]:
-        """See Source."""
         return {
             "broker": str(address_of(self._url)),
             **self.more_parameters(),
@@ -248,7 +248,6 @@ class Queues(ABC):
         return
 
     async def resume(self, run: Run) -> None:
-        """See Source."""
         self._count = run.committed
         if run.progress is not None:
             self._doubt.read(run.progress)
@@ -256,7 +255,6 @@ class Queues(ABC):
             await self._remove_known(run)  # No later batch would meet them.
 
     async def next_batch(self) -> Batch | None:
-        """See Source."""
         self._tags = []
         while not self._full():
             subscription = await self._next_subscription()
@@ -282,7 +280,7 @@ class Queues(ABC):
                     self._keep(BEFORE_CUTOFF)
                     continue
                 if self._full(len(items)):
-                    self._keep("beyond the limit")
+                    self._keep(BEYOND_LIMIT)
                     continue
                 items.append(item)
             self._tags.append(delivery.tag)
@@ -294,7 +292,6 @@ class Queues(ABC):
         return Batch(items, self._doubt.note(reader.queue, digests, prefetch), len(digests) - len(items))
 
     async def remove(self, batch: Batch) -> None:
-        """See Source."""
         subscription = self._subscription
         assert subscription is not None
         for tag in self._tags:
@@ -303,7 +300,6 @@ class Queues(ABC):
             raise SourceLost(f"queue {self._reader.queue}: {_UNHEARD}")
 
     async def finish(self) -> dict[str, int]:
-        """See Source."""
         await self._leave()
         passed_over = (Counter({why: depth}) for why, depth in self.passed_over.values())
         delayed = await self._delayed(self._left, fresh=True)
@@ -341,7 +337,6 @@ class Queues(ABC):
         return [reader for reader in readers if reader.queue == queue]
 
     async def close(self) -> None:
-        """See Source."""
         subscription, self._subscription = self._subscription, None
         try:
             if subscription is not None:

@@ -120,5 +120,4 @@ class RavenExport(FileSource):
         self._replies = replies
 
     def read(self, line: bytes) -> Reading:
-        """See FileSource."""
         return read(line, self._endpoint, self._replies)

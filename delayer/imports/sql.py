@@ -22,7 +22,21 @@ from sqlalchemy import Connection, MetaData, Select, Table, delete, func, inspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import DropTable
 
-from delayer.core.importing import REPLIES, SOON_MS, Batch, Item, Meant, Phase, Rewrite, Run, Survey, renamed, rewriting
+from delayer.core.importing import (
+    BEFORE_CUTOFF,
+    BEYOND_LIMIT,
+    REPLIES,
+    SOON_MS,
+    Batch,
+    Item,
+    Meant,
+    Phase,
+    Rewrite,
+    Run,
+    Survey,
+    renamed,
+    rewriting,
+)
 from delayer.core.message import Target
 from delayer.imports.databases import Database, database_url
 from delayer.imports.state_machine import CountMismatch, ImportImpossible
@@ -43,9 +57,7 @@ BATCH_BYTES: Final = 8 << 20
 READ_BYTES: Final = 32 << 20
 """Bytes of the rows that are in memory, of all tables together; more only where a single row is larger."""
 SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
-SOONER: Final = "due before the cutoff"
 NO_TIME: Final = "without a due time"
-BEYOND_LIMIT: Final = "beyond the limit"
 
 
 def write_places(places: Mapping[str, Place]) -> str:
@@ -113,7 +125,6 @@ class SqlTimeouts:
 
     @property
     def parameters(self) -> dict[str, object]:
-        """See Source."""
         said = {
             "database": self._database.shown,
             "tables": list(self._patterns),
@@ -157,7 +168,6 @@ class SqlTimeouts:
         return survey
 
     async def stage(self, run: Run) -> int:
-        """See Source."""
         async with self._database.connected() as connection:
             # Otherwise MySQL would lock every index to its end, and no timeout manager could store a timeout.
             await connection.execution_options(isolation_level="READ COMMITTED")
@@ -186,7 +196,6 @@ class SqlTimeouts:
             await connection.commit()
 
     async def next_batch(self) -> Batch | None:
-        """See Source."""
         if self._batches is None:
             self._batches = self._read()
         return await anext(self._batches, None)
@@ -220,7 +229,6 @@ class SqlTimeouts:
             after = (found[-1][3], found[-1][0])
 
     async def remove(self, batch: Batch) -> int:
-        """See Source."""
         removed = 0
         upto = read_places(batch.progress)
         async with self._database.connected() as connection:
@@ -233,7 +241,6 @@ class SqlTimeouts:
         return removed
 
     async def finish(self) -> dict[str, int]:
-        """See Source."""
         left = Survey()
         async with self._database.connected() as connection:
             if count := await self._count(connection, self._staged):
@@ -245,7 +252,6 @@ class SqlTimeouts:
         return left.left
 
     async def put_back(self, run: Run) -> int:
-        """See Source."""
         await self.resume(run)
         back = 0
         async with self._database.connected() as connection:
@@ -257,7 +263,6 @@ class SqlTimeouts:
         return back
 
     async def close(self) -> None:
-        """See Source."""
         if self._batches is not None:
             await self._batches.aclose()
         await self._database.close()
@@ -367,7 +372,7 @@ class SqlTimeouts:
     async def _leave_others(self, connection: AsyncConnection, one: TimeoutTable, pick: Pick, survey: Survey) -> int:
         """Count the rows that stay in ``survey``, with their reasons. Returns the number of chosen rows."""
         meant, *others = (await connection.execute(one.others(pick))).one()
-        for why, count in zip((NO_TIME, SOONER, SOON), others, strict=True):
+        for why, count in zip((NO_TIME, BEFORE_CUTOFF, SOON), others, strict=True):
             survey.leave(why, count)
         return int(meant)
 

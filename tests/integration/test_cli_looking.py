@@ -335,7 +335,7 @@ def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too lo
 
 
 async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str) -> None:
-    assert "No messages are refused." in applied("refused", "list").stdout
+    assert "There are no refused messages." in applied("refused", "list").stdout
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*refused_ones(250), *refused_ones(3, "missing", "wrong"))
     assert len(ids(applied, "refused", "list", "--limit", "500")) == 253
