@@ -39,8 +39,9 @@ PATIENCE: Final = 2.0
 BRIEF: Final = 1.0
 """The same for doubtful destinations beside open breakers, because the whole batch waits."""
 CONNECTING: Final = 2.0
-"""Seconds to open the second connection, or a channel there. Also all that the rest of a batch waits for messages that
-may end a connection."""
+"""Seconds for the second connection. Also all that the rest of a batch waits for messages that may end a connection."""
+OPENING: Final = 5.0
+"""Seconds to open a channel there. Then the connection is replaced, so this is longer than a busy broker needs."""
 ISOLATING: Final = 10.0
 """After a message ended a connection, every batch is published here for so many seconds."""
 SPARE: Final = 0.1
@@ -261,7 +262,7 @@ class Isolation:
         if ours and self._spare:
             channel = self._spare.pop()
         else:
-            channel = await self._reconnecting.confirming_channel(connection, CONNECTING if ours else None)
+            channel = await self._reconnecting.confirming_channel(connection, OPENING if ours else None)
         try:
             outcomes = await channel.publish(messages, timeout=seconds)
             if ours and len(self._spare) < FEW:

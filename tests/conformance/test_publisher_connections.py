@@ -177,7 +177,7 @@ async def test_a_second_connection_that_opens_no_channel_is_replaced(
         silent.stall(to_client=False)
         with monkeypatch.context() as first:
             first.setattr(reconnecting, "another", behind.connection)
-            publisher = AmqpPublisher(reconnecting, confirm_timeout=4.0)
+            publisher = AmqpPublisher(reconnecting)
             with pytest.raises(BrokerLost):
                 await publisher.publish([message(1, "q")])
         assert await publisher.publish([message(2, "q")]) == [CONFIRMED]
