@@ -1,19 +1,6 @@
 """Errors of AMQP connections, channels and messages.
 
-WireError
-├─ Malformed                 bytes that break the protocol; the message is at fault, not the connection
-│  ├─ MalformedProperties    a content header's property list
-│  └─ MalformedTable         a field table, or a value in it
-├─ HeaderTooLarge            a message whose content header fits no frame; nothing was written
-├─ NoFreeChannel  (*)        every channel number that the broker allows is in use; nothing was written
-├─ ConnectionLost  (*)       the connection is gone: either side ended it, or it was cut
-│  ├─ AccessRefused          the broker refused the credentials or the virtual host
-│  └─ ProtocolError          one side broke the protocol, and the connection was closed for it
-├─ ChannelClosed  (*)        the channel is gone, its connection may live on
-│  └─ ConfirmTimeout         the broker did not confirm in time; the channel was closed for it
-└─ ConsumerCancelled  (*)    the broker cancelled the consumer, for instance because its queue was deleted
-
-(*) is also a delayer.core.errors.BrokerLost: messages in flight are in doubt, and a retry may help.
+A loss is also a delayer.core.errors.BrokerLost: messages in flight are in doubt, and a retry may help.
 """
 
 from __future__ import annotations

@@ -435,31 +435,27 @@ def splice(
     *,
     remove: Collection[bytes] = (),
     remove_prefixes: tuple[bytes, ...] = (),
-    replace: Mapping[bytes, bytes] | None = None,
     append: bytes = b"",
     drop: Collection[str] = (),
-    delivery_mode: int | None = None,
 ) -> bytes:
     """The properties with these edits; every other byte stays as it was.
 
-    ``remove`` and ``remove_prefixes`` delete every header of such a name. ``replace`` gives every header of a name
-    another type and value, and adds none. ``append`` has encoded entries for the end of the table, which need not exist
-    before. ``drop`` deletes properties (unknown names raise ValueError). ``delivery_mode`` is set or replaced. A table
+    ``remove`` and ``remove_prefixes`` delete every header of such a name. ``append`` has encoded entries for the end of
+    the table, which need not exist before. ``drop`` deletes properties (unknown names raise ValueError). A table
     without entries stays.
+
     Raises MalformedProperties, and MalformedTable if an edit needs the entries of a malformed table.
     """
     found = properties if isinstance(properties, Properties) else Properties.parse(properties)
-    if drop or delivery_mode is not None:
-        mode = {} if delivery_mode is None else {"delivery_mode": bytes((delivery_mode,))}
-        found = Properties.parse(changed(found, mode, drop))
-    removes, replacements = frozenset(remove), replace or {}
+    if drop:
+        found = Properties.parse(changed(found, {}, drop))
     cuts: list[Cut] = []
-    if removes or remove_prefixes or replacements:
-        for name, type_at, stop in found.entries(None if remove_prefixes else removes | replacements.keys()):
-            if name in removes or name.startswith(remove_prefixes):
-                cuts.append((type_at - 1 - len(name), stop, b""))
-            elif name in replacements:
-                cuts.append((type_at, stop, replacements[name]))
+    if remove or remove_prefixes:
+        cuts = [
+            (type_at - 1 - len(name), stop, b"")
+            for name, type_at, stop in found.entries(None if remove_prefixes else remove)
+            if name in remove or name.startswith(remove_prefixes)
+        ]
     return edited(found, cuts, append)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
@@ -25,21 +25,6 @@ UNREAD: Final = 10.0
 reads nothing for thirty seconds."""
 
 
-class Socket(Protocol):
-    """A connection whose reading can be paused."""
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
-class Waiting(Protocol):
-    """A subscription with buffered deliveries."""
-
-    def let_go(self) -> None:
-        """End the subscription, if it can begin again: its deliveries filled the buffer for too long."""
-
-
 class FlowControl:
     """The buffered bytes of one subscription, or of all that share a connection. Sharing subscriptions delay each other
     anyway, and have one bound together."""
@@ -47,16 +32,16 @@ class FlowControl:
     def __init__(self, room: int = BUFFER_BYTES) -> None:
         self._room = room
         self._bytes = 0
-        self._waiting: set[Waiting] = set()
+        self._waiting: set[AmqpSubscription] = set()
         self._listening: list[int] = []
-        self._paused: set[Socket] = set()
+        self._paused: set[Connection] = set()
         self._unread: asyncio.TimerHandle | None = None
 
-    def behind(self, one: Waiting) -> bool:
+    def behind(self, one: AmqpSubscription) -> bool:
         """Whether more deliveries may wait in the socket. With several subscriptions their owner is unknown."""
         return bool(self._paused) and self._waiting <= {one}
 
-    def came(self, to: Waiting, socket: Socket, size: int) -> None:
+    def came(self, to: AmqpSubscription, socket: Connection, size: int) -> None:
         """Count ``size`` more buffered bytes of one subscription."""
         self._bytes += size
         self._waiting.add(to)
@@ -72,7 +57,7 @@ class FlowControl:
         if self._bytes < self._room // 2:
             self._resume()
 
-    def emptied(self, one: Waiting, size: int) -> None:
+    def emptied(self, one: AmqpSubscription, size: int) -> None:
         """Count all ``size`` buffered bytes of one subscription as taken."""
         self._waiting.discard(one)
         self.went(size)
@@ -188,28 +173,24 @@ class AmqpConsumer:
         """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
         flow_control = self._flow_control or FlowControl(self._buffer_bytes)
         with flow_control.listening(BEGINNING):
-            return await self._begun(await self._reconnecting.connection(ANSWER_SECONDS), flow_control, queue, prefetch)
-
-    async def _begun(
-        self, connection: Connection, flow_control: FlowControl, queue: str, prefetch: int
-    ) -> AmqpSubscription:
-        channel = await connection.channel()
-        subscription = AmqpSubscription(
-            connection,
-            channel,
-            queue,
-            prefetch=prefetch,
-            batch_bytes=self._batch_bytes,
-            flow_control=flow_control,
-            adaptive_prefetch=self._adaptive_prefetch,
-        )
-        try:
-            await channel.qos(subscription.prefetch)
-            await subscription.begin()
-        except BaseException:
-            subscription.abandon()
-            raise
-        return subscription
+            connection = await self._reconnecting.connection(ANSWER_SECONDS)
+            channel = await connection.channel()
+            subscription = AmqpSubscription(
+                connection,
+                channel,
+                queue,
+                prefetch=prefetch,
+                batch_bytes=self._batch_bytes,
+                flow_control=flow_control,
+                adaptive_prefetch=self._adaptive_prefetch,
+            )
+            try:
+                await channel.qos(subscription.prefetch)
+                await subscription.begin()
+            except BaseException:
+                subscription.abandon()
+                raise
+            return subscription
 
 
 class AmqpSubscription:
@@ -298,11 +279,6 @@ class AmqpSubscription:
         if not self._channel.closed.done():
             self._channel.ack(tag, multiple=multiple)
 
-    async def stop_deliveries(self) -> None:
-        """Stop the batches. Deliveries handed out before can still be settled; the consumer itself ends in
-        :meth:`close`."""
-        self._stop()
-
     async def close(self, seconds: float = ANSWER_SECONDS) -> None:
         """Close the channel: unsettled deliveries return to the queue. Safe to call twice. ``seconds`` is the time that
         the broker has to end the consumer.
@@ -314,13 +290,13 @@ class AmqpSubscription:
         A ``basic.nack`` after the end of the consumer returns the other messages to their places. RabbitMQ from 4.3 on
         does not count that as a delivery, but it counts the end of a channel.
         """
-        self._stop()
+        self.stop()
         with self._flow_control.listening(ENDING):
             await self._end(seconds)
 
     def abandon(self) -> None:
         """Drop a subscription that did not begin: no caller knows its channel, so nothing else would free it."""
-        self._stop()
+        self.stop()
         self._channel.abandon()
 
     async def _end(self, seconds: float) -> None:
@@ -336,8 +312,9 @@ class AmqpSubscription:
                 log.warning("consumer not ended in order", queue=self._queue, reason=str(lost) or "no answer in time")
         await self._channel.close()
 
-    def _stop(self) -> None:
-        """Drop the buffer: no caller takes another batch."""
+    def stop(self) -> None:
+        """Stop the batches, and drop the buffer. Deliveries handed out before can still be settled; the consumer itself
+        ends in :meth:`close`."""
         self._stopped = True
         self._buffer.clear()
         self._flow_control.emptied(self, self._bytes)
@@ -356,14 +333,14 @@ class AmqpSubscription:
         self._arrived.set()
 
     def let_go(self) -> None:
-        """See Waiting. The buffered deliveries return to their queue when the channel closes, and the next subscription
-        reads less ahead."""
+        """End the subscription, if it can begin again: its deliveries filled the buffer for too long. They return to
+        their queue when the channel closes, and the next subscription reads less ahead."""
         if self._adaptive_prefetch is None or not self._buffer:
             return
         self._adaptive_prefetch.full(len(self._buffer))
         log.warning("deliveries given back", queue=self._queue, seconds=UNREAD, read_ahead=len(self._buffer))
         self.overrun = True
-        self._stop()
+        self.stop()
         self._arrived.set()
 
     def _on_cancelled(self) -> None:

@@ -1,13 +1,4 @@
-"""Errors of a broker.
-
-    BrokerLost (core)
-    └─ BrokerUnreachable   there is no connection, it broke, or no answer came in time: try again later
-    BrokerRefused          the broker refused: wrong user, no such vhost, no permission
-    QueueMissing           a queue does not exist that the command needs
-    TopologyMismatch       an exchange or a queue exists, but differs from the configured one
-
-The texts contain no password: they name host, port and vhost only.
-"""
+"""Errors of a broker. Their texts contain no password: they name host, port and vhost only."""
 
 from __future__ import annotations
 

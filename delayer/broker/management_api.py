@@ -85,7 +85,11 @@ class Management:
 
     async def bindings_from(self, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
         """Every binding out of ``exchange``, which must exist, with its arguments."""
-        return _bindings(await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source"))
+        rows = await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source")
+        return [
+            (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
+            for row in rows
+        ]
 
     async def exchange(self, name: str) -> ExchangeInfo:
         """An exchange, which must exist. An alternate exchange by argument has priority over one by policy."""
@@ -132,15 +136,11 @@ class Management:
 
     async def policies(self) -> list[Policy]:
         """Every policy and operator policy of the vhost."""
-        found = []
-        for path, by_operator in (("policies", False), ("operator-policies", True)):
-            for row in await self._get(f"{path}/{self._vhost}"):
-                found.append(
-                    Policy(
-                        row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator
-                    )
-                )
-        return found
+        return [
+            Policy(row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator)
+            for path, by_operator in (("policies", False), ("operator-policies", True))
+            for row in await self._get(f"{path}/{self._vhost}")
+        ]
 
     async def _get(self, path: str, answers: int = 200) -> Any:
         """The decoded answer; an error of the code ``answers`` has one too. Raises BrokerRefused (401, 403), and
@@ -170,13 +170,6 @@ class Management:
 def _delayed(row: Mapping[str, Any]) -> int:
     whole, *shown = (int(row.get(name, 0)) for name in ("messages", "messages_ready", "messages_unacknowledged"))
     return max(0, whole - sum(shown))
-
-
-def _bindings(rows: Iterable[dict[str, Any]]) -> list[tuple[Binding, dict[str, Any]]]:
-    return [
-        (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
-        for row in rows
-    ]
 
 
 async def delayed_in(queue: str, broker_url: str, management_url: str | None) -> int | None:

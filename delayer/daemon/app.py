@@ -54,7 +54,7 @@ class Reload:
                     refused = await self._reload()
                     mode = f"mode {self._daemon.settings.mode}"
                     # systemd knows no failed reload of this kind: `systemctl status` is where it can be told.
-                    self._notifier.ready(f"{mode}; the last reload was refused: {refused}" if refused else mode)
+                    self._notifier.reloaded(f"{mode}; the last reload was refused: {refused}" if refused else mode)
         finally:
             stop.cancel()
 

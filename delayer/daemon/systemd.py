@@ -47,25 +47,22 @@ class Notifier:
         return self._watchdog / FEEDS if self.active and self._watchdog is not None else None
 
     def ready(self, status: str = "") -> None:
-        """Start, or a reload, is complete."""
-        self._status = status
-        early = self._early
-        # The end of a reload says nothing about a start that is not over.
-        self._ready, self._reloading = self._ready or not self._reloading, False
-        self._send("" if early else "READY=1", self._words)
+        """The start is complete."""
+        self._ready = True
+        self.reloaded(status)
 
     def reloading(self) -> None:
-        """A reload begins. systemd wants its monotonic time too, to tell this reload from an earlier one."""
-        self._reloading = True
-        if self._early:
-            return
-        now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-        self._send(f"RELOADING=1\nMONOTONIC_USEC={now_us}")
+        """A reload begins. systemd wants its monotonic time too, to tell this reload from an earlier one. It is not
+        told of a reload in the middle of a start, because it would take its end for that of the start."""
+        if self._ready:
+            self._reloading = True
+            now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+            self._send(f"RELOADING=1\nMONOTONIC_USEC={now_us}")
 
-    @property
-    def _early(self) -> bool:
-        """A reload in the middle of a start: systemd would take its end for that of the start."""
-        return self._reloading and not self._ready
+    def reloaded(self, status: str = "") -> None:
+        """A reload is complete."""
+        self._status, self._reloading = status, False
+        self._send("READY=1" if self._ready else "", self._words)
 
     def stopping(self, status: str = "") -> None:
         self._ready = False

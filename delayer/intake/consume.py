@@ -438,7 +438,7 @@ class QueueConsumer:
                 if session.carried or not (batch or session.busy):
                     session.carried = False
                     retry.succeeded()
-            await subscription.stop_deliveries()
+            subscription.stop()
             self._handler.flush()
             await session.settled()
         except asyncio.CancelledError:

@@ -99,7 +99,7 @@ async def test_unsettled_deliveries_return_to_the_queue(place: Place) -> None:
 async def test_settling_after_deliveries_were_stopped(place: Place) -> None:
     async with reading(place, 5) as (world, subscription):
         found = await take(subscription, 5)
-        await subscription.stop_deliveries()
+        subscription.stop()
         await filled(world, 1)
         subscription.ack(found[3].tag, multiple=True)
         await subscription.close()
@@ -118,7 +118,7 @@ async def test_acknowledged_deliveries_are_not_repeated_after_the_end(place: Pla
             )
             subscription = await world.consumer.subscribe(queue, 5000)
             found = await take(subscription, 400)
-            await subscription.stop_deliveries()
+            subscription.stop()
             for one in found[::2]:
                 subscription.ack(one.tag, multiple=False)
             subscription.ack(found[-1].tag, multiple=True)
@@ -153,7 +153,7 @@ async def test_a_queue_deleted_under_its_consumer(place: Place) -> None:
         await world.hand.delete_queue("q")
         await until_lost(subscription)
         subscription.ack(found[-1].tag, multiple=True)
-        await subscription.stop_deliveries()
+        subscription.stop()
 
 
 async def test_a_cut_connection(place: Place) -> None:
@@ -164,7 +164,7 @@ async def test_a_cut_connection(place: Place) -> None:
         await world.network.refuse()
         await until_lost(subscription)
         subscription.ack(found[-1].tag, multiple=True)  # does nothing
-        await subscription.stop_deliveries()
+        subscription.stop()
         await subscription.close()
         with pytest.raises(BrokerLost):
             await world.consumer.subscribe("q", 10)
@@ -213,7 +213,7 @@ async def test_stopping_with_a_full_buffer(place: Place) -> None:
             while connection._pulse.reading:
                 await asyncio.wait_for(subscription._arrived.wait(), 10)
                 subscription._arrived.clear()
-            await subscription.stop_deliveries()
+            subscription.stop()
             assert connection._pulse.reading
             assert subscription._bytes == 0
             subscription.ack(first[0].tag, multiple=False)

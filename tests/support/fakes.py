@@ -87,7 +87,7 @@ class Acks:
     async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
         raise NotImplementedError
 
-    async def stop_deliveries(self) -> None:
+    def stop(self) -> None:
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -117,7 +117,7 @@ class ScriptedSubscription(Acks):
         super().ack(tag, multiple=multiple)
         self.events.append(f"ack {tag}")
 
-    async def stop_deliveries(self) -> None:
+    def stop(self) -> None:
         self.events.append("stopped")
 
     async def close(self) -> None:

@@ -161,13 +161,11 @@ def test_appended_headers_can_be_removed(raw: bytes) -> None:
     assert splice(bare, drop={"headers"}) == splice(raw, drop={"headers"})
 
 
-@given(properties(), st.sets(st.sampled_from(sorted(FLAGS))), st.none() | st.integers(0, 255))
-def test_drop_and_delivery_mode(raw: bytes, drop: set[str], mode: int | None) -> None:
+@given(properties(), st.sets(st.sampled_from(sorted(FLAGS))))
+def test_drop(raw: bytes, drop: set[str]) -> None:
     before = Properties.parse(raw)
-    after = Properties.parse(splice(raw, drop=drop, delivery_mode=mode))
+    after = Properties.parse(splice(raw, drop=drop))
     expected = {name: raw[start:stop] for name, (start, stop) in before.spans.items() if name not in drop}
-    if mode is not None:
-        expected["delivery_mode"] = bytes((mode,))
     assert {name: after.raw[start:stop] for name, (start, stop) in after.spans.items()} == expected
 
 
@@ -187,21 +185,16 @@ def full(*headers: bytes) -> bytes:
         (full(A, B, C), lambda raw: splice(raw, remove=frozenset({b"a", b"b", b"x-death"})), full()),
         (full(A, B, A), lambda raw: splice(raw, remove={b"a"}), full(B)),
         (full(C, A, C), lambda raw: splice(raw, remove_prefixes=(b"x-d", b"zz")), full(A)),
-        (full(A, B, A), lambda raw: splice(raw, replace={b"a": b"V"}), full(b"\1aV", B, b"\1aV")),
-        (full(A), lambda raw: splice(raw, replace={b"absent": b"V"}), full(A)),
         (full(A), lambda raw: splice(raw, append=B), full(A, B)),
-        (full(A, C), lambda raw: splice(raw, remove={b"x-death"}, replace={b"a": b"V"}, append=B), full(b"\1aV", B)),
-        (full(A), lambda raw: splice(raw, delivery_mode=1), full(A)[:-4] + b"\x01" + ID),
+        (full(A, C), lambda raw: splice(raw, remove={b"x-death"}, append=B), full(A, B)),
         (full(A), lambda raw: splice(raw, drop={"headers"}), struct.pack(">H", 0x9080) + TYPE + MODE + ID),
         (full(A), lambda raw: splice(raw, drop={"headers"}, append=B), full(B)),
         (full(A), lambda raw: splice(raw, drop={"message_id"}), b"\xb0\x00" + full(A)[2:-3]),
         # No table yet: it goes after the content encoding and before everything else.
         (b"\0\0", lambda raw: splice(raw, append=B), b"\x20\0" + sized(B)),
-        (b"\0\0", lambda raw: splice(raw, delivery_mode=2), b"\x10\0" + MODE),
         (b"\xc0\x80" + TYPE + TYPE + ID, lambda raw: splice(raw, append=B),
          b"\xe0\x80" + TYPE + TYPE + sized(B) + ID),
-        (b"\x00\x90" + ID + b"\x01u", lambda raw: splice(raw, drop={"user_id"}, delivery_mode=2),
-         b"\x10\x80" + MODE + ID),
+        (b"\x00\x90" + ID + b"\x01u", lambda raw: splice(raw, drop={"user_id"}), b"\x00\x80" + ID),
         (b"\x00\x10\x01u", lambda raw: splice(raw, drop=frozenset({"user_id", "expiration"})), b"\0\0"),
     ],
 )  # fmt: skip
@@ -214,7 +207,7 @@ def test_every_type_survives_its_neighbours_edits() -> None:
     table = table_of_everything()
     raw = encode_headers(A + table + B)
     assert splice(raw, remove={b"a", b"b"}) == encode_headers(table)
-    assert splice(raw, replace={b"a": b"V"}, append=C) == encode_headers(b"\1aV" + table + B + C)
+    assert splice(raw, remove={b"a"}, append=C) == encode_headers(table + B + C)
 
 
 def test_unknown_property() -> None:

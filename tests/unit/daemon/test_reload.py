@@ -56,8 +56,8 @@ class Line(Notifier):
         super().__init__({})
         self.said: list[str] = []
 
-    def ready(self, status: str = "") -> None:
-        self.said.append(f"ready {status}")
+    def reloaded(self, status: str = "") -> None:
+        self.said.append(f"reloaded {status}")
 
     def reloading(self) -> None:
         self.said.append("reloading")
@@ -85,7 +85,7 @@ async def test_a_reload_that_is_refused_changes_nothing(failures: dict[str, Exce
     assert [one["event"] for one in logs] == ["reload refused"]
     assert daemon.settings.mode == "native"
     assert line.said[0] == "reloading"
-    assert line.said[1].startswith("ready mode native; the last reload was refused: ")
+    assert line.said[1].startswith("reloaded mode native; the last reload was refused: ")
 
 
 async def test_requests_that_come_meanwhile_are_one_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_messages_to_systemd(systemd: tuple[str, socket.socket]) -> None:
     state, stamp = heard()
     assert state == "RELOADING=1"
     assert before <= int(stamp.removeprefix("MONOTONIC_USEC=")) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-    notifier.ready()
+    notifier.reloaded()
     assert heard() == ["READY=1"]
     notifier.status("broker unreachable:\nREADY=1\n  forged")
     assert heard() == ["STATUS=broker unreachable: READY=1 forged"]
@@ -60,7 +60,7 @@ def test_a_reload_in_the_middle_of_a_start_does_not_end_it(systemd: tuple[str, s
     name, server = systemd
     notifier = Notifier({"NOTIFY_SOCKET": name})
     notifier.reloading()
-    notifier.ready("mode store; the last reload was refused: no broker")
+    notifier.reloaded("mode store; the last reload was refused: no broker")
     assert server.recv(4096) == b"STATUS=mode store; the last reload was refused: no broker"
     notifier.ready("mode store")
     assert server.recv(4096) == b"READY=1\nSTATUS=mode store"
