@@ -261,7 +261,7 @@ class Channel:
         # The callbacks are set before the request: the first delivery may directly follow the broker's answer.
         self._on_delivery[tag] = on_delivery
         self._cancelled_by_broker[tag] = on_cancelled
-        await self._request(framing.consume(self.number, queue.encode(), tag), commands.Basic.ConsumeOk)
+        await self.call(framing.Consume(queue=queue, consumer_tag=tag.decode()), commands.Basic.ConsumeOk)
         return tag.decode()
 
     async def cancel(self, tag: str) -> None:

@@ -24,7 +24,6 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import (
     Cut,
     Properties,
-    array,
     boolean,
     byte_array,
     changed,
@@ -36,8 +35,8 @@ from delayer.amqp.properties import (
     long_string,
     negated,
     negated_if_positive,
+    sized,
     splice,
-    table,
     timestamp,
     value_at,
 )
@@ -161,12 +160,13 @@ def failed(properties: Properties, failure: Failure, max_properties: int) -> byt
     past = elements(history.content) if history is not None and history.type == ord("A") else []
     if failure.retries == 1:
         past = []  # The history is that of another queue.
-    now = table(
+    now = sized(
+        b"F",
         entry(b"queue", long_string(failure.queue))
         + entry(b"reason", long_string(failure.reason.encode("utf-8", "surrogateescape")))
         + entry(b"time", timestamp(failure.at))
         + entry(b"exchange", long_string(failure.exchange))
-        + entry(b"routing-key", long_string(failure.routing_key))
+        + entry(b"routing-key", long_string(failure.routing_key)),
     )
     past = [*past[:_FIRST_FAILURES], *past[_FIRST_FAILURES:][1 - _LAST_FAILURES :], now]
     counted = (
@@ -174,7 +174,7 @@ def failed(properties: Properties, failure: Failure, max_properties: int) -> byt
         + entry(FAILED_IN, long_string(failure.queue))
         + entry(_ERROR, long_string(shown(f"{failure.reason} in queue {failure.queue.decode('utf-8', 'replace')}")))
     )
-    whole = _noted(properties, counted + entry(_HISTORY, array(b"".join(past))))
+    whole = _noted(properties, counted + entry(_HISTORY, sized(b"A", b"".join(past))))
     return whole if len(whole) + ROOM <= max_properties else _noted(properties, counted)
 
 

@@ -37,7 +37,6 @@ MIN_FRAME_MAX = 4096
 CLASS_BASIC = 60
 
 # Methods: class and number in one integer, as in a method frame.
-BASIC_CONSUME = CLASS_BASIC << 16 | 20
 BASIC_PUBLISH = CLASS_BASIC << 16 | 40
 BASIC_RETURN = CLASS_BASIC << 16 | 50
 BASIC_DELIVER = CLASS_BASIC << 16 | 60
@@ -312,16 +311,15 @@ def nack(channel: int, tag: int, *, multiple: bool, requeue: bool) -> bytes:
     return _SETTLE.pack(METHOD, channel, 13, BASIC_NACK, tag, bits, FRAME_END)
 
 
-def consume(channel: int, queue: bytes, consumer_tag: bytes) -> bytes:
-    """A basic.consume frame, with acknowledgements. pamqp cannot make it: it refuses queue names that RabbitMQ allows.
+class Unjudged:
+    """A method without pamqp's check of names: it accepts only those that AMQP 0-9-1 allows. RabbitMQ accepts any 255
+    bytes of UTF-8, and users need them, so the broker judges them."""
 
-    Raises ValueError for a name of more than 255 bytes.
-    """
-    if len(queue) > 255:
-        raise ValueError(f"a queue name holds 255 bytes, found {len(queue)}")
-    names = bytes((len(queue),)) + queue + bytes((len(consumer_tag),)) + consumer_tag
-    payload = struct.pack(">IH", BASIC_CONSUME, 0) + names + struct.pack(">BI", 0, 0)
-    return FRAME_HEAD.pack(METHOD, channel, len(payload)) + payload + _END
+    def validate(self) -> None:
+        return
+
+
+class Consume(Unjudged, commands.Basic.Consume): ...
 
 
 def header_limit(frame_max: int) -> int:

@@ -179,7 +179,7 @@ def negated(kind: int, raw: bytes) -> bytes:
     if kind in b"fd":
         return bytes((kind, raw[0] ^ 0x80)) + raw[1:]
     if kind == ord("S"):
-        return b"S" + _sized(_negated_text(raw[4:]))
+        return long_string(_negated_text(raw[4:]))
     if kind == ord("D"):
         scale, unscaled = _DECIMAL.unpack(raw)
         return b"D" + _DECIMAL.pack(scale, min(-unscaled, (1 << 31) - 1))
@@ -208,33 +208,25 @@ def _negated_text(text: bytes) -> bytes:
     return digits if sign == b"-" else b"-" + digits
 
 
-def _sized(content: bytes) -> bytes:
-    return _U32.pack(len(content)) + content
+def sized(kind: bytes, content: bytes) -> bytes:
+    """Type and value of a field that begins with its length: ``S`` string, ``x`` bytes, ``F`` table of encoded entries,
+    ``A`` array of encoded values, each with its type."""
+    return kind + _U32.pack(len(content)) + content
 
 
 def long_string(content: bytes) -> bytes:
     """Type and value of a string field (``S``)."""
-    return b"S" + _sized(content)
+    return sized(b"S", content)
 
 
 def byte_array(content: bytes) -> bytes:
     """Type and value of a byte array field (``x``)."""
-    return b"x" + _sized(content)
+    return sized(b"x", content)
 
 
 def timestamp(seconds: int) -> bytes:
     """Type and value of a timestamp field (``T``). Raises OverflowError unless it fits an unsigned 64-bit number."""
     return b"T" + seconds.to_bytes(8, "big")
-
-
-def table(content: bytes) -> bytes:
-    """Type and value of a table (``F``) of these encoded entries."""
-    return b"F" + _sized(content)
-
-
-def array(content: bytes) -> bytes:
-    """Type and value of an array (``A``) of these encoded values, each with its type."""
-    return b"A" + _sized(content)
 
 
 def elements(raw: bytes) -> list[bytes]:
@@ -477,7 +469,7 @@ def edited(properties: Properties, cuts: Sequence[Cut], append: bytes) -> bytes:
         return properties.raw
     raw, place = properties.raw, properties.places.get("headers")
     if place is None:
-        return changed(properties, {"headers": _sized(append)})
+        return changed(properties, {"headers": _U32.pack(len(append)) + append})
     start, stop = properties.bounds[place], properties.bounds[place + 1]
     copied = start + 4
     size = stop - copied + len(append)

@@ -17,10 +17,11 @@ from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
 from delayer.amqp.address import Address
+from delayer.amqp.framing import Unjudged
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import COUNTS_AGE, Management
-from delayer.broker.pipelined_admin import DELAYS_FROM, QueueDelete, Unjudged, declaration, exchange_look, queue_look
+from delayer.broker.pipelined_admin import DELAYS_FROM, QueueDelete, declaration, exchange_look, queue_look
 from delayer.broker.verify import Finding, Verifier
 from delayer.core.topology import Binding, Exchange, Topology
 

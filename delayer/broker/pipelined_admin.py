@@ -1,9 +1,6 @@
 """Short requests to a broker with delayer's own AMQP client, pipelined: declare, count, probe.
 
 The daemon uses these, because a switch of its mode waits for them, and commands that an operator waits for.
-
-pamqp accepts only the names that AMQP 0-9-1 allows. RabbitMQ accepts any 255 bytes of UTF-8, and users need them, so
-these frames leave the check to the broker.
 """
 
 from __future__ import annotations
@@ -23,18 +20,12 @@ from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import PRECONDITION_FAILED, RESOURCE_LOCKED, AccessRefused, ChannelClosed
+from delayer.amqp.framing import Unjudged
 from delayer.amqp.properties import encode_headers, entry, int64
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
 from delayer.core.delay_headers import OPT_TIME
 from delayer.core.message import Delivery, Outgoing
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
-
-
-class Unjudged:
-    """A frame without pamqp's check of names; the broker checks them."""
-
-    def validate(self) -> None:
-        return
 
 
 class ExchangeDeclare(Unjudged, ExchangeMethods.Declare): ...

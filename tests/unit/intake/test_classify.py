@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from delayer.amqp import edits
 from delayer.amqp.edits import Endpoints
-from delayer.amqp.properties import Properties, array, encode_headers, entry, int64, long_string, table
+from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string, sized
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, StoreLost
@@ -77,7 +77,7 @@ def test_the_end_of_a_saga_after_a_park_of_its_timeout_takes_a_step_of_its_own()
 def test_a_dead_letter_goes_on_with_a_note_of_its_failure() -> None:
     retry = Retry(5000, 2, 60_000, 0, 3, b"parking-lot")
     policy = Policy(Mode.STORE, {b"orders.in": Route(b"orders.in", b"", retry=retry)}, 10**12)
-    died = entry(b"x-death", array(table(says(b"queue", b"orders") + says(b"reason", b"rejected"))))
+    died = entry(b"x-death", sized(b"A", sized(b"F", says(b"queue", b"orders") + says(b"reason", b"rejected"))))
     [step] = work(delivery(1, died), policy=policy).steps
     [parcel] = step.parcels
     found = Properties.parse(parcel.properties)
