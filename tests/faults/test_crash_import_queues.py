@@ -17,6 +17,7 @@ from delayer.imports import queues
 from delayer.imports.queues import Queues
 from tests.faults.place import eventually
 from tests.faults.test_crash_import import BATCH, COUNT, delayer, killed, parked, report
+from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw
 from tests.support.topology import declare
 
@@ -182,7 +183,7 @@ async def test_messages_that_fell_a_level_before_the_run_continues(store: str, v
 
 
 async def test_messages_behind_too_many_others_are_reported(
-    store: str, vhost: str, monkeypatch: pytest.MonkeyPatch
+    store: str, rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that the cutoff does not mean are in the way, and what is behind them was not looked at."""
     monkeypatch.setattr(queues, "KEPT", 30)
@@ -192,6 +193,7 @@ async def test_messages_behind_too_many_others_are_reported(
     async with await Raw.connect(vhost) as raw:
         await raw.publish(Message("", b"hold", Props(message_id=b"behind", delivery_mode=2), b"behind"))
     more = ("--ttl", "3650d", "--cutoff", "2031-01-31T08:00:00Z")
-    done = await report(store, *said(words, "run", *more), DELAYER_BROKER__URL=vhost, expect=1)
+    urls = {"DELAYER_BROKER__URL": vhost, "DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    done = await report(store, *said(words, "run", *more), **urls, expect=1)
     assert done["left"] == {BEHIND: COUNT + 1 - 40, "due before the cutoff": 40}
     assert await broker.depth() == COUNT + 1

@@ -231,7 +231,9 @@ async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, databas
         assert set((await admin.depths(families)).values()) == {0}
 
 
-async def test_hold_queues_by_hand_and_what_is_left(delayer: Run, vhost: str, database: str) -> None:
+async def test_hold_queues_by_hand_and_what_is_left(
+    delayer: Run, rabbitmq: RabbitMQ, vhost: str, database: str
+) -> None:
     hold = {"x-message-ttl": 3_600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"}
     await declare(vhost, Topology(queues=(Queue("hold", arguments(hold)),)), queues("work"))
     began = now_ms()
@@ -246,7 +248,9 @@ async def test_hold_queues_by_hand_and_what_is_left(delayer: Run, vhost: str, da
     told = delayer("import", "hold-queues", "run", "--queue", "hold", "--yes", expect=1).stderr
     assert "expected a dead-letter exchange" in told
     late = datetime.fromtimestamp(time.time() + 7_200, UTC).isoformat()
-    report = json.loads(delayer("import", "hold-queues", "run", *by_hand, "--ttl", "1h", "--cutoff", late).stdout)
+    management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    meant = (*by_hand, "--ttl", "1h", "--cutoff", late)
+    report = json.loads(delayer("import", "hold-queues", "run", *meant, **management).stdout)
     assert (report["parked"], report["left"]) == (0, {"due before the cutoff": 5})
     believing = (*by_hand, "--ttl", "1h", "--believe-timestamps")
     report = json.loads(delayer("import", "hold-queues", "run", *believing, "--limit", "2").stdout)
@@ -298,13 +302,17 @@ async def test_the_soonest_due_first(delayer: Run, vhost: str, database: str) ->
     assert await bodies(database) == sorted(delays)
 
 
-async def test_levels_below_the_cutoff_are_not_touched(delayer: Run, vhost: str, database: str) -> None:
+async def test_levels_below_the_cutoff_are_not_touched(
+    delayer: Run, rabbitmq: RabbitMQ, vhost: str, database: str
+) -> None:
     """A level below the cutoff is not read; what is read and not meant is counted once, though it is met twice."""
     began = await publish(vhost, 40, 41, 5_000, 7_000, 200_000)
     cutoff = ("--cutoff", instant(began + 6_000_000))
-    seen = json.loads(delayer("import", "cascade", "preview", "--kind", "nservicebus-v2", *cutoff, "--json").stdout)
+    management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    words = ("import", "cascade", "preview", "--kind", "nservicebus-v2", *cutoff, "--json")
+    seen = json.loads(delayer(*words, **management).stdout)
     assert (seen["messages"], seen["left"]) == (3, {LEFT: 2})
-    report = json.loads(delayer(*RUN, *cutoff).stdout)
+    report = json.loads(delayer(*RUN, *cutoff, **management).stdout)
     assert (report["parked"], report["left"]) == (2, {LEFT: 3})
     assert await bodies(database) == [7_000, 200_000]
     async with await aio_pika.connect(vhost) as connection:
