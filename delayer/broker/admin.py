@@ -227,11 +227,15 @@ class Admin:
         return {name: found.get(name, 0) for name in queues}
 
     async def memory_left(self) -> int | None:
-        """Bytes of the broker's memory below its watermark. None: unknown."""
+        """Bytes below the memory watermark, of the node that has the fewest. None: unknown. The user needs the tag
+        *monitoring*."""
+        if self._management is None:
+            return None
         try:
-            return None if self._management is None else await self._management.memory_left()
+            rows = await self._management.get("nodes?columns=mem_used,mem_limit")
         except (BrokerRefused, BrokerUnreachable):
             return None
+        return min((int(row["mem_limit"]) - int(row["mem_used"]) for row in rows if "mem_limit" in row), default=0)
 
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
         """Bind a queue. Returns False if the queue or exchange is missing, or another connection owns the queue."""

@@ -5,30 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from delayer.amqp.address import Address
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.core.topology import Binding, Queue
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeInfo:
-    """An exchange in the management API. ``alternate`` may come from its arguments or a policy."""
-
-    name: str
-    type: str
-    internal: bool = False
-    alternate: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
+from delayer.core.topology import Binding
 
 COUNTS_AGE: Final = 12.0
 """Seconds that the broker's counts may be old: two ticks of a quorum queue, and the pause of the management API."""
@@ -44,22 +30,6 @@ class Policy(NamedTuple):
     definition: dict[str, Any]
     by_operator: bool
 
-    def covers(self, queue: Queue) -> bool:
-        """Whether the policy applies to the queue. A pattern in Erlang's syntax that Python cannot read covers all."""
-        kind = queue.argument("x-queue-type")
-        if self.applies_to not in ("all", "queues") and (kind is None or self.applies_to != f"{kind}_queues"):
-            return False
-        try:
-            return re.search(self.pattern, queue.name) is not None
-        except re.error:
-            return True
-
-
-def policies_in_force(policies: Iterable[Policy], queue: Queue) -> list[Policy]:
-    """The users' policy and the operators' policy of highest priority for this queue."""
-    covering = sorted((policy for policy in policies if policy.covers(queue)), key=lambda policy: policy.priority)
-    return list({policy.by_operator: policy for policy in covering}.values())
-
 
 class Management:
     """A client. ``url``: ``http[s]://user:password@host:port``. Raises ValueError for another scheme or no host.
@@ -74,7 +44,8 @@ class Management:
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         self.where = f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
         self._base = self.where + parts.path.rstrip("/") + "/api"
-        self._vhost = quote(vhost, safe="")
+        self.vhost = quote(vhost, safe="")
+        """As it stands in paths."""
         self._timeout = timeout
         login = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
         self._authorization = "Basic " + base64.b64encode(login.encode()).decode()
@@ -85,27 +56,17 @@ class Management:
 
     async def bindings_from(self, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
         """Every binding out of ``exchange``, which must exist, with its arguments."""
-        rows = await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source")
+        rows = await self.get(f"exchanges/{self.vhost}/{quote(exchange, safe='')}/bindings/source")
         return [
             (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
             for row in rows
         ]
 
-    async def exchange(self, name: str) -> ExchangeInfo:
-        """An exchange, which must exist. An alternate exchange by argument has priority over one by policy."""
-        columns = "type,internal,arguments,policy"
-        row = await self._get(f"exchanges/{self._vhost}/{quote(name, safe='')}?columns={columns}")
-        alternate = row["arguments"].get("alternate-exchange")
-        if alternate is None and row.get("policy"):
-            in_force = [one for one in await self.policies() if one.name == row["policy"] and not one.by_operator]
-            alternate = next((one.definition.get("alternate-exchange") for one in in_force), None)
-        return ExchangeInfo(name, row["type"], row["internal"], alternate, row["arguments"])
-
     async def queues(self) -> dict[str, dict[str, Any]]:
         """Every queue of the vhost with the settings that act on its messages: its arguments, and policies under the
         names of arguments. The shortest time to live counts, as for the broker."""
         found = {}
-        rows = await self._get(f"queues/{self._vhost}?columns=name,arguments,effective_policy_definition")
+        rows = await self.get(f"queues/{self.vhost}?columns=name,arguments,effective_policy_definition")
         for row in rows:
             arguments = dict(row.get("arguments") or {})
             for name, value in (row.get("effective_policy_definition") or {}).items():
@@ -120,32 +81,23 @@ class Management:
     async def delayed(self) -> dict[str, int]:
         """For every queue of the vhost the messages that are neither ready nor unacknowledged: the broker itself delays
         them. The broker counts up to COUNTS_AGE seconds late, and nothing of a new queue."""
-        rows = await self._get(f"queues/{self._vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
+        rows = await self.get(f"queues/{self.vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
         return {row["name"]: _delayed(row) for row in rows}
-
-    async def memory_left(self) -> int:
-        """Bytes below the memory watermark, of the node that has the fewest. Needs the tag *monitoring*."""
-        rows = await self._get("nodes?columns=mem_used,mem_limit")
-        return min((int(row["mem_limit"]) - int(row["mem_used"]) for row in rows if "mem_limit" in row), default=0)
-
-    async def down(self) -> frozenset[str]:
-        """The quorum queues of the vhost whose process has ended. RabbitMQ before 4.1 names none."""
-        path = f"health/checks/quorum-queues-without-elected-leaders/vhost/{self._vhost}/pattern/.*"
-        answer = await self._get(path, 503)
-        return frozenset(row["name"] for row in answer.get("queues", ()))
 
     async def policies(self) -> list[Policy]:
         """Every policy and operator policy of the vhost."""
         return [
             Policy(row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator)
             for path, by_operator in (("policies", False), ("operator-policies", True))
-            for row in await self._get(f"{path}/{self._vhost}")
+            for row in await self.get(f"{path}/{self.vhost}")
         ]
 
-    async def _get(self, path: str, answers: int = 200) -> Any:
-        """The decoded answer; an error of the code ``answers`` has one too. Raises BrokerRefused (401, 403), and
-        BrokerUnreachable for all other errors. A 404 is one of those: a server that does not find existing parts is not
-        our broker."""
+    async def get(self, path: str, answers: int = 200) -> Any:
+        """The decoded answer to a ``path`` below /api; an error of the code ``answers`` has one too.
+
+        Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. A 404 is one of those: a server
+        that does not find existing parts is not our broker.
+        """
         return await asyncio.to_thread(self._get_blocking, path, answers)
 
     def _get_blocking(self, path: str, answers: int) -> Any:

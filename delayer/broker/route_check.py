@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
 from typing import Any, Final, Self
+from urllib.parse import quote
 
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import ExchangeInfo, Management
+from delayer.broker.management_api import Management
 from delayer.core.topology import Binding
 
 
@@ -63,6 +64,17 @@ class Matched:
     @property
     def empty(self) -> bool:
         return not (self.queues or self.exchanges or self.depends)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeInfo:
+    """An exchange in the management API. ``alternate`` may come from its arguments or a policy."""
+
+    name: str
+    type: str
+    internal: bool = False
+    alternate: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 _DELAYED: Final = "x-delayed-message"
@@ -445,4 +457,15 @@ class _Inquiry:
         """The stop of an exchange; None if it does not exist, since an alternate exchange may be missing."""
         if not await admin.exchange_exists(name):
             return None
-        return Stop.of(await management.exchange(name), await management.bindings_from(name))
+        return Stop.of(await exchange_info(management, name), await management.bindings_from(name))
+
+
+async def exchange_info(management: Management, name: str) -> ExchangeInfo:
+    """An exchange, which must exist. An alternate exchange by argument has priority over one by policy."""
+    columns = "type,internal,arguments,policy"
+    row = await management.get(f"exchanges/{management.vhost}/{quote(name, safe='')}?columns={columns}")
+    alternate = row["arguments"].get("alternate-exchange")
+    if alternate is None and row.get("policy"):
+        in_force = [one for one in await management.policies() if one.name == row["policy"] and not one.by_operator]
+        alternate = next((one.definition.get("alternate-exchange") for one in in_force), None)
+    return ExchangeInfo(name, row["type"], row["internal"], alternate, row["arguments"])

@@ -6,6 +6,8 @@ nothing, or is refused). Only the management API tells bindings and policies. Wi
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +15,7 @@ from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import Management, policies_in_force
+from delayer.broker.management_api import Management, Policy
 from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, exchange_look, queue_look
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
@@ -117,7 +119,10 @@ class Verifier:
 
     async def _down(self, management: Management) -> list[Finding]:
         """Findings about queues whose process has ended: RabbitMQ 4.4 can lose one by a single message."""
-        down = await management.down() if self._connection.version >= DELAYS_FROM else frozenset[str]()
+        if self._connection.version < DELAYS_FROM:
+            return []
+        path = f"health/checks/quorum-queues-without-elected-leaders/vhost/{management.vhost}/pattern/.*"
+        down = {row["name"] for row in (await management.get(path, 503)).get("queues", ())}
         return [Finding("queue", one.name, "running", DOWN) for one in self._topology.queues if one.name in down]
 
     def _compared(
@@ -140,6 +145,23 @@ class Verifier:
 
     def _unseen(self, reason: str) -> Finding:
         return Finding("binding", "*", f"{len(self._topology.bindings)} bindings", reason, "unknown")
+
+
+def covers(policy: Policy, queue: Queue) -> bool:
+    """Whether the policy applies to the queue. A pattern in Erlang's syntax that Python cannot read covers all."""
+    kind = queue.argument("x-queue-type")
+    if policy.applies_to not in ("all", "queues") and (kind is None or policy.applies_to != f"{kind}_queues"):
+        return False
+    try:
+        return re.search(policy.pattern, queue.name) is not None
+    except re.error:
+        return True
+
+
+def policies_in_force(policies: Iterable[Policy], queue: Queue) -> list[Policy]:
+    """The users' policy and the operators' policy of highest priority for this queue."""
+    covering = sorted((policy for policy in policies if covers(policy, queue)), key=lambda policy: policy.priority)
+    return list({policy.by_operator: policy for policy in covering}.values())
 
 
 def _is_address(key: str) -> bool:

@@ -13,8 +13,8 @@ from aio_pika.abc import AbstractChannel
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable
-from delayer.broker.management_api import Management, Policy, policies_in_force
-from delayer.broker.verify import Finding
+from delayer.broker.management_api import Management, Policy
+from delayer.broker.verify import Finding, policies_in_force
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
 from tests.support.servers import RabbitMQ

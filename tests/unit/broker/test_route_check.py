@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from delayer.broker.management_api import ExchangeInfo
-from delayer.broker.route_check import Matched, Route, Stop, Topics, Verdict, matcher, route
+from delayer.broker.route_check import ExchangeInfo, Matched, Route, Stop, Topics, Verdict, matcher, route
 from delayer.core.topology import Binding
 from tests.unit.core.test_cascade_law import matches
 
