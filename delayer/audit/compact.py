@@ -21,6 +21,7 @@ from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
+from delayer.core.segment import SegmentBroken
 from delayer.store import pool, schema
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.rows.days import DAY_MS
@@ -63,8 +64,6 @@ def _lost(window: Window, one: Packed | None, reason: str) -> Packed:
 
 async def pack_window(connection: asyncpg.Connection, window: Window, rows: int) -> Packed:
     """Make segments of ``window`` until no row in it can be taken."""
-    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow
-
     made: list[Compacted] = []
     ours = Turns(connection)
     lost = broken = None

@@ -84,9 +84,11 @@ async def restore_segment(connection: asyncpg.Connection, of: tuple[int, int]) -
 
 async def _restored(connection: asyncpg.Connection, segment: int, beside_traffic: bool) -> Restored | Broken | None:
     """Restore a segment at once, or beside traffic in small portions with pauses, as daemons do."""
+    from delayer.store.segments import restore  # noqa: PLC0415 - pyarrow
+
     if not beside_traffic:
-        return await segments.restore(connection, segment)
-    return await segments.restore(connection, segment, portion_bytes=segments.SMALL_PORTION_BYTES, pause=0.005)
+        return await restore.restore(connection, segment)
+    return await restore.restore(connection, segment, portion_bytes=restore.SMALL_PORTION_BYTES, pause=0.005)
 
 
 class Plan(NamedTuple):

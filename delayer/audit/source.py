@@ -39,6 +39,7 @@ from delayer.audit import connection
 from delayer.audit.connection import Reading
 from delayer.audit.findings import HELD, PACKED, WAITING
 from delayer.core.secret import SecretUrl
+from delayer.core.segment import SegmentBroken
 from delayer.store.rows.days import DAY_MS, day_of
 from delayer.store.rows.envelope import FORMAT, checksum
 
@@ -182,7 +183,7 @@ def _unpacked(found: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         place = {"kind": PACKED, "segment": id_, "lane": lane}
         try:
             table = codec.unpack(packed, format_, messages, digest)
-        except codec.SegmentBroken:
+        except SegmentBroken:
             yield made(MESSAGES, 1, place)
             continue
         for part in table.to_batches(max_chunksize=10_000):

@@ -1,4 +1,4 @@
-"""The results of restoring a segment, a packed run of far-future messages."""
+"""Segments, packed runs of far-future messages: the results of restoring one, and the error of one that is damaged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from typing import Final, NamedTuple
 
 FORMAT: Final = 1
 """The format that this program reads and writes (store/segments/codec.py)."""
+
+
+class SegmentBroken(Exception):
+    """A segment does not read back. ``reason`` has the expected and the found; it quotes no message."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
 
 
 class Restored(NamedTuple):

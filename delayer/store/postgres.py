@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import Final, NamedTuple
 
 import asyncpg
@@ -21,7 +22,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import KeyGroup, Look, Parcel
-from delayer.core.segment import Restoration
+from delayer.core.segment import Locked, Restoration
 from delayer.store import pool as session
 from delayer.store import schema, statements
 from delayer.store.clock import StoreClock
@@ -32,7 +33,6 @@ from delayer.store.lanes.notify import notify
 from delayer.store.rows import envelope, keys, partitions
 from delayer.store.rows.days import DAY_MS, existing
 from delayer.store.rows.partitions import Days
-from delayer.store.segments import catalog
 
 ATTEMPTS: Final = 3
 """How often a park is tried when it loses against another transaction."""
@@ -184,7 +184,23 @@ class PostgresStore:
     async def restore(self, horizon_ms: int) -> Restoration:
         """See the port."""
         with translated("restore"):
-            return await catalog.restore_soonest(self._pool, horizon_ms, self._ensure_days)
+            async with session.borrowed(self._pool) as connection:
+                soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms)
+            if soonest is None:
+                return None
+            # The import takes half a second, which would be the event loop's.
+            await asyncio.to_thread(import_module, "delayer.store.segments.restore")
+            from delayer.store.segments import restore  # noqa: PLC0415 - pyarrow, without segments a daemon never loads it
+
+            # If another process restores this one, the call restores the next: rows may go to the default partition.
+            # Days that are passed, or too far, have no partition in any case.
+            first_ms, last_ms = soonest
+            await self._ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
+            async with session.borrowed(self._pool) as connection:
+                restored = await restore.restore_one(
+                    connection, horizon_ms, portion_bytes=restore.SMALL_PORTION_BYTES, pause=restore.PAUSE
+                )
+            return restored or Locked(first_ms)
 
     async def _ensure_days(self, days: set[int]) -> None:
         if days <= self._days.known:

@@ -15,7 +15,7 @@ from delayer.store.admin import actions, listing
 from delayer.store.admin.detail import Found
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog
+from delayer.store.segments import catalog, restore
 from tests.support.fakes import NOW
 from tests.support.postgres import Postgres
 from tests.support.rows import compact, put, row, rows, waiting
@@ -117,7 +117,7 @@ async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
     """Its pieces belong to a segment, or to two that are neighbours."""
     found = []
     async with sql(damaged["bytes"].url) as admin:
-        while one := await catalog.restore_one(admin, catalog.FOREVER_MS):
+        while one := await restore.restore_one(admin, catalog.FOREVER_MS):
             found.append(one)
         broken = [one for one in found if isinstance(one, Broken)]
         assert 1 <= len(broken) <= 2
@@ -146,10 +146,10 @@ async def test_a_file_of_bytes_that_is_gone(damaged: dict[str, Damaged]) -> None
     """Each is tried once, and marked: none of them stands in the way of what comes later."""
     async with sql(damaged["file"].url) as admin:
         for _ in range(ROWS // OF_A_SEGMENT):
-            found = await catalog.restore_one(admin, catalog.FOREVER_MS)
+            found = await restore.restore_one(admin, catalog.FOREVER_MS)
             assert isinstance(found, Broken)
             assert "the store cannot read its bytes: UndefinedFileError" in found.reason
-        assert await catalog.restore_one(admin, catalog.FOREVER_MS) is None
+        assert await restore.restore_one(admin, catalog.FOREVER_MS) is None
         assert (await catalog.count(admin)).broken == ROWS // OF_A_SEGMENT
 
 
@@ -157,13 +157,13 @@ async def test_a_damaged_partition(damaged: dict[str, Damaged]) -> None:
     """A segment that cannot be written there is marked, and keeps none of other days back."""
     async with sql(damaged["partition"].url) as admin:
         spoiled, sound = [one.id for one in await catalog.listed(admin)]
-        broken = await catalog.restore_one(admin, catalog.FOREVER_MS)
+        broken = await restore.restore_one(admin, catalog.FOREVER_MS)
         assert isinstance(broken, Broken)
         assert broken.segment == spoiled
         assert "its messages cannot be written: IndexCorruptedError" in broken.reason
-        found = await catalog.restore_one(admin, catalog.FOREVER_MS)
+        found = await restore.restore_one(admin, catalog.FOREVER_MS)
         assert isinstance(found, Restored)
         assert found.segment == sound
-        assert await catalog.restore_one(admin, catalog.FOREVER_MS) is None
+        assert await restore.restore_one(admin, catalog.FOREVER_MS) is None
         assert [one.id for one in await catalog.listed(admin) if one.broken] == [spoiled]
         assert await admin.fetchval("SELECT messages FROM segment") == 50

@@ -11,7 +11,7 @@ import asyncpg
 from delayer.core.segment import Broken, Restored
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog
+from delayer.store.segments import restore
 from delayer.store.segments.catalog import FOREVER_MS
 from tests.support.store import sql
 
@@ -32,7 +32,7 @@ async def store(url: str, days: int = 0) -> AsyncIterator[asyncpg.Connection]:
 async def restore_all(admin: asyncpg.Connection, **more: Any) -> list[Restored | Broken]:
     """Everything back, as a daemon does it."""
     found = []
-    while (one := await catalog.restore_one(admin, FOREVER_MS, **more)) is not None:
+    while (one := await restore.restore_one(admin, FOREVER_MS, **more)) is not None:
         found.append(one)
     return found
 

@@ -17,7 +17,7 @@ from delayer.core.filters import Filter
 from delayer.store.admin import exporting
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog
+from delayer.store.segments import catalog, restore
 from tests.support.daemon import EXECUTABLE
 from tests.support.rows import compact, everything, put, rows
 from tests.support.store import sql
@@ -46,7 +46,7 @@ async def _compact(admin: asyncpg.Connection) -> None:
 
 async def _restore(admin: asyncpg.Connection) -> None:
     [segment] = await catalog.listed(admin)
-    assert await catalog.restore(admin, segment.id)
+    assert await restore.restore(admin, segment.id)
 
 
 async def _reschedule(admin: asyncpg.Connection) -> None:

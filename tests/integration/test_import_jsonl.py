@@ -126,11 +126,11 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
 
 async def content_unpacked(database: str) -> list[tuple[object, ...]]:
     """The same of a store whose segments are restored first."""
-    from delayer.store.segments import catalog
+    from delayer.store.segments import catalog, restore
 
     async with sql(database) as admin:
         for segment in await catalog.listed(admin):
-            await catalog.restore(admin, segment.id)
+            await restore.restore(admin, segment.id)
         return await content(admin)
 
 

@@ -17,7 +17,7 @@ from delayer.store.admin import actions, audit_log, detail
 from delayer.store.admin.actions import When, cancel, reschedule
 from delayer.store.admin.detail import Found
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog
+from delayer.store.segments import catalog, restore
 from tests.faults.place import eventually
 from tests.integration.segments_store import START_MS, restore_all, store
 from tests.support.fakes import LATE, WHY
@@ -96,7 +96,7 @@ async def test_the_others_of_a_segment_are_rows_again(database: str) -> None:
         [made] = await compact(admin)
         assert await cancel(admin, [1, 2]) == {1: Found.SEGMENT, 2: Found.SEGMENT}
         assert (await catalog.count(admin))[:2] == (0, 0)
-        assert await catalog.restore(admin, made.segment) is None
+        assert await restore.restore(admin, made.segment) is None
         assert list(await waiting(admin)) == [3]
         assert await conserved(admin) == NO_ONE | {"parked": 3, "cancelled": 2, "compacted": 3, "restored": 3}
 

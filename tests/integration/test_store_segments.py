@@ -13,15 +13,15 @@ from typing import Any
 import asyncpg
 import pytest
 
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import Broken, Restored, SegmentBroken
 from delayer.store import statements
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog
+from delayer.store.segments import catalog, restore
 from delayer.store.segments import compact as compacting
 from delayer.store.segments.catalog import FOREVER_MS
-from delayer.store.segments.codec import Packed, SegmentBroken
 from delayer.store.segments.compact import Window
+from delayer.store.segments.packing import Packed
 from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.support.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
 from tests.support.store import claim_when_due, opened, owned, parcel, release_all, sql
@@ -77,11 +77,11 @@ async def test_the_header_of_a_segment(database: str) -> None:
         assert await admin.fetchrow("SELECT ids, format FROM segment") == ([7, 5, 3], 1)
         assert await catalog.count(admin) == (1, 3, 0, 0, START_MS + 5)
         assert await catalog.listed(admin, START_MS + 5) == []
-        assert await catalog.restore_one(admin, START_MS + 4) is None
-        assert await catalog.restore_one(admin, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
+        assert await restore.restore_one(admin, START_MS + 4) is None
+        assert await restore.restore_one(admin, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
         assert await catalog.count(admin) == (0, 0, 0, 0, None)
         assert await catalog.read(admin, listed.id) is None
-        assert await catalog.restore(admin, listed.id) is None
+        assert await restore.restore(admin, listed.id) is None
 
 
 async def test_restored_messages_are_released(database: str) -> None:
@@ -267,7 +267,7 @@ async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
         await compact(admin)
         with monkeypatch.context() as patched:
             patched.setattr(catalog, "_records", records)
-            restoring = asyncio.create_task(catalog.restore_one(admin, FOREVER_MS, portion_bytes=20_000))
+            restoring = asyncio.create_task(restore.restore_one(admin, FOREVER_MS, portion_bytes=20_000))
             await halfway.wait()
             assert await partitions.make(other, first + 1, first - 10) is partitions.Making.DONE
             attached.set()
@@ -338,11 +338,11 @@ async def test_a_flipped_bit_is_found_wherever_it_is(database: str) -> None:
         # Somebody who asks for one of them by its id tries it again; and it comes back when it is whole again.
         one, *_ = broken
         marked = await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one)
-        assert isinstance(await catalog.restore(admin, one), Broken)
+        assert isinstance(await restore.restore(admin, one), Broken)
         assert await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one) == marked
         for number in broken:
             await admin.execute(FLIP, number, places[number])
-            assert isinstance(await catalog.restore(admin, number), Restored)
+            assert isinstance(await restore.restore(admin, number), Restored)
         assert len(await waiting(admin)) == 300
         await conserved(admin)
 
@@ -384,7 +384,7 @@ async def test_messages_that_are_there_already_are_not_written_twice(database: s
         assert len(await waiting(admin)) == 11
         assert (await catalog.count(admin)).broken_messages == 10
         await admin.execute("DELETE FROM message WHERE lane = 1 AND id = 5")
-        assert isinstance(await catalog.restore(admin, first.segment), Restored)
+        assert isinstance(await restore.restore(admin, first.segment), Restored)
         assert len(await waiting(admin)) == 20
 
 

@@ -106,7 +106,7 @@ MUTANTS: Sequence[Mutant] = (
         ("keyed-rows-are-compacted", " AND key IS NULL", ""),
     ),
     *of(
-        "delayer/store/segments/catalog.py",
+        "delayer/store/segments/restore.py",
         "tests/integration/test_store_segments.py",
         (
             "restored-segment-stays",

@@ -115,8 +115,11 @@ async def _do(
     connection: asyncpg.Connection, ids: Sequence[int], act: int | None, work: Work, segment: int | None = None
 ) -> tuple[dict[int, Found], bool]:
     """One transaction: restore the segment, if there is one, and do it to the rows."""
+    if segment is not None:
+        from delayer.store.segments.restore import restore  # noqa: PLC0415 - pyarrow
+
     async with pool.transaction(connection):
-        if segment is not None and isinstance(await catalog.restore(connection, segment), Broken):
+        if segment is not None and isinstance(await restore(connection, segment), Broken):
             return dict.fromkeys(ids, Found.UNREADABLE), True
         met, changes, quiet = await work(connection, ids)
         if act is not None:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 
 from delayer.core.filters import Filter, Token
+from delayer.core.segment import SegmentBroken
 from delayer.store.admin import listing
 from delayer.store.admin.listing import Entry, Test, entry_of, meant
 from delayer.store.rows import envelope
@@ -91,8 +92,6 @@ async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 3
 
 async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> Whole | None:
     import pyarrow.compute as pc  # noqa: PLC0415 - pyarrow, once there is a segment to read
-
-    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415
 
     try:
         found = await listing.unpacked(connection, segment)

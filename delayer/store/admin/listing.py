@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 
 from delayer.core.filters import MAX_ID, Filter, Token
+from delayer.core.segment import SegmentBroken
 from delayer.store import pool, schema, statements
 from delayer.store.rows.days import DAY_MS
 from delayer.store.segments import catalog
@@ -333,8 +334,6 @@ async def _in_segments(
 async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry] | None:
     """The live messages of a segment; None where it does not read back. Read in a thread, as by unpacking.read. Raises
     the driver's errors."""
-    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow, once there is one to read
-
     try:
         found = await unpacked(connection, segment)
     except SegmentBroken:

@@ -17,7 +17,7 @@ import structlog
 
 from delayer.core.faultpoint import reach
 from delayer.core.filters import MAX_ID
-from delayer.core.segment import FORMAT
+from delayer.core.segment import FORMAT, SegmentBroken
 from delayer.store import pool, statements
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import describe, translated
@@ -26,7 +26,7 @@ from delayer.store.rows.days import DAY_MS, existing, name_of
 from delayer.store.rows.partitions import DAYS_AHEAD
 
 if TYPE_CHECKING:
-    from delayer.store.segments.codec import Packed
+    from delayer.store.segments.packing import Packed
 
 ROWS: Final = 10_000
 """Messages of a segment at most."""
@@ -102,7 +102,7 @@ async def compact_one(
     and reads ``portion`` rows at a time, with ``pause`` seconds after each; None: all at once. Raises the driver's
     errors, and SegmentBroken if the written segment does not read back; then nothing is committed.
     """
-    from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
+    from delayer.store.segments import packing  # noqa: PLC0415 - pyarrow
 
     async with pool.transaction(connection):
         await connection.execute(SETTINGS)
@@ -111,8 +111,8 @@ async def compact_one(
         if not found:
             return None
         reach("compact.locked")
-        table = codec.table_of(found)
-        packed = codec.pack(table)
+        table = packing.table_of(found)
+        packed = packing.pack(table)
         segment = await _insert(connection, window.lane, packed)
         reach("compact.written")
         await _verify(connection, segment, table)
@@ -170,7 +170,7 @@ async def _verify(connection: asyncpg.Connection, segment: int, table: Any) -> N
 
     stored = await connection.fetchrow("SELECT packed, format, messages, digest FROM segment WHERE id = $1", segment)
     if not codec.unpack(*stored).equals(table):
-        raise codec.SegmentBroken("expected the messages that were packed, found others")
+        raise SegmentBroken("expected the messages that were packed, found others")
 
 
 log = structlog.get_logger()

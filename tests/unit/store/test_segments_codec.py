@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.store.segments import codec
-from delayer.store.segments.codec import Packed, SegmentBroken, pack, unpack
+from delayer.core.segment import FORMAT, SegmentBroken
+from delayer.store.segments import codec, packing
+from delayer.store.segments.codec import unpack
+from delayer.store.segments.packing import Packed, pack
 
 Row = tuple[Any, ...]
 """Values of codec.SCHEMA; instants are epoch microseconds."""
@@ -34,7 +36,7 @@ def row(number: int, due_us: int = 0, body: bytes = b"body") -> Row:
 
 
 def table(rows: Sequence[Row]) -> Any:
-    return codec.table_of(rows) if rows else codec.SCHEMA.empty_table()
+    return packing.table_of(rows) if rows else codec.SCHEMA.empty_table()
 
 
 def rows_of(found: Any) -> list[Row]:
@@ -48,7 +50,7 @@ def as_packed(record: Row) -> Row:
 
 
 def read_back(packed: Packed) -> Any:
-    return unpack(packed.packed, codec.FORMAT, packed.messages, packed.digest)
+    return unpack(packed.packed, FORMAT, packed.messages, packed.digest)
 
 
 @settings(deadline=None)

@@ -1,0 +1,83 @@
+"""The encoder of segments: messages as one Parquet file. Pure. segments/codec.py describes and reads it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from delayer.store.segments.codec import BYTES, INSTANT, SCHEMA, microseconds
+
+LEVEL: Final = 6
+"""The level of zstd. Measured with 10,000 messages of bench/ (bodies of 594 bytes, properties of 131, a UUID in each),
+in bytes a message: level 1 129.3, 6 126.5, 9 121.3, 12 117.1."""
+ENCODINGS: Final = {
+    "id": "DELTA_BINARY_PACKED",
+    "due_at": "DELTA_BINARY_PACKED",
+    "parked_at": "DELTA_BINARY_PACKED",
+    "checksum": "PLAIN",
+    "format": "DELTA_BINARY_PACKED",
+    "properties": "DELTA_BYTE_ARRAY",
+    "body": "DELTA_LENGTH_BYTE_ARRAY",
+}
+"""Columns with few values use a dictionary: 0.01 bytes a message each. Measured, in bytes a message: properties 17.3,
+with DELTA_LENGTH_BYTE_ARRAY 18.9. Bodies 71.4, with DELTA_BYTE_ARRAY 71.2 but a third longer to read, as PLAIN 73.1.
+Pages of 1 MB take 0.4 % more than one for each column, pages of 128 KB 2 %."""
+
+
+class Packed(NamedTuple):
+    """A segment's bytes, and what its row says of them. Instants are epoch milliseconds, rounded down. ``raw_bytes``:
+    of bodies and properties. ``ids``: in the order of the messages. ``digest``: see the module."""
+
+    packed: bytes
+    messages: int
+    raw_bytes: int
+    first_due_ms: int
+    last_due_ms: int
+    ids: Sequence[int]
+    digest: bytes
+
+
+def pack(table: Any) -> Packed:
+    """Pack a table of :data:`SCHEMA` with one row or more, in any order. Raises ValueError for another one."""
+    if table.schema != SCHEMA or not len(table) or any(column.null_count for column in table.columns):
+        raise ValueError(f"expected rows of {', '.join(SCHEMA.names)}, found {len(table)} of {table.schema}")
+    table = table.sort_by([("due_at", "ascending"), ("id", "ascending")])
+    due_us = microseconds(table["due_at"])
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        row_group_size=len(table),
+        compression="zstd",
+        compression_level=LEVEL,
+        use_dictionary=[name for name in BYTES if name not in ENCODINGS],
+        column_encoding=ENCODINGS,
+        data_page_size=1 << 30,
+        write_statistics=False,
+        store_schema=False,
+    )
+    packed = bytes(sink.getvalue())
+    return Packed(
+        packed=packed,
+        messages=len(table),
+        raw_bytes=sum(pc.sum(pc.binary_length(table[name])).as_py() for name in ("properties", "body")),
+        first_due_ms=due_us[0] // 1000,
+        last_due_ms=due_us[-1] // 1000,
+        ids=table["id"].to_pylist(),
+        digest=hashlib.sha256(packed).digest(),
+    )
+
+
+def table_of(rows: Sequence[Sequence[Any]]) -> Any:
+    """A table of :data:`SCHEMA` from rows with at least one. Instants are epoch microseconds."""
+    columns = list(zip(*rows, strict=True))
+    arrays = [
+        pa.array(column, pa.int64()).cast(field.type) if field.type == INSTANT else pa.array(column, field.type)
+        for field, column in zip(SCHEMA, columns, strict=False)
+    ]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)

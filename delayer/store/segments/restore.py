@@ -1,0 +1,116 @@
+"""The restore of a segment: its messages become rows again, in one transaction. Its users import this only when there
+is a segment, because of pyarrow (segments/codec.py).
+
+A process that changes a segment locks its row (FOR UPDATE). So a cancel is exact against a restore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import asyncpg
+
+from delayer.core.faultpoint import reach
+from delayer.core.segment import Broken, Restored, SegmentBroken
+from delayer.store import pool, statements
+from delayer.store.errors import DAMAGED, describe
+from delayer.store.lanes.notify import notify
+from delayer.store.rows.envelope import reason_text
+from delayer.store.segments import codec
+
+PORTION_BYTES: Final = 1 << 20
+SMALL_PORTION_BYTES: Final = 256 << 10
+"""Bytes that an event loop, or the server, handles at once beside releases."""
+PAUSE: Final = 0.002
+"""Seconds between two portions beside releases."""
+# Without its bytes: a damaged page under them must not hide whose they are.
+_LOCK: Final = (
+    "SELECT id, lane, first_due, messages, format, digest FROM segment"
+    " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE"
+)
+_LOCK_SOONEST: Final = _LOCK.format("broken_at IS NULL AND first_due <= $1") + " SKIP LOCKED"
+_LOCK_ONE: Final = _LOCK.format("id = $1")
+
+
+async def restore_one(
+    connection: asyncpg.Connection, horizon_ms: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
+) -> Restored | Broken | None:
+    """Restore the soonest segment that is due by ``horizon_ms`` and not locked, in one transaction.
+
+    The rows go back into their lane, in portions of about ``portion_bytes`` with ``pause`` seconds after each. A thread
+    decodes and encodes. The owner of the lane is notified.
+
+    None: there is no such segment. Broken: it did not read back, and was marked. Then others come first, until an
+    operator runs :func:`restore`. Raises the driver's errors; then nothing is committed.
+    """
+    return await _restore(connection, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
+
+
+async def restore(
+    connection: asyncpg.Connection, segment: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
+) -> Restored | Broken | None:
+    """Restore the segment of this id, as :func:`restore_one` does; a broken one is tried again, and loses its mark with
+    that. Another session that has it locked is waited for. None: it is gone."""
+    return await _restore(connection, (_LOCK_ONE, segment), portion_bytes, pause)
+
+
+async def _restore(
+    connection: asyncpg.Connection, which: tuple[str, int], portion_bytes: int, pause: float
+) -> Restored | Broken | None:
+    async with pool.transaction(connection):
+        await connection.execute("SET LOCAL enable_seqscan = off")  # Few segments would be read from first to last.
+        segment = await connection.fetchrow(*which)
+        if segment is None:
+            return None
+        reach("restore.locked")
+        lane, count, first_ms, broken = segment["lane"], segment["messages"], segment["first_due"], ""
+        try:
+            records = _records(await live(connection, segment), lane, portion_bytes, pause)
+            async with pool.transaction(connection):  # A savepoint: without the mark it would be tried for ever.
+                status = await connection.copy_records_to_table("message", records=records, columns=codec.COPIED)
+        except SegmentBroken as error:
+            broken = error.reason
+        except (asyncpg.UniqueViolationError, *DAMAGED) as error:
+            broken = f"its messages cannot be written: {describe(error)}"
+        if broken:
+            await connection.execute(
+                "UPDATE segment SET broken_at = statement_timestamp(), broken = $2 WHERE id = $1 AND broken_at IS NULL",
+                segment["id"],
+                reason_text(broken),
+            )
+            return Broken(segment["id"], count, first_ms, broken)
+        if status != f"COPY {count}":
+            raise RuntimeError(f"segment {segment['id']}: expected {count} messages, but {status}")
+        reach("restore.copied")
+        await connection.execute("DELETE FROM segment WHERE id = $1", segment["id"])
+        await notify(connection, {lane: first_ms}, {})
+        await connection.execute(statements.COUNT, [lane], ["restored"], [count])
+        reach("restore.deleted")
+    reach("restore.committed")
+    return Restored(segment["id"], count, first_ms)
+
+
+async def _records(table: Any, lane: int, portion_bytes: int, pause: float) -> AsyncIterator[tuple[Any, ...]]:
+    """A thread makes a portion of rows when it is wanted: all of them at once took as much memory as everything
+    else."""
+    portions = codec.records(table, lane, portion_bytes)
+    while (portion := await asyncio.to_thread(next, portions, None)) is not None:
+        for record in portion:
+            yield record
+        await asyncio.sleep(pause)
+
+
+async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
+    """The messages of a row of ``segment``, as a table of codec.SCHEMA sorted by (due_at, id). A thread decodes them,
+    because the daemon of the page releases messages meanwhile.
+
+    Raises SegmentBroken, also if the store itself cannot read the bytes, and the driver's errors.
+    """
+    try:
+        async with pool.transaction(connection):  # A savepoint: the damage ends only the statements inside.
+            packed = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment["id"])
+    except DAMAGED as error:
+        raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
+    return await asyncio.to_thread(codec.unpack, packed, segment["format"], segment["messages"], segment["digest"])
