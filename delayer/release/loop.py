@@ -150,7 +150,7 @@ class Release:
                 continue
             if (seconds := self._lane.sleep_hint()) > 0:
                 self._busy_since = None
-                await self._rest(seconds, beat, stopping)
+                await self._lane.wait(min(seconds, SLICE))
                 continue
             self._busy_since = self._busy_since or time.monotonic()
             if rows := await self._claim(window):
@@ -198,17 +198,6 @@ class Release:
         self._counters.add_routes("released", [row.parcel.route for row in released])
         self._counters.delivered(late)
         self._report(held)
-
-    async def _rest(self, seconds: float, beat: Callable[[], None], stopping: asyncio.Event) -> None:
-        """Sleep for ``seconds``, or until the lane is woken, in slices: each one feeds the watchdog."""
-        deadline = time.monotonic() + seconds
-        while not self._over(stopping) and (left := deadline - time.monotonic()) > 0:
-            beat()
-            slice_ = min(left, SLICE)
-            began = time.monotonic()
-            await self._lane.wait(slice_)
-            if time.monotonic() - began < slice_:
-                return  # A row was parked that is to be claimed by now, or the lane is lost.
 
     async def _publish(
         self, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event

@@ -143,7 +143,7 @@ async def test_a_daemon_that_loses_its_connections_in_the_middle_begins_again(
         if point == "restore.copied" and len(cuts) < 2:
             cuts.append(asyncio.create_task(cut(database, "delayer park")))
 
-    monkeypatch.setattr("delayer.store.segments.catalog.reach", reach)
+    monkeypatch.setattr("delayer.store.segments.restore.reach", reach)
     monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.05)
     async with restoring(database) as (daemon, _):
         await eventually(lambda: len(daemon.publisher.published) >= 1_000)

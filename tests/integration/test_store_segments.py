@@ -251,7 +251,7 @@ async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
 ) -> None:
     """Rows of a day without a partition are routed to the default one, which does not take them any more."""
     halfway, attached = asyncio.Event(), asyncio.Event()
-    real = catalog._records
+    real = restore._records
 
     async def records(*args: Any) -> AsyncIterator[tuple[Any, ...]]:
         async for number, one in enumerated(real(*args)):
@@ -266,7 +266,7 @@ async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
         await put(admin, [row(n, START_MS + n, body=b"x" * 10_000) for n in range(1, 200)] + late)
         await compact(admin)
         with monkeypatch.context() as patched:
-            patched.setattr(catalog, "_records", records)
+            patched.setattr(restore, "_records", records)
             restoring = asyncio.create_task(restore.restore_one(admin, FOREVER_MS, portion_bytes=20_000))
             await halfway.wait()
             assert await partitions.make(other, first + 1, first - 10) is partitions.Making.DONE

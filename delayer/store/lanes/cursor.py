@@ -18,7 +18,6 @@ open claim's beginning.
 from __future__ import annotations
 
 import asyncio
-from enum import Enum
 from typing import Final
 
 from delayer.store import pool
@@ -33,16 +32,6 @@ LEAD_MS: Final = 40
 
 Place = tuple[int, int]
 """A due instant in epoch milliseconds, and an id."""
-
-
-class Turn(Enum):
-    """The share of due held rows in a claim."""
-
-    NONE = "none"
-    SHARE = "share"
-    """A tenth, beside waiting rows."""
-    SPARE = "spare"
-    """The rest of the claim if no row waits: the claim is of one row only, and it is the waiting rows' turn."""
 
 
 class ReleaseCursor:
@@ -65,7 +54,6 @@ class ReleaseCursor:
         self._next = NEVER_MS  # The due instant of the first row after the last claim.
         self._passed_over_ms = pool.BEGINNING_MS  # Claims take no held rows before this instant.
         self._held_turn = False
-        self._crowded = False
 
     def begin(self, watermark: int, retry_ms: int | None) -> None:
         """The lane has no rows before ``watermark``, and its first held row is retried at ``retry_ms``."""
@@ -86,31 +74,21 @@ class ReleaseCursor:
             self.more = True
 
     def claiming(self) -> None:
-        """A claim begins."""
+        """A claim of waiting rows begins."""
         self.forget_after_step()
         self.noted = NEVER_MS
 
-    def turn(self, limit: int) -> tuple[int, Turn]:
-        """The number of rows that a claim of ``limit`` takes, and its turn.
+    def held_turn(self) -> bool:
+        """Whether the next claim is of held rows: every other one is, while some are to be retried."""
+        self._held_turn = not self._held_turn and self.next_retry_ms() <= self._clock.now_upper_ms()
+        return self._held_turn
 
-        A claim of one row cannot be shared, so waiting and held rows take turns. If the last claim left no bytes for
-        held rows, the next one takes a single held row.
-        """
-        if self.next_retry_ms() > self._clock.now_upper_ms():
-            return limit, Turn.NONE
-        if limit > 1:
-            return 1 if self._crowded else limit, Turn.SHARE
-        self._held_turn = not self._held_turn
-        return limit, Turn.SHARE if self._held_turn else Turn.SPARE
-
-    def claimed(self, last: Place, *, next_ms: int | None, more: bool, retrying: bool, crowded: bool) -> None:
-        """A claim was made, up to ``last``. ``next_ms``: the due instant of the first row after it, if that was asked
-        for; ``more``: that row is due within the window, or may be. ``crowded``: it had no bytes left for held rows."""
+    def claimed(self, last: Place, *, next_ms: int | None, more: bool) -> None:
+        """Waiting rows were claimed, up to ``last``. ``next_ms``: the due instant of the first row after it, if that
+        was asked for; ``more``: that row is due within the window, or may be."""
         self.place = min(last, (self.noted, 0))
         self.more = more
         self._next = NEVER_MS if next_ms is None else next_ms
-        self.retrying |= retrying
-        self._crowded = crowded
 
     def rolled_back(self, start: Place | None) -> None:
         """The claim that began at ``start`` was rolled back, or a claim failed."""

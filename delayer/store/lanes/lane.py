@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +27,7 @@ from delayer.store import pool as session
 from delayer.store import statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
-from delayer.store.lanes.cursor import NEVER_MS, Place, ReleaseCursor, Turn
+from delayer.store.lanes.cursor import NEVER_MS, Place, ReleaseCursor
 from delayer.store.rows import envelope, keys
 
 log = structlog.get_logger()
@@ -53,14 +53,13 @@ class Window:
         self._clock = clock
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
-        """See the port. The rows that were held before come last, and are a tenth of ``limit`` at most."""
+        """See the port."""
         lane = self._lane
         if self.opened is not None:
             raise RuntimeError(f"lane {lane.number}: claim before the last one was settled or given up")
         began = self._clock.monotonic()
         lane.check_held("claim")
         async with self.talking("claim") as connection:
-            lane.cursor.claiming()
             try:
                 claim = await self._claim_once(connection, limit, max_bytes)
             except asyncpg.DeadlockDetectedError:
@@ -77,26 +76,31 @@ class Window:
         return claim.rows
 
     async def _claim_once(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
-        """Begin a transaction and take the rows that are due within the window. Held rows come last, and are a tenth of
-        ``limit`` at most. A tenth of ``max_bytes`` is left for them, unless a single row is larger."""
+        """Begin a transaction and take waiting rows that are due within the window, or, every other time, a tenth of
+        ``limit`` of the held rows that are to be retried."""
         lane, cursor, clock = self._lane, self._lane.cursor, self._clock
-        limit, turn = cursor.turn(limit)
-        retries = max(1, limit // 10) if turn is Turn.SHARE else 0
-        horizon_ms = clock.now_upper_ms() + HORIZON_MS
-        before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
         if connection.is_in_transaction():
             raise RuntimeError(f"lane {lane.number}: a transaction is open that no claim began")
+        before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
         await connection.execute("BEGIN")
-        start = cursor.place
+        passed_over_ms = -NEVER_MS
+        if cursor.held_turn():
+            held = await connection.fetch(statements.CLAIM_HELD, lane.number, max(1, limit // 10), max_bytes)
+            if held:
+                cursor.retrying = True
+                self.opened = Claim((NEVER_MS, 0), (NEVER_MS, 0), [_held(record) for record in held], retries=True)
+                return self.opened
+            passed_over_ms = before
+        cursor.claiming()
+        horizon_ms, start = clock.now_upper_ms() + HORIZON_MS, cursor.place
         others = lane.claimed_after(start)
-        waiting_bytes = max_bytes - max_bytes // 10 if retries else max_bytes
         records = await connection.fetch(
-            statements.CLAIM, lane.number, *start, horizon_ms, others, WINDOW_MS, limit - retries, waiting_bytes
+            statements.CLAIM, lane.number, *start, horizon_ms, others, WINDOW_MS, limit, max_bytes
         )
         rows = sorted(map(envelope.read, records), key=_place)
         taken = sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
-        full = len(rows) >= limit - retries or taken >= waiting_bytes
-        made = Claim(start, _place(rows[-1]) if rows else start, rows)
+        full = len(rows) >= limit or taken >= max_bytes
+        made = Claim(start, _place(rows[-1]) if rows else start, rows, passed_over_ms=passed_over_ms)
         next_ms: int | None = None
         if not full or (rows and rows[-1].due_ms > before):
             # A row may be missing because it was cancelled while the claim waited for it, and more rows may follow. And
@@ -109,17 +113,7 @@ class Window:
             next_ms = NEVER_MS if next_ms is None else next_ms
             if not rows:
                 made.last = max(start, (min(before, next_ms), 0))
-        if turn is Turn.SPARE and not rows:
-            retries = limit
-        crowded = bool(retries and rows and taken >= max_bytes)
-        if retries and not crowded:
-            held = await connection.fetch(statements.CLAIM_HELD, lane.number, retries, max(max_bytes - taken, 1))
-            rows += map(_held, held)
-            made.retries = bool(held)
-            if not held:
-                made.passed_over_ms = before
-        more = full or next_ms is None or next_ms <= before + WINDOW_MS
-        cursor.claimed(made.last, more=more, next_ms=next_ms, retrying=made.retries, crowded=crowded)
+        cursor.claimed(made.last, more=full or next_ms is None or next_ms <= before + WINDOW_MS, next_ms=next_ms)
         if rows:
             self.opened = made
         else:
@@ -328,12 +322,9 @@ class PostgresLane:
             left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(self.cursor.wake_ms()))
             if left <= 0.0:
                 return
-            try:
-                # Loops round to milliseconds, some of them down: waking early costs a claim that finds nothing.
-                async with asyncio.timeout(math.ceil(left * 1000) / 1000):
-                    await self.cursor.woken.wait()
-            except TimeoutError:
-                continue
+            # Loops round to milliseconds, some of them down: waking early costs a claim that finds nothing.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.cursor.woken.wait(), math.ceil(left * 1000) / 1000)
 
     async def release(self) -> None:
         """See the port. The server rolls back open claims and frees the lock."""
