@@ -9,7 +9,7 @@ from delayer.audit.extract import Extract
 from delayer.audit.findings import HELD, Bar, Calendar, Finding, Peak, Share
 from delayer.broker.route_check import Target
 from delayer.core.readable import instant
-from delayer.store.rows.days import DAY_MS
+from delayer.store.rows.partitions import DAY_MS
 
 RELEASE_RATE: Final = 14_000.0
 """Messages a second that one daemon released on two cores shared with broker and database, 512 bytes each

@@ -24,7 +24,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.segment import SegmentBroken
 from delayer.store import pool, schema
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.rows.days import DAY_MS
+from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted, Window
 

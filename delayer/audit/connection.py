@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from delayer.core import errors
 from delayer.core.errors import StoreLost
-from delayer.core.secret import SecretUrl, mask
+from delayer.core.readable import mask
+from delayer.core.secret import SecretUrl
 from delayer.store.errors import DAMAGE_ADVICE
 
 # Parameters of both drivers. asyncpg sets unknown ones in the session, and so does libpq by "options".

@@ -17,6 +17,7 @@ from delayer.audit.findings import Report
 from delayer.audit.tasks import Say, Watching
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
+from delayer.store.admin import setup
 from delayer.store.admin.stats import RESTORED_MS
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Audited:
 def check(options: Options) -> None:
     """Check before a JVM starts that the store can be read and has our schema. Raises StoreLost, BadStoreUrl,
     SchemaOutdated."""
-    if wrong := schema.outdated(asyncio.run(schema.current(options.store.reveal()))):
+    if wrong := schema.outdated(asyncio.run(setup.schema_of(options.store.reveal()))):
         raise wrong
 
 

@@ -22,7 +22,7 @@ from delayer.core.segment import Broken, Restored
 from delayer.store.admin.listing import looking
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe
 from delayer.store.rows import partitions
-from delayer.store.rows.days import DAY_MS
+from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog as segments
 from delayer.store.segments.catalog import Listed
 

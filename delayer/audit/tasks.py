@@ -22,7 +22,7 @@ import asyncpg
 
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
-from delayer.core.secret import mask
+from delayer.core.readable import mask
 from delayer.store import pool
 from delayer.store.admin import traffic
 from delayer.store.admin.traffic import Traffic

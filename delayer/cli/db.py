@@ -39,11 +39,11 @@ def upgrade(request: Request) -> None:
     async def work() -> tuple[str | None, str | None]:
         from delayer.store import upgrades  # noqa: PLC0415 - Alembic and SQLAlchemy, which no other verb needs
 
-        before = await schema.current(url)
+        before = await setup.schema_of(url)
         if (wrong := schema.outdated(before)) is not None and wrong.newer:
             raise wrong
         await upgrades.upgrade(url, lanes=settings.store.lanes)
-        return before, await schema.current(url)
+        return before, await setup.schema_of(url)
 
     before, after = asyncio.run(work())
     if before == after:
@@ -66,7 +66,7 @@ def current(context: click.Context, as_json: bool) -> None:
     """
     url = store_url(request_of(context).settings())
 
-    found, needed = asyncio.run(schema.current(url)), schema.HEAD
+    found, needed = asyncio.run(setup.schema_of(url)), schema.HEAD
     wrong = schema.outdated(found)
     if as_json:
         advice = None if wrong is None else wrong.advice

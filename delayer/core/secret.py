@@ -11,11 +11,7 @@ from typing import Final
 
 HIDDEN: Final = "***"
 
-# The password extends to the last "@" before a blank. People forget to escape "/" or "@" in a password, and the output
-# must not show a half of it. The price: two URLs without a blank between them lose the text between them.
-# One "/" is enough, because a URL that was used as a file path has lost the other.
-_IN_AUTHORITY = re.compile(r"(:/+[^\s:@/?#]*):[^\s]*@")
-_AS_PARAMETER = re.compile(
+AS_PARAMETER = re.compile(
     r"""(?i)\b((?:\w*password|passwd|passphrase|pwd|secret|token)\s*=\s*)((?:'[^']*'|"[^"]*")\S*|\S+)"""
 )
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,20}:/+")
@@ -24,16 +20,6 @@ _BEHIND_THE_PATH = re.compile("[?#&;=]")
 _USER = re.compile(r"[\w.%+-]{0,64}", re.ASCII)
 _NAME = re.compile(r"[\w.-]*", re.ASCII)
 _PLACE = re.compile(r"(\[[0-9A-Fa-f:.]*\]|[\w.-]*)(:[0-9]*)?", re.ASCII)
-
-
-def mask(text: str) -> str:
-    """``text`` with every password as ``***``: in URLs, and as ``password=…``. For texts of other programs, whose URLs
-    contain no blanks; use :func:`concealed` for an operator's input."""
-    if ":/" in text:
-        text = _IN_AUTHORITY.sub(rf"\1:{HIDDEN}@", text)
-    if "=" in text:
-        text = _AS_PARAMETER.sub(rf"\1{HIDDEN}", text)
-    return text
 
 
 def concealed(given: str) -> str:
@@ -46,7 +32,7 @@ def concealed(given: str) -> str:
     ('amqp://***', '***', 'host=h password=***')
     """
     if ":/" not in given and not _LOGIN.search(given):
-        parameter = _AS_PARAMETER.search(given)
+        parameter = AS_PARAMETER.search(given)
         return given if parameter is None else given[: parameter.end(1)] + HIDDEN
     scheme = _SCHEME.match(given)
     if scheme is None:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost, translated
+from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
 
 
 class _Asked(NamedTuple):
@@ -54,9 +54,6 @@ CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
 # The server gives up first, with a reason; we only give up on a server that does not answer at all.
 COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
-
-LONG_SECONDS = 3_600.0
-"""For statements over the whole store that have no statement_timeout. For the driver, None means COMMAND_SECONDS."""
 
 GIVEN_UP = (asyncio.CancelledError, TimeoutError)
 """The caller waits no longer for the server's answer, neither to the statement nor to its cancellation."""
@@ -111,19 +108,6 @@ async def connect(url: str, application: str, more: Mapping[str, str] | None = N
         connection.terminate()
         raise lost("connect", error) from error
     return connection
-
-
-@asynccontextmanager
-async def opened(
-    url: str, application: str, doing: str, more: Mapping[str, str] | None = None
-) -> AsyncIterator[asyncpg.Connection]:
-    """A connection of :func:`connect` for one block, which is ``doing`` something. Raises StoreLost, BadStoreUrl."""
-    connection = await connect(url, application, more)
-    try:
-        with translated(doing):
-            yield connection
-    finally:
-        await close(connection)
 
 
 async def connect_plain(

@@ -31,8 +31,7 @@ from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify
 from delayer.store.rows import envelope, keys, partitions
-from delayer.store.rows.days import DAY_MS, existing
-from delayer.store.rows.partitions import Days
+from delayer.store.rows.partitions import DAY_MS, Days, existing
 
 ATTEMPTS: Final = 3
 """How often a park is tried when it loses against another transaction."""
@@ -205,8 +204,11 @@ class PostgresStore:
     async def _ensure_days(self, days: set[int]) -> None:
         if days <= self._days.known:
             return
-        with translated("make partitions"):
-            await self._days.ensure(self._pool, days, self._clock.now_upper_ms() // DAY_MS, self._clock.monotonic())
+        today, at = self._clock.now_upper_ms() // DAY_MS, self._clock.monotonic()
+        if self._days.missing(days, today, at):
+            with translated("make partitions"):
+                async with session.borrowed(self._pool) as connection:
+                    await self._days.ensure(connection, days, today, at, partitions.PARK_SECONDS)
 
     async def _place(
         self, connection: asyncpg.Connection, lane: PostgresLane | None, routes: Mapping[bytes, int]

@@ -7,7 +7,6 @@ from typing import Final
 
 import asyncpg
 
-from delayer.store import pool
 from delayer.store.errors import SchemaOutdated
 
 VERSION_TABLE: Final = "delayer_schema_version"
@@ -16,12 +15,6 @@ HEAD: Final = "0001"
 
 # Storage options of everything that messages pass through; the reasons stand in migrations/versions/0001.
 CHURN_OPTIONS = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 50000, vacuum_truncate = off"
-
-
-async def current(url: str) -> str | None:
-    """The revision of the store; None if it has no schema of ours. Raises StoreLost, BadStoreUrl."""
-    async with pool.opened(url, "delayer schema", "read the schema's version") as connection:
-        return await current_of(connection)
 
 
 async def current_of(connection: asyncpg.Connection) -> str | None:

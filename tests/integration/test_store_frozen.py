@@ -17,6 +17,7 @@ import asyncpg
 import pytest
 
 from delayer.store import pool
+from delayer.store.lanes import locks
 from delayer.store.rows import partitions
 from tests.faults.place import eventually
 from tests.support.store import blocked, opened, owned, parcel, release_all, sql, taken
@@ -163,8 +164,8 @@ async def test_a_park_that_froze_in_its_copy_is_ended(database: str, monkeypatch
     async with opened(database) as store, sql(database) as admin, child(COPYING, database, "park") as parking:
         await eventually(lambda: admin.fetchval(copies), lambda found: found == "ClientRead")
         os.kill(parking.pid, signal.SIGSTOP)
-        await store.maintain()
+        await store.look()
         assert await admin.fetchval(copies) == "ClientRead", "it may be slow"
-        monkeypatch.setattr(partitions, "FROZEN_SECONDS", 0.0)
-        await store.maintain()
+        monkeypatch.setattr(locks, "FROZEN_SECONDS", 0.0)
+        await store.look()
         await eventually(lambda: admin.fetchval(copies), lambda found: found is None)

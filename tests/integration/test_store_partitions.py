@@ -111,7 +111,7 @@ async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(
     monkeypatch.setattr(partitions, "PARK_SECONDS", 600.0)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         now = store.now_upper_ms()
-        batch = [parcel(now + day * DAY_MS) for day in range(partitions.MADE_BY_A_PARK + 4)]
+        batch = [parcel(now + day * DAY_MS) for day in range(partitions.MADE_AT_ONCE + 4)]
         with capture_logs() as logged:
             await store.park(lane, batch, [])
         assert logged[-1] == {

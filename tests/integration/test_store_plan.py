@@ -132,10 +132,11 @@ Step = Callable[[PostgresStore, PostgresLane], Awaitable[object]]
 
 
 async def releasing(_: PostgresStore, lane: PostgresLane) -> None:
-    """A full claim, a tenth of it tried again, one of which is held again."""
-    rows = await lane.windows[0].claim(500, ROOM)
-    assert len(rows) == 500 and sum(due.attempts > 0 for due in rows) == 50
-    await lane.windows[0].settle(rows[1:], [(rows[0], WHY)])
+    """A claim of held rows, and a full one of waiting rows; one of each is held."""
+    for size in (50, 500):
+        rows = await lane.windows[0].claim(500, ROOM)
+        assert len(rows) == size and all((due.attempts > 0) == (size == 50) for due in rows)
+        await lane.windows[0].settle(rows[1:], [(rows[0], WHY)])
 
 
 async def released(_: PostgresStore, lane: PostgresLane) -> None:

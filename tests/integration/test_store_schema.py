@@ -11,6 +11,7 @@ import pytest
 from delayer.core.errors import StoreLost
 from delayer.core.hold import HoldKind
 from delayer.store import schema, upgrades
+from delayer.store.admin import setup
 from delayer.store.admin.stats import overview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
@@ -43,7 +44,7 @@ async def test_upgrading_twice_at_once_is_upgrading_once(empty_database: str) ->
     code = f"import asyncio; from delayer.store import upgrades; asyncio.run(upgrades.upgrade({empty_database!r}))"
     running = [await asyncio.create_subprocess_exec(sys.executable, "-c", code) for _ in range(3)]
     assert [await process.wait() for process in running] == [0, 0, 0]
-    assert await schema.current(empty_database) == schema.HEAD
+    assert await setup.schema_of(empty_database) == schema.HEAD
     await upgrades.upgrade(empty_database)
 
 
@@ -65,7 +66,7 @@ async def test_an_outdated_store_is_refused_and_says_what_to_do(empty_database: 
     ["postgresql://me:s3cret@host:s3cret/db", "mysql://me:s3cret@host/db", "postgresql://me:s3cret@[host/db", "s3cret"],
 )
 async def test_a_bad_url_is_not_quoted(url: str) -> None:
-    for doing in (PostgresStore.connect(url), schema.current(url), overview(url), upgrades.upgrade(url)):
+    for doing in (PostgresStore.connect(url), setup.schema_of(url), overview(url), upgrades.upgrade(url)):
         with pytest.raises((BadStoreUrl, StoreLost)) as caught:
             await doing
         error: BaseException | None = caught.value
@@ -76,7 +77,7 @@ async def test_a_bad_url_is_not_quoted(url: str) -> None:
 
 async def test_a_store_out_of_reach_is_lost(database: str) -> None:
     for url in ("postgresql://me:s3cret@127.0.0.1:1/db", database + "_is_not_there"):
-        for doing in (PostgresStore.connect(url), schema.current(url), upgrades.upgrade(url), overview(url)):
+        for doing in (PostgresStore.connect(url), setup.schema_of(url), upgrades.upgrade(url), overview(url)):
             with pytest.raises(StoreLost) as caught:
                 await doing
             assert "s3cret" not in str(caught.value)

@@ -12,6 +12,7 @@ import asyncpg
 from delayer.broker.ports import Lane, Store
 from delayer.core.message import Due, Parcel, Target
 from delayer.store import pool, schema, upgrades
+from delayer.store.admin import setup
 from delayer.store.postgres import PostgresStore
 
 MANY = 1_000_000
@@ -82,7 +83,7 @@ def bodies(rows: Sequence[Due]) -> list[bytes]:
 
 @asynccontextmanager
 async def opened(url: str, **options: Any) -> AsyncIterator[PostgresStore]:
-    if await schema.current(url) != schema.HEAD:
+    if await setup.schema_of(url) != schema.HEAD:
         await upgrades.upgrade(url)
     store = await PostgresStore.connect(url, **options)
     try:

@@ -32,9 +32,8 @@ from delayer.store.admin.detail import ABSENT, Found, HeldEntry
 from delayer.store.admin.listing import BEGINNING, NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.notify import notify
-from delayer.store.rows.days import DAY_MS
 from delayer.store.rows.keys import forget, lock_keys
-from delayer.store.rows.partitions import PARK_SECONDS, make_missing
+from delayer.store.rows.partitions import DAY_MS, PARK_SECONDS, make_missing
 from delayer.store.segments import catalog
 
 LOOKS: Final = 10
@@ -363,7 +362,7 @@ async def count(connection: asyncpg.Connection, wanted: Filter, test: Test | Non
             first_ms,
             last_ms,
             *given,
-            timeout=pool.LONG_SECONDS,
+            timeout=listing.LONG_SECONDS,
         )
         inside, broken = await _count_in_segments(connection, wanted, first_ms, last_ms)
     return Counted(rows + inside, broken)

@@ -24,10 +24,10 @@ from delayer.core.importing import Batch, Phase, Run
 from delayer.core.message import Parcel
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
+from delayer.store.admin.listing import LONG_SECONDS
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.rows import keys, partitions
-from delayer.store.rows.days import DAY_MS, existing
-from delayer.store.rows.partitions import Days
+from delayer.store.rows.partitions import DAY_MS, Days, existing
 
 ATTEMPTS: Final = 20
 """How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""
@@ -229,10 +229,10 @@ class ImportStore:
                     " FROM import_item WHERE run = $1 ORDER BY due_ms, position OFFSET $2 LIMIT 1)",
                     run.id,
                     limit - 1,
-                    timeout=pool.LONG_SECONDS,
+                    timeout=LONG_SECONDS,
                 )
                 count: int = await self._connection.fetchval(
-                    "SELECT count(*) FROM import_item WHERE run = $1", run.id, timeout=pool.LONG_SECONDS
+                    "SELECT count(*) FROM import_item WHERE run = $1", run.id, timeout=LONG_SECONDS
                 )
         return count
 

@@ -17,7 +17,8 @@ import asyncpg
 from delayer.core.filters import MAX_ID, Filter, Token
 from delayer.core.segment import SegmentBroken
 from delayer.store import pool, schema, statements
-from delayer.store.rows.days import DAY_MS
+from delayer.store.errors import translated
+from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import catalog as segments
 
@@ -142,6 +143,8 @@ def conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
     return " AND ".join(terms) or "true", list(given.values())
 
 
+LONG_SECONDS: Final = 3_600.0
+"""For statements over the whole store that have no statement_timeout. For the driver, None means COMMAND_SECONDS."""
 SCAN: Final = 10_000
 """Rows that one page reads at most, of all lanes together, to find those that are meant."""
 SEGMENTS: Final = 4
@@ -206,11 +209,24 @@ class Found(NamedTuple):
 
 
 @asynccontextmanager
+async def opened(
+    url: str, application: str, doing: str, more: Mapping[str, str] | None = None
+) -> AsyncIterator[asyncpg.Connection]:
+    """A connection of :func:`connect` for one block, which is ``doing`` something. Raises StoreLost, BadStoreUrl."""
+    connection = await pool.connect(url, application, more)
+    try:
+        with translated(doing):
+            yield connection
+    finally:
+        await pool.close(connection)
+
+
+@asynccontextmanager
 async def looking(
     url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = SETTINGS
 ) -> AsyncIterator[asyncpg.Connection]:
     """A connection to look at the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    async with pool.opened(url, application, doing, settings) as connection:
+    async with opened(url, application, doing, settings) as connection:
         await schema.check(connection)
         yield connection
 

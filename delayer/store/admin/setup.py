@@ -17,17 +17,25 @@ import asyncpg
 
 from delayer.core.errors import StoreLost
 from delayer.store import pool
+from delayer.store.admin.listing import opened
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.locks import ADD
 from delayer.store.rows.keys import LOCKS
-from delayer.store.schema import check
+from delayer.store.schema import check, current_of
+
+
+async def schema_of(url: str) -> str | None:
+    """The schema's revision; None if the store has no schema of ours. Raises StoreLost, BadStoreUrl."""
+    async with opened(url, "delayer schema", "read the schema's version") as connection:
+        return await current_of(connection)
+
 
 _ORDINARY: Final = "SELECT count(*) FROM lane WHERE route IS NULL"
 
 
 async def raise_lanes(url: str, wanted: int) -> int:
     """Make lanes until there are ``wanted`` without a route; how many there are. Raises StoreLost, BadStoreUrl."""
-    async with pool.opened(url, "delayer schema", "make lanes") as connection, pool.transaction(connection):
+    async with opened(url, "delayer schema", "make lanes") as connection, pool.transaction(connection):
         await connection.execute("LOCK TABLE lane IN SHARE ROW EXCLUSIVE MODE")
         count: int = await connection.fetchval(_ORDINARY)
         for _ in range(count, wanted):
@@ -59,7 +67,7 @@ async def skip_ids(url: str, by: int) -> int:
     Raises StoreLost, BadStoreUrl, SchemaOutdated.
     """
     try:
-        async with pool.opened(url, "delayer skip-ids", "move the ids on") as connection:
+        async with opened(url, "delayer skip-ids", "move the ids on") as connection:
             await check(connection)
             for _ in range(TRIES - 1):
                 with suppress(*IN_THE_WAY):
@@ -121,7 +129,7 @@ class LockNeed(NamedTuple):
 
 async def lock_need(url: str) -> LockNeed:
     """What the lock table has and needs. Raises StoreLost, BadStoreUrl."""
-    async with pool.opened(url, "delayer check", "look at the locks") as connection:
+    async with opened(url, "delayer check", "look at the locks") as connection:
         return LockNeed(*await connection.fetchrow(_LOCK_TABLE))
 
 
@@ -144,6 +152,6 @@ class Mistaken(NamedTuple):
 async def mistaken(url: str) -> Mistaken | None:
     """Both, where the daemon's role upgraded a store that has an owner: that of the database, a member of the other and
     no superuser. None where all is well. Raises StoreLost, BadStoreUrl."""
-    async with pool.opened(url, "delayer check", "look at the owner") as connection:
+    async with opened(url, "delayer check", "look at the owner") as connection:
         row = await connection.fetchrow(_OWNERS)
     return None if row is None else Mistaken(*row)

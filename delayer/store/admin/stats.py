@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 import asyncpg
 
 from delayer.core import horizon
-from delayer.store import pool, schema, statements
-from delayer.store.rows.days import DAY_MS, day_of, existing, name_of
+from delayer.store import schema, statements
+from delayer.store.admin.listing import opened
+from delayer.store.rows.partitions import DAY_MS, day_of, existing, name_of
 from delayer.store.segments import catalog as segments
 
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
@@ -120,7 +121,7 @@ def restored_ms(restore_ahead_ms: int) -> int:
 async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
     """Look at the store behind ``url``. Raises StoreLost, BadStoreUrl; an outdated schema is part of the answer."""
     async with (
-        pool.opened(url, "delayer status", "status") as connection,
+        opened(url, "delayer status", "status") as connection,
         # One snapshot, so that the figures fit each other while daemons work.
         connection.transaction(isolation="repeatable_read", readonly=True),
     ):

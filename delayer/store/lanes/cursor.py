@@ -78,9 +78,11 @@ class ReleaseCursor:
         self.forget_after_step()
         self.noted = NEVER_MS
 
-    def held_turn(self) -> bool:
-        """Whether the next claim is of held rows: every other one is, while some are to be retried."""
-        self._held_turn = not self._held_turn and self.next_retry_ms() <= self._clock.now_upper_ms()
+    def held_turn(self) -> bool | None:
+        """Whether it is the turn of held rows. None if no held row is to be retried."""
+        if self.next_retry_ms() > self._clock.now_upper_ms():
+            return None
+        self._held_turn = not self._held_turn
         return self._held_turn
 
     def claimed(self, last: Place, *, next_ms: int | None, more: bool) -> None:

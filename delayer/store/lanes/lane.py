@@ -76,50 +76,56 @@ class Window:
         return claim.rows
 
     async def _claim_once(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
-        """Begin a transaction and take waiting rows that are due within the window, or, every other time, a tenth of
-        ``limit`` of the held rows that are to be retried."""
-        lane, cursor, clock = self._lane, self._lane.cursor, self._clock
+        """Begin a transaction and take waiting or held rows. They take turns; one of a kind takes the other's turn if
+        that has none."""
         if connection.is_in_transaction():
-            raise RuntimeError(f"lane {lane.number}: a transaction is open that no claim began")
-        before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
+            raise RuntimeError(f"lane {self._lane.number}: a transaction is open that no claim began")
         await connection.execute("BEGIN")
-        passed_over_ms = -NEVER_MS
-        if cursor.held_turn():
-            held = await connection.fetch(statements.CLAIM_HELD, lane.number, max(1, limit // 10), max_bytes)
-            if held:
-                cursor.retrying = True
-                self.opened = Claim((NEVER_MS, 0), (NEVER_MS, 0), [_held(record) for record in held], retries=True)
-                return self.opened
-            passed_over_ms = before
+        kinds = [self._claim_waiting]
+        if (held_first := self._lane.cursor.held_turn()) is not None:
+            kinds.insert(not held_first, self._claim_held)
+        for take in kinds:
+            claim = await take(connection, limit, max_bytes)
+            if claim.rows:
+                self.opened = claim
+                return claim
+        await connection.execute("ROLLBACK")
+        return claim
+
+    async def _claim_held(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
+        """Take held rows that are to be retried, a tenth of ``limit`` at most."""
+        number, cursor, before = self._lane.number, self._lane.cursor, self._clock.now_lower_ms()
+        held = await connection.fetch(statements.CLAIM_HELD, number, max(1, limit // 10), max_bytes)
+        if held:
+            cursor.retrying = True
+        elif await self._find_next_retry(connection) <= before:
+            cursor.pass_over_retries()
+        return Claim((NEVER_MS, 0), (NEVER_MS, 0), [_held(record) for record in held], retries=bool(held))
+
+    async def _claim_waiting(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
+        """Take waiting rows that are due within the window."""
+        lane, cursor, clock = self._lane, self._lane.cursor, self._clock
         cursor.claiming()
         horizon_ms, start = clock.now_upper_ms() + HORIZON_MS, cursor.place
+        before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
         others = lane.claimed_after(start)
         records = await connection.fetch(
             statements.CLAIM, lane.number, *start, horizon_ms, others, WINDOW_MS, limit, max_bytes
         )
         rows = sorted(map(envelope.read, records), key=_place)
-        taken = sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
-        full = len(rows) >= limit or taken >= max_bytes
-        made = Claim(start, _place(rows[-1]) if rows else start, rows, passed_over_ms=passed_over_ms)
-        next_ms: int | None = None
+        full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
+        last, next_ms = _place(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
             # A row may be missing because it was cancelled while the claim waited for it, and more rows may follow. And
             # the clock by which the rows are published may have been set.
             asked = clock.monotonic()
-            next_ms, server_ms = await connection.fetchrow(
-                statements.NEXT_DUE, lane.number, *made.last, horizon_ms, others
-            )
+            next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, others)
             clock.observe(asked, server_ms, clock.monotonic())
             next_ms = NEVER_MS if next_ms is None else next_ms
             if not rows:
-                made.last = max(start, (min(before, next_ms), 0))
-        cursor.claimed(made.last, more=full or next_ms is None or next_ms <= before + WINDOW_MS, next_ms=next_ms)
-        if rows:
-            self.opened = made
-        else:
-            await self._find_next_retry(connection, made)
-            await connection.execute("ROLLBACK")
-        return made
+                last = max(start, (min(before, next_ms), 0))
+        cursor.claimed(last, more=full or next_ms is None or next_ms <= before + WINDOW_MS, next_ms=next_ms)
+        return Claim(start, last, rows)
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
         """See the port. ``released`` and ``held`` together are the whole claim; committing a part would lose the
@@ -134,11 +140,12 @@ class Window:
             await self.give_up()
             raise ValueError(f"claimed {len(claim.rows)}, settled {len(released)} released and {len(held)} held")
         async with self.talking("settle") as connection:
-            await self._write(connection, claim, released, held)
+            retry_ms = await self._write(connection, claim, released, held)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
             self._end()
+            lane.cursor.expect_retry(retry_ms)
         reach("release.committed")
 
     async def _write(
@@ -147,8 +154,9 @@ class Window:
         claim: Claim,
         released: Sequence[Due],
         held: Sequence[tuple[Due, Hold]],
-    ) -> None:
-        """Write what became of the claim, in its open transaction: held rows, keys, counters last.
+    ) -> int:
+        """Write what became of the claim, in its open transaction: held rows, keys, counters last. Returns when the
+        first of the held rows is retried.
 
         The rows that waited are deleted already; those that were held before (``attempts`` is not 0) still stand in
         held.
@@ -157,8 +165,7 @@ class Window:
         tried_again = [due.id for due in released if due.attempts]
         if tried_again:
             await connection.execute("DELETE FROM held WHERE id = ANY($1)", tried_again)
-        if held:
-            await _hold(connection, number, held, self._clock.now_upper_ms())
+        retry_ms = await _hold(connection, number, held, self._clock.now_upper_ms()) if held else NEVER_MS
         if keyed := [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]:
             await keys.forget(connection, keyed)
         newly_held = sum(not due.attempts for due, _ in held)
@@ -166,26 +173,21 @@ class Window:
         if changed:
             kinds, numbers = zip(*changed, strict=True)
             await connection.execute(statements.COUNT, [number] * len(kinds), kinds, numbers)
-        await self._find_next_retry(connection, claim, newly=bool(held))
+        return min(retry_ms, await self._find_next_retry(connection)) if claim.retries else retry_ms
 
-    async def _find_next_retry(self, connection: asyncpg.Connection, claim: Claim, *, newly: bool = False) -> None:
-        """Ask when a held row is retried next, as this claim leaves them, if one is due or was ``newly`` held. If
-        another claim has held rows, it will ask."""
+    async def _find_next_retry(self, connection: asyncpg.Connection) -> int:
+        """Ask when a held row is retried next, as this transaction leaves them."""
         cursor = self._lane.cursor
-        if (cursor.retrying and not claim.retries) or not (newly or cursor.retry_ms <= self._clock.now_upper_ms()):
-            return
         soonest, cursor.retry_ms = cursor.retry_ms, NEVER_MS
         try:
-            retry_ms = await connection.fetchval(statements.NEXT_RETRY, self._lane.number)
+            found: int | None = await connection.fetchval(statements.NEXT_RETRY, self._lane.number)
         except BaseException:
             cursor.expect_retry(soonest)
             raise
-        if retry_ms is None:
-            return
-        if retry_ms <= claim.passed_over_ms:
-            cursor.pass_over_retries()
+        retry_ms = NEVER_MS if found is None else found
         # The answer may be older than a row that was held and noted meanwhile.
         cursor.expect_retry(retry_ms)
+        return retry_ms
 
     async def give_up(self) -> None:
         """See the port."""
@@ -417,15 +419,14 @@ class Claim:
     rows: list[Due]
     retries: bool = False
     """Whether some of the rows were held before."""
-    passed_over_ms: int = -NEVER_MS
-    """Held rows whose retry was due by this instant were asked for, and all of them were locked."""
 
 
-async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> None:
-    """Put claimed rows into held, or update them there, each with its next retry."""
-    first, again = [], []
+async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> int:
+    """Put claimed rows into held, or update them there, each with its next retry. Returns the first of these."""
+    first, again, soonest = [], [], NEVER_MS
     for due, hold in held:
         retry_ms = hold.retry_ms(now_ms + pause_ms(due.attempts + 1, due.id))
+        soonest = soonest if retry_ms is None else min(soonest, retry_ms)
         if due.attempts:
             again.append((due.id, *envelope.hold_row(hold), retry_ms))
         else:
@@ -434,6 +435,7 @@ async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[
         await connection.copy_records_to_table("held", records=first, columns=envelope.HELD_COLUMNS)
     if again:
         await connection.execute(statements.HOLD_AGAIN, *map(list, zip(*again, strict=True)))
+    return soonest
 
 
 def _held(record: asyncpg.Record) -> Due:

@@ -33,14 +33,16 @@ ADD: Final = (
     " SELECT coalesce(max(number), 0) + 1, 0, '', $1 FROM lane ON CONFLICT DO NOTHING"
 )
 # The server's idle timeouts do not act while it waits for the client in the middle of a statement: between Parse and
-# Bind, or in a COPY. A process that freezes there would keep its lanes and its presence.
-_END_FROZEN = (
-    "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
-    " WHERE datname = current_database() AND usename = current_user"
-    " AND (application_name LIKE 'delayer lane %' OR application_name = 'delayer presence')"
-    " AND state = 'active' AND wait_event = 'ClientRead'"
-    " AND query_start < clock_timestamp() - make_interval(secs => $1)"
-)
+# Bind, or in a COPY. A process that freezes there would keep its lanes, its presence, and the locks of its parks.
+_END_FROZEN = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+WHERE datname = current_database() AND usename = current_user AND state = 'active' AND wait_event = 'ClientRead'
+  AND query_start < clock_timestamp() - make_interval(secs => CASE
+      WHEN application_name LIKE 'delayer lane %' OR application_name = 'delayer presence' THEN $1
+      WHEN application_name IN ('delayer park', 'delayer act') THEN $2 END)
+"""
+FROZEN_SECONDS: Final = 60.0
+"""After how long a park is ended that says nothing in the middle of a COPY. Its rows come in within milliseconds."""
 
 
 def broker_mark(cluster: str, vhost: str) -> str:
@@ -101,7 +103,7 @@ class LaneLocks:
             with translated("look at lanes"):
                 if not self._pid:
                     self._pid = await self._presence.fetchval(_PRESENCE, column=1)
-                await self._presence.execute(_END_FROZEN, self._idle_seconds, timeout=LOOK_SECONDS)
+                await self._presence.execute(_END_FROZEN, self._idle_seconds, FROZEN_SECONDS, timeout=LOOK_SECONDS)
                 rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_SECONDS)
         except BaseException:
             self.leave()

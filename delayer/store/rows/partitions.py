@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
+from datetime import date, timedelta
 from enum import Enum
 from typing import Final
 
@@ -23,15 +24,17 @@ import asyncpg
 from delayer.store import pool as session
 from delayer.store.clock import StoreClock
 from delayer.store.errors import describe
-from delayer.store.rows.days import DAY_MS, bounds_of, day_of, existing, name_of
 from delayer.store.schema import CHURN_OPTIONS
 
-__all__ = [
-    "DAYS_AHEAD", "DAY_MS", "FARTHEST_DAYS", "Days", "Making", "bound", "bounds_of", "day_of", "drop_empty",
-    "drop_passed", "existing", "keep_up", "make", "make_ahead", "name_of",
-]  # fmt: skip
-
 log = logging.getLogger(__name__)
+
+DAY_MS: Final = 86_400_000
+
+_PREFIX = "message_p"
+_EPOCH = date(1970, 1, 1)
+_KNOWN = (
+    "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass"
+)
 
 DAYS_AHEAD = 7
 FARTHEST_DAYS = 400
@@ -44,7 +47,7 @@ because attaching one reads all rows under the lock. Messages are parked and rel
 vacuumed away instead of dropped."""
 HELD_SECONDS = 2.0
 """How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
-MADE_BY_A_PARK = 16
+MADE_AT_ONCE = 16
 """Partitions that one park makes before it goes on; messages of further days wait in the default one."""
 AGAIN_SECONDS = 900.0
 """Seconds before a partition that cannot be made is tried again."""
@@ -64,19 +67,40 @@ WHERE oid = 'message'::regclass AND relowner <> current_user::regrole
 _OWNED = "ALTER TABLE {} OWNER TO the role that owns the table message"
 LOOK_SECONDS = 0.2
 """How long everything is locked while a partition is looked through once more, whether it is empty, and dropped."""
-FROZEN_SECONDS: Final = 60.0
-"""After how long a park is ended that says nothing in the middle of a COPY. Its rows come in within milliseconds."""
 IDLE: Final = "15s"
 
 _LOCK: Final = "('message'::regclass::oid::int, 2)"
-_END_FROZEN: Final = """
-SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
-WHERE datname = current_database() AND usename = current_user AND application_name IN ('delayer park', 'delayer act')
-  AND state = 'active' AND wait_event = 'ClientRead' AND query_start < clock_timestamp() - make_interval(secs => $1)
-"""
 _STAY = "nothing: its messages are released from message_default, and vacuumed away instead of dropped with the day"
 _SLOW = "the default partition takes too long to read"
 _SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet hour; it is released from all the same"
+
+
+def name_of(day: int) -> str:
+    """The partition of a day: ``message_pYYYYMMDD``."""
+    return f"{_PREFIX}{_EPOCH + timedelta(days=day):%Y%m%d}"
+
+
+def day_of(name: str) -> int | None:
+    """The day of a partition's name; None for the default one, and for other names."""
+    digits = name.removeprefix(_PREFIX)
+    if digits == name or len(digits) != len("YYYYMMDD") or not (digits.isascii() and digits.isdigit()):
+        return None
+    try:
+        found = date.fromisoformat(digits)
+    except ValueError:
+        return None
+    return (found - _EPOCH).days
+
+
+def bounds_of(day: int) -> tuple[str, str]:
+    """First instant of the day and of the next, as SQL literals' text."""
+    first = _EPOCH + timedelta(days=day)
+    return f"{first} 00:00:00+00", f"{first + timedelta(days=1)} 00:00:00+00"
+
+
+async def existing(connection: asyncpg.Connection) -> set[int]:
+    """The days that have a partition."""
+    return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}
 
 
 class Making(Enum):
@@ -125,8 +149,7 @@ async def make_ahead(connection: asyncpg.Connection, today: int, days: Days, at:
     ``days`` learns the existing ones, and remembers failures ``at`` (monotonic seconds).
     """
     days.learn(await existing(connection))
-    coming = range(today, today + DAYS_AHEAD + 1)
-    await days.make(connection, days.missing(coming, today, at), today, at, MAINTAIN_SECONDS)
+    await days.ensure(connection, range(today, today + DAYS_AHEAD + 1), today, at, MAINTAIN_SECONDS)
 
 
 class _NotNow(Exception):
@@ -195,7 +218,7 @@ class Days:
         self.known = set(known)
         """Days since 1970-01-01 that have a partition."""
         self._not_before: dict[int | None, float] = {}  # The next attempt for a day; None: for any day.
-        self._said: set[str] = set()
+        self._said = False
 
     def missing(self, days: Collection[int], today: int, at: float) -> list[int]:
         """The days to make a partition for: not known, not passed, not too far, and not just tried in vain. ``at``:
@@ -209,24 +232,24 @@ class Days:
         """Learn the days of the catalog."""
         self.known = set(days)
 
-    async def ensure(self, pool: asyncpg.Pool, days: Collection[int], today: int, at: float) -> None:
-        """Make the missing partitions, in about PARK_SECONDS. Never fails for a partition that cannot be made.
-
-        Raises the driver's errors.
-        """
-        self._say_left(sum(day > today + FARTHEST_DAYS for day in days), f"farther than {FARTHEST_DAYS} days")
-        if missing := self.missing(days, today, at):
-            async with session.borrowed(pool) as connection:
-                await self.make(connection, missing, today, at, PARK_SECONDS)
-
-    async def make(
-        self, connection: asyncpg.Connection, missing: Sequence[int], today: int, at: float, seconds: float
+    async def ensure(
+        self,
+        connection: asyncpg.Connection,
+        days: Collection[int],
+        today: int,
+        at: float,
+        seconds: float,
+        *,
+        most: int = MADE_AT_ONCE,
+        pause: float = 0.0,
     ) -> None:
-        """Make MADE_BY_A_PARK of these, but begin none after ``seconds``, nor behind what stands in every day's way."""
-        end = time.monotonic() + seconds
+        """Make ``most`` missing partitions of these days, with ``pause`` seconds after each. Begin none after
+        ``seconds``, nor behind what stands in every day's way. A row of a day without a partition waits in the default
+        one. Raises the driver's errors."""
+        end, missing = time.monotonic() + seconds, self.missing(days, today, at)
         for position, day in enumerate(missing):
-            if position == MADE_BY_A_PARK or time.monotonic() > end:
-                self._say_left(len(missing) - position, "no time for more; the next parks go on")
+            if position == most or time.monotonic() > end:
+                self._say_left(len(missing) - position)
                 return
             made = await make(connection, day, today)
             if made is Making.DONE:
@@ -236,11 +259,13 @@ class Days:
             else:  # A lock_timeout for each day would stop the parking.
                 self._not_before[None] = at + (LOCKED_SECONDS if made is Making.LOCKED else AGAIN_SECONDS)
                 return
+            await asyncio.sleep(pause)
 
-    def _say_left(self, days: int, reason: str) -> None:
+    def _say_left(self, days: int) -> None:
         """Log it once for each process."""
-        if days and reason not in self._said:
-            self._said.add(reason)
+        if not self._said:
+            self._said = True
+            reason = "no time for more; the next parks go on"
             log.warning("partition not made", extra={"days": days, "reason": reason})
 
 
@@ -251,14 +276,10 @@ async def make_missing(
     days: Days | None = None,
     pause: float = 0.0,
 ) -> None:
-    """Make the partitions of the days ``wanted``, with ``pause`` seconds after each, and begin none after ``seconds``.
-    A row of a day without one waits in the default partition. Raises the driver's errors."""
-    days = days or Days(await existing(connection))
+    """:meth:`Days.ensure` for a process that parks only now. Raises the driver's errors."""
     today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
-    until = time.monotonic() + seconds
-    while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
-        await days.make(connection, missing[:1], today, now, until - now)
-        await asyncio.sleep(pause)
+    days = days or Days(await existing(connection))
+    await days.ensure(connection, wanted, today, time.monotonic(), seconds, most=len(wanted), pause=pause)
 
 
 async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
@@ -316,7 +337,6 @@ async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days)
         # The lock belongs to the session. A process that froze with it would stop the upkeep of all others.
         await connection.execute(f"SET idle_session_timeout = '{IDLE}'")
         if await connection.fetchval(f"SELECT pg_try_advisory_lock{_LOCK}"):
-            await end_frozen(connection)
             today = clock.now_upper_ms() // DAY_MS
             await make_ahead(connection, today, days, clock.monotonic())
             await drop_passed(connection, today)
@@ -326,12 +346,3 @@ async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days)
     except BaseException:
         session.end(connection)  # This ends the lock and the settings, too.
         raise
-
-
-async def end_frozen(connection: asyncpg.Connection) -> int:
-    """End parks whose process froze (or is stopped) in the middle of a COPY: how many.
-
-    None of the server's timeouts acts there, and they hold locks on partitions, and back what VACUUM may remove.
-    """
-    ended: int = await connection.fetchval(_END_FROZEN, FROZEN_SECONDS)
-    return ended

@@ -22,8 +22,7 @@ from delayer.store import pool, statements
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import describe, translated
 from delayer.store.rows import partitions
-from delayer.store.rows.days import DAY_MS, existing, name_of
-from delayer.store.rows.partitions import DAYS_AHEAD
+from delayer.store.rows.partitions import DAY_MS, DAYS_AHEAD, existing, name_of
 
 if TYPE_CHECKING:
     from delayer.store.segments.packing import Packed

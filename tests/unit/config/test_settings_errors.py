@@ -10,7 +10,7 @@ import pytest
 from delayer.config import loading
 from delayer.config.errors import ConfigError, Problem
 from delayer.config.loading import load
-from delayer.core.secret import mask
+from delayer.core.readable import mask
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError
 from delayer.config.loading import load
-from delayer.core.secret import SecretUrl, concealed, mask
+from delayer.core.readable import mask
+from delayer.core.secret import SecretUrl, concealed
 from delayer.imports.databases import Database, database_url, shown
 from delayer.imports.state_machine import BadSource
 

@@ -28,6 +28,6 @@ async def test_missing_days_after_a_failed_attempt(
     monkeypatch.setattr(partitions, "make", make)
     days, wanted = Days(()), [4, 5, 6]
     assert days.missing(wanted, 4, 0.0) == wanted
-    await days.make(None, [4], 4, 0.0, 60.0)
+    await days.ensure(None, [4], 4, 0.0, 60.0)
     assert days.missing(wanted, 4, pause - 1) == at_once
     assert days.missing(wanted, 4, pause) == later
