@@ -13,18 +13,7 @@ from typing import Final
 
 from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned
 
-KINDS: Final = (
-    "parked",
-    "released",
-    "cascaded",
-    "refused",
-    "held",
-    "cancelled",
-    "restored",
-    "broken_segments",
-)
-BY_ROUTE: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked")
-"""The counters that exist for each route as well."""
+KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked")
 MOST_ROUTES: Final = 200
 """The most routes with own counters. Any publisher to the refused exchange could invent new route names."""
 OTHERS: Final = b"(others)"
@@ -78,35 +67,30 @@ class Tally:
 
 
 class Counters:
-    """Counts by name. Raises KeyError for a name outside the tables above."""
+    """Counts of messages, by kind and route. Raises KeyError for a name outside the tables above."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
-        self.routes: dict[str, Counter[bytes]] = {kind: Counter() for kind in BY_ROUTE}
+        self.routes: dict[str, Counter[bytes]] = {kind: Counter() for kind in KINDS}
         self.lateness: dict[bytes, Tally] = {}
         self.seconds: Mapping[str, Tally] = {name: Tally(SECONDS) for name in DURATIONS}
         self.sizes: Mapping[str, Tally] = {name: Tally(SIZES) for name in STAGES}
+        self.restored = 0
+        self.broken_segments = 0
         self.lanes_lost = 0
         self._known: set[bytes] = set()
 
-    def add(self, kind: str, count: int) -> None:
-        if kind not in self._counts:
-            raise KeyError(f"counter: expected one of {', '.join(KINDS)}, found {kind!r}")
-        self._counts[kind] += count
-
-    def add_routes(self, kind: str, routes: Iterable[bytes]) -> None:
+    def add(self, kind: str, routes: Iterable[bytes]) -> None:
         """Add one message for each of ``routes``; a route occurs once for each of its messages."""
-        found = Counter(routes)
         ours = self.routes[kind]
-        for route, count in found.items():
+        for route, count in Counter(routes).items():
             ours[self._told_apart(route)] += count
 
     def objected(self, outcome: Outcome, route: bytes) -> None:
         """Count a publish as returned or nacked. An outcome that closed a channel or connection counts as returned."""
         if isinstance(outcome, Nacked):
-            self.add_routes("nacked", [route])
+            self.add("nacked", [route])
         elif isinstance(outcome, Returned | ClosedChannel | ClosedConnection):
-            self.add_routes("returned", [route])
+            self.add("returned", [route])
 
     def delivered(self, messages: Sequence[tuple[float, bytes]]) -> None:
         """Add the lateness of delivered messages, given as (milliseconds, route) in any order."""
@@ -128,7 +112,9 @@ class Counters:
         self.sizes[stage].add(messages)
 
     def as_dict(self) -> Mapping[str, int]:
-        return dict(self._counts)
+        """The counts of all routes together, and of segments."""
+        totals = {kind: routes.total() for kind, routes in self.routes.items()}
+        return totals | {"restored": self.restored, "broken_segments": self.broken_segments}
 
     def _told_apart(self, route: bytes) -> bytes:
         if route not in self._known:

@@ -79,15 +79,17 @@ Limits = Mapping[bytes, int]
 """The ``late_limit`` of each route with ``late_action = "hold"``, in milliseconds."""
 
 
-def too_late(due_ms: int, now_ms: int, limit_ms: int | None) -> Hold | None:
+def too_late(due_ms: int, now_ms: int, limit_ms: int | None, earlier: Hold | None = None) -> Hold | None:
     """The Hold of a message that is later than its route allows; None if the daemon delivers it.
+
+    A message that was held ``earlier`` for a person is here only because an operator retried it, so it is delivered.
 
     >>> too_late(0, 60_000, 60_000)
     >>> too_late(0, 90_000, 60_000).text
     'late: by 0:01:30, and late_limit of its route is 0:01:00'
     """
     late_ms = now_ms - due_ms
-    if limit_ms is None or late_ms <= limit_ms:
+    if limit_ms is None or late_ms <= limit_ms or (earlier is not None and earlier.for_a_person):
         return None
     text = f"late: by {in_words(late_ms)}, and late_limit of its route is {in_words(limit_ms)}"
     return Hold(HoldKind.LATE, text)

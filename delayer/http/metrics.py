@@ -21,7 +21,7 @@ from prometheus_client.exposition import generate_latest
 from delayer import __version__
 from delayer.config.model import Settings
 from delayer.core import horizon
-from delayer.core.counters import BY_ROUTE, Counters
+from delayer.core.counters import KINDS, Counters
 from delayer.core.message import name_text
 from delayer.http.view import Depths, Snapshot, State
 from delayer.store.admin.stats import Census, StoreOverview
@@ -174,12 +174,12 @@ def _of_process(state: State) -> Iterator[Sample]:
     if state["store"]:
         yield "lanes", [], len(state["lanes"])
         yield "lanes_lost_total", [], counters.lanes_lost
-    for kind in BY_ROUTE:
+    for kind in KINDS:
         # The counter begins at 0, because a counter that begins with its first message hides that one.
         named = {name_text(route): count for route, count in counters.routes[kind].items()}
         yield from ((f"{kind}_total", [route], n) for route, n in (dict.fromkeys(state["routes"], 0) | named).items())
-    counts = counters.as_dict()
-    yield from ((f"{kind}_total", [], counts[kind]) for kind in ("restored", "broken_segments"))
+    yield "restored_total", [], counters.restored
+    yield "broken_segments_total", [], counters.broken_segments
     yield from (("lateness_seconds", [name_text(route)], tally) for route, tally in counters.lateness.items())
     yield from (("batch_messages", [stage], tally) for stage, tally in counters.sizes.items())
     yield from ((f"{name}_seconds", [], tally) for name, tally in counters.seconds.items())

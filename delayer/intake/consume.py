@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -292,7 +292,9 @@ class Dispatch:
         return stuck
 
     def _count(self, through: Sequence[Publication]) -> None:
+        routes: dict[str, list[bytes]] = {}
         for publication in through:
+            routes.setdefault(_kind(publication), []).append(_route(publication))
             if publication.refusal:
                 log.warning(
                     "message refused",
@@ -300,12 +302,8 @@ class Dispatch:
                     exchange=publication.delivery.exchange,
                     routing_key=publication.delivery.routing_key,
                 )
-        kinds = [_kind(publication) for publication in through]
-        for kind, count in Counter(kinds).items():
-            self._counters.add(kind, count)
-            self._counters.add_routes(
-                kind, [_route(one) for one, its in zip(through, kinds, strict=True) if its == kind]
-            )
+        for kind, of_kind in routes.items():
+            self._counters.add(kind, of_kind)
 
 
 def _kind(publication: Publication) -> str:

@@ -25,7 +25,7 @@ from delayer.core.counters import Counters
 from delayer.core.delay_headers import seconds_until
 from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
-from delayer.core.hold import Hold, Limits, too_late
+from delayer.core.hold import too_late
 from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
 from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, Soon, TooLate, decide, has_key
 from delayer.core.retry_policy import failure
@@ -340,8 +340,7 @@ class IntakeHandler(Keeping):
             taken_out = await self._parking.park(step.parcels, step.cancels)
             self._counters.took("park", perf_counter() - began)
             self._counters.batch("park", len(step.parcels) + len(step.cancels))
-            self._counters.add("parked", len(step.parcels))
-            self._counters.add_routes("parked", [parcel.route for parcel in step.parcels])
+            self._counters.add("parked", [parcel.route for parcel in step.parcels])
             acks.accept(delivery.tag for delivery in step.deliveries)
             if step.asked:
                 await self._reply(step.asked, taken_out)
@@ -375,10 +374,12 @@ class DueHandler(Keeping):
                 refuse = Refuse(f"not a message of the cascade: {broken}")
                 publications.append(to_refused(delivery, refuse, names, self._new_id()))
                 continue
-            parcel, hold = publication.parcel, _too_late(envelope, now_ms, limits) if limits else None
+            parcel, held = publication.parcel, envelope.held
+            limit_ms = limits.get(envelope.parcel.route) if limits else None
+            hold = too_late(envelope.parcel.due_ms, now_ms, limit_ms, held and held.hold)
             if parcel is not None and hold is not None:
                 parcel = parcel._replace(token=envelope.id)
-                late.append(Objection(delivery, parcel, hold, envelope.held))
+                late.append(Objection(delivery, parcel, hold, held))
             elif parcel is not None and (at_ms := _instant(envelope, now_ms)) > now_ms:
                 self._keep(at_ms, publication)
                 kept = True
@@ -414,11 +415,3 @@ def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Endpoints)
     target = parcel.target
     outgoing = Outgoing(target.exchange, target.routing_key, released, parcel.body, id, isolated)
     return Publication(delivery, outgoing, parcel, earlier=held)
-
-
-def _too_late(envelope: Envelope, now_ms: int, limits: Limits) -> Hold | None:
-    """The Hold of a message that is too late for its route. A message that waited for a person is here only because an
-    operator retried it, so the daemon delivers it."""
-    if envelope.held is not None and envelope.held.hold.for_a_person:
-        return None
-    return too_late(envelope.parcel.due_ms, now_ms, limits.get(envelope.parcel.route))

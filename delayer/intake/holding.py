@@ -98,8 +98,7 @@ class Holding:
 
     def _count_held(self, objections: Sequence[Objection]) -> None:
         first = [one.parcel.route for one in objections if not _attempts(one.earlier)]
-        self._counters.add("held", len(first))
-        self._counters.add_routes("held", first)
+        self._counters.add("held", first)
         for _, parcel, hold, earlier in objections:
             log.warning(
                 "message held",

@@ -84,8 +84,7 @@ class LevelTakeover(Handler):
                 return  # The batch returns to its queue, and the daemon leaves the level alone.
             parcels.append(self._parcel(delivery, headers, now_ms))
         await self._parking.park(parcels, [])
-        self._counters.add("parked", len(parcels))
-        self._counters.add_routes("parked", [parcel.route for parcel in parcels])
+        self._counters.add("parked", [parcel.route for parcel in parcels])
         acks.accept(delivery.tag for delivery in batch)
 
     def _parcel(self, delivery: Delivery, headers: dict[bytes, object], now_ms: int) -> Parcel:

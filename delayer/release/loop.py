@@ -21,7 +21,7 @@ from delayer.broker.retry import Retry, raise_first, take_failures
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.faultpoint import reach
-from delayer.core.hold import Hold, Limits, hold_for, too_late, unfit
+from delayer.core.hold import Hold, hold_for, too_late, unfit
 from delayer.core.message import SHORT_STRING, Confirmed, Due, Outgoing, Schedule
 from delayer.core.rate_limit import TokenBucket
 
@@ -194,8 +194,7 @@ class Release:
         began = time.monotonic()
         await window.settle(released, held)
         self._counters.took("settle", time.monotonic() - began)
-        self._counters.add("released", len(released))
-        self._counters.add_routes("released", [row.parcel.route for row in released])
+        self._counters.add("released", [row.parcel.route for row in released])
         self._counters.delivered(late)
         self._report(held)
 
@@ -206,10 +205,10 @@ class Release:
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, Hold]] = []
-        rows, too_late = sorted_out(rows, self._live.late_limits(), self._live.now_lower_ms())
-        held += too_late
-        for row in sorted(rows, key=_due_ms):  # Rows that were held before come last in a claim, and are overdue.
-            outgoing = prepared(row, self._publisher.max_properties)
+        limits, now_ms = self._live.late_limits(), self._live.now_lower_ms()
+        for row in sorted(rows, key=_due_ms):
+            late_hold = too_late(row.due_ms, now_ms, limits.get(row.parcel.route), row.hold) if limits else None
+            outgoing = late_hold or prepared(row, self._publisher.max_properties)
             if isinstance(outgoing, Hold):
                 held.append((row, outgoing))
             else:
@@ -235,8 +234,7 @@ class Release:
     def _report(self, held: Sequence[tuple[Due, Hold]]) -> None:
         for row, hold in held:
             if row.attempts == 0:
-                self._counters.add("held", 1)
-                self._counters.add_routes("held", [row.parcel.route])
+                self._counters.add("held", [row.parcel.route])
             log.warning(
                 "message held",
                 id=row.id,
@@ -247,24 +245,6 @@ class Release:
                 routing_key=row.parcel.target.routing_key,
                 route=row.parcel.route,
             )
-
-
-def sorted_out(rows: Sequence[Due], limits: Limits, now_ms: int) -> tuple[Sequence[Due], list[tuple[Due, Hold]]]:
-    """The rows to publish, and the rows that are too late for their route. Pure.
-
-    A message that waited for a person is claimed again only after an operator retried it, so deliver it."""
-    if not limits:
-        return rows, []
-    on_time: list[Due] = []
-    late: list[tuple[Due, Hold]] = []
-    for row in rows:
-        by_hand = row.hold is not None and row.hold.for_a_person
-        hold = None if by_hand else too_late(row.due_ms, now_ms, limits.get(row.parcel.route))
-        if hold is None:
-            on_time.append(row)
-        else:
-            late.append((row, hold))
-    return on_time, late
 
 
 def prepared(row: Due, max_properties: int) -> Outgoing | Hold:

@@ -86,7 +86,7 @@ class Restoring:
             case None:
                 return LOOK_SECONDS
             case Restored():
-                self._counters.add("restored", found.messages)
+                self._counters.restored += found.messages
                 log.info("segment restored", **found._asdict(), seconds=round(took, 3))
                 now_ms = self._lanes.now_upper_ms()
                 urgent = now_ms is not None and found.first_due_ms < now_ms + URGENT_MS
@@ -94,7 +94,7 @@ class Restoring:
             case Locked():
                 return LOOK_AGAIN_SECONDS
             case Broken():
-                self._counters.add("broken_segments", 1)
+                self._counters.broken_segments += 1
                 log.error("segment broken", **found._asdict(), next_step=found.advice)
                 return 0.0
 

@@ -40,7 +40,7 @@ def test_messages_before_their_instant_count_as_on_time() -> None:
 
 def test_names_that_somebody_invents_fill_no_memory() -> None:
     counters = Counters()
-    counters.add_routes("refused", [b"%d" % number for number in range(MOST_ROUTES + 50)])
+    counters.add("refused", [b"%d" % number for number in range(MOST_ROUTES + 50)])
     counters.delivered([(10, b"one more")])
     assert len(counters.routes["refused"]) == MOST_ROUTES + 1
     assert counters.routes["refused"][OTHERS] == 50

@@ -39,7 +39,7 @@ def lane(number: int, *, alive: bool, waiting: int, next_due_ms: int | None) -> 
 def sight(**more: Any) -> Sight:
     """Everything there is to see."""
     counters = Counters()
-    counters.add_routes("parked", [b"orders.in"] * 3 + [b"caf\xc3\xa9", b"\xff"])
+    counters.add("parked", [b"orders.in"] * 3 + [b"caf\xc3\xa9", b"\xff"])
     counters.delivered([(40, b"orders.in")])
     counters.took("claim", 0.003)
     counters.batch("claim", 3)

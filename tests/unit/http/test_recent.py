@@ -20,7 +20,7 @@ def test_each_step_has_the_counts_since_the_one_before() -> None:
     counters = Counters()
     recent = Recent(counters, 0)
     for step, parked in ((1, 10), (1, 99), (2, 20)):
-        counters.add("parked", parked)
+        counters.add("parked", [b"r"] * parked)
         recent.note(step * STEP_MS)
     assert [(one.at_ms, one.counts["parked"]) for one in recent.steps] == [(STEP_MS, 10), (2 * STEP_MS, 119)]
 
@@ -63,8 +63,8 @@ def test_a_quantile_is_of_the_size_of_the_lateness(seconds: list[float], share: 
 def test_from_counters_to_a_chart() -> None:
     counters = Counters()
     recent = Recent(counters, NOW)
-    counters.add("parked", 50)
-    counters.add("released", 10)
+    counters.add("parked", [b"r"] * 50)
+    counters.add("released", [b"r"] * 10)
     counters.delivered([(40, b"a")] * 10)
     recent.note(NOW + STEP_MS)
     course = list(recent.steps)
