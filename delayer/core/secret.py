@@ -1,7 +1,7 @@
 """URLs with passwords, and tokens: masked in output, revealed only to connect or compare.
 
 People write passwords into URLs unescaped, with the very characters that divide a URL. So the output contains only
-parts that cannot belong to a password under any reading; in doubt it contains less.
+parts that cannot belong to a password under any reading.
 """
 
 from __future__ import annotations
@@ -11,55 +11,35 @@ from typing import Final
 
 HIDDEN: Final = "***"
 
-AS_PARAMETER = re.compile(
+AS_PARAMETER: Final = re.compile(
     r"""(?i)\b((?:\w*password|passwd|passphrase|pwd|secret|token)\s*=\s*)((?:'[^']*'|"[^"]*")\S*|\S+)"""
 )
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,20}:/+")
 _LOGIN = re.compile(":.*@", re.DOTALL)
-_BEHIND_THE_PATH = re.compile("[?#&;=]")
-_USER = re.compile(r"[\w.%+-]{0,64}", re.ASCII)
-_NAME = re.compile(r"[\w.-]*", re.ASCII)
-_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]*\]|[\w.-]*)(:[0-9]*)?", re.ASCII)
+# Nothing here can be a part of an unescaped password: those have one of the characters that divide a URL.
+_URL = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]{0,20}:/+)((?P<user>[\w.%+-]{0,64})(?P<password>:[^\s:@/?#]*)?@)?"
+    r"(?P<place>(\[[0-9A-Fa-f:.]*\]|[\w.-]*)(:[0-9]*)?(/[^@?#&;=]*)?)(?P<behind>[?#&;=][^@]*)?",
+    re.ASCII,
+)
 
 
 def concealed(given: str) -> str:
-    """The printable parts of a text that may be a URL: scheme, user, host, port and path, unless a password could
-    extend into them.
+    """The printable parts of a text that may be a URL: scheme, user, host, port and path. Nothing of one in which a
+    password could extend into these.
 
-    >>> concealed("amqp://me:pass word@host:5672/vhost?heartbeat=5")
+    >>> concealed("amqp://me:password@host:5672/vhost?heartbeat=5")
     'amqp://me:***@host:5672/vhost?***'
-    >>> concealed("amqp://me:pa?ss@host"), concealed("me:password@host:/"), concealed("host=h password=a b")
-    ('amqp://***', '***', 'host=h password=***')
+    >>> concealed("amqp://me:pass word@host"), concealed("me:password@host:/"), concealed("host=h password=a b")
+    ('***', '***', 'host=h password=***')
     """
     if ":/" not in given and not _LOGIN.search(given):
         parameter = AS_PARAMETER.search(given)
         return given if parameter is None else given[: parameter.end(1)] + HIDDEN
-    scheme = _SCHEME.match(given)
-    if scheme is None:
+    url = _URL.fullmatch(given)
+    if url is None:
         return HIDDEN
-    rest = given[scheme.end() :]
-    cut = _BEHIND_THE_PATH.search(rest)
-    head, behind = (rest, "") if cut is None else (rest[: cut.start()], rest[cut.start() :])
-    if "@" in behind:
-        return scheme[0] + HIDDEN  # All of it may belong to a password.
-    login, at, place = head.rpartition("@")
-    return scheme[0] + _login(login, at) + _place(place, at) + (behind[:1] + HIDDEN if behind else "")
-
-
-def _login(login: str, at: str) -> str:
-    user, colon, _ = login.partition(":")
-    if not _USER.fullmatch(user):
-        return HIDDEN + at
-    return f"{user}:{HIDDEN}{at}" if colon else user + at
-
-
-def _place(place: str, at: str) -> str:
-    """The printable part of host and path. Without an "@" the host may be a user, and the port a password."""
-    host = place.partition("/")[0]
-    if at or _PLACE.fullmatch(host):
-        return place
-    name, colon, _ = host.partition(":")
-    return f"{name}:{HIDDEN}" if colon and _NAME.fullmatch(name) else HIDDEN
+    login = "" if url["user"] is None else url["user"] + (f":{HIDDEN}@" if url["password"] else "@")
+    return url["scheme"] + login + url["place"] + (url["behind"][0] + HIDDEN if url["behind"] else "")
 
 
 class Secret:

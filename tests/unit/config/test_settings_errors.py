@@ -75,7 +75,7 @@ FILES: list[tuple[str, dict[str, str]]] = [
     ('broker = "amqp://u:pw@h"', {"broker": '"amqp://u:***@h"'}),
     ('[broker]\nurl = "http://u:pw@h"', {"broker.url": '"http://u:***@h"'}),
     ('[broker]\nurl = "secret"', {"broker.url": "a text that is no URL (not shown)"}),
-    ('[broker]\nurl = "amqp://u:p/w@h"', {"broker.url": '"amqp://u:***@h"'}),
+    ('[broker]\nurl = "amqp://u:p/w@h"', {"broker.url": '"***"'}),
     ('[broker]\nurl = "amqp://h"\nurl_file = "/dev/null"', {"broker.url_file": "both"}),
     ('[broker]\nmanagement_url = "amqp://u:pw@h"', {"broker.management_url": '"amqp://u:***@h"'}),
     ('[intake]\nqueue = ["a"]', {"intake.queue": "a list of 1"}),
