@@ -71,7 +71,7 @@ class Store(Protocol):
     def now_lower_ms(self) -> int:
         """A lower bound of the store's clock, rounded down: messages due by it are due."""
 
-    async def park(self, lane: Lane | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
+    async def park(self, lane: Lane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """Commit ``parcels`` into ``lane`` in one transaction, by COPY. Parcels of a route with a lane of its own go
         there, and the transaction notifies its owner. A parcel with a key replaces the waiting message of that key.
         ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages are deleted. Wakes the lane

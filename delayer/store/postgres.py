@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib import import_module
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import asyncpg
 
@@ -41,6 +41,7 @@ about 5 seconds."""
 CLOSE_SECONDS: Final = 5.0
 
 
+T = TypeVar("T")
 Changes = Counter[tuple[int, str]]
 """The changes of the counters in a transaction, by lane and kind."""
 
@@ -77,7 +78,6 @@ class PostgresStore:
         self._locks = locks
         self._days = days
         self._routes: Mapping[bytes, int] = {}
-        self._turn = 0
 
     @classmethod
     async def connect(
@@ -136,47 +136,34 @@ class PostgresStore:
         """See the port."""
         return self._clock.now_lower_ms()
 
-    async def park(self, lane: object | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
-        """See the port. The ``cancels`` act before the ``parcels``: a message parked by the same call stays. Without a
-        ``lane``, the messages go into any one, and its owner is notified."""
-        taken_out = frozenset[bytes]()
+    async def park(self, lane: object, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
+        """See the port. The ``cancels`` act before the ``parcels``: a message parked by the same call stays."""
         if not parcels and not cancels:
-            return taken_out
-        ours = None if lane is None else _ours(lane)
-        routes = self._routes
-        keyed = bool(cancels) or any(parcel.key is not None for parcel in parcels)
+            return frozenset()
+        ours, routes = _ours(lane), self._routes
+        place = Placement(ours.number, routes, ours.epoch)
 
-        async def work(connection: asyncpg.Connection) -> None:
-            nonlocal taken_out
-            place = await self._place(connection, ours, routes)
-            if keyed:
-                taken_out = await park_keyed(connection, place, parcels, cancels)
-            else:
-                await park_plain(connection, place, parcels)
+        async def work(connection: asyncpg.Connection) -> frozenset[bytes]:
+            if cancels or any(parcel.key is not None for parcel in parcels):
+                return await park_keyed(connection, place, parcels, cancels)
+            await park_plain(connection, place, parcels)
+            return frozenset()
 
         await self._ensure_days({parcel.due_ms // DAY_MS for parcel in parcels})
         try:
-            await self._write("park", ours, work)
+            return await self._write("park", ours, work)
         finally:
             # Also when the commit is in doubt: a note too many costs one claim that finds nothing.
-            dues = [parcel.due_ms for parcel in parcels if parcel.route not in routes]
-            if ours is not None and dues:
+            if dues := [parcel.due_ms for parcel in parcels if parcel.route not in routes]:
                 ours.cursor.note_parked(min(dues))
-        return taken_out
 
     async def hold(self, lane: object, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
         """See the port. Counts them as parked, and as held."""
         if not parcels:
             return
         ours = _ours(lane)
-        soonest: int | None = None
-
-        async def work(connection: asyncpg.Connection) -> None:
-            nonlocal soonest
-            place = Placement(ours.number, self._routes, ours.epoch)
-            soonest = await hold_new(connection, place, parcels, self._clock.now_upper_ms())
-
-        await self._write("hold", ours, work)
+        place, now_ms = Placement(ours.number, self._routes, ours.epoch), self._clock.now_upper_ms()
+        soonest = await self._write("hold", ours, lambda connection: hold_new(connection, place, parcels, now_ms))
         if soonest is not None:
             ours.cursor.note_held(soonest)
 
@@ -210,24 +197,15 @@ class PostgresStore:
                 async with session.borrowed(self._pool) as connection:
                     await self._days.ensure(connection, days, today, at, partitions.PARK_SECONDS)
 
-    async def _place(
-        self, connection: asyncpg.Connection, lane: PostgresLane | None, routes: Mapping[bytes, int]
-    ) -> Placement:
-        if lane is None:
-            self._turn += 1
-            return await anywhere(connection, self._turn)
-        return Placement(lane.number, routes, lane.epoch)
-
-    async def _write(
-        self, doing: str, lane: PostgresLane | None, work: Callable[[asyncpg.Connection], Awaitable[None]]
-    ) -> None:
-        """One transaction around ``work``, again if it lost against another one."""
-        for attempt in range(1, ATTEMPTS + 1):
-            if lane is not None and not lane.held_by_us:
-                raise LaneLost(f"lane {lane.number}: {doing}: the connection that holds its lock is gone")
+    async def _write(self, doing: str, lane: PostgresLane, work: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
+        """The result of ``work`` in one transaction, which is repeated if it lost against another one."""
+        attempt = 0
+        while True:
+            attempt += 1
+            lane.check_held(doing)
             try:
                 async with self._transaction() as connection:
-                    await work(connection)
+                    result = await work(connection)
             except WORTH_REPEATING as error:
                 if attempt == ATTEMPTS:
                     raise StoreLost(f"{doing}: {describe(error)}, {ATTEMPTS} times") from error
@@ -235,7 +213,7 @@ class PostgresStore:
                 raise StoreLost(f"{doing}: {describe(error)}") from error
             else:
                 reach("park.committed")
-                return
+                return result
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[asyncpg.Connection]:
@@ -284,16 +262,6 @@ def _ours(lane: object) -> PostgresLane:
     if not isinstance(lane, PostgresLane):
         raise TypeError(f"expected a lane of this store, found {type(lane).__name__}")
     return lane
-
-
-async def anywhere(connection: asyncpg.Connection, turn: int) -> Placement:
-    """The next of the lanes without a route, and the lanes of routes, for a process that owns none. Raises StoreLost,
-    the driver's errors."""
-    rows = await connection.fetch("SELECT number, route FROM lane ORDER BY number")
-    numbers = [number for number, route in rows if route is None]
-    if not numbers:
-        raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
-    return Placement(numbers[turn % len(numbers)], {route: number for number, route in rows if route is not None})
 
 
 async def park_plain(connection: asyncpg.Connection, place: Placement, parcels: Sequence[Parcel]) -> None:

@@ -147,7 +147,7 @@ class ImportStore:
         parcels = [item.parcel for item in batch.items if item.hold is None]
         held = [(item.parcel, item.hold) for item in batch.items if item.hold is not None]
         self._turn += 1
-        place = await postgres.anywhere(self._connection, self._turn)
+        place = await _anywhere(self._connection, self._turn)
         async with pool.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
             parcels, superseded = await self._not_waiting(parcels)
@@ -271,4 +271,16 @@ async def _waits(connection: asyncpg.Connection, lane: int, due_at: int, message
         or await connection.fetchval("SELECT true FROM held WHERE id = $1", message_id)
         # It was on its way out of the default partition when we looked first.
         or await connection.fetchval(by_place, lane, due_at, message_id)
+    )
+
+
+async def _anywhere(connection: asyncpg.Connection, turn: int) -> postgres.Placement:
+    """The next of the lanes without a route, and the lanes of routes, for a process that owns none. Raises StoreLost,
+    the driver's errors."""
+    rows = await connection.fetch("SELECT number, route FROM lane ORDER BY number")
+    numbers = [number for number, route in rows if route is None]
+    if not numbers:
+        raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
+    return postgres.Placement(
+        numbers[turn % len(numbers)], {route: number for number, route in rows if route is not None}
     )

@@ -22,7 +22,6 @@ class Listed(NamedTuple):
     messages: int
     raw_bytes: int
     packed_bytes: int
-    made_ms: int
     broken: str | None
 
 
