@@ -38,8 +38,8 @@ _END_FROZEN = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 WHERE datname = current_database() AND usename = current_user AND state = 'active' AND wait_event = 'ClientRead'
   AND query_start < clock_timestamp() - make_interval(secs => CASE
-      WHEN application_name LIKE 'delayer lane %' OR application_name = 'delayer presence' THEN $1
-      WHEN application_name IN ('delayer park', 'delayer act') THEN $2 END)
+      WHEN application_name LIKE 'delayer lane %' OR application_name = 'delayer presence' THEN $1::float8
+      WHEN application_name IN ('delayer park', 'delayer act') THEN $2::float8 END)
 """
 FROZEN_SECONDS: Final = 60.0
 """After how long a park is ended that says nothing in the middle of a COPY. Its rows come in within milliseconds."""

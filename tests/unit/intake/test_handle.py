@@ -136,7 +136,7 @@ async def test_known_outcomes_of_an_unconfirmed_batch_are_settled() -> None:
     assert [reason for _, reason in it.holder.held] == [
         hold_for(one) for one in (NO_ROUTE, Unanswered(8, b"orders.out", b"k"))
     ]
-    assert it.counted() == {"released": 2, "held": 2}
+    assert it.counted() == {"released": 2, "held": 2, "returned": 1}
 
 
 async def test_publishes_in_batches_of_the_publisher_s_size() -> None:
@@ -185,7 +185,7 @@ async def test_a_cascade_that_does_not_take_it_gives_the_delivery_back() -> None
     it.live.holds_in_store = False
     with pytest.raises(NotTaken, match=r"exchange delayer\.delay-level-03 did not take a message to hold"):
         await it.run(publication(1, b"gone"))
-    assert (it.accepted, it.counted()) == ([], {})
+    assert (it.accepted, it.counted()) == ([], {"returned": 1})
 
 
 async def test_each_publish_of_a_batch_is_progress() -> None:
