@@ -27,7 +27,8 @@ from delayer.amqp.errors import (
 from delayer.amqp.framing import WRITE_BYTES, Consumers, Replies, ReturnedMessage, fail
 from delayer.amqp.properties import Properties
 from delayer.core import faultpoint
-from delayer.core.message import CONFIRMED, NACKED, Delivery, Outcome, Outgoing, Returned, Schedule
+from delayer.core.hold import CONFIRMED, NACKED, Hold, Outcome, returned
+from delayer.core.message import Delivery, Outgoing, Schedule
 
 TOKEN_HEADER = b"x-delayer-id"
 
@@ -47,7 +48,7 @@ class Batch:
         self._positions: dict[bytes, int] | None = None
         self._unsettled = len(tokens)
         self._nacked: list[int] = []
-        self.returned: dict[int, Returned] = {}
+        self.returned: dict[int, Hold] = {}
 
     def position(self, token: bytes) -> int | None:
         """The message's index in the batch, by its token. The first return builds the index."""
@@ -79,9 +80,9 @@ class Batch:
         for position in self._nacked:
             outcomes[position] = NACKED
         # The broker returns an unroutable message and then confirms it: the return overrides the confirm.
-        for position, returned in self.returned.items():
+        for position, hold in self.returned.items():
             if outcomes[position] is not None:
-                outcomes[position] = returned
+                outcomes[position] = hold
 
 
 class _Run:
@@ -186,7 +187,7 @@ class Confirms:
             text = f"a returned message's x-delayer-id is that of {len(found)} publishes in flight"
             raise ProtocolError(UNEXPECTED_FRAME, text)
         batch, position = found[0]
-        batch.returned[position] = Returned(message.code, message.text)
+        batch.returned[position] = returned(message.code, message.text)
 
     def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
         """Fail the batches in flight: no confirm will come."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delayer.core.errors import BrokerLost
-from delayer.core.message import Outcome
+from delayer.core.hold import Outcome
 
 REPLY_SUCCESS = 200
 ACCESS_REFUSED = 403

@@ -14,7 +14,8 @@ from typing import Final, NamedTuple
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.core.message import CONFIRMED, Outcome, Outgoing, Unanswered
+from delayer.core.hold import CONFIRMED, Hold, HoldKind, Outcome
+from delayer.core.message import Outgoing
 
 MANY: Final = 3
 """With so many open breakers, the other keys of an exchange are doubtful: if keys name orders, each key is new."""
@@ -84,7 +85,7 @@ class CircuitBreaker:
                 if self.suspects(one) and (breaker is None or breaker.until <= now):
                     doubtful += group
                 continue
-            silent = isinstance(breaker.outcome, Unanswered)
+            silent = _silent(breaker.outcome)
             if breaker.until > now or (silent and not our_turn):
                 held.update((index, breaker.outcome) for index in group)
                 continue
@@ -112,7 +113,7 @@ class CircuitBreaker:
         """Open the breaker after a failed probe, for longer each time."""
         earlier = self._remove(one)
         failures = 1 + (earlier.failures if earlier is not None else 0)
-        first, longest = SILENT_PAUSES if isinstance(outcome, Unanswered) else CLOSED_PAUSES
+        first, longest = SILENT_PAUSES if _silent(outcome) else CLOSED_PAUSES
         pause = min(longest, first * 2.0 ** min(failures - 1, 10))
         self._enter(one, _Breaker(outcome, failures, self._clock() + pause))
 
@@ -140,3 +141,7 @@ class CircuitBreaker:
         """Close breakers that had no publish for ten minutes."""
         while self.table and self.table[first := next(iter(self.table))].until + 600.0 < now:
             self._remove(first)
+
+
+def _silent(outcome: Outcome) -> bool:
+    return isinstance(outcome, Hold) and outcome.kind is HoldKind.UNANSWERED

@@ -30,7 +30,8 @@ from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destinat
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.retry import raise_first
 from delayer.core.errors import BrokerLost
-from delayer.core.message import NACKED, ClosedChannel, ClosedConnection, Outcome, Outgoing, Schedule, Unanswered
+from delayer.core.hold import NACKED, Outcome, closed_channel, closed_connection, unanswered
+from delayer.core.message import Outgoing, Schedule
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +53,7 @@ AT_ONCE: Final = 512
 """Parallel probes, if the connection allows as many channels."""
 KNOWN: Final = 10_000
 """Exchanges that are remembered."""
-NOT_TRIED: Final = ClosedConnection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
+NOT_TRIED: Final = closed_connection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
 
 
 _Loss = ChannelClosed | ConnectionLost
@@ -142,7 +143,7 @@ class Isolation:
             one = pending.batch[index]
             outcome: Outcome = NACKED  # The reader of a direct reply waits no longer either.
             if one.isolated:
-                silent = Unanswered(self._timeout, one.exchange, one.routing_key)
+                silent = unanswered(self._timeout, one.exchange, one.routing_key)
                 outcome = silent if index in case.written else NOT_TRIED
             pending.outcomes.setdefault(index, outcome)
 
@@ -216,7 +217,7 @@ class Isolation:
                 if not proven:
                     case.pending.in_doubt.update(group)
                     continue
-                outcome = Unanswered(self._timeout, one.exchange, one.routing_key or b"")
+                outcome = unanswered(self._timeout, one.exchange, one.routing_key or b"")
                 case.pending.outcomes.update(dict.fromkeys(case.pending.unknown(group), outcome))
                 if self.breaker.table.get(one) is before[one]:  # Otherwise a probe at the same time opened it.
                     self.breaker.open(one, outcome)
@@ -278,12 +279,12 @@ class Isolation:
         if isinstance(lost, ConnectionLost):
             if not case.own:  # Known messages end the second connection only, at each retry.
                 self.isolating_until = _now() + ISOLATING
-            case.pending.outcomes[index] = ClosedConnection(lost.code, lost.text)
+            case.pending.outcomes[index] = closed_connection(lost.code, lost.text)
             return
         batch = case.pending.batch
         one = destination(batch[index])
         everywhere = Destination(one.exchange, None)
-        outcome = ClosedChannel(lost.code, lost.text)
+        outcome = closed_channel(lost.code, lost.text)
         if lost.code == NOT_FOUND:
             self.exchanges.discard(one.exchange)
             return self._hold(case, everywhere, outcome, [i for i in case.indexes if batch[i].exchange == one.exchange])

@@ -23,7 +23,8 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation, Pending
 from delayer.broker.retry import raise_first
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.message import Outcome, Outgoing, Schedule, is_direct_reply
+from delayer.core.hold import Outcome
+from delayer.core.message import Outgoing, Schedule, is_direct_reply
 
 log = structlog.get_logger(__name__)
 

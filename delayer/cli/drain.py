@@ -27,8 +27,9 @@ from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
 from delayer.core.delay_headers import seconds_until
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
+from delayer.core.hold import Confirmed
 from delayer.core.importing import Meant
-from delayer.core.message import Confirmed, Due, Outgoing
+from delayer.core.message import Due, Outgoing
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.cascade import CascadeLevels

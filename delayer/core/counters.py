@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned
+from delayer.core.hold import Hold, HoldKind, Outcome
 
 KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked")
 MOST_ROUTES: Final = 200
@@ -87,10 +87,8 @@ class Counters:
 
     def objected(self, outcome: Outcome, route: bytes) -> None:
         """Count a publish as returned or nacked. An outcome that closed a channel or connection counts as returned."""
-        if isinstance(outcome, Nacked):
-            self.add("nacked", [route])
-        elif isinstance(outcome, Returned | ClosedChannel | ClosedConnection):
-            self.add("returned", [route])
+        if isinstance(outcome, Hold) and outcome.kind is not HoldKind.UNANSWERED:
+            self.add("nacked" if outcome.kind is HoldKind.NACKED else "returned", [route])
 
     def delivered(self, messages: Sequence[tuple[float, bytes]]) -> None:
         """Add the lateness of delivered messages, given as (milliseconds, route) in any order."""

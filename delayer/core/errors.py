@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from delayer.core.message import Outcome
+from delayer.core.hold import Outcome
 
 
 class BrokerLost(Exception):

@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import Final
 
 from delayer.core.delay_headers import in_words
-from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned, Unanswered, name_text
 
 
 class HoldKind(StrEnum):
@@ -100,21 +99,40 @@ def unfit(text: str) -> Hold:
     return Hold(HoldKind.UNFIT, f"unfit: {text}")
 
 
-def hold_for(outcome: Outcome) -> Hold:
-    """The Hold of a message with this outcome. Raises ValueError for a confirmed publish."""
-    match outcome:
-        case Returned(code, text):
-            return Hold(HoldKind.RETURNED, f"returned: {code} {text}")
-        case Nacked():
-            return Hold(HoldKind.NACKED, "nacked: the destination refused it")
-        case Unanswered(seconds, exchange, routing_key):
-            where = f"exchange {name_text(exchange)!r}, key {name_text(routing_key)!r}"
-            text = f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
-            return Hold(HoldKind.UNANSWERED, text, may_be_delivered=True)
-        case ClosedChannel(code, text):
-            return Hold(HoldKind.CLOSED_CHANNEL, f"the broker closed the channel: {code} {text}")
-        case ClosedConnection(code, text):
-            text = f"the broker closed the connection: {code} {text}"
-            return Hold(HoldKind.CLOSED_CONNECTION, text, isolated=True)
-        case _:
-            raise ValueError("a confirmed message is not held")
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The broker took responsibility for the publish, and routed it to at least one queue."""
+
+
+Outcome = Confirmed | Hold
+"""What became of a publish: confirmed, or why its message is held."""
+CONFIRMED: Final = Confirmed()
+NACKED: Final = Hold(HoldKind.NACKED, "nacked: the destination refused it")
+
+
+def returned(code: int, text: str) -> Hold:
+    """The outcome of a publish for which the broker found no queue."""
+    return Hold(HoldKind.RETURNED, f"returned: {code} {text}")
+
+
+def unanswered(seconds: float, exchange: bytes, routing_key: bytes) -> Hold:
+    """The outcome of a publish without a confirm within ``seconds``, while the broker confirmed others. A queue behind
+    ``exchange`` and ``routing_key`` does not answer. It may still accept the message later."""
+    where = f"exchange {name_text(exchange)!r}, key {name_text(routing_key)!r}"
+    text = f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
+    return Hold(HoldKind.UNANSWERED, text, may_be_delivered=True)
+
+
+def closed_channel(code: int, text: str) -> Hold:
+    """The outcome of a publish for which the broker closed the channel: its exchange is missing, or closed to us."""
+    return Hold(HoldKind.CLOSED_CHANNEL, f"the broker closed the channel: {code} {text}")
+
+
+def closed_connection(code: int, text: str) -> Hold:
+    """The outcome of a publish for which the broker closed the whole connection."""
+    return Hold(HoldKind.CLOSED_CONNECTION, f"the broker closed the connection: {code} {text}", isolated=True)
+
+
+def name_text(name: bytes) -> str:
+    """A name of the broker as text; bytes that are not UTF-8 become escapes."""
+    return name.decode("utf-8", "backslashreplace")

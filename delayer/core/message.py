@@ -67,60 +67,11 @@ WINDOW_MS: Final = 100
 they are due. A Schedule publishes each at its instant, so that neither costs lateness."""
 
 
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """The broker took responsibility for the publish, and routed it to at least one queue."""
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """The broker found no queue for the publish (``basic.return``)."""
-
-    code: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Nacked:
-    """A queue refused the publish, or the broker could not take it (``basic.nack``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unanswered:
-    """No confirm within ``seconds``, while the broker confirmed others: a queue behind ``exchange`` and ``routing_key``
-    does not answer. The queue may still accept the message later."""
-
-    seconds: float
-    exchange: bytes
-    routing_key: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedChannel:
-    """The broker closed the channel for the publish: its exchange is missing, or closed to this user."""
-
-    code: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedConnection:
-    """The broker closed the whole connection for the publish."""
-
-    code: int
-    text: str
-
-
 def as_bytes(value: object) -> bytes | None:
     """The bytes of a decoded header's string or bytes; None for another value."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogateescape")
     return value if isinstance(value, bytes) else None
-
-
-def name_text(name: bytes) -> str:
-    """A name of the broker as text; bytes that are not UTF-8 become escapes."""
-    return name.decode("utf-8", "backslashreplace")
 
 
 DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
@@ -132,11 +83,6 @@ def is_direct_reply(exchange: bytes, routing_key: bytes) -> bool:
     """Whether a publish goes to a direct reply, not to a queue. The broker parses the rest of the name, and closes the
     whole connection (541) if that is invalid."""
     return not exchange and routing_key.startswith(DIRECT_REPLY)
-
-
-Outcome = Confirmed | Returned | Nacked | Unanswered | ClosedChannel | ClosedConnection
-CONFIRMED = Confirmed()
-NACKED = Nacked()
 
 
 class Target(NamedTuple):

@@ -22,7 +22,7 @@ from delayer import __version__
 from delayer.config.model import Settings
 from delayer.core import horizon
 from delayer.core.counters import KINDS, Counters
-from delayer.core.message import name_text
+from delayer.core.hold import name_text
 from delayer.http.view import Depths, Snapshot, State
 from delayer.store.admin.stats import Census, StoreOverview
 

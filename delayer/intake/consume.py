@@ -24,8 +24,8 @@ from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
 from delayer.core.faultpoint import reach
-from delayer.core.hold import hold_for
-from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Schedule
+from delayer.core.hold import Confirmed, Outcome
+from delayer.core.message import Delivery, Outgoing, Parcel, Schedule
 from delayer.intake.holding import Holding, Objection
 
 log = structlog.get_logger(__name__)
@@ -281,10 +281,10 @@ class Dispatch:
             self._counters.objected(outcome, _route(publication))
             if parcel is not None:
                 parcel = parcel._replace(token=publication.outgoing.token)
-                objections.append(Objection(publication.delivery, parcel, hold_for(outcome), publication.earlier))
+                objections.append(Objection(publication.delivery, parcel, outcome, publication.earlier))
             else:
                 exchange = publication.outgoing.exchange.decode("utf-8", "replace")
-                stuck.append(f"exchange {exchange!r}: {hold_for(outcome).text}")
+                stuck.append(f"exchange {exchange!r}: {outcome.text}")
         acks.accept(publication.delivery.tag for publication in through)
         self._count(through)
         self._counters.delivered(late)

@@ -18,8 +18,8 @@ from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import seconds_until
 from delayer.core.errors import NotTaken
-from delayer.core.hold import Hold, hold_for
-from delayer.core.message import Confirmed, Delivery, Outgoing, Parcel
+from delayer.core.hold import Confirmed, Hold
+from delayer.core.message import Delivery, Outgoing, Parcel
 
 log = structlog.get_logger(__name__)
 
@@ -86,7 +86,7 @@ class Holding:
         for outgoing, outcome in zip(batch, await self._publisher.publish(batch), strict=True):
             if not isinstance(outcome, Confirmed):
                 exchange = outgoing.exchange.decode()
-                raise NotTaken(f"exchange {exchange} did not take a message to hold: {hold_for(outcome).text}")
+                raise NotTaken(f"exchange {exchange} did not take a message to hold: {outcome.text}")
 
     def _note(self, one: Objection, token: bytes, now_ms: int) -> Held:
         """The note of one attempt more."""

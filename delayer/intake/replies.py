@@ -18,8 +18,8 @@ from delayer.amqp.edits import ID
 from delayer.amqp.properties import Properties, changed, encode_headers, entry, long_string
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
-from delayer.core.hold import hold_for
-from delayer.core.message import Confirmed, Outgoing
+from delayer.core.hold import Confirmed
+from delayer.core.message import Outgoing
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,7 @@ async def send(publisher: AmqpPublisher, answers: Sequence[Outgoing]) -> None:
         except BrokerLost as lost:
             reason = str(lost)
         else:
-            unhappy = [hold_for(outcome).text for outcome in outcomes if not isinstance(outcome, Confirmed)]
+            unhappy = [outcome.text for outcome in outcomes if not isinstance(outcome, Confirmed)]
             failed, reason = len(unhappy), unhappy[0] if unhappy else ""
     if failed:
         log.info("reply not confirmed", replies=failed, reason=reason)

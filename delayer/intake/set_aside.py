@@ -21,8 +21,8 @@ from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.errors import QueueMissing
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.hold import Hold, HoldKind, hold_for
-from delayer.core.message import Confirmed, Delivery, Outgoing, Target
+from delayer.core.hold import Confirmed, Hold, HoldKind
+from delayer.core.message import Delivery, Outgoing, Target
 from delayer.intake.refusals import EntryPoints, Refusal, again, refusal_of
 
 AT_ONCE: Final = 100
@@ -179,7 +179,7 @@ class SetAside(Generic[T]):
         outcomes = iter(await publisher.publish([one for one in prepared if isinstance(one, Outgoing)]))
         confirmed = Confirmed
         return [
-            one if isinstance(one, str) else "" if isinstance(out := next(outcomes), confirmed) else hold_for(out).text
+            one if isinstance(one, str) else "" if isinstance(out := next(outcomes), confirmed) else out.text
             for one in prepared
         ]
 

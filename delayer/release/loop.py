@@ -21,8 +21,8 @@ from delayer.broker.retry import Retry, raise_first, take_failures
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.faultpoint import reach
-from delayer.core.hold import Hold, hold_for, too_late, unfit
-from delayer.core.message import SHORT_STRING, Confirmed, Due, Outgoing, Schedule
+from delayer.core.hold import Confirmed, Hold, too_late, unfit
+from delayer.core.message import SHORT_STRING, Due, Outgoing, Schedule
 from delayer.core.rate_limit import TokenBucket
 
 log = structlog.get_logger(__name__)
@@ -228,7 +228,7 @@ class Release:
                     late.append((schedule.written_ms.get(index, now_ms) - row.due_ms, row.parcel.route))
             else:
                 self._counters.objected(outcome, row.parcel.route)
-                held.append((row, hold_for(outcome)))
+                held.append((row, outcome))
         return released, [(row, hold.after(row.hold)) for row, hold in held], late
 
     def _report(self, held: Sequence[tuple[Due, Hold]]) -> None:

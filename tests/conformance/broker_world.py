@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,14 +19,13 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
-from delayer.core.message import ClosedChannel, ClosedConnection, Delivery, Outcome, Outgoing, Returned
+from delayer.core.hold import Hold, Outcome, returned
+from delayer.core.message import Delivery, Outgoing
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 
 USER = "reconnecting-test"
 GATHER = 0.02
-Objection = Returned | ClosedChannel | ClosedConnection
-"""What an outcome with a code of the broker's is."""
 BOUND = 1.0
 """Seconds that the publishers of these tests wait for confirms."""
 
@@ -145,12 +145,13 @@ def message(token: object, key: str, exchange: str = "", body: bytes | None = No
 
 
 def no_route(outcome: Outcome) -> bool:
-    return isinstance(outcome, Returned) and outcome.code == 312
+    return outcome == returned(312, "NO_ROUTE")
 
 
 def codes(outcomes: Sequence[Outcome]) -> list[int | Outcome]:
     """What the broker objected with, by number, and the outcomes without one."""
-    return [one.code if isinstance(one, Objection) else one for one in outcomes]
+    found = [re.search(r": (\d{3}) ", one.text) if isinstance(one, Hold) else None for one in outcomes]
+    return [one if code is None else int(code[1]) for one, code in zip(outcomes, found, strict=True)]
 
 
 async def until_published(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> list[Outcome]:

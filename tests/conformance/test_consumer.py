@@ -10,7 +10,7 @@ import pytest
 
 from delayer.broker.consumer import ENOUGH, AdaptivePrefetch, AmqpConsumer, AmqpSubscription, FlowControl
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED
+from delayer.core.hold import CONFIRMED
 from tests.conformance.broker_world import (
     GATHER,
     Place,

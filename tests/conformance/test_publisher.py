@@ -14,7 +14,8 @@ from delayer.broker.circuit_breaker import CircuitBreaker, Destination
 from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, NACKED, Schedule, Unanswered
+from delayer.core.hold import CONFIRMED, NACKED, unanswered
+from delayer.core.message import Schedule
 from tests.conformance.broker_world import (
     BOUND,
     Place,
@@ -174,7 +175,7 @@ async def test_doubtful_messages_of_several_destinations_wait_until_the_last_of_
         isolation = Isolation(publishing, timeout=BOUND)
         isolation.breaker = CircuitBreaker(lambda: seconds)
         for key in (b"a", b"b"):
-            isolation.breaker.open(Destination(b"", key), Unanswered(BOUND, b"", key))
+            isolation.breaker.open(Destination(b"", key), unanswered(BOUND, b"", key))
         seconds = 60.0  # Both breakers are half-open.
         publisher = AmqpPublisher(publishing, isolation=isolation, confirm_timeout=BOUND)
         due = [int(time.time() * 1000) + later for later in (0, 10, 20, 30, 300)]

@@ -23,11 +23,12 @@ from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import BATCH, AmqpPublisher
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost
-from delayer.core.message import CONFIRMED, ClosedChannel, ClosedConnection, Outcome, Outgoing
+from delayer.core.hold import CONFIRMED, HoldKind, Outcome
+from delayer.core.message import Outgoing
 from delayer.release.loop import Release
 from tests.conformance.broker_world import Place, World, codes, message, publish_all, relay_to
 from tests.faults.place import eventually
-from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due
+from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due, kind_of
 from tests.support.proxy import Proxy
 
 NO_REPLIES = ("garbage", "g2EF.k", "g1h2AA==.x", "!!.x")
@@ -109,7 +110,7 @@ async def test_a_message_that_ends_the_connection_is_identified(place: Place, ah
             assert await one.publish([message("first", "q")]) == [CONFIRMED]
         for _ in range(2):
             outcomes = await publisher.publish(batch)
-            ended = {index for index, one in enumerate(outcomes) if isinstance(one, ClosedConnection)}
+            ended = {index for index, one in enumerate(outcomes) if kind_of(one) is HoldKind.CLOSED_CONNECTION}
             assert ended == {ahead, len(batch) - 1}
             assert sum(one is CONFIRMED for one in outcomes) == len(good)
         assert await beside.publish(good) == [CONFIRMED] * len(good)
@@ -160,7 +161,8 @@ async def test_without_a_second_connection(place: Place, monkeypatch: pytest.Mon
         assert codes(await publisher.publish(batch)) == [CONFIRMED, 541, CONFIRMED]
         assert set(await world.hand.drain("q")) == {b"0", b"2"}
         connects = reconnecting.connects
-        assert isinstance((await publisher.publish([poisonous(3)._replace(isolated=True)]))[0], ClosedConnection)
+        [outcome] = await publisher.publish([poisonous(3)._replace(isolated=True)])
+        assert kind_of(outcome) is HoldKind.CLOSED_CONNECTION
         assert reconnecting.connects == connects
 
 
@@ -190,7 +192,8 @@ async def test_a_permission_is_repaired(place: Place) -> None:
     async with far_away(place, 0) as (world, reconnecting):
         publisher = AmqpPublisher(reconnecting)
         for _ in range(2):
-            assert isinstance((await publisher.publish([message(1, "closed", "news")]))[0], ClosedChannel)
+            [outcome] = await publisher.publish([message(1, "closed", "news")])
+            assert kind_of(outcome) is HoldKind.CLOSED_CHANNEL
         assert await publisher.publish([message(1, "open", "news")]) == [CONFIRMED]
         await world.hand.forbid(topic=("news", ".*"))
 

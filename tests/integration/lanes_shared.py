@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 from delayer.amqp.channel import seconds_until
 from delayer.broker.ports import Lane, Store
 from delayer.core.counters import Counters
-from delayer.core.message import CONFIRMED, Outcome, Outgoing, Schedule
+from delayer.core.hold import CONFIRMED, Outcome
+from delayer.core.message import Outgoing, Schedule
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Release
 from delayer.store.postgres import PostgresStore

@@ -17,10 +17,12 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, ClosedChannel, Outcome, Outgoing, Unanswered
-from tests.conformance.broker_world import AdminHand, message, relay_to
+from delayer.core.hold import CONFIRMED, HoldKind, Outcome, unanswered
+from delayer.core.message import Outgoing
+from tests.conformance.broker_world import AdminHand, codes, message, relay_to
 from tests.conformance.test_publisher_connections import refusing
 from tests.faults.place import eventually
+from tests.support.fakes import kind_of
 from tests.support.servers import RabbitMQ
 from tests.support.silent import silent
 
@@ -82,8 +84,8 @@ def mixed(count: int, stuck: Sequence[int], key: Callable[[int], str] = lambda _
 
 def stuck_of(outcomes: Sequence[Outcome]) -> list[int]:
     """Which are to be held for want of an answer; all others are confirmed."""
-    silent = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Unanswered)]
-    assert [outcome for outcome in outcomes if not isinstance(outcome, Unanswered)] == [CONFIRMED] * (
+    silent = [index for index, outcome in enumerate(outcomes) if kind_of(outcome) is HoldKind.UNANSWERED]
+    assert [outcome for outcome in outcomes if kind_of(outcome) is not HoldKind.UNANSWERED] == [CONFIRMED] * (
         len(outcomes) - len(silent)
     )
     return silent
@@ -111,7 +113,7 @@ async def test_one_in_a_batch(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None
             beside = asyncio.create_task(steady(other))
             outcomes = await publisher.publish(batch)
             assert stuck_of(outcomes) == [50]
-            assert outcomes[50] == Unanswered(WAIT, b"x", b"bad")
+            assert outcomes[50] == unanswered(WAIT, b"x", b"bad")
             more = [message(n, "bad" if n % 10 == 0 else "good", "x") for n in range(1000, 1100)]
             loop = asyncio.get_running_loop()
             began = loop.time()
@@ -222,10 +224,10 @@ async def test_objections_of_the_broker_are_reported_beside_a_silent_queue(rabbi
             async def tried() -> list[Outcome]:
                 return (await until_settled(publisher, batch))[0]
 
-            outcomes = await eventually(tried, lambda now: not isinstance(now[1], Unanswered), timeout=30)
-            assert isinstance(outcomes[0], Unanswered)
-            assert isinstance(outcomes[1], ClosedChannel)
-            assert outcomes[1].code == 404
+            outcomes = await eventually(tried, lambda now: kind_of(now[1]) is not HoldKind.UNANSWERED, timeout=30)
+            assert kind_of(outcomes[0]) is HoldKind.UNANSWERED
+            assert kind_of(outcomes[1]) is HoldKind.CLOSED_CHANNEL
+            assert codes(outcomes[1:2]) == [404]
             assert outcomes[2] is CONFIRMED
 
 

@@ -17,8 +17,8 @@ from delayer.amqp.edits import ID, Endpoints
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
-from delayer.core.hold import Hold, HoldKind, Limits
-from delayer.core.message import CONFIRMED, Delivery, Due, Look, Outcome, Outgoing, Parcel, Schedule, SeenLane, Target
+from delayer.core.hold import CONFIRMED, Hold, HoldKind, Limits, Outcome
+from delayer.core.message import Delivery, Due, Look, Outgoing, Parcel, Schedule, SeenLane, Target
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
 
@@ -356,3 +356,8 @@ class ScriptedLive:
 
     def now_lower_ms(self) -> int:
         return self.now
+
+
+def kind_of(outcome: Outcome) -> HoldKind | None:
+    """Why the message is held; None if it was confirmed."""
+    return outcome.kind if isinstance(outcome, Hold) else None

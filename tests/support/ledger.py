@@ -23,7 +23,8 @@ import aio_pika
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, Delivery, Outgoing
+from delayer.core.hold import CONFIRMED
+from delayer.core.message import Delivery, Outgoing
 from tests.support.account import Account, Arrival, Arrivals, Owed, Verdict
 from tests.support.letters import NUMBER, Letter, Letters, doomed
 from tests.support.proxy import Listener

@@ -17,7 +17,8 @@ from typing import NamedTuple, Self
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
-from delayer.core.message import Confirmed, Delivery, Outgoing
+from delayer.core.hold import Confirmed
+from delayer.core.message import Delivery, Outgoing
 
 # ---- field values
 

@@ -13,8 +13,10 @@ from pamqp import commands
 
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, HeaderTooLarge, NoFreeChannel
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.core import hold
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, NACKED, Delivery, Outgoing, Returned, Schedule
+from delayer.core.hold import CONFIRMED, NACKED
+from delayer.core.message import Delivery, Outgoing, Schedule
 from tests.support.fakes import until
 from tests.unit.amqp.recorded import content, returned
 from tests.unit.amqp.scripted import (
@@ -39,7 +41,7 @@ async def test_several_publishes_in_flight() -> None:
         peer.send_raw(returned(b"3", b"body"))
         peer.send(commands.Basic.Ack(3, False), 1)
         peer.send(commands.Basic.Ack(4, False), 1)
-        assert await second == [Returned(312, "NO_ROUTE"), CONFIRMED]
+        assert await second == [hold.returned(312, "NO_ROUTE"), CONFIRMED]
         assert not first.done()
         peer.send(commands.Basic.Ack(2, True), 1)
         assert await first == [CONFIRMED, CONFIRMED]

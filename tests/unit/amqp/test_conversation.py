@@ -13,7 +13,8 @@ from pamqp import heartbeat as heartbeats
 
 from delayer.amqp.channel import Channel
 from delayer.amqp.errors import ConfirmTimeout, ConnectionLost, ProtocolError
-from delayer.core.message import CONFIRMED, Delivery, Outcome
+from delayer.core.hold import CONFIRMED, Outcome
+from delayer.core.message import Delivery
 from tests.unit.amqp.recorded import content, returned
 from tests.unit.amqp.scripted import (
     Peer,

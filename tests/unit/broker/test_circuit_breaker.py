@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.circuit_breaker import MANY, CircuitBreaker, Destination
-from delayer.core.message import ClosedChannel, Outcome, Outgoing, Unanswered
+from delayer.core.hold import Outcome, closed_channel, unanswered
+from delayer.core.message import Outgoing
 
 X = b"x"
 
@@ -15,7 +16,7 @@ class Scene:
         self.breaker = CircuitBreaker(lambda: self.now, most=most)
 
     def opened(self, key: bytes, exchange: bytes = X) -> Outcome:
-        said = Unanswered(8, exchange, key)
+        said = unanswered(8, exchange, key)
         self.breaker.open(Destination(exchange, key), said)
         return said
 
@@ -79,7 +80,7 @@ def test_keys_beside_many_silent_ones_are_doubtful_until_they_answer() -> None:
 
 def test_a_missing_exchange_holds_all_its_keys_for_a_second() -> None:
     it = Scene()
-    said = ClosedChannel(404, "NOT_FOUND")
+    said = closed_channel(404, "NOT_FOUND")
     it.breaker.open(Destination(X, None), said)
     assert it.sort(to(b"a"), to(b"b"), to(b"a", b"y")) == ({0: said, 1: said}, [])
     it.now = 1.5

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from delayer.core.counters import LATENESS, MOST_ROUTES, OTHERS, Counters, Tally
-from delayer.core.message import CONFIRMED, NACKED, ClosedChannel, Returned
+from delayer.core.hold import CONFIRMED, NACKED, closed_channel, returned
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_lateness_is_counted_for_each_route_whatever_the_order() -> None:
 
 def test_objections_are_counted_by_what_they_are() -> None:
     counters = Counters()
-    for outcome in (CONFIRMED, NACKED, Returned(312, "NO_ROUTE"), ClosedChannel(404, "x")):
+    for outcome in (CONFIRMED, NACKED, returned(312, "NO_ROUTE"), closed_channel(404, "x")):
         counters.objected(outcome, b"a")
     assert counters.routes["nacked"][b"a"] == 1
     assert counters.routes["returned"][b"a"] == 2

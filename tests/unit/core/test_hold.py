@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core.backoff import FIRST_MS, LONGEST_MS, pause_ms
-from delayer.core.hold import FOR_A_PERSON, Hold, HoldKind, hold_for
-from delayer.core.message import CONFIRMED, NACKED, ClosedChannel, ClosedConnection, Outcome, Returned, Unanswered
+from delayer.core.hold import (
+    FOR_A_PERSON,
+    NACKED,
+    Hold,
+    HoldKind,
+    closed_channel,
+    closed_connection,
+    returned,
+    unanswered,
+)
 
 HOLDS = st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=5), st.booleans(), st.booleans())
 
@@ -40,27 +48,21 @@ def test_the_text_decides_nothing(hold: Hold, text: str, again_ms: int) -> None:
 
 @pytest.mark.words
 @pytest.mark.parametrize(
-    "outcome, kind, may_be_delivered, isolated, says",
+    "hold, kind, may_be_delivered, isolated, says",
     [
-        (Returned(312, "NO_ROUTE"), HoldKind.RETURNED, False, False, "312 NO_ROUTE"),
+        (returned(312, "NO_ROUTE"), HoldKind.RETURNED, False, False, "312 NO_ROUTE"),
         (NACKED, HoldKind.NACKED, False, False, "nacked"),
-        (Unanswered(8.0, b"out", b"k\xff\n"), HoldKind.UNANSWERED, True, False, "8 s: exchange 'out', key "),
-        (ClosedChannel(404, "NOT_FOUND"), HoldKind.CLOSED_CHANNEL, False, False, "404 NOT_FOUND"),
-        (ClosedConnection(541, "INTERNAL_ERROR"), HoldKind.CLOSED_CONNECTION, False, True, "541 INTERNAL_ERROR"),
+        (unanswered(8.0, b"out", b"k\xff\n"), HoldKind.UNANSWERED, True, False, "8 s: exchange 'out', key "),
+        (closed_channel(404, "NOT_FOUND"), HoldKind.CLOSED_CHANNEL, False, False, "404 NOT_FOUND"),
+        (closed_connection(541, "INTERNAL_ERROR"), HoldKind.CLOSED_CONNECTION, False, True, "541 INTERNAL_ERROR"),
     ],
 )
 def test_every_unhappy_outcome_has_its_kind_and_flags(
-    outcome: Outcome, kind: HoldKind, may_be_delivered: bool, isolated: bool, says: str
+    hold: Hold, kind: HoldKind, may_be_delivered: bool, isolated: bool, says: str
 ) -> None:
-    hold = hold_for(outcome)
     assert (hold.kind, hold.may_be_delivered, hold.isolated) == (kind, may_be_delivered, isolated)
     assert says in hold.text
     assert "\n" not in hold.text
-
-
-def test_a_confirmed_message_is_not_held() -> None:
-    with pytest.raises(ValueError, match="confirmed"):
-        hold_for(CONFIRMED)
 
 
 ids = st.integers(0, 2**63 - 1)

@@ -17,7 +17,8 @@ from delayer.amqp.properties import Properties, encode_headers, entry, int64, lo
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.core.message import Delivery, KeyGroup, Parcel, Returned, Target
+from delayer.core.hold import Hold, returned
+from delayer.core.message import Delivery, KeyGroup, Parcel, Target
 from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.core.retry_policy import Retry
 from delayer.intake import replies
@@ -281,8 +282,8 @@ async def test_replies_never_go_into_delayer_s_queues(ours: bytes) -> None:
     assert publisher.published == []
 
 
-@pytest.mark.parametrize("failure", [Returned(312, "NO_ROUTE"), BrokerLost("gone"), None])
-async def test_an_answer_that_does_not_get_through_keeps_nobody(failure: Returned | BrokerLost | None) -> None:
+@pytest.mark.parametrize("failure", [returned(312, "NO_ROUTE"), BrokerLost("gone"), None])
+async def test_an_answer_that_does_not_get_through_keeps_nobody(failure: Hold | BrokerLost | None) -> None:
     publisher = ScriptedPublisher({b"answers": failure} if failure else {})
     publisher.ready = failure is not None
     acks = await carried(publisher, Parking(b"a"), cancel(1, b"a"))

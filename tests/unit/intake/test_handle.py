@@ -13,19 +13,8 @@ from delayer.amqp.properties import Properties, encode_headers, entry, int64, lo
 from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost, Unconfirmed
-from delayer.core.hold import Hold, HoldKind, hold_for, too_late
-from delayer.core.message import (
-    CONFIRMED,
-    NACKED,
-    WINDOW_MS,
-    ClosedChannel,
-    Delivery,
-    Outcome,
-    Parcel,
-    Returned,
-    Target,
-    Unanswered,
-)
+from delayer.core.hold import CONFIRMED, NACKED, Hold, HoldKind, Outcome, closed_channel, returned, too_late, unanswered
+from delayer.core.message import WINDOW_MS, Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.intake.consume import AckTracker, Dispatch, Publication, Session
 from delayer.intake.handle import SLOT_MS, DueHandler
@@ -34,7 +23,7 @@ from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, Sc
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
 PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
-NO_ROUTE = Returned(312, "NO_ROUTE")
+NO_ROUTE = returned(312, "NO_ROUTE")
 Answers = dict[bytes, Outcome | BaseException]
 
 
@@ -99,14 +88,14 @@ async def test_returned_messages_are_held_and_accepted() -> None:
     it = Scene({b"gone": NO_ROUTE, b"full": NACKED})
     await it.run(publication(1, b"gone"), publication(2), publication(3, b"full"))
     assert it.holder.held == [
-        (PARCEL._replace(token=b"1"), hold_for(NO_ROUTE)),
-        (PARCEL._replace(token=b"3"), hold_for(NACKED)),
+        (PARCEL._replace(token=b"1"), NO_ROUTE),
+        (PARCEL._replace(token=b"3"), NACKED),
     ]
     assert it.acks.acked == [(3, True)]
     assert it.tracker.outstanding == 0
 
 
-@pytest.mark.parametrize("answer", [NO_ROUTE, NACKED, ClosedChannel(404, "no exchange")])
+@pytest.mark.parametrize("answer", [NO_ROUTE, NACKED, closed_channel(404, "no exchange")])
 async def test_messages_that_the_cascade_does_not_take_return_to_the_queue(answer: Outcome) -> None:
     """The cascade, the refused queue: everything else of the batch is settled first."""
     it = Scene({b"level": answer, b"gone": NO_ROUTE})
@@ -127,15 +116,13 @@ async def test_a_publish_in_doubt_accepts_nothing() -> None:
 
 async def test_known_outcomes_of_an_unconfirmed_batch_are_settled() -> None:
     """One that is not answered does not repeat the others."""
-    known = [CONFIRMED, None, NO_ROUTE, Unanswered(8, b"orders.out", b"k"), None, CONFIRMED]
+    known = [CONFIRMED, None, NO_ROUTE, unanswered(8, b"orders.out", b"k"), None, CONFIRMED]
     it = Scene({b"late": Unconfirmed("2 are missing", known)})
     with pytest.raises(BrokerLost, match="2 are missing"):
         await it.run(*(publication(tag, b"late") for tag in range(1, 7)))
     assert it.accepted == [1, 3, 4, 6]
     assert it.tracker.outstanding == 2
-    assert [reason for _, reason in it.holder.held] == [
-        hold_for(one) for one in (NO_ROUTE, Unanswered(8, b"orders.out", b"k"))
-    ]
+    assert [reason for _, reason in it.holder.held] == [NO_ROUTE, unanswered(8, b"orders.out", b"k")]
     assert it.counted() == {"released": 2, "held": 2, "returned": 1}
 
 

@@ -14,8 +14,8 @@ from delayer.amqp.properties import Properties, encode_headers, entry, long_stri
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
-from delayer.core.hold import Hold, HoldKind, Limits, hold_for, too_late, unfit
-from delayer.core.message import NACKED, Due, Outcome, Outgoing, Returned, Schedule
+from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned, too_late, unfit
+from delayer.core.message import Due, Outgoing, Schedule
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.release import loop as module
 from delayer.release.loop import Portion, Release, prepared
@@ -83,14 +83,14 @@ async def test_the_next_claim_is_made_while_one_is_published_and_published_when_
 
 
 async def test_objections_hold_the_message_with_the_reason() -> None:
-    publisher = ScriptedPublisher({b"gone": Returned(312, "NO_ROUTE"), b"full": NACKED})
+    publisher = ScriptedPublisher({b"gone": returned(312, "NO_ROUTE"), b"full": NACKED})
     rows = [due(1), due(2, key=b"gone"), due(3, key=b"full", attempts=4)]
     it = Scene(ScriptedLane(claims=[rows]), publisher)
     await run_dry(it)
     assert it.lane.settled == [
         (
             [rows[0]],
-            [(rows[1], hold_for(Returned(312, "NO_ROUTE"))), (rows[2], hold_for(NACKED))],
+            [(rows[1], returned(312, "NO_ROUTE")), (rows[2], NACKED)],
         )
     ]
     assert it.count("released") == 1
@@ -126,7 +126,7 @@ async def test_flags_of_an_earlier_hold_stay(late_limits: dict[bytes, int]) -> N
     earlier = Hold(HoldKind.NACKED, "why", may_be_delivered=True, isolated=True)
     rows = [due(1, sound=False, attempts=1)._replace(hold=earlier), due(2, sound=False)]
     rows.append(due(3, attempts=1, key=b"gone")._replace(hold=earlier))
-    it = Scene(ScriptedLane(claims=[rows]), ScriptedPublisher({b"gone": Returned(312, "NO_ROUTE")}), late_limits)
+    it = Scene(ScriptedLane(claims=[rows]), ScriptedPublisher({b"gone": returned(312, "NO_ROUTE")}), late_limits)
     await run_dry(it)
     [(_, held)] = it.lane.settled
     assert {row.id: (hold.may_be_delivered, hold.isolated) for row, hold in held} == {
