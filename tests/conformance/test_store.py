@@ -11,6 +11,8 @@ from delayer.core.errors import LaneLost
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import WINDOW_MS, KeyGroup, Parcel, Target
 from delayer.core.segment import Restored
+from delayer.store import postgres
+from delayer.store.admin import importing
 from tests.faults.place import compact_all
 from tests.support.fakes import WHY
 from tests.support.store import (
@@ -254,12 +256,14 @@ async def test_messages_of_a_route_with_a_lane_go_there(database: str) -> None:
 
 
 async def test_messages_without_a_lane_of_ours_are_announced(database: str) -> None:
-    async with opened(database) as one, opened(database) as two, owned(two, 4) as lanes:
+    async with opened(database) as store, owned(store, 4) as lanes, sql(database) as other:
         for lane in lanes:
             assert await release_all(lane) == []
         sleepers = [asyncio.create_task(lane.wait(50.0)) for lane in lanes]
-        for _ in lanes:
-            await one.park(None, [parcel(one.now_upper_ms())], [])
+        for turn, _ in enumerate(lanes):
+            place = await importing.anywhere(other, turn)
+            async with other.transaction():
+                await postgres.park_plain(other, place, [parcel(store.now_upper_ms())])
         await asyncio.gather(*sleepers)
         assert [len(await release_all(lane)) for lane in lanes] == [1] * 4
 

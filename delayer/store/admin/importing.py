@@ -147,7 +147,7 @@ class ImportStore:
         parcels = [item.parcel for item in batch.items if item.hold is None]
         held = [(item.parcel, item.hold) for item in batch.items if item.hold is not None]
         self._turn += 1
-        place = await _anywhere(self._connection, self._turn)
+        place = await anywhere(self._connection, self._turn)
         async with pool.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
             parcels, superseded = await self._not_waiting(parcels)
@@ -274,7 +274,7 @@ async def _waits(connection: asyncpg.Connection, lane: int, due_at: int, message
     )
 
 
-async def _anywhere(connection: asyncpg.Connection, turn: int) -> postgres.Placement:
+async def anywhere(connection: asyncpg.Connection, turn: int) -> postgres.Placement:
     """The next of the lanes without a route, and the lanes of routes, for a process that owns none. Raises StoreLost,
     the driver's errors."""
     rows = await connection.fetch("SELECT number, route FROM lane ORDER BY number")
