@@ -21,7 +21,7 @@ from pydantic import (
 from delayer.config import values
 from delayer.config.errors import Expected, show
 from delayer.core.cascade import Cascade
-from delayer.core.delay_sources import DEFAULT_FORMS, SOURCES, is_form
+from delayer.core.delay_sources import DEFAULT_FORMS, SOURCES, source_of
 from delayer.core.secret import SecretUrl
 
 # Looking for plugins reads the metadata of all that is installed; and one would see URLs with their passwords.
@@ -67,8 +67,10 @@ def _delay_forms(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise Expected(wanted)
     for at, one in enumerate(value):
-        if not is_form(one):
-            raise Expected(f"{wanted} ({show(one)} is none of them)")
+        try:
+            source_of(str(one))
+        except ValueError:
+            raise Expected(f"{wanted} ({show(one)} is none of them)") from None
         if one in value[:at]:
             raise Expected(f"{wanted} ({show(one)} is there twice)")
     return tuple(value)

@@ -92,17 +92,6 @@ def source_of(form: str) -> Source:
     return read
 
 
-def is_form(name: object) -> bool:
-    """Whether ``name`` is a valid value of ``delay_from``."""
-    if not isinstance(name, str):
-        return False
-    try:
-        source_of(name)
-    except ValueError:
-        return False
-    return True
-
-
 LONGEST_BODY: Final = 64 << 20
 """The most bytes of an unpacked body: a few kilobytes may unpack to gigabytes."""
 _GZIP_ONLY: Final = 16 + zlib.MAX_WBITS

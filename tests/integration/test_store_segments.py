@@ -303,7 +303,8 @@ async def test_a_segment_that_does_not_read_back_is_not_committed(
             with pytest.raises(SegmentBroken, match="expected 19 messages, found 20"):
                 await compact(admin)
         with monkeypatch.context() as patch:
-            patch.setattr(statements, "DELETE_RUN", f"{statements.DELETE_RUN} AND id > 1")
+            read = statements.read
+            patch.setattr(statements, "read", lambda name: read(name) + " AND id > 1" * (name == "delete_run"))
             with pytest.raises(RuntimeError, match="20 messages packed, but DELETE 19"):
                 await compact(admin)
         assert await waiting(admin) == before

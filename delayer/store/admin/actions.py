@@ -155,7 +155,7 @@ async def write_counters(connection: asyncpg.Connection, changes: Changes) -> No
 
 async def lock_keys_of(connection: asyncpg.Connection, places: listing.Places, more: Sequence[bytes] = ()) -> None:
     """Take turns with all other transactions on the keys of these rows, and on ``more``. Raises the driver's errors."""
-    rows = await connection.fetch(statements.KEYS_OF_ROWS, *places)
+    rows = await connection.fetch(statements.read("keys_of_rows"), *places)
     if keys := [*more, *(key for (key,) in rows)]:
         await lock_keys(connection, keys)
 
@@ -168,7 +168,7 @@ async def _cancel_rows(
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
     await lock_keys_of(connection, places, keys)
-    gone = [(*row, Found.WAITING) for row in await connection.fetch(statements.DELETE_ROWS, *places)]
+    gone = [(*row, Found.WAITING) for row in await connection.fetch(statements.read("delete_rows"), *places)]
     for row in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
         gone.append((*row, Found.HELD))
     changes: Changes = Counter()
@@ -215,7 +215,7 @@ async def _move_rows(
     places = await listing.find_rows(connection, ids, dues)
     held = [number for (number,) in await connection.fetch("SELECT id FROM held WHERE id = ANY($1) ORDER BY id", ids)]
     await lock_keys_of(connection, places)
-    moved = await connection.fetch(statements.MOVE_ROWS, *places[:3], *when, *places[3:])
+    moved = await connection.fetch(statements.read("move_rows"), *places[:3], *when, *places[3:])
     if keyed := [(key, number, due_ms) for number, _, due_ms, key in moved if key is not None]:
         await _point(connection, sorted(keyed))
     again = await connection.fetch(_MOVE_HELD, held, *when)

@@ -436,11 +436,11 @@ async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Du
     """The places of the rows among ``ids``. Raises the driver's errors."""
     known = [number for number in ids if number in dues]
     unknown = [number for number in ids if number not in dues]
-    found = await connection.fetch(statements.FIND_ROWS, unknown) if unknown else []
+    found = await connection.fetch(statements.read("find_rows"), unknown) if unknown else []
     if known:
         at = [dues[number] for number in known]
         lanes = await connection.fetchval(_EVERY_LANE)
-        found += await connection.fetch(statements.FIND_ROWS_AT, known, at, min(at), max(at) + 1, lanes)
+        found += await connection.fetch(statements.read("find_rows_at"), known, at, min(at), max(at) + 1, lanes)
     return Places.of(Place(due_ms * 1000, number, lane) for lane, due_ms, number in found)
 
 

@@ -133,7 +133,7 @@ async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOv
     now_ms = await connection.fetchval("SELECT clock_timestamp()")
     if found != expected:
         return StoreOverview(found, expected, now_ms, (), NO_SEGMENTS, NOT_LATE)
-    rows = await connection.fetch(statements.OVERVIEW)
+    rows = await connection.fetch(statements.read("overview"))
     counters = {
         row["number"]: dict.fromkeys(KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True)) for row in rows
     }

@@ -24,7 +24,7 @@ class Traffic:
         now = time.monotonic()
         if self._passed is not None and now - self._at < 1.0:
             return self.busy
-        _, lanes, passed = await connection.fetchrow(statements.TRAFFIC)
+        _, lanes, passed = await connection.fetchrow(statements.read("traffic"))
         self.busy = bool(lanes) and (self._passed is None or (passed - self._passed) / (now - self._at) >= 50)
         self._at, self._passed = now, passed
         return self.busy

@@ -38,7 +38,7 @@ class Counted(NamedTuple):
 
 async def count(connection: asyncpg.Connection) -> Counted:
     """Count them: cheap, no segment is read. Raises the driver's errors."""
-    return Counted(*await connection.fetchrow(statements.COUNT_SEGMENTS))
+    return Counted(*await connection.fetchrow(statements.read("count_segments")))
 
 
 async def listed(
@@ -46,7 +46,7 @@ async def listed(
 ) -> list[Listed]:
     """The segments whose first message is due before ``before_ms``, the soonest first. Raises the driver's errors."""
     before_ms = FOREVER_MS if before_ms is None else before_ms
-    return [Listed(*row) for row in await connection.fetch(statements.LIST_SEGMENTS, before_ms, limit)]
+    return [Listed(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms, limit)]
 
 
 _READ = "SELECT id, messages, format, digest FROM segment WHERE id = $1"

@@ -117,7 +117,9 @@ async def compact_one(
         await _verify(connection, segment, table)
         reach("compact.verified")
         ids = list(packed.ids)
-        status = await connection.execute(statements.DELETE_RUN, window.lane, window.first_ms, window.last_ms + 1, ids)
+        status = await connection.execute(
+            statements.read("delete_run"), window.lane, window.first_ms, window.last_ms + 1, ids
+        )
         if status != f"DELETE {packed.messages}":
             raise RuntimeError(f"segment of lane {window.lane}: {packed.messages} messages packed, but {status}")
         await connection.execute(statements.COUNT, [window.lane], ["compacted"], [packed.messages])
@@ -136,7 +138,7 @@ async def _lock(
     while rows > 0 and room > 0:
         wanted = min(portion, rows)
         bounds = (window.lane, first_us // 1000, window.last_ms + 1, first_us, first_id)
-        some = await connection.fetch(statements.LOCK_RUN, *bounds, wanted, room, LARGEST)
+        some = await connection.fetch(statements.read("lock_run"), *bounds, wanted, room, LARGEST)
         found += some
         if not some or (some[-1]["locked"] < wanted and len(some) == some[-1]["locked"]):
             return found, False
@@ -151,14 +153,14 @@ async def _lock(
 async def _fitting(connection: asyncpg.Connection, window: Window, max_bytes: int) -> int:
     """The number of rows that fit ``max_bytes``, and some more, from the size of the first ones of a window. Without
     it, large messages would lock ten thousand rows for each hundred that fit."""
-    mean = await connection.fetchval(statements.MEAN_SIZE, window.lane, window.first_ms, window.last_ms + 1)
+    mean = await connection.fetchval(statements.read("mean_size"), window.lane, window.first_ms, window.last_ms + 1)
     return int(max_bytes / mean * 1.5) + 1 if mean else 1 << 31
 
 
 async def _insert(connection: asyncpg.Connection, lane: int, packed: Packed) -> int:
     about = (packed.first_due_ms, packed.last_due_ms, packed.ids, packed.messages, packed.raw_bytes)
     segment: int = await connection.fetchval(
-        statements.INSERT_SEGMENT, lane, *about, FORMAT, packed.digest, packed.packed
+        statements.read("insert_segment"), lane, *about, FORMAT, packed.digest, packed.packed
     )
     return segment
 
