@@ -22,7 +22,7 @@ from typing import Final
 
 from delayer.store import pool
 from delayer.store.clock import StoreClock
-from delayer.store.lanes.notify import WAITING, Notification
+from delayer.store.lanes.notify import WAITING
 
 NEVER_MS: Final = 1 << 60
 LOCKED_MS: Final = 1_000
@@ -130,9 +130,9 @@ class ReleaseCursor:
             self.retry_ms = retry_ms
             self.woken.set()
 
-    def notified(self, one: Notification) -> None:
+    def notified(self, kind: str, at_ms: int) -> None:
         """Another process put a row into the lane."""
-        (self.note_parked if one.kind == WAITING else self.note_held)(one.at_ms)
+        (self.note_parked if kind == WAITING else self.note_held)(at_ms)
 
     def scanned(self, watermark: int, first_ms: int | None, retry_ms: int | None) -> None:
         """A scan that began at ``watermark`` found the lane's first waiting row, and its first retry."""

@@ -7,7 +7,7 @@ A notification is a hint: an owner that misses one finds the row by its scan, on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 import asyncpg
 
@@ -20,13 +20,6 @@ _LOWER = (
     " ON number = t.lane WHERE watermark > due ORDER BY number FOR NO KEY UPDATE OF lane) AS told"
     " WHERE l.number = told.number"
 )
-
-
-class Notification(NamedTuple):
-    """A lane got a row: a WAITING or a HELD one, to be claimed from this instant on (epoch ms)."""
-
-    kind: str
-    at_ms: int
 
 
 def channel(lane: int) -> str:
@@ -48,22 +41,23 @@ async def notify(connection: asyncpg.Connection, waiting: Mapping[int, int], hel
             await connection.execute("SELECT pg_notify($1, $2)", channel(lane), f"{kind} {at_ms}")
 
 
-async def listen(connection: asyncpg.Connection, lane: int, told: Callable[[Notification], None]) -> None:
-    """Pass on notifications from now on; on the connection that holds the lock of ``lane``."""
+async def listen(connection: asyncpg.Connection, lane: int, told: Callable[[str, int], None]) -> None:
+    """Pass on notifications from now on, on the connection that holds the lock of ``lane``. ``told`` hears of a WAITING
+    or a HELD row, and from which instant on it is to be claimed (epoch ms)."""
 
     def on_notification(_connection: object, _pid: int, _channel: str, payload: str) -> None:
         if (one := parsed(payload)) is not None:
-            told(one)
+            told(*one)
 
     await connection.add_listener(channel(lane), on_notification)
 
 
-def parsed(payload: str) -> Notification | None:
-    """The notification of a payload; None for a payload that is not ours, as any session may notify."""
+def parsed(payload: str) -> tuple[str, int] | None:
+    """The kind and the instant of a payload; None if it is not ours, as any session may notify."""
     kind, _, at = payload.partition(" ")
     if kind not in (WAITING, HELD):
         return None
     try:
-        return Notification(kind, int(at))
+        return kind, int(at)
     except ValueError:
         return None

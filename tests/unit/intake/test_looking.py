@@ -10,7 +10,7 @@ from delayer.amqp import reading
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.message import Delivery
 from delayer.intake.refusals import EntryPoints, refusal_of, with_short
-from delayer.store.lanes.notify import HELD, WAITING, Notification, parsed
+from delayer.store.lanes.notify import HELD, WAITING, parsed
 from tests.support.raw import Props, Value, array, number, octets, table, text
 
 ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in"}))
@@ -107,12 +107,12 @@ def test_short_strings_stand_in_their_place() -> None:
 @pytest.mark.parametrize(
     ("payload", "expected"),
     [
-        ("waiting 5", Notification(WAITING, 5)),
-        ("held -1", Notification(HELD, -1)),
+        ("waiting 5", (WAITING, 5)),
+        ("held -1", (HELD, -1)),
         ("", None),
         ("waiting", None),
         ("other 5", None),
     ],
 )
-def test_notifications_of_lanes(payload: str, expected: Notification | None) -> None:
+def test_notifications_of_lanes(payload: str, expected: tuple[str, int] | None) -> None:
     assert parsed(payload) == expected
