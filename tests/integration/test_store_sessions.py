@@ -60,9 +60,9 @@ async def work(store: PostgresStore, lane: PostgresLane) -> None:
         cancels = [b"far %d" % (20 * n), b"held %d" % (20 * n), b"beyond %d" % (20 * n)]
         await store.park(lane, [parcel(store.now_upper_ms() + n * DAY_MS, key=b"new %d" % n)], cancels)
         await store.park(lane, [parcel(store.now_upper_ms() + n * DAY_MS)], [])
-        for size in (2, 20):
-            rows = await lane.windows[0].claim(20, ROOM)
-            assert len(rows) == size and all((due.attempts > 0) == (size == 2) for due in rows)
+        for size in (3, 30):
+            rows = await lane.windows[0].claim(30, ROOM)
+            assert len(rows) == size and all((due.attempts > 0) == (size == 3) for due in rows)
             await lane.windows[0].settle(rows[1:-1], [(rows[0], WHY), (rows[-1], WHY)])
         await lane.scan()
     while lane.sleep_hint() == 0.0:

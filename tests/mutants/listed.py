@@ -180,7 +180,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/amqp/channel.py",
         "tests/unit/amqp/test_confirms.py",
-        ("returned-counts-as-confirmed", "outcomes[position] = returned", "pass"),
+        ("returned-counts-as-confirmed", "outcomes[position] = hold", "pass"),
         ("nacked-counts-as-confirmed", "outcomes[position] = NACKED", "pass"),
     ),
     *of(
