@@ -37,8 +37,6 @@ from delayer.core.retry_policy import NoFailure, Retry, failure, wait_ms
 
 LATEST_MS: Final = 253_402_300_799_999
 """The end of the year 9999. Not every store, and not every program that reads one, accepts later times."""
-
-
 T = TypeVar("T")
 
 
@@ -190,7 +188,8 @@ def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: in
     if CANCEL in headers:
         return Cancel(key_of(CANCEL, request, policy))
     if route.sagas and (cleared := _of_timeout(nservicebus.cleared_timeouts, headers)) is not None:
-        return Cancel(_stored(nservicebus.CLEAR_TIMEOUTS, cleared, policy))
+        _check_store(nservicebus.CLEAR_TIMEOUTS, policy)
+        return Cancel(cleared)
     asked = _asked(request, route)
     due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
@@ -321,21 +320,18 @@ def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
 
 def key_of(header: bytes, request: DelayRequest, policy: Policy) -> bytes:
     """The key in this header."""
-    key = _stored(header, _short_string(header, request.headers[header]), policy)
+    _check_store(header, policy)
+    key = _short_string(header, request.headers[header])
     if not key:
         raise Refused(f"{header.decode()}: expected a key, found an empty string")
     return key
 
 
-K = TypeVar("K", bytes, KeyGroup)
-
-
-def _stored(header: bytes, key: K, policy: Policy) -> K:
-    """The key or group of keys that a header names. Raises Refused where there is no store to know it."""
+def _check_store(header: bytes, policy: Policy) -> None:
+    """Raise Refused where there is no store that knows the keys."""
     if not policy.has_store:
         reason = "keys and cancels need a store, but none is configured, or it is unreachable"
         raise Refused(f"{header.decode()}: {reason}")
-    return key
 
 
 def _of_timeout(read: Callable[[Mapping[bytes, object]], T], headers: Mapping[bytes, object]) -> T:
