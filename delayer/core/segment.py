@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 FORMAT: Final = 1
-"""The format that this program reads and writes (store/segments/codec.py)."""
+"""The format that this program reads (store/segments/codec.py) and writes (packing.py)."""
 
 
 class SegmentBroken(Exception):
