@@ -19,9 +19,9 @@ from delayer.audit import tasks
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
+from delayer.store.admin.actions import make_missing
 from delayer.store.admin.listing import looking
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe
-from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog as segments
 from delayer.store.segments.catalog import Listed
@@ -163,4 +163,4 @@ async def _make_days(url: str, part: Sequence[Listed]) -> None:
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
     async with looking(url, "make partitions", "delayer restore plan", {}) as connection:
         # With pauses, because each one stops the traffic for as long as a release takes.
-        await partitions.make_missing(connection, wanted, 20.0, pause=0.1)
+        await make_missing(connection, wanted, 20.0, pause=0.1)

@@ -16,6 +16,7 @@ interruption leaves whole portions.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -33,7 +34,7 @@ from delayer.store.admin.listing import BEGINNING, NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.notify import notify
 from delayer.store.rows.keys import forget, lock_keys
-from delayer.store.rows.partitions import DAY_MS, PARK_SECONDS, make_missing
+from delayer.store.rows.partitions import DAY_MS, PARK_SECONDS, Days, existing
 from delayer.store.segments import catalog
 
 LOOKS: Final = 10
@@ -145,6 +146,19 @@ async def _make_days(connection: asyncpg.Connection, segment: int) -> None:
     if row is not None:
         days = range(row["first_due"] // DAY_MS, row["last_due"] // DAY_MS + 1)
         await make_missing(connection, days, PARK_SECONDS)
+
+
+async def make_missing(
+    connection: asyncpg.Connection,
+    wanted: Collection[int],
+    seconds: float,
+    days: Days | None = None,
+    pause: float = 0.0,
+) -> None:
+    """:meth:`Days.ensure` for a process that parks only now. Raises the driver's errors."""
+    today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
+    days = days or Days(await existing(connection))
+    await days.ensure(connection, wanted, today, time.monotonic(), seconds, most=len(wanted), pause=pause)
 
 
 async def write_counters(connection: asyncpg.Connection, changes: Changes) -> None:

@@ -24,6 +24,7 @@ from delayer.core.importing import Batch, Phase, Run
 from delayer.core.message import Parcel
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
+from delayer.store.admin.actions import make_missing
 from delayer.store.admin.listing import LONG_SECONDS
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.rows import keys, partitions
@@ -113,7 +114,7 @@ class ImportStore:
         """Park and hold the batch, with its progress: all of it, or nothing."""
         days = {item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None}
         with translated("make partitions"):
-            await partitions.make_missing(self._connection, days, partitions.MAINTAIN_SECONDS, self._days)
+            await make_missing(self._connection, days, partitions.MAINTAIN_SECONDS, self._days)
         attempts = 0
         while True:
             attempts += 1

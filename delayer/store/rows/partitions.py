@@ -269,19 +269,6 @@ class Days:
             log.warning("partition not made", extra={"days": days, "reason": reason})
 
 
-async def make_missing(
-    connection: asyncpg.Connection,
-    wanted: Collection[int],
-    seconds: float,
-    days: Days | None = None,
-    pause: float = 0.0,
-) -> None:
-    """:meth:`Days.ensure` for a process that parks only now. Raises the driver's errors."""
-    today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
-    days = days or Days(await existing(connection))
-    await days.ensure(connection, wanted, today, time.monotonic(), seconds, most=len(wanted), pause=pause)
-
-
 async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
     """Drop the empty partitions of days before yesterday, up to the first locked one. Returns their names."""
     passed = [name_of(day) for day in sorted(await existing(connection)) if day < today - 1]
