@@ -34,7 +34,7 @@ from delayer.amqp.properties import (
     int64,
     long_string,
     negated,
-    negated_if_positive,
+    negated_integer,
     sized,
     splice,
     timestamp,
@@ -230,7 +230,7 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
 def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
     """The delay with its sign turned. Empty for a value that stays: one that is not positive is such a mark already,
     and an unreadable one did not delay this message."""
-    turned = negated_if_positive(raw, type_at)
+    turned = negated_integer(raw, type_at)
     if turned is not None:
         return turned
     try:

@@ -20,23 +20,15 @@ SYNTAX_ERROR = 502
 UNEXPECTED_FRAME = 505
 
 
-class WireError(Exception):
-    """The base of all errors that this package raises on purpose."""
-
-
-class Malformed(WireError):
-    """A message has bytes that do not follow AMQP 0-9-1."""
-
-
-class MalformedProperties(Malformed):
+class MalformedProperties(Exception):
     """The property flags or the property list of a content header are malformed."""
 
 
-class MalformedTable(Malformed):
+class MalformedTable(Exception):
     """A field table has the wrong length, or a value in it cannot be read."""
 
 
-class HeaderTooLarge(WireError):
+class HeaderTooLarge(Exception):
     """Message ``index`` of a batch has a content header of ``size`` bytes; a frame carries ``limit``.
 
     Nothing of the batch was written: the caller can publish the batch again without that message.
@@ -49,11 +41,11 @@ class HeaderTooLarge(WireError):
         self.limit = limit
 
 
-class NoFreeChannel(WireError, BrokerLost):
+class NoFreeChannel(BrokerLost):
     """Every channel number that the broker allows is in use."""
 
 
-class _Closed(WireError, BrokerLost):
+class _Closed(BrokerLost):
     """A closed connection or channel. ``code`` and ``text`` are from the side that closed it; code 0 if there is none.
 
     ``outcomes``: the known outcomes of a publish's batch, None for each message in doubt.
@@ -102,7 +94,7 @@ class ConfirmTimeout(ChannelClosed):
     """Confirms were missing at the deadline. Their outcomes are in doubt, and the channel was closed."""
 
 
-class ConsumerCancelled(WireError, BrokerLost):
+class ConsumerCancelled(BrokerLost):
     """The broker cancelled the consumer. Its deliveries can still be settled."""
 
 

@@ -7,7 +7,8 @@ from decimal import Decimal
 
 from hypothesis import strategies as st
 
-from delayer.amqp.properties import FLAGS, Value, entry, long_string
+from delayer.amqp.errors import MalformedTable
+from delayer.amqp.properties import FLAGS, Value, end_of_value, entry, long_string, value_at
 from delayer.core.message import Timestamp
 
 
@@ -106,3 +107,11 @@ def properties(draw: st.DrawFn) -> bytes:
             flags |= flag
             parts.append(draw(_values[name]))
     return flags.to_bytes(2, "big") + b"".join(parts)
+
+
+def decode(kind: int, raw: bytes) -> Value:
+    """The value of a field of its own, which ends with ``raw``. Raises MalformedTable."""
+    whole = bytes((kind,)) + raw
+    if end_of_value(whole, 0, len(whole)) != len(whole):
+        raise MalformedTable("bytes behind the value")
+    return value_at(whole, 0, len(whole))
