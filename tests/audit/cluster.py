@@ -59,6 +59,12 @@ class Cluster:
         """What a job's process needs beside ours to get along with so small a cluster."""
         return {"SPARK_CONF_DIR": str(self._settings)}
 
+    def with_fault(self, fault: str, settings: Path) -> dict[str, str]:
+        """The environment of a job whose executors have this fault; ``settings`` is an empty directory."""
+        given = (self._settings / "spark-defaults.conf").read_text()
+        (settings / "spark-defaults.conf").write_text(f"{given}spark.executorEnv.DELAYER_FAULT {fault}\n")
+        return {"SPARK_CONF_DIR": str(settings)}
+
     def executors(self) -> list[psutil.Process]:
         """The JVMs that work on tasks now."""
         found = []

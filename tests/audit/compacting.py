@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from pyspark.sql import SparkSession
@@ -16,10 +18,12 @@ from pyspark.sql import SparkSession
 from delayer.audit import compact, restore
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows.partitions import DAY_MS
-from tests.audit.backlog import fill
-from tests.support.store import opened, sql
+from tests.support import rows
+from tests.support.store import opened, owned, parcel, sql
 
 WEEK_MS = 7 * DAY_MS
+FIRST_DAY = 10
+"""From now; compaction takes what is due later than in 7 days."""
 ROWS = 250
 COUNT = 5_000
 FEW = 2_000
@@ -30,14 +34,30 @@ def quiet(_what: str, _done: int, _of: int) -> None:
     """Nobody watches."""
 
 
-async def pack(spark: SparkSession, database: str, rows: int = ROWS, after_ms: int = WEEK_MS) -> compact.Done:
-    planned = await compact.plan(database, after_ms, rows)
-    return await asyncio.to_thread(compact.run, spark, database, planned, rows, quiet)
+async def pack(spark: SparkSession, database: str, at_most: int = ROWS, after_ms: int = WEEK_MS) -> compact.Done:
+    planned = await compact.plan(database, after_ms, at_most)
+    return await asyncio.to_thread(compact.run, spark, database, planned, at_most, quiet)
 
 
 async def bring_back(spark: SparkSession, database: str, within_ms: int | None = None) -> restore.Done:
     planned = await restore.plan(database, within_ms)
     return await asyncio.to_thread(restore.run, spark, database, planned, quiet)
+
+
+async def fill(store: PostgresStore, count: int, days: float = 6.0) -> None:
+    """Park messages of some hundred bytes into two lanes, due over so many days from FIRST_DAY on, in any order."""
+    chance, now = random.Random(7), store.now_upper_ms()
+    letters = [
+        parcel(
+            now + int((FIRST_DAY + days * chance.random()) * DAY_MS),
+            b'{"order": %d, "total": %d, "text": "%s"}' % (number, chance.randrange(10**6), b"reminder " * 20),
+            properties=b"\x10\x00\x02",
+        )
+        for number in range(count)
+    ]
+    async with owned(store, 2) as lanes:
+        for turn, lane in enumerate(lanes):
+            await store.park(lane, letters[turn::2], [])
 
 
 @asynccontextmanager
@@ -46,6 +66,18 @@ async def filled(database: str, count: int = COUNT) -> AsyncIterator[PostgresSto
     async with opened(database) as store:
         await fill(store, count, days=6.0 if count == COUNT else 2.0)
         yield store
+
+
+async def everything(database: str) -> dict[int, tuple[Any, ...]]:
+    """All messages that wait, by id, without their lanes; each is there once, as a row or in a segment."""
+    async with sql(database) as admin, admin.transaction(isolation="repeatable_read", readonly=True):
+        return rows.without_lanes(await rows.everything(admin))
+
+
+async def lawful(database: str) -> dict[str, int]:
+    """The counters, which fit the rows and the segments, lane by lane."""
+    async with sql(database) as admin:
+        return await rows.conserved(admin)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The audit on a cluster, its executors JVMs of their own; and one of them is killed in the middle."""
+"""Audit, compact and restore on a cluster, whose executors are JVMs of their own; and one of them is killed in the
+middle of its work."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from delayer.audit import compact
 from delayer.cli import submit
 from tests.audit.cluster import Cluster
+from tests.audit.compacting import FEW, ROWS, WEEK_MS, command, everything, filled, lawful, stopped, until_quiet
 from tests.audit.test_reading import execute, fill, pack
 from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE
@@ -33,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def filled(database: str) -> str:
+def backlog(database: str) -> str:
     fill(database, COUNT)
     # A cluster takes its time, and what is held would be overdue by then.
     execute(database, "UPDATE held SET retry_at = now() + interval '1 day'")
@@ -74,24 +77,20 @@ def names(work: Path, pattern: str = "*") -> list[str]:
     return [path.name for path in work.glob(pattern)]
 
 
-async def test_the_audit_on_a_cluster(cluster: Cluster, filled: str, tmp_path: Path) -> None:
-    await exact(await begun(cluster, filled, tmp_path), tmp_path)
-
-
-async def test_the_audit_by_spark_submit(cluster: Cluster, filled: str, tmp_path: Path) -> None:
+async def test_the_audit_by_spark_submit(cluster: Cluster, backlog: str, tmp_path: Path) -> None:
     """As an administrator of the cluster starts it: the entry script, and their choice of an interpreter."""
     starter = str(Path(sys.executable).parent / "spark-submit")
     program = [starter, "--master", cluster.url, "--conf", f"spark.pyspark.python={sys.executable}", submit.__file__]
-    await exact(await begun(cluster, filled, tmp_path, program, PYSPARK_DRIVER_PYTHON=sys.executable), tmp_path)
+    await exact(await begun(cluster, backlog, tmp_path, program, PYSPARK_DRIVER_PYTHON=sys.executable), tmp_path)
 
 
 async def test_an_executor_is_killed_while_it_reads(
-    cluster: Cluster, postgres: Postgres, filled: str, tmp_path: Path
+    cluster: Cluster, postgres: Postgres, backlog: str, tmp_path: Path
 ) -> None:
     """Spark starts its task again, on another executor: nothing is missing then, and nothing is there twice."""
     async with Proxy(postgres.port) as proxy:
         proxy.slow(bytes_per_second=SLOW)
-        process = await begun(cluster, filled.replace(f":{postgres.port}/", f":{proxy.port}/"), tmp_path)
+        process = await begun(cluster, backlog.replace(f":{postgres.port}/", f":{proxy.port}/"), tmp_path)
 
         async def reading() -> list[int]:
             return cluster.connected_to(proxy.port)
@@ -102,9 +101,9 @@ async def test_an_executor_is_killed_while_it_reads(
         await exact(process, tmp_path)
 
 
-async def test_an_executor_is_killed_while_it_judges(cluster: Cluster, filled: str, tmp_path: Path) -> None:
+async def test_an_executor_is_killed_while_it_judges(cluster: Cluster, backlog: str, tmp_path: Path) -> None:
     """What it had made for others to take is gone with it, and is made again."""
-    process = await begun(cluster, filled, tmp_path)
+    process = await begun(cluster, backlog, tmp_path)
 
     async def extracted() -> list[str]:
         return names(tmp_path, "delayer-audit-*/keys/_SUCCESS")
@@ -112,3 +111,40 @@ async def test_an_executor_is_killed_while_it_judges(cluster: Cluster, filled: s
     await eventually(extracted, bool, timeout=180.0)
     cluster.kill_executor()
     await exact(process, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments"),
+    [("compact.written", ["compact", "--rows", "250"]), ("compact.committed", ["compact", "--rows", "250"]),
+     ("restore.copied", ["restore", "--all"]), ("restore.committed", ["restore", "--all"])],
+)  # fmt: skip
+async def test_an_executor_is_killed_in_the_middle_of_a_segment(
+    cluster: Cluster, database: str, step: str, arguments: list[str], tmp_path: Path
+) -> None:
+    """JVM and worker at once, while the workers stand still at this step; then the others go on."""
+    verb, kind = arguments[0], {"compact": "compacted", "restore": "restored"}[arguments[0]]
+    more = cluster.with_fault(f"{step}:1:stop", tmp_path)
+
+    async def standing() -> list[int]:
+        return [one.pid for one in cluster.executors() if stopped(one.pid)]
+
+    async with filled(database, FEW):
+        before = await everything(database)
+        if verb == "restore":
+            planned = await compact.plan(database, WEEK_MS, ROWS)
+            await asyncio.to_thread(compact.work, database, ROWS, planned.windows)
+        async with command(database, *arguments, "--json", "--master", cluster.url, fault="", **more) as process:
+            ended = asyncio.create_task(process.communicate())
+            [victim, *_] = await eventually(standing, bool, timeout=120.0)
+            cluster.kill_executor(victim)
+            while not ended.done():
+                for one in (one for pid in await standing() for one in stopped(pid)):
+                    one.resume()
+                await asyncio.wait([ended], timeout=0.1)
+            told, said = await ended
+        assert process.returncode == 0, said.decode()
+        await until_quiet(database, f"delayer {verb}")
+        assert await everything(database) == before
+        assert (await lawful(database))[kind] == FEW
+        # The dead executor could not tell of everything that it had committed.
+        assert FEW - 500 <= json.loads(told[told.index(b"{") :])["messages"] <= FEW

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from pyspark.sql import SparkSession
 from delayer.audit import restore, spark
 from delayer.store.admin import actions
 from delayer.store.rows.partitions import DAY_MS, name_of
-from tests.audit.backlog import everything, lawful, segments_of
-from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, filled, pack, run_delayer
+from delayer.store.segments import catalog
+from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, everything, filled, lawful, pack, run_delayer
 from tests.faults.place import compact_all
 from tests.support.store import owned, parcel, sql
 
@@ -38,9 +37,9 @@ async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: Spa
         assert sorted(row["body"] for row in await admin.fetch("SELECT body FROM message")) == [b"keyed"] + 6 * [
             b"near"
         ]
-        found = await segments_of(database)
+        found = await catalog.listed(admin)
         assert done.total("segments") == len(found) >= COUNT / ROWS
-        assert all(row["messages"] <= ROWS for row in found)
+        assert all(one.messages <= ROWS for one in found)
         # The keyed row keeps its day; the other days of the far future are gone.
         assert name_of((now + 12 * DAY_MS) // DAY_MS) in done.shrunk.vacuumed
         assert len(done.shrunk.dropped) >= 5
@@ -54,7 +53,7 @@ async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: Spa
         back = await bring_back(spark, database)
         assert (back.messages, back.segments, back.gone, back.lost, back.broken) == (COUNT, len(found), 0, [], [])
         assert await everything(database) == before
-        assert await segments_of(database) == []
+        assert await catalog.listed(admin) == []
         counters = await lawful(database)
         assert (counters["compacted"], counters["restored"]) == (COUNT, COUNT)
         in_default = await admin.fetchval("SELECT count(*) FROM message_default")
@@ -62,13 +61,13 @@ async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: Spa
 
 
 async def test_a_part_of_the_segments_is_restored(spark: SparkSession, database: str) -> None:
-    async with filled(database):
+    async with filled(database), sql(database) as admin:
         before = await everything(database)
         await pack(spark, database)
         back = await bring_back(spark, database, within_ms=13 * DAY_MS)
         assert 0.3 * COUNT < back.messages < 0.8 * COUNT
-        rest = await segments_of(database)
-        assert sum(row["messages"] for row in rest) == COUNT - back.messages
+        rest = await catalog.listed(admin)
+        assert sum(one.messages for one in rest) == COUNT - back.messages
         assert await everything(database) == before
         await lawful(database)
 
@@ -76,7 +75,7 @@ async def test_a_part_of_the_segments_is_restored(spark: SparkSession, database:
 async def test_a_broken_segment_is_told_and_the_others_come_back(spark: SparkSession, database: str) -> None:
     async with filled(database, FEW), sql(database) as admin:
         await pack(spark, database)
-        count = len(await segments_of(database))
+        count = len(await catalog.listed(admin))
         await admin.execute(
             "UPDATE segment SET packed = set_byte(packed, 100, get_byte(packed, 100) # 255)"
             " WHERE id = (SELECT min(id) FROM segment)"
@@ -84,25 +83,25 @@ async def test_a_broken_segment_is_told_and_the_others_come_back(spark: SparkSes
         back = await bring_back(spark, database)
         assert back.segments == count - 1
         assert len(back.broken) == 1
-        [left] = await segments_of(database)
-        assert left["broken"]
+        [left] = await catalog.listed(admin)
+        assert left.broken
         await lawful(database)
 
 
 async def test_a_segment_that_somebody_else_has_locked_is_waited_for(database: str) -> None:
     async with filled(database, FEW), sql(database) as admin, sql(database) as other, sql(database) as watch:
         await compact_all(admin)
-        soonest = (await segments_of(database))[0]
+        soonest, *_ = await catalog.listed(admin)
         transaction = other.transaction()
         await transaction.start()
-        await other.execute("SELECT FROM segment WHERE id = $1 FOR UPDATE", soonest["id"])
-        restoring = asyncio.create_task(restore.restore_segment(admin, (soonest["id"], 0)))
+        await other.execute("SELECT FROM segment WHERE id = $1 FOR UPDATE", soonest.id)
+        restoring = asyncio.create_task(restore.restore_segment(admin, (soonest.id, 0)))
         waiting = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = $1"
         while not await watch.fetchval(waiting, admin.get_server_pid()):  # noqa: ASYNC110 - another session
             await asyncio.sleep(0.005)
         await transaction.rollback()
         back = await restoring
-        assert (back.restored, back.messages) == (True, soonest["messages"])
+        assert (back.restored, back.messages) == (True, soonest.messages)
         await lawful(database)
     done = restore.Done([back, restore.Back(7, 0, gone=True)], 1.0)
     assert (done.segments, done.gone) == (1, 1)
@@ -168,16 +167,9 @@ async def test_a_store_out_of_reach(empty_database: str) -> None:
     assert "delayer db upgrade" in wrong
 
 
-async def test_java_is_missing(database: str, tmp_path: Path) -> None:
+async def test_java_is_missing(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with filled(database, FEW):
-        before = os.environ.get("JAVA_HOME")
-        os.environ["JAVA_HOME"] = str(tmp_path)
-        try:
-            code, told, wrong = await run_delayer(database, "compact")
-        finally:
-            if before is None:
-                del os.environ["JAVA_HOME"]
-            else:
-                os.environ["JAVA_HOME"] = before
+        monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+        code, told, wrong = await run_delayer(database, "compact")
         assert (code, told) == (3, "")
         assert "Java is missing" in wrong

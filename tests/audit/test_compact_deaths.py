@@ -10,16 +10,17 @@ import pytest
 from pyspark.sql import SparkSession
 
 from delayer.audit.errors import JobFailed
-from tests.audit.backlog import everything, lawful
 from tests.audit.compacting import (
     COUNT,
     FEW,
     bring_back,
     command,
+    everything,
     failed_tasks,
     fault,
     filled,
     kill_tree,
+    lawful,
     pack,
     stopped,
     until_quiet,
@@ -30,38 +31,24 @@ from tests.support.store import owned, sql
 pytestmark = pytest.mark.deadline(300)
 
 
-@pytest.mark.parametrize("step", ["locked", "written", "verified", "deleted", "committed"])
-async def test_the_worker_is_killed_while_it_packs(spark: SparkSession, database: str, step: str) -> None:
-    """Until Spark gives up: every message is a row or in one segment, and the same command again finishes the work."""
+@pytest.mark.parametrize("step", ["compact.written", "compact.committed", "restore.copied", "restore.committed"])
+async def test_the_worker_is_killed(spark: SparkSession, database: str, step: str) -> None:
+    """Until Spark gives up: every message is a row or in one segment, and the same command again finishes the work.
+    The other steps are those of tests/faults/test_crash_segments.py."""
+    verb, _, step_of_it = step.partition(".")
+    job, kind, words = (pack, "compacted", "packing") if verb == "compact" else (bring_back, "restored", "restoring")
     async with filled(database, FEW):
         before = await everything(database)
-        with fault(spark, f"compact.{step}"), pytest.raises(JobFailed, match="packing"):
+        if verb == "restore":
             await pack(spark, database)
-        await until_quiet(database, "delayer compact")
+        with fault(spark, step), pytest.raises(JobFailed, match=words):
+            await job(spark, database)
+        await until_quiet(database, f"delayer {verb}")
         assert await everything(database) == before
-        counters = await lawful(database)
-        assert (counters["compacted"] > 0) == (step == "committed")
-        done = await pack(spark, database)
-        assert not done.lost
+        assert ((await lawful(database))[kind] > 0) == (step_of_it == "committed")
+        assert not (await job(spark, database)).lost
         assert await everything(database) == before
-        assert (await lawful(database))["compacted"] == FEW
-
-
-@pytest.mark.parametrize("step", ["locked", "copied", "deleted", "committed"])
-async def test_the_worker_is_killed_while_it_restores(spark: SparkSession, database: str, step: str) -> None:
-    async with filled(database, FEW):
-        before = await everything(database)
-        await pack(spark, database)
-        with fault(spark, f"restore.{step}"), pytest.raises(JobFailed, match="restoring"):
-            await bring_back(spark, database)
-        await until_quiet(database, "delayer restore")
-        assert await everything(database) == before
-        counters = await lawful(database)
-        assert (counters["restored"] > 0) == (step == "committed")
-        done = await bring_back(spark, database)
-        assert not done.lost
-        assert await everything(database) == before
-        assert (await lawful(database))["restored"] == FEW
+        assert (await lawful(database))[kind] == FEW
 
 
 @pytest.mark.parametrize("step", ["compact.written", "compact.committed"])
