@@ -76,19 +76,26 @@ class Shown:
 
 
 @asynccontextmanager
+async def chromium() -> AsyncIterator[Any]:
+    """A browser."""
+    async with playwright.async_playwright() as driver:
+        browser = await driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
+        yield browser
+        await browser.close()
+
+
+@asynccontextmanager
 async def shown(place: Place, store: str, tmp_path: Path) -> AsyncIterator[Shown]:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
     environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": TOKEN}
-    async with DaemonProcess(environ) as daemon, await place.raw() as raw, playwright.async_playwright() as driver:
+    async with DaemonProcess(environ) as daemon, await place.raw() as raw, chromium() as browser:
         inbox = await raw.inbox("inbox")
         web = await Web.of(await daemon.ready())
-        browser = await driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
         this = Shown(web, raw, inbox, browser, config)
         yield this
-        await browser.close()
         assert not this.complaints, this.complaints
         strangers = [url for url in this.asked if not url.startswith((this.base, "data:"))]
         assert not strangers, strangers

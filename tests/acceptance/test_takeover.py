@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-import asyncpg
 import pytest
 
 from delayer.broker.admin import Admin
@@ -21,6 +20,7 @@ from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Inbox, Message, Props, Raw, now_ms, number, text, wire_instant
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.store import sql
 from tests.support.topology import declare
 
 ENDPOINTS = ("Sales.Orders", "Orders", "Billing")
@@ -78,11 +78,8 @@ class Shop:
 
     async def numbers(self, statement: str) -> list[int]:
         """The first column of what the store answers."""
-        connection = await asyncpg.connect(self.postgres.url(self.database))
-        try:
+        async with sql(self.postgres.url(self.database)) as connection:
             return [int(row[0]) for row in await connection.fetch(statement)]
-        finally:
-            await connection.close()
 
     def topology(self) -> Any:
         """What of others stands on the broker: nothing of it may be changed, added to or removed."""

@@ -18,7 +18,7 @@ from delayer.audit import compact, restore
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
 from tests.audit.compacting import FEW, ROWS, WEEK_MS, bring_back, command, fault, filled, pack, until_quiet
-from tests.audit.test_job import PASSWORD, pages, secret
+from tests.audit.test_job import PASSWORD, contents, pages, secret
 
 pytestmark = pytest.mark.deadline(300)
 
@@ -43,15 +43,6 @@ def process_list(root: int) -> Iterator[set[str]]:
     finally:
         over.set()
         looking.join()
-
-
-def contents(directory: Path) -> list[bytes]:
-    """Of the files that are there; Spark removes some meanwhile."""
-    found = []
-    for path in directory.rglob("*"):
-        with suppress(FileNotFoundError):
-            found += [path.read_bytes()] if path.is_file() else []
-    return found
 
 
 async def test_the_password_is_not_visible_during_a_job(
@@ -111,7 +102,7 @@ async def test_the_commands_give_it_to_nobody(database: str, arguments: list[str
         assert process.returncode == 0, stderr.decode()
     assert b"2,000 messages" in stdout
     assert any("java" in text for text in processes)
-    left = contents(tmp_path)
+    left = list(contents(tmp_path))
     assert any(b"SparkListenerJobEnd" in one for one in left)  # what was said of Spark's settings holds
     assert not [text for text in processes if PASSWORD in text]
     assert not [text for text in [stdout, stderr, *left] if PASSWORD.encode() in text]

@@ -29,7 +29,6 @@ from tests.audit.test_reading import execute, fill, load, pack, take
 from tests.support.daemon import EXECUTABLE
 
 PASSWORD = "hunter2-in-the-url"
-NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
 
 def options(url: str, **more: Any) -> job.Options:
@@ -69,11 +68,6 @@ def test_a_sound_store_has_no_violations(spark: SparkSession, filled: str, tmp_p
     assert list(work.iterdir()) == []
 
 
-def test_a_row_that_vanished_is_a_violation(spark: SparkSession, filled: str) -> None:
-    execute(filled, "DELETE FROM message WHERE id = 17")
-    assert "conservation" in violated(audit(spark, filled).report)
-
-
 def test_findings_of_every_audit_are_added(spark: SparkSession, filled: str, tmp_path: Path) -> None:
     out = (tmp_path / "findings").as_uri()
     execute(filled, "DELETE FROM message WHERE id = 17")
@@ -83,13 +77,6 @@ def test_findings_of_every_audit_are_added(spark: SparkSession, filled: str, tmp
     assert len({row.audited_ms for row in rows}) == 2
     assert {row.severity for row in rows} == {"violation"}
     assert all(isinstance(json.loads(row.details), dict) for row in rows)
-
-
-def test_a_broker_out_of_reach_is_a_remark(spark: SparkSession, filled: str) -> None:
-    audited = audit(spark, filled, broker=job.Broker(SecretUrl(NOBODY), None))
-    assert audited.remarks
-    assert violated(audited.report) == {}
-    assert {share.verdict for share in audited.report.calendar.destinations} <= {"not asked", "not known"}
 
 
 def test_progress_counts_the_tasks(spark: SparkSession, filled: str) -> None:

@@ -46,13 +46,6 @@ def test_java_is_looked_for_where_spark_does(tmp_path: Path) -> None:
     spark.check_java({"PATH": f"{found.parent}:/bin"})
 
 
-def test_no_java_names_the_package(tmp_path: Path) -> None:
-    with pytest.raises(JavaMissing, match="default-jre-headless"):
-        spark.check_java({"PATH": str(tmp_path)})
-    with pytest.raises(JavaMissing, match="Java is missing"):
-        spark.check_java({"JAVA_HOME": str(tmp_path), "PATH": os.environ["PATH"]})  # as Spark: JAVA_HOME and no other
-
-
 def test_java_that_is_too_old_says_so(tmp_path: Path) -> None:
     java(tmp_path, 'java version "11.0.2"')
     with pytest.raises(JavaMissing, match="Java 11 is too old: Spark needs Java 17"):

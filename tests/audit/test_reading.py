@@ -17,9 +17,8 @@ from delayer.audit.extract import Extract
 from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
-from delayer.store import pool
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import compact
+from tests.support import rows
 from tests.support.fakes import LATE, WHY
 from tests.support.postgres import Postgres
 from tests.support.store import MANY, ROOM, opened, owned, parcel, sql
@@ -111,13 +110,6 @@ def test_every_row_is_read_once_as_it_is(spark: SparkSession, filled: str) -> No
         assert all(value not in (properties, body) for name, value in row.items() if name not in names and value)
 
 
-def test_a_row_whose_bytes_changed_has_another_checksum(spark: SparkSession, filled: str) -> None:
-    execute(filled, "UPDATE message SET body = body || '\\x00' WHERE id % 1000 = 7")
-    wrong = load(spark, filled, "message").where("size(faults) > 0").collect()
-    assert sorted(row.id % 1000 for row in wrong) == [7, 7, 7]
-    assert {fault for row in wrong for fault in row.faults} == {source.CHECKSUM}
-
-
 def test_instants_that_have_no_number_are_at_the_ends_of_the_calendar(spark: SparkSession, filled: str) -> None:
     execute(filled, "UPDATE message SET due_at = 'infinity' WHERE id = 1")
     execute(filled, "UPDATE message SET due_at = '0001-01-01 00:00:00+00 BC' WHERE id = 2")
@@ -201,16 +193,9 @@ def pack(url: str, after_days: int = 3) -> int:
     """Compact what is due in more days; how many messages that were."""
 
     async def work() -> int:
-        connection = await pool.connect(url, "test")
-        try:
+        async with sql(url) as connection:
             after_ms = await connection.fetchval("SELECT clock_timestamp()") + after_days * DAY_MS
-            packed = 0
-            for window in await compact.windows(connection, after_ms, 400):
-                made = await compact.compact_one(connection, window, rows=400)
-                packed += made.messages if made else 0
-            return packed
-        finally:
-            await pool.close(connection)
+            return sum(made.messages for made in await rows.compact(connection, after_ms, 400))
 
     return asyncio.run(work())
 

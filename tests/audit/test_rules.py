@@ -22,32 +22,6 @@ if TYPE_CHECKING:
 NOBODY: dict[str, str] = {}
 
 
-def test_nothing_is_found_in_a_sound_store(spark: SparkSession) -> None:
-    inside = [packed(number) for number in range(100, 110)]
-    messages = [
-        message(1),
-        message(2, fingerprint=b"x" * 16),
-        message(3, fingerprint=b"y" * 16),
-        held(6, due_ms=NOW - 10 * DAY_MS, retry_ms=NOW + 1),
-        held(7, key=b"h", lane=1, due_ms=NOW - 10 * DAY_MS),
-        message(8, key=b"k"),
-        message(9, due_ms=NOW - rules.GRACE_MS + 1),
-    ]
-    report = judged(
-        spark,
-        [*messages, *inside],
-        [segment(1, inside)],
-        [key(b"k", 8), key(b"h", 7, lane=5, due_ms=0)],
-    )
-    assert report.findings == ()
-    assert not any(run.violations or run.warnings or run.skipped or run.unlisted for run in report.rules)
-    totals = report.totals
-    assert (totals.waiting, totals.held, totals.packed, totals.segments) == (5, 2, 10, 1)
-    assert totals.waiting == totals.expected
-    assert (totals.keyed, totals.size) == (2, 17 * 100)
-    assert totals.last_due_ms == NOW + 8 * DAY_MS
-
-
 def figures(number: int, waiting: int, held: int = 0, /, **counters: int) -> LaneFigures:
     return LaneFigures(number, "", True, dict.fromkeys(KINDS, 0) | counters, waiting, held)
 
@@ -131,15 +105,6 @@ def test_segments(spark: SparkSession) -> None:
     assert by_subject[f"lane 1: {rules.UNREADABLE}"].details == {"segments": [1]}
     sooner = rules.segments(extract, 1000)
     assert [one.subject for one in sooner if rules.LATE in one.subject] == []
-
-
-def test_the_law_of_segments(spark: SparkSession) -> None:
-    inside = [packed(number) for number in range(10)]
-    counters = {(1, "compacted"): 12, (2, "restored"): 3, (1, "parked"): 12, (2, "parked"): -3}
-    report = judged(spark, inside, [segment(1, inside)], counters=counters)
-    (law,) = report.findings
-    assert (law.rule, law.subject, law.count) == ("segments", "all segments: compacted - restored", 1)
-    assert law.details == {"expected": 9, "found": 10, "compacted": 12, "restored": 3}
 
 
 def test_repeats(spark: SparkSession) -> None:

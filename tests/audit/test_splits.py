@@ -49,10 +49,6 @@ def test_small_tables_share_a_split() -> None:
     assert [piece.heap for piece in split] == [day.name for day in days]
 
 
-def test_nothing_to_read_is_no_split() -> None:
-    assert plan_splits([relation("empty", 0)]) == []
-
-
 def test_a_sample_is_about_its_share_in_many_places_and_the_same_again() -> None:
     pages = 400_000
     sample = plan_splits([relation("message", pages)], sample=0.1, seed=7)
@@ -73,8 +69,3 @@ def test_a_sample_of_wide_pages_takes_single_pages() -> None:
     ]
     assert taken
     assert {piece.after - piece.first for piece in taken if piece.after is not None} == {1}
-
-
-def test_conditions() -> None:
-    assert Piece("x", 0, 5).condition() == "ctid >= '(0,0)'::tid AND ctid < '(5,0)'::tid"
-    assert Piece("x", 5, None).condition() == "ctid >= '(5,0)'::tid"

@@ -8,7 +8,6 @@ import pytest
 
 from delayer.broker.ports import Store
 from delayer.core.errors import LaneLost
-from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import WINDOW_MS, KeyGroup, Parcel, Target
 from delayer.core.segment import Restored
 from delayer.store import postgres
@@ -130,18 +129,6 @@ async def test_wait_ends_when_something_nearer_is_parked(database: str) -> None:
         await lane.windows[0].give_up()
 
 
-async def test_given_up_rows_are_there_again(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
-        await store.park(lane, [parcel(store.now_upper_ms() - n, b"%d" % n) for n in range(5)], [])
-        first = await lane.windows[0].claim(3, ROOM)
-        await lane.windows[0].give_up()
-        assert lane.sleep_hint() == 0.0
-        assert await lane.windows[0].claim(3, ROOM) == first
-        await lane.windows[0].give_up()
-        await lane.windows[0].give_up()
-        assert len(await release_all(lane)) == 5
-
-
 async def test_settling_less_than_was_claimed_settles_nothing(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms()) for _ in range(3)], [])
@@ -149,17 +136,6 @@ async def test_settling_less_than_was_claimed_settles_nothing(database: str) -> 
         with pytest.raises(ValueError, match="claimed 3"):
             await lane.windows[0].settle(rows[:1], [])
         assert len(await release_all(lane)) == 3
-
-
-async def test_parked_before_the_watermark_during_a_claim(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
-        now = store.now_upper_ms()
-        await store.park(lane, [parcel(now - 10, b"late")], [])
-        rows = await lane.windows[0].claim(MANY, ROOM)
-        await store.park(lane, [parcel(now - 5000, b"later")], [])
-        await lane.windows[0].settle(rows, [])
-        assert lane.sleep_hint() == 0.0
-        assert bodies(await release_all(lane)) == [b"later"]
 
 
 async def test_parked_before_the_watermark_between_claims(database: str) -> None:
@@ -170,25 +146,6 @@ async def test_parked_before_the_watermark_between_claims(database: str) -> None
             await store.park(lane, [parcel(store.now_upper_ms() - back)], [])
             assert lane.sleep_hint() == 0.0
             assert len(await release_all(lane)) == 1
-
-
-async def test_held_ones_are_tried_again_later(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
-        await store.park(lane, [parcel(store.now_upper_ms(), b"a"), parcel(store.now_upper_ms(), b"b")], [])
-        a, b = await lane.windows[0].claim(MANY, ROOM)
-        await lane.windows[0].settle(
-            [a], [(b, Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE\0\udcff", isolated=True))]
-        )
-        assert await release_all(lane) == []
-        assert 1.0 < lane.sleep_hint() <= 10.0
-
-
-async def test_held_at_once(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
-        await release_all(lane)
-        await store.hold(lane, [(parcel(store.now_upper_ms()), WHY)])
-        assert await release_all(lane) == []
-        assert 1.0 < lane.sleep_hint() <= 10.0
 
 
 async def test_two_daemons_never_share_a_lane(database: str) -> None:
@@ -288,36 +245,12 @@ async def test_a_lost_lane_takes_nothing(database: str) -> None:
             assert await release_all(theirs) == []
 
 
-async def test_a_key_replaces_the_waiting_message(database: str) -> None:
-    async with opened(database) as store, owned(store, 2) as [lane, other]:
-        now = store.now_upper_ms()
-        await store.park(lane, [parcel(now, b"old", key=b"k"), parcel(now, b"else", key=b"l"), parcel(now)], [])
-        await store.park(other, [parcel(now, b"new", key=b"k")], [])
-        assert bodies(await release_all(lane)) == [b"else", b"body"]
-        assert bodies(await release_all(other)) == [b"new"]
-
-
-async def test_the_last_of_a_key_wins_in_a_batch(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
-        now = store.now_upper_ms()
-        await store.park(lane, [parcel(now - n, b"%d" % n, key=b"k") for n in range(4)], [])
-        assert bodies(await release_all(lane)) == [b"3"]
-
-
 async def test_a_key_is_free_again_after_the_release(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         for _ in range(2):
             await store.park(lane, [parcel(store.now_upper_ms(), key=b"k")], [])
             assert len(await release_all(lane)) == 1
             await store.park(lane, [], [b"k"])
-
-
-async def test_a_cancel_removes_the_waiting_message(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
-        now = store.now_upper_ms()
-        await store.park(lane, [parcel(now, b"1", key=b"k"), parcel(now, b"2", key=b"l")], [b"unknown"])
-        await store.park(lane, [parcel(now, b"3", key=b"l")], [b"k", b"l"])
-        assert bodies(await release_all(lane)) == [b"3"]
 
 
 async def test_a_cancel_of_a_group_removes_what_waits_under_its_keys(database: str) -> None:
@@ -368,47 +301,6 @@ async def test_a_cancel_waits_for_the_release_in_flight(database: str) -> None:
             await (lane.windows[0].give_up() if gives_up else lane.windows[0].settle(rows, []))
             await replacing
         assert bodies(await release_all(lane)) == [b"old"]
-
-
-async def test_maintenance_disturbs_nothing(database: str) -> None:
-    async with opened(database) as one, opened(database) as two, owned(one) as [lane]:
-        now = one.now_upper_ms()
-        ahead = [parcel(now + days * 86_400_000) for days in (0, 1, 6, 9, 399, 500, 3650)]
-        await one.park(lane, [parcel(now - 1), *ahead], [])
-        await asyncio.gather(one.maintain(), two.maintain())
-        await one.park(lane, [parcel(now - 1), *ahead], [])
-        assert len([due for due in await release_all(lane) if due.due_ms == now - 1]) == 2
-
-
-async def test_compacted_messages_are_restored_unchanged(database: str) -> None:
-    """With its old id: whoever consumes it sees no difference."""
-    async with opened(database) as store, owned(store) as [lane]:
-        due_ms = store.now_upper_ms() - 5
-        parcels = [
-            Parcel(due_ms, b"route", b"ex\x00change", bytes(range(256))[1:], Target(b"", b"queue"), b"\0\0", b"\0"),
-            Parcel(due_ms, b"", b"", b"", Target(b"", b""), b"", b"", None),
-            parcel(due_ms, body=bytes(range(256)) * 3_800, properties=b"\xff" * 70_000),  # larger ones stay rows
-        ]
-        await store.park(lane, parcels, [])
-        before = await lane.windows[0].claim(MANY, ROOM)
-        await lane.windows[0].give_up()
-        assert await compacted(database, MANY) == 1
-        assert await release_all(lane) == []
-        restored = await store.restore(store.now_upper_ms())
-        assert isinstance(restored, Restored)
-        assert (restored.messages, restored.first_due_ms) == (3, due_ms)
-        assert await release_all(lane) == before
-        assert await store.restore(store.now_upper_ms()) is None
-
-
-async def test_the_soonest_is_restored_first_and_only_up_to_the_horizon(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
-        now = store.now_upper_ms()
-        await store.park(lane, [parcel(now + hours * 3_600_000) for hours in (3, 1, 2)], [])
-        assert await compacted(database, 1) == 3
-        found = [await store.restore(now + 2 * 3_600_000) for _ in range(3)]
-        firsts = [one.first_due_ms if isinstance(one, Restored) else None for one in found]
-        assert firsts == [now + 3_600_000, now + 2 * 3_600_000, None]
 
 
 async def test_the_sleeper_hears_of_what_is_restored(database: str) -> None:

@@ -1,4 +1,4 @@
-"""The law's interpreter believes to know how topic exchanges match. Ask a broker the same questions."""
+"""A broker matches the keys of a topic exchange as the audit and the interpreter of the cascade's law do."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ async def broker_says(vhost: str, pairs: list[tuple[str, str]]) -> dict[tuple[st
         pytest.param([(p, k) for p in PATTERNS for k in KEYS if len(p) + len(k) <= 6], id="every-short-one"),
     ],
 )
-async def test_the_interpreter_matches_as_the_broker_does(vhost: str, pairs: list[tuple[str, str]]) -> None:
+async def test_topics_are_matched_as_the_broker_does(vhost: str, pairs: list[tuple[str, str]]) -> None:
     answers = await broker_says(vhost, pairs)
     assert {pair: matches(*pair) for pair in pairs} == answers

@@ -233,18 +233,12 @@ class Fleet:
 
     async def sql(self, statement: str) -> Any:
         """One value of the store, or None."""
-        connection = await self.connect()
-        try:
+        async with self.connected() as connection:
             return await connection.fetchval(statement)
-        finally:
-            await connection.close()
 
     async def execute(self, script: str) -> None:
-        connection = await self.connect()
-        try:
+        async with self.connected() as connection:
             await connection.execute(script)
-        finally:
-            await connection.close()
 
     async def rows_back(self) -> int:
         """With everything out of the store: rows that came under their number, and those that were held under the id
@@ -252,9 +246,14 @@ class Fleet:
         named: int = await self.sql("SELECT count(*) FROM test_named")
         return self.ledger.account.rows_back + named
 
-    async def connect(self) -> asyncpg.Connection:
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[asyncpg.Connection]:
         """A session of somebody else."""
-        return await asyncpg.connect(self.postgres.url(self.database), timeout=10)
+        connection = await asyncpg.connect(self.postgres.url(self.database), timeout=10)
+        try:
+            yield connection
+        finally:
+            await connection.close()
 
     async def api(self, method: str, path: str, body: object = None) -> Any:
         return await asyncio.to_thread(self.rabbitmq.api, method, path, body)

@@ -216,8 +216,10 @@ ADDRESSES: Mapping[str, Hostile] = {
     "a copy into a level of the cascade": refused(
         "leads into delayer's own queues", SECOND, cc("delayer.delay-level-00"), through="h.queue"
     ),
-    "a copy into the intake queue": refused("leads back", SECOND, cc("delays"), through="h.queue"),
-    "the intake queue": refused("leads back", SECOND, (b"x-delay-routing-key", text("delays")), through="h.queue"),
+    "a copy into the intake queue": refused("leads into delayer's own queues", SECOND, cc("delays"), through="h.queue"),
+    "the intake queue": refused(
+        "leads into delayer's own queues", SECOND, (b"x-delay-routing-key", text("delays")), through="h.queue"
+    ),
     "a direct reply of nobody's": refused("to a direct reply", SECOND, through="h.queue", key=NO_REPLY.encode()),
     "a direct reply, in the header": refused(
         "to a direct reply", (b"x-delay-routing-key", text(NO_REPLY)), through="h.queue"
@@ -254,7 +256,7 @@ DEATHS: Mapping[str, Hostile] = {
     "a word": forged("expected x-death", (b"x-death", text("orders"))),
     "of numbers": forged("expected x-death", (b"x-death", array(number("I", 1), VOID))),
     "of no queue": forged("expected x-death", *death("")),
-    "in the intake queue": forged("leads back", *death("delays")),
+    "in the intake queue": forged("leads into delayer's own queues", *death("delays")),
     "in the refused queue": forged("leads into delayer's own queues", *death("delays.refused")),
     "in the due queue, with an envelope": forged("leads into delayer's own queues", *death("delays.due"), *ENVELOPE),
     "in a level of the cascade": forged("leads into delayer's own queues", *death("delayer.delay-level-00")),

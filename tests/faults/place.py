@@ -20,11 +20,11 @@ import asyncpg
 from delayer.broker.admin import Admin
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, topology_of
-from delayer.store import pool
 from delayer.store.segments import compact as packing
 from tests.support.daemon import DaemonProcess, command
 from tests.support.ledger import Ledger, Verdict
 from tests.support.rows import compact, conserved
+from tests.support.store import sql
 from tests.support.topology import declare
 
 T = TypeVar("T")
@@ -151,14 +151,11 @@ class Place:
         """Wait until so many messages are ready there."""
         await eventually(lambda: self.depth(queue), lambda depth: depth == count)
 
-    async def ask(self, sql: str) -> Any:
+    async def ask(self, statement: str) -> Any:
         """One value of the store."""
         assert self.store
-        connection = await pool.connect(self.store, "test")
-        try:
-            return await connection.fetchval(sql)
-        finally:
-            await pool.close(connection)
+        async with sql(self.store) as connection:
+            return await connection.fetchval(statement)
 
     async def rows(self) -> int:
         """Messages in the store, waiting or held."""
@@ -172,11 +169,8 @@ class Place:
         """Pack all that waits, whenever it is due, with the daemons stopped. How many segments there are of it."""
         assert self.store
         assert not any(daemon.running for daemon in self.daemons)
-        connection = await pool.connect(self.store, "test")
-        try:
+        async with sql(self.store) as connection:
             made = await compact_all(connection, rows)
-        finally:
-            await pool.close(connection)
         assert await self.rows() == 0
         return made
 
@@ -198,11 +192,8 @@ class Place:
     async def conserved(self) -> dict[str, int]:
         """The counters of the store, after comparing them with its rows, lane by lane."""
         assert self.store
-        connection = await pool.connect(self.store, "test")
-        try:
+        async with sql(self.store) as connection:
             return await conserved(connection)
-        finally:
-            await pool.close(connection)
 
     async def settle_accounts(self, ledger: Ledger) -> Verdict:
         """With the daemons stopped: the account, with what still stands somewhere."""

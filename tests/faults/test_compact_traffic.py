@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from delayer.audit import compact, restore, tasks
-from delayer.store import pool as session
 from delayer.store.admin import actions
 from delayer.store.admin.detail import Found
 from tests.faults.place import Place, eventually
@@ -97,14 +96,11 @@ class Jobs:
 
     async def cancel(self) -> None:
         """Some of all that is there, as it was a moment ago: each may have gone elsewhere, or out, meanwhile."""
-        connection = await session.connect(self.url, "canceller")
-        try:
+        async with sql(self.url) as connection:
             async with connection.transaction(isolation="repeatable_read", readonly=True):
                 standing = await everything(connection)
             chosen = self.chance.sample(sorted(standing), min(AT_ONCE, len(standing)))
             outcome = await actions.cancel(connection, chosen)
-        finally:
-            await session.close(connection)
         for one, found in outcome.items():
             if found is not Found.NOWHERE:
                 self.gone[NUMBER.unpack_from(standing[one].body)[0]] = found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from click.testing import CliRunner
 
 from delayer.cli.main import cli
@@ -25,6 +23,7 @@ from delayer.core.lines import Line
 from delayer.core.message import Parcel, Target
 from delayer.imports import files
 from tests.integration.test_import_sql import NOON, Source, mariadb, source_of
+from tests.support.logged import logging_as_it_was
 from tests.support.rows import conserved
 from tests.support.servers import Postgres
 from tests.support.store import sql
@@ -74,13 +73,8 @@ async def delayer(store: str, *arguments: str, fault: str = "", **more: str) -> 
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
+    with logging_as_it_was():
+        yield
 
 
 STEPS = [

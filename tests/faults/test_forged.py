@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from delayer.core.cascade import Cascade, routing_key
-from delayer.store import pool
 from tests.faults.hostile import ENVELOPE
 from tests.faults.place import Place, eventually
 from tests.faults.villain import STRAYS
 from tests.support.raw import Header, Message, Props, Raw, array, number, table, text
 from tests.support.servers import RabbitMQ
+from tests.support.store import sql
 
 ATTACKER = "delayer-attacker"
 """May write to delayer.in and nowhere else. The password is its name."""
@@ -80,11 +80,8 @@ async def test_an_envelope_in_a_level_is_not_opened(vhost: str, store: str, verb
     async with await Raw.connect(place.broker) as raw:
         await raw.publish(met_in_a_level(b"old", 3_600))
     await place.delayer(*verb, "--yes", MODE="store", ROUTE=ROUTES)
-    connection = await pool.connect(store, "test")
-    try:
+    async with sql(store) as connection:
         [row] = await connection.fetch("SELECT to_exchange, to_key FROM message")
-    finally:
-        await pool.close(connection)
     assert row["to_exchange"] in (b"", Cascade().delivery.encode())
     assert row["to_key"].endswith(b"mine")
 

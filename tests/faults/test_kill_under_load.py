@@ -7,14 +7,12 @@ import asyncio
 import random
 import signal
 import time
-from collections import Counter
 from contextlib import AsyncExitStack
 
 import pytest
 
 from tests.faults.place import Place, eventually, stopped
 from tests.faults.scenes import work_off
-from tests.support.daemon import DaemonProcess
 
 MESSAGES = 20_000
 KILLS = 7
@@ -71,35 +69,6 @@ async def test_without_a_fault_nothing_comes_twice(mode: str, vhost: str, store:
         assert await first.stop() == 0
         await publishing
         await place.ended(ledger, redelivered=True)  # what the first one had read and not begun
-
-
-async def _lanes(*daemons: DaemonProcess) -> list[set[int]]:
-    """The lanes of each, by its log."""
-
-    def said(daemon: DaemonProcess, event: str) -> Counter[int]:
-        return Counter(one["lane"] for one in daemon.events if one["event"] == event)
-
-    return [set(said(daemon, "lane taken") - said(daemon, "lane dropped")) for daemon in daemons]
-
-
-async def test_a_daemon_that_hangs_loses_its_lanes_and_notices(vhost: str, store: str) -> None:
-    """Stopped for longer than its lanes live, while another runs: that one takes and releases them."""
-    place = await Place("store", vhost, store).declare()
-    async with place.ledger(SEED + 3) as ledger, AsyncExitStack() as stack:
-        first, second = [await stack.enter_async_context(place.daemon()) for _ in range(2)]
-        await asyncio.gather(first.ready(), second.ready())
-        owned, _ = await eventually(lambda: _lanes(first, second), lambda both: len(both[0]) == len(both[1]) == 2)
-        await ledger.publish(2_000, delay_ms=4_000)
-        await eventually(place.rows, lambda rows: rows > 1_500)
-        before = len(second.events)
-        first.signal(signal.SIGSTOP)
-        adopted = await second.event("lane taken", after=before, where=lambda event: event["lane"] in owned)
-        first.signal(signal.SIGCONT)
-        lost = await first.event("lane lost")
-        assert {adopted["lane"], lost["lane"]} <= owned
-        await ledger.all_back()
-        await first.event("lane taken", after=first.events.index(lost))
-        await place.ended(ledger, repeats=True)
 
 
 async def test_a_daemon_that_hangs_in_the_middle_of_a_claim_loses_it(vhost: str, store: str) -> None:

@@ -14,11 +14,11 @@ from urllib.parse import unquote
 
 from delayer.amqp.errors import HeaderTooLarge
 from delayer.core.errors import BrokerLost
-from delayer.store import pool
 from tests.faults.hostile import EMPTY, FORGED_LINE, IMPERSONATOR, NATIVE, STORE, End, Hostile
 from tests.faults.place import Place, eventually
 from tests.support.raw import Arrival, Header, Inbox, Message, Props, Raw, Value, content, number
 from tests.support.servers import RabbitMQ
+from tests.support.store import sql
 
 USER = "delayer-hostile"
 """The daemon's user, who may not write to h.closed.out. The password is its name."""
@@ -270,11 +270,8 @@ async def turned_away(raw: Raw, message: Message, content_class: int = CONTENT_C
 async def held_rows(place: Place) -> list[tuple[bytes, str]]:
     """Body and reason of everything that is held in the store."""
     assert place.store
-    connection = await pool.connect(place.store, "test")
-    try:
+    async with sql(place.store) as connection:
         return [tuple(row) for row in await connection.fetch("SELECT body, reason FROM held")]
-    finally:
-        await pool.close(connection)
 
 
 def _said(arrival: Arrival, header: bytes) -> str:

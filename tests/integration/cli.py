@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +11,11 @@ from functools import partial
 
 import aio_pika
 import pytest
-import structlog
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from click.testing import CliRunner, Result
 
 from delayer.cli.main import cli
+from tests.support.logged import logging_as_it_was
 
 Run = Callable[..., Result]
 
@@ -37,13 +36,8 @@ def delayer(vhost: str, database: str) -> Iterator[Run]:
         assert "Traceback" not in result.stderr
         return result
 
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield run
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
+    with logging_as_it_was():
+        yield run
 
 
 @asynccontextmanager

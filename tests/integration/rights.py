@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import asyncpg
 import pytest
 
 from delayer.amqp.address import Address
@@ -21,6 +20,7 @@ from delayer.store import upgrades
 from tests.support.fakes import kind_of
 from tests.support.raw import Props, text
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.store import sql
 from tests.support.topology import declare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
@@ -72,10 +72,9 @@ def store(postgres: Postgres) -> Iterator[str]:
 
 
 async def as_owner(url: str, statements: list[str]) -> None:
-    connection = await asyncpg.connect(url)
-    for statement in statements:
-        await connection.execute(statement)
-    await connection.close()
+    async with sql(url) as connection:
+        for statement in statements:
+            await connection.execute(statement)
 
 
 @pytest.fixture

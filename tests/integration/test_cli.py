@@ -7,7 +7,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aio_pika
-import asyncpg
 from pamqp.common import FieldTable
 
 from delayer.cli import send
@@ -224,9 +223,8 @@ async def test_check_counts_what_is_set_aside(delayer: Run, vhost: str, database
         for queue, count in (("delays.refused", 2), ("delayer.delay-strays", 1)):
             for _ in range(count):
                 await channel.default_exchange.publish(aio_pika.Message(b""), queue)
-    connection = await asyncpg.connect(database)
-    await connection.execute("INSERT INTO counter VALUES (1, 'parked', 3), (1, 'held', 3)")
-    await connection.close()
+    async with sql(database) as admin:
+        await admin.execute("INSERT INTO counter VALUES (1, 'parked', 3), (1, 'held', 3)")
     answer = json.loads(delayer("check", "--json").stdout)
     aside = {row["found"]: (row["result"], row["advice"]) for row in answer["checks"] if row["what"] == "set aside"}
     assert aside.keys() == {'2 in "delays.refused"', '1 in "delayer.delay-strays"', "3 held in the store"}

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import asyncpg
 import pytest
 
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
@@ -38,6 +37,7 @@ from tests.support.daemon import DaemonProcess, command
 from tests.support.ledger import Ledger
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.store import sql
 from tests.support.topology import declare
 from tests.support.web import Web
 
@@ -335,10 +335,8 @@ async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgr
                 return dict(answer.json)
 
             async def held() -> list[int]:
-                connection = await asyncpg.connect(postgres.url(DATABASE))
-                found = await connection.fetch("SELECT id FROM held")
-                await connection.close()
-                return [number for (number,) in found]
+                async with sql(postgres.url(DATABASE)) as connection:
+                    return [number for (number,) in await connection.fetch("SELECT id FROM held")]
 
             for delay in (3_600_000, 3_600_000, 1):
                 props = Props(headers=((b"x-delay", number("I", delay)),), delivery_mode=2)

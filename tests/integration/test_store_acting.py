@@ -27,16 +27,6 @@ from tests.support.store import MANY, ROOM, blocked, opened, owned, parcel, rele
 NO_ONE = {"parked": 0, "restored": 0, "released": 0, "cancelled": 0, "compacted": 0, "held": 0}
 
 
-async def test_cancel_of_waiting_rows(database: str) -> None:
-    async with store(database, 2) as admin:
-        await put(admin, rows(50, START_MS, span_ms=2 * DAY_MS) + rows(5, START_MS, lane=2, first_id=100))
-        assert await cancel(admin, []) == {}
-        assert await cancel(admin, [3, 999, 102]) == {3: Found.WAITING, 999: Found.NOWHERE, 102: Found.WAITING}
-        assert await cancel(admin, [3]) == {3: Found.NOWHERE}
-        assert len(await waiting(admin)) == 53
-        assert await conserved(admin) == NO_ONE | {"parked": 55, "cancelled": 2}
-
-
 async def test_cancel_of_a_row_between_two_milliseconds(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(1, START_MS)._replace(due_us=START_MS * 1000 + 999)])

@@ -12,7 +12,6 @@ import pytest
 
 from delayer.amqp import reading
 from delayer.core.filters import Filter, Token
-from delayer.core.hold import Hold, HoldKind
 from delayer.store.admin import actions, audit_log, detail, listing
 from delayer.store.admin.actions import When
 from delayer.store.admin.detail import Found
@@ -20,7 +19,6 @@ from delayer.store.admin.listing import BEGINNING
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from tests.integration.segments_store import START_MS, store
-from tests.integration.test_store_acting import NO_ONE
 from tests.support.fakes import WHY
 from tests.support.raw import Props, text
 from tests.support.rows import Row, compact, conserved, everything, put, row, rows, waiting
@@ -259,31 +257,6 @@ async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch
         await conserved(admin)
         [told] = await audit_log.listed(admin, 10)
         assert told.messages == len(meant)
-
-
-@pytest.mark.words
-async def test_held_ones_are_listed_retried_and_dropped(database: str) -> None:
-    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        now = place.now_upper_ms()
-        await place.hold(
-            lane, [(parcel(now, b"%d" % n, key=b"k%d" % n), Hold(HoldKind.NACKED, f"why {n}")) for n in range(5)]
-        )
-        page = await detail.held_page(admin, Filter(), None, 2)
-        assert [one.held.reason for one in page.messages] == ["why 0", "why 1"]
-        rest = await detail.held_page(admin, Filter(), None, 9, page.after or 0)
-        assert [one.held.reason for one in rest.messages] == ["why 2", "why 3", "why 4"]
-        assert rest.after is None
-        assert [len((await detail.held_page(admin, Filter(key=key), None, 9)).messages) for key in (b"k3", b"x")] == [
-            1,
-            0,
-        ]
-        act = await audit_log.begin(admin, "me", "held drop", {})
-        assert await actions.drop_held(admin, rest.messages, act) == 3
-        assert await actions.drop_held(admin, rest.messages, act) == 0
-        assert await conserved(admin) == NO_ONE | {"parked": 5, "cancelled": 3, "held": 2}
-        assert await admin.fetchval("SELECT count(*) FROM message_key") == 0
-        assert await actions.retry_held(admin, [one.entry.place.id for one in page.messages], act) == 2
-        assert [told.messages for told in await audit_log.listed(admin, 10)] == [5]
 
 
 async def test_the_audit_trail_by_pages(database: str) -> None:

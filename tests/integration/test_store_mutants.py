@@ -14,7 +14,6 @@ import asyncpg
 import pytest
 
 from delayer.core.message import WINDOW_MS
-from delayer.store import pool as session
 from delayer.store import postgres
 from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAY_MS
@@ -53,30 +52,6 @@ async def test_a_park_locks_the_epoch_until_its_commit(database: str) -> None:
             with pytest.raises(asyncpg.LockNotAvailableError):
                 await taker.execute(take)
         await taker.execute(take)
-
-
-async def test_commits_wait_for_the_disk_whatever_is_set_for_the_database(database: str) -> None:
-    shown = "SHOW synchronous_commit"
-    async with sql(database) as admin:
-        name = await admin.fetchval("SELECT current_database()")
-        await admin.execute(f'ALTER DATABASE "{name}" SET synchronous_commit = off')
-    plain = await asyncpg.connect(database)
-    try:
-        assert await plain.fetchval(shown) == "off"
-    finally:
-        await plain.close()
-    for connect in (session.connect, session.connect_plain):
-        connection = await connect(database, "test")
-        try:
-            assert await connection.fetchval(shown) == "on"
-        finally:
-            await session.close(connection)
-    pool = await session.open_pool(database, "test", 1, {})
-    try:
-        async with session.borrowed(pool) as connection:
-            assert await connection.fetchval(shown) == "on"
-    finally:
-        await pool.close()
 
 
 async def test_a_released_message_does_not_take_the_key_of_a_newer_one(database: str) -> None:

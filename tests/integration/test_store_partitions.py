@@ -15,14 +15,6 @@ BY_DAY = "SELECT floor(extract(epoch FROM due_at) / 86400)::int AS day, count(*)
 COUNT = "SELECT tableoid::regclass::text AS name, count(*) AS n FROM message GROUP BY 1 ORDER BY 1"
 
 
-@pytest.mark.parametrize(("day", "name"), [(0, "message_p19700101"), (25_000, "message_p20380613")])
-def test_names(day: int, name: str) -> None:
-    assert name_of(day) == name
-    assert partitions.day_of(name) == day
-    for other in ("message_default", "message_p", "message_p20261350", "other_p20261119"):
-        assert partitions.day_of(other) is None
-
-
 async def test_rows_stand_in_the_partition_of_their_day(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         midnight = (store.now_upper_ms() // DAY_MS + 3) * DAY_MS

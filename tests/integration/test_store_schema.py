@@ -13,7 +13,7 @@ from delayer.core.hold import HoldKind
 from delayer.store import schema, upgrades
 from delayer.store.admin import setup
 from delayer.store.admin.stats import overview
-from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.store.errors import BadStoreUrl
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
 from tests.support.store import sql
@@ -46,19 +46,6 @@ async def test_upgrading_twice_at_once_is_upgrading_once(empty_database: str) ->
     assert [await process.wait() for process in running] == [0, 0, 0]
     assert await setup.schema_of(empty_database) == schema.HEAD
     await upgrades.upgrade(empty_database)
-
-
-async def test_an_outdated_store_is_refused_and_says_what_to_do(empty_database: str) -> None:
-    with pytest.raises(SchemaOutdated, match=r"missing, expected .*: run `delayer db upgrade`") as caught:
-        await PostgresStore.connect(empty_database)
-    assert (caught.value.found, caught.value.expected) == (None, schema.HEAD)
-    seen = await overview(empty_database)
-    assert (seen.upgrade_pending, seen.lanes, seen.waiting, seen.next_due_ms) == (True, (), 0, None)
-    await upgrades.upgrade(empty_database)
-    async with sql(empty_database) as admin:
-        await admin.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'")
-    with pytest.raises(SchemaOutdated, match=r"9999.*newer delayer"):
-        await PostgresStore.connect(empty_database)
 
 
 @pytest.mark.parametrize(

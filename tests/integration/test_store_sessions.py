@@ -117,8 +117,10 @@ async def test_sessions_are_set_whatever_the_database_says(database: str) -> Non
         sessions(store, lane) as ours,
         sql(database) as other,
     ):
-        for connection in (*ours.values(), other):
+        plain = await pool.connect_plain(database, "test")
+        for connection in (*ours.values(), other, plain):
             assert await shown(connection, *PROMISED) == PROMISED
+        await pool.close(plain)
         assert await shown(ours["lane"], *STEERED) == dict.fromkeys(STEERED, "off")
         assert await shown(ours["pool"], *STEERED) == dict.fromkeys(STEERED, "on")
         names = ("idle_session_timeout", "idle_in_transaction_session_timeout")
@@ -149,9 +151,6 @@ async def test_known_types_are_those_of_the_server(database: str) -> None:
 
 
 async def test_values_go_there_and_back(database: str) -> None:
-    connection = await pool.connect(database, "test")
-    try:
+    async with sql(database) as connection:
         for name, value in VALUES.items():
             assert await connection.fetchval(f"SELECT $1::{name}", value) == value
-    finally:
-        await pool.close(connection)

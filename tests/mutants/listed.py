@@ -41,7 +41,7 @@ MUTANTS: Sequence[Mutant] = (
     ),
     *of(
         "delayer/store/pool.py",
-        "tests/integration/test_store_mutants.py::test_commits_wait_for_the_disk_whatever_is_set_for_the_database",
+        "tests/integration/test_store_sessions.py::test_sessions_are_set_whatever_the_database_says",
         ("commit-does-not-wait", '        "synchronous_commit": "on",', '        "synchronous_commit": "off",'),
     ),
     *of(
@@ -96,7 +96,7 @@ MUTANTS: Sequence[Mutant] = (
     ),
     *of(
         "delayer/store/segments/codec.py",
-        "tests/unit/store/test_segments_codec.py",
+        "tests/integration/test_store_segments.py::test_a_row_that_does_not_fit_its_bytes_is_broken",
         ("segment-digest-not-compared", "if found != digest:", "if False:"),
         ("segment-count-not-compared", "if len(table) != messages:", "if False:"),
     ),

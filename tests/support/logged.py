@@ -1,4 +1,4 @@
-"""Captured logs: entries of structlog and of the standard library, in one list."""
+"""Captured logs, as entries of structlog and of the standard library in one list; and logging as it was before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+import structlog
 import structlog.testing
 
 _PLAIN = logging.makeLogRecord({}).__dict__.keys() | {"message"}
@@ -38,3 +39,15 @@ def capture_logs() -> Iterator[list[MutableMapping[str, Any]]]:
         finally:
             ours.removeHandler(handler)
             ours.setLevel(level)
+
+
+@contextmanager
+def logging_as_it_was() -> Iterator[None]:
+    """Undoes after the block what a command or a daemon configured in it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()

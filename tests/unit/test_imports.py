@@ -158,19 +158,3 @@ def test_imports_go_down_only() -> None:
 )
 def test_a_planted_violation_is_found(module: str, source: str) -> None:
     assert len(violations({module: source})) == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("delayer.core.x", "from __future__ import annotations\nimport datetime\nfrom delayer.core.message import Due"),
-        (
-            "delayer.amqp.x",
-            "import asyncio\nfrom delayer.core.faultpoint import reach\nfrom delayer import __version__",
-        ),
-        ("delayer.release.x", "import time\nfrom delayer.amqp.properties import Properties"),
-        ("delayer.cli.main", "import click\nfrom delayer.store import postgres"),
-    ],
-)
-def test_allowed_imports_are_not_reported(module: str, source: str) -> None:
-    assert violations({module: source}) == []

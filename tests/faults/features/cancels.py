@@ -88,11 +88,8 @@ def _token(number: int) -> int:
 
 async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
     """`delayer cancel` of a few that wait. How many it knew of."""
-    connection = await fleet.connect()
-    try:
+    async with fleet.connected() as connection:
         rows = await connection.fetch(_ROWS, SOME)
-    finally:
-        await connection.close()
     if not rows:
         return 0
     tokens = {f"{id}@{due_ms}": NUMBER.unpack(number)[0] for id, due_ms, number in rows}

@@ -124,11 +124,8 @@ async def everywhere(fleet: Fleet) -> Held:
 
 async def looked(fleet: Fleet) -> Held:
     """What is held at the moment."""
-    connection = await fleet.connect()
-    try:
+    async with fleet.connected() as connection:
         rows = await connection.fetch(_HELD)
-    finally:
-        await connection.close()
     strays = await fleet.place.bodies(fleet.strays)
     return Held([NUMBER.unpack(number)[0] for (number,) in rows], [NUMBER.unpack_from(body)[0] for body in strays])
 

@@ -50,15 +50,12 @@ async def locks_ended(fleet: Fleet, fault: Fault) -> None:
 
 
 async def _end(fleet: Fleet, which: str, seconds: float) -> None:
-    connection = await fleet.connect()
-    try:
+    async with fleet.connected() as connection:
         pids = [row[0] for row in await connection.fetch(f"SELECT pid FROM pg_stat_activity WHERE {which}")]
         ended = 0
         for pid in pids:
             ended += await connection.fetchval("SELECT pg_terminate_backend($1)", pid)
             await asyncio.sleep(seconds / len(pids))
-    finally:
-        await connection.close()
     if not ended:
         raise Untouched("the daemons had no such connection")
 
@@ -66,8 +63,7 @@ async def _end(fleet: Fleet, which: str, seconds: float) -> None:
 async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
     """What a statement timeout does, to whatever runs, ten times a second for ``seconds``; and as often as it takes
     until one of them ran: most are over within a millisecond."""
-    connection = await fleet.connect()
-    try:
+    async with fleet.connected() as connection:
         cancelled = 0
         until = time.monotonic() + fault.seconds
         while time.monotonic() < until:
@@ -76,8 +72,6 @@ async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
                 f" WHERE {OURS} AND state = 'active'"
             )
             await asyncio.sleep(0.1 if cancelled else 0.002)
-    finally:
-        await connection.close()
     if not cancelled:
         raise Untouched("no statement of the daemons ran at any of these moments")
 
@@ -150,9 +144,5 @@ async def partition_locked(fleet: Fleet, fault: Fault) -> None:
 
 @asynccontextmanager
 async def _transaction(fleet: Fleet) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
-    connection = await fleet.connect()
-    try:
-        await connection.execute("BEGIN")
+    async with fleet.connected() as connection, connection.transaction():
         yield connection.execute
-    finally:
-        connection.terminate()

@@ -13,7 +13,6 @@ from pamqp import commands
 
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, HeaderTooLarge, NoFreeChannel
 from delayer.amqp.properties import encode_headers, entry, long_string
-from delayer.core import hold
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import CONFIRMED, NACKED
 from delayer.core.message import Delivery, Outgoing, Schedule
@@ -22,7 +21,6 @@ from tests.unit.amqp.recorded import content, returned
 from tests.unit.amqp.scripted import (
     another,
     asked,
-    consume,
     in_flight,
     message,
     publishes,
@@ -32,20 +30,6 @@ from tests.unit.amqp.scripted import (
 )
 
 # Publishing.
-
-
-async def test_several_publishes_in_flight() -> None:
-    async with scripted_channel(confirms=True) as (_, channel, peer):
-        first = asyncio.create_task(channel.publish([message("1"), message("2")], timeout=30))
-        second = await in_flight(channel, peer, "3", "4")
-        peer.send_raw(returned(b"3", b"body"))
-        peer.send(commands.Basic.Ack(3, False), 1)
-        peer.send(commands.Basic.Ack(4, False), 1)
-        assert await second == [hold.returned(312, "NO_ROUTE"), CONFIRMED]
-        assert not first.done()
-        peer.send(commands.Basic.Ack(2, True), 1)
-        assert await first == [CONFIRMED, CONFIRMED]
-        assert await channel.publish([], timeout=30) == []
 
 
 class Clock:
@@ -275,19 +259,6 @@ async def test_the_first_delivery_stands_right_behind_the_answer() -> None:
         peer.send(commands.Basic.CancelOk(tag), 1)
         await cancelling
         assert seen.get_nowait().body == b"last"
-
-
-@pytest.mark.parametrize("nowait", [True, False])
-async def test_cancelled_by_the_broker(nowait: bool) -> None:
-    async with scripted_channel() as (_, channel, peer):
-        cancelled = asyncio.Event()
-        await consume(channel, peer, lambda _: None, cancelled.set)
-        peer.send(commands.Basic.Cancel("delayer.1", nowait), 1)
-        await cancelled.wait()
-        if not nowait:
-            assert (await peer.expect(commands.Basic.CancelOk)).consumer_tag == "delayer.1"
-        channel.ack(1)  # what was delivered can still be settled
-        await peer.expect(commands.Basic.Ack)
 
 
 async def test_an_answer_to_somebody_who_went_away() -> None:

@@ -62,21 +62,6 @@ async def test_one_batch(said: list[tuple[int, bool, bool] | str], expected: lis
     assert confirms.in_flight == 0
 
 
-async def test_a_batch_in_runs_with_another_between() -> None:
-    confirms = Confirms()
-    first, second = batch_of(4, "a"), batch_of(2, "b")
-    confirms.written(first, 0, 2)
-    confirms.written(second, 0, 2)
-    confirms.written(first, 2, 1)
-    confirms.settle(5, multiple=True, positive=True)
-    assert second.outcomes.result() == [C, C]
-    assert not first.outcomes.done()
-    confirms.written(first, 3, 1)
-    confirms.note_returned(back(b"a3"))
-    confirms.settle(6, multiple=False, positive=True)
-    assert first.outcomes.result() == [C, C, C, R]
-
-
 @pytest.mark.parametrize(
     ("number", "multiple", "why"), [(0, False, "publish 0"), (4, False, "publish 4"), (4, True, "publish 4")]
 )

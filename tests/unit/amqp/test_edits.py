@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pamqp import commands, header
 
 from delayer.amqp import edits
 from delayer.amqp.edits import DUE, ID, ID_BYTES, ROOM
@@ -19,7 +18,7 @@ from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.retry_policy import Failure
-from tests.unit.amqp.tables import EVERY_TYPE, properties, sized, text, with_headers
+from tests.unit.amqp.tables import properties, sized, text, with_headers
 
 DUE_MS = 1_800_000_000_000
 ADDED = entry(ID, long_string(b"id")) + entry(DUE, int64(DUE_MS))
@@ -34,20 +33,8 @@ def delivered(raw: bytes, body: bytes = b"") -> Delivery:
     return Delivery(1, False, b"orders.in", b"k", raw, body)
 
 
-def pamqp_reads(raw: bytes) -> commands.Basic.Properties:
-    """The oracle: another program's reading of the same bytes."""
-    found = header.ContentHeader()
-    found.unmarshal(struct.pack(">HHQ", 60, 0, 0) + raw)
-    return found.properties
-
-
 def test_nothing_but_the_two_headers_is_added() -> None:
     assert released(b"\0\0") == with_headers(ADDED)
-
-
-def test_every_field_type_stays_as_it_is() -> None:
-    every = [entry(b"h%d" % at, kind.encode() + raw) for at, (kind, raw, _) in enumerate(EVERY_TYPE)]
-    assert released(with_headers(*every)) == with_headers(*every, ADDED)
 
 
 def test_headers_of_the_broker_and_the_delay_are_removed() -> None:
@@ -96,26 +83,6 @@ def test_the_delay_stays_with_its_sign_turned(said: bytes, stays: bytes) -> None
 def test_the_user_becomes_a_header() -> None:
     raw = b"\x20\x18" + sized(text("x-delayer-user-id", "forged")) + b"\x05guest\x03app"
     assert released(raw) == b"\x20\x08" + sized(ADDED + text("x-delayer-user-id", "guest")) + b"\x03app"
-
-
-def pamqp_wrote(**more: Any) -> bytes:
-    wanted: dict[str, Any] = {
-        "content_type": "text/plain", "content_encoding": "utf-8", "headers": {"a": 1, "x-delay": 5000},
-        "delivery_mode": 1, "priority": 3, "correlation_id": "c", "reply_to": "r", "expiration": "60000",
-        "message_id": "m", "message_type": "t", "user_id": "guest", "app_id": "app",
-    }  # fmt: skip
-    return header.ContentHeader(0, 0, commands.Basic.Properties(**(wanted | more))).marshal()[12:]
-
-
-def test_every_property_stays_as_another_program_wrote_it() -> None:
-    before, after = pamqp_reads(pamqp_wrote()), pamqp_reads(released(pamqp_wrote()))
-    for name in commands.Basic.Properties.attributes():
-        if name not in ("headers", "user_id"):
-            assert getattr(after, name) == getattr(before, name), name
-    assert after.user_id is None
-    assert after.headers == {
-        "a": 1, "x-delay": -5000, "x-delayer-id": "id", "x-delayer-due": DUE_MS, "x-delayer-user-id": "guest",
-    }  # fmt: skip
 
 
 def test_a_full_frame_keeps_no_forged_header() -> None:
@@ -274,23 +241,6 @@ GAINED = (
 
 def refused(raw: bytes, max_properties: int = MAX) -> tuple[bytes, bytes]:
     return edits.refused(delivered(raw), "why", b"id", max_properties)
-
-
-def test_a_refused_message_keeps_everything() -> None:
-    table = text("x-death") + text("x-delay", "soon") + text("x-delay-key")
-    assert refused(with_headers(table)) == (with_headers(table, GAINED), b"id")
-    assert refused(b"\0\0") == (with_headers(GAINED), b"id")
-    raw = pamqp_wrote(user_id=None, expiration=None)
-    before, after = pamqp_reads(raw), pamqp_reads(refused(raw)[0])
-    for name in commands.Basic.Properties.attributes():
-        if name != "headers":
-            assert getattr(after, name) == getattr(before, name), name
-
-
-def test_active_properties_become_headers_in_the_refused_queue() -> None:
-    raw = b"\x21\x10" + sized(text("a")) + b"\x0560000" + b"\x05guest"
-    more = text("x-delayer-expiration", "60000") + text("x-delayer-user-id", "guest")
-    assert refused(raw) == (with_headers(text("a"), GAINED, more), b"id")
 
 
 def test_refused_twice_says_so_once() -> None:

@@ -12,7 +12,6 @@ from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ConnectionLost, ProtocolError
 from delayer.amqp.handshake import Limits
-from delayer.core.errors import BrokerLost
 from tests.unit.amqp.scripted import say_goodbye, scripted
 
 
@@ -104,15 +103,6 @@ async def test_a_server_that_hangs_up() -> None:
         peer.writer.close()
         with pytest.raises(ConnectionLost, match="hung up"):
             await opening
-
-
-async def test_nobody_listens() -> None:
-    async with scripted() as script:
-        address = script.address
-    with pytest.raises(ConnectionLost, match="no connection to amqp://guest@127") as found:
-        await Connection.open(address, name="test")
-    assert isinstance(found.value.__cause__, ConnectionRefusedError)
-    assert isinstance(found.value, BrokerLost)
 
 
 async def test_a_cancelled_open_leaves_no_socket() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import re
-import stat
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -108,23 +106,6 @@ def test_a_sample_says_so_and_judges_no_sums() -> None:
     assert "A sample: some 1 % of the pages, with " in text
     assert "held messages, segments and counters are all of them" in text
     assert "off by" not in text
-
-
-def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "audit.html"
-    report_html.write(EMPTY, path)
-    before = path.read_text()
-    assert before.startswith("<!doctype html>")
-    assert stat.S_IMODE(path.stat().st_mode) & 0o400
-
-    def cut(_self: Path, _target: Any) -> Path:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "replace", cut)
-    with pytest.raises(OSError, match="no space"):
-        report_html.write(FULL, path)
-    assert path.read_text() == before
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_console_says_it_all() -> None:

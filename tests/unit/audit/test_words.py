@@ -14,9 +14,9 @@ from delayer.core.readable import away, duration, instant
     ("seconds", "expected"),
     [(0, "0 ms"), (0.04, "40 ms"), (0.9996, "1 s"), (1.25, "1.25 s"), (9.99, "9.99 s"), (115, "115 s"), (120, "2 min"),
      (6900, "115 min"), (7200, "2 h"), (86_400, "24 h"), (90_000, "25 h"), (3_456_000, "40 d"),
-     (86_400_000, "2.74 years"), (315_576_000, "10 years")],
+     (86_400_000, "2.74 years"), (315_576_000, "10 years"), (None, "–")],
 )  # fmt: skip
-def test_durations(seconds: float, expected: str) -> None:
+def test_durations(seconds: float | None, expected: str) -> None:
     assert duration(seconds) == expected
 
 

@@ -75,20 +75,6 @@ async def test_a_new_connection_is_not_read_either() -> None:
 WANTED, WHOLE = 5_000, 32 << 20
 
 
-def test_the_full_prefetch_while_messages_fit() -> None:
-    adaptive_prefetch = AdaptivePrefetch(WHOLE)
-    assert adaptive_prefetch.prefetch(WANTED) == WANTED
-    assert not adaptive_prefetch.took(1_000_000, 1_000_000, WANTED)
-    assert adaptive_prefetch.prefetch(WANTED) == WANTED
-
-
-@pytest.mark.parametrize(("found", "next_time"), [(64, 64), (1, 1), (0, 1), (9_000, WANTED)])
-def test_the_prefetch_shrinks_to_the_number_that_filled_the_room(found: int, next_time: int) -> None:
-    adaptive_prefetch = AdaptivePrefetch(WHOLE)
-    adaptive_prefetch.full(found)
-    assert adaptive_prefetch.prefetch(WANTED) == next_time
-
-
 @pytest.mark.parametrize(
     ("size", "more", "next_time"),
     [

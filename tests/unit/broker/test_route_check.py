@@ -1,15 +1,16 @@
-"""Routing, worked out from what a broker tells of its exchanges. tests/conformance asks a broker the same questions."""
+"""Routing, worked out from what a broker tells of its exchanges.
+
+tests/conformance/test_topology_matching.py asks a broker how topics match.
+"""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
 from delayer.broker.route_check import ExchangeInfo, Matched, Route, Stop, Topics, Verdict, matcher, route
 from delayer.core.topology import Binding
-from tests.unit.core.test_cascade_law import matches
 
 ROUTED, NOWHERE, DEPENDS, MISSING = map(Route, (Verdict.ROUTED, Verdict.UNROUTABLE, Verdict.DEPENDS, Verdict.MISSING))
 
@@ -33,17 +34,6 @@ def stop(
     told = ExchangeInfo(name, kind, internal, alternate, arguments)
     rows = [(Binding(name, to, what, key), table) for to, what, key, table in bindings]  # type: ignore[arg-type]
     return name, Stop.of(told, rows)
-
-
-def test_topics_match_as_the_interpreter_of_the_law_does() -> None:
-    """Which the broker itself agrees with, word for word (tests/conformance/test_topology_matching.py)."""
-    words = ("a", "b", "*", "#", "")
-    patterns = [".".join(some) for length in (1, 2, 3) for some in itertools.product(words, repeat=length)]
-    keys = [".".join(some) for length in (1, 2, 3, 4) for some in itertools.product(("a", "b", ""), repeat=length)]
-    topics = Topics(Binding("x", pattern, "queue", pattern) for pattern in patterns)
-    for key in keys:
-        found = topics.matched(key.encode()).queues
-        assert found == {pattern for pattern in patterns if matches(pattern, key)}, key
 
 
 def test_many_bindings_cost_a_key_nothing() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import asyncpg
 import pytest
-import structlog
 from click.testing import CliRunner, Result
 
 import delayer
@@ -18,7 +16,6 @@ from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, To
 from delayer.cli import importing
 from delayer.cli.errors import FOUND, OUT_OF_REACH, USAGE, failure
 from delayer.cli.main import cli
-from delayer.cli.output import when
 from delayer.cli.send import Message, ask, prepared
 from delayer.config import loading
 from delayer.config.errors import ConfigError, Expected, Problem
@@ -27,6 +24,7 @@ from delayer.config.texts import instant_ms
 from delayer.core.errors import StoreLost, certificate_advice
 from delayer.daemon import app
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
+from tests.support.logged import logging_as_it_was
 
 NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
 VERBS = [
@@ -40,13 +38,8 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No configuration of this machine, and logging as it was."""
     monkeypatch.setattr(loading, "SYSTEM_FILE", tmp_path / "none.toml")
     monkeypatch.delenv("DELAYER_CONFIG", raising=False)
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
+    with logging_as_it_was():
+        yield
 
 
 def call(*arguments: str, env: dict[str, str] | None = None, stdin: bytes | None = None) -> Result:
@@ -288,21 +281,6 @@ def test_a_delay_in_a_header_of_ones_own() -> None:
     message = prepared(route(), "delays", "key", b"", {"x-delay": 5})
     ask(message, route(), None, None, now_ms=NOW_MS)
     assert (message.headers, message.due_ms) == ({"x-delay": 5}, None)
-
-
-@pytest.mark.parametrize(
-    ("due_ms", "text"),
-    [
-        (None, "-"),
-        (NOW_MS, "2027-01-15 08:00:00Z (now)"),
-        (NOW_MS + 119_000, "2027-01-15 08:01:59Z (in 119 s)"),
-        (NOW_MS + 7_200_000, "2027-01-15 10:00:00Z (in 2 h)"),
-        (NOW_MS - 60_000, "2027-01-15 07:59:00Z (60 s ago)"),
-        (10**17, "100,000,000,000,000,000 ms (in 3.17e+06 years)"),
-    ],
-)
-def test_when(due_ms: int | None, text: str) -> None:
-    assert when(due_ms, NOW_MS) == text
 
 
 def test_settings_are_what_the_shortcuts_say() -> None:

@@ -20,6 +20,7 @@ import structlog
 import delayer
 from delayer.config import logs
 from delayer.config.logs import configure, readable
+from tests.support.logged import logging_as_it_was
 
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 
@@ -27,15 +28,10 @@ LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
     """A stream to log to. Afterwards logging is as it was."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield io.StringIO()
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    with logging_as_it_was():
+        yield io.StringIO()
     for library in (*logs._LIBRARIES, *logs._TALKATIVE):
         logging.getLogger(library).setLevel(logging.NOTSET)
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:

@@ -207,12 +207,6 @@ def test_due() -> None:
     assert not any(queue.shared for queue in topology.queues)
 
 
-def test_everything_together_does_not_conflict() -> None:
-    for kind in KINDS:
-        cascade = Cascade(kind)
-        assert cascade.topology() + intake_topology() + due_topology(cascade)
-
-
 # Merging: equal things once, two wishes for one name refused.
 
 ONE = Topology(

@@ -1,8 +1,8 @@
 """The law: interpret the topology that we declare, and the waits on the path of every delay add up to that delay, with
 exactly one route at every level, ending at the address and nowhere else.
 
-The interpreter knows topic and fanout matching, alternate exchanges, TTL and dead lettering, as the AMQP specification
-and RabbitMQ's documentation describe them, and nothing about cascades.
+The interpreter knows fanout exchanges, alternate exchanges, TTL and dead lettering, as the AMQP specification and
+RabbitMQ's documentation describe them, and nothing about cascades. Topics are matched as the audit matches them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.broker.route_check import Matched, Topics
 from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, delivery_binding, due_topology, routing_key
 from delayer.core.topology import Binding, Queue, Topology
 
@@ -20,9 +21,9 @@ ADDRESS = "sales.orders"
 OTHERS = ("other.sales.orders", "orders", "sales", "sales.orders.x", "", "1.sales.orders", "0.sales.orders")
 
 
-def split(text: str) -> tuple[str, ...]:
-    """Between two dots, and after the last one, there is a word, be it empty. Nothing at all has no words."""
-    return tuple(text.split(".")) if text else ()
+@cache
+def topics(pattern: str) -> Topics:
+    return Topics([Binding("", "", "queue", pattern)])
 
 
 def matches(pattern: str, key: str) -> bool:
@@ -30,16 +31,7 @@ def matches(pattern: str, key: str) -> bool:
 
     tests/conformance/test_topology_matching.py asks a broker the same questions.
     """
-    return _matches(split(pattern), split(key))
-
-
-def _matches(pattern: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """``*`` is one word, ``#`` is any number of words."""
-    if not pattern:
-        return not words
-    if pattern[0] == "#":
-        return any(_matches(pattern[1:], words[start:]) for start in range(len(words) + 1))
-    return bool(words) and pattern[0] in ("*", words[0]) and _matches(pattern[1:], words[1:])
+    return topics(pattern).matched(key.encode()) != Matched()
 
 
 class Interpreter:

@@ -7,17 +7,6 @@ import random
 import pytest
 
 from delayer.core.counters import LATENESS, MOST_ROUTES, OTHERS, Counters, Tally
-from delayer.core.hold import CONFIRMED, NACKED, closed_channel, returned
-
-
-@pytest.mark.parametrize(
-    ("value", "below"),
-    [(0.0, [1, 1, 1]), (1.0, [1, 1, 1]), (1.1, [0, 1, 1]), (2.0, [0, 1, 1]), (5.0, [0, 0, 1]), (6.0, [0, 0, 0])],
-)
-def test_a_value_counts_at_every_bound_that_it_does_not_exceed(value: float, below: list[int]) -> None:
-    tally = Tally((1.0, 2.0, 5.0))
-    tally.add(value)
-    assert (tally.below, tally.count, tally.total) == (below, 1, value)
 
 
 def test_a_batch_of_latenesses_is_what_its_messages_are_one_by_one() -> None:
@@ -45,19 +34,3 @@ def test_names_that_somebody_invents_fill_no_memory() -> None:
     assert len(counters.routes["refused"]) == MOST_ROUTES + 1
     assert counters.routes["refused"][OTHERS] == 50
     assert list(counters.lateness) == [OTHERS]
-
-
-def test_lateness_is_counted_for_each_route_whatever_the_order() -> None:
-    counters = Counters()
-    counters.delivered([(100, b"a"), (900, b"b"), (500, b"a")])
-    assert counters.lateness[b"a"].count == 2
-    assert counters.lateness[b"a"].total == pytest.approx(0.6)
-    assert counters.lateness[b"b"].total == pytest.approx(0.9)
-
-
-def test_objections_are_counted_by_what_they_are() -> None:
-    counters = Counters()
-    for outcome in (CONFIRMED, NACKED, returned(312, "NO_ROUTE"), closed_channel(404, "x")):
-        counters.objected(outcome, b"a")
-    assert counters.routes["nacked"][b"a"] == 1
-    assert counters.routes["returned"][b"a"] == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -63,23 +62,6 @@ def test_a_symlink_is_followed(tmp_path: Path, there: bool) -> None:
     assert link.is_symlink()
     assert (away / "target").read_bytes() == b"new"
     assert names(away) == ["target"]
-
-
-def listened(path: Path) -> tuple[threading.Thread, list[bytes]]:
-    heard: list[bytes] = []
-    thread = threading.Thread(target=lambda: heard.append(path.read_bytes()), daemon=True)
-    thread.start()
-    return thread, heard
-
-
-def test_a_pipe_is_written_into(tmp_path: Path) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    thread, heard = listened(path)
-    write(path)
-    thread.join(10)
-    assert heard == [b"new"]
-    assert path.is_fifo()
 
 
 def test_our_own_open_file_is_written_into_and_not_replaced(tmp_path: Path) -> None:

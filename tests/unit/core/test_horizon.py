@@ -13,10 +13,6 @@ from delayer.store.admin.stats import corrected, with_near
 NOW = 1_800_000_000_000
 
 
-def test_the_grid_ascends() -> None:
-    assert list(OFFSETS) == sorted(set(OFFSETS))
-
-
 @pytest.mark.parametrize(
     ("wait", "name"),
     [

@@ -85,12 +85,6 @@ def test_lines_are_exact_to_the_byte() -> None:
         assert lines.read(written) == line
 
 
-def test_every_byte_survives() -> None:
-    for body in (bytes(range(256)), b"\r\n\0\x7f", "\u2028\u0085\ufeff".encode(), b"\xed\xa0\x80"):
-        line = Line(parcel(body=body))
-        assert lines.read(lines.write(line)) == line
-
-
 def test_the_end_says_how_many() -> None:
     assert lines.read(lines.write_end(7)) == End(7)
 

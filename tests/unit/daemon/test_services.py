@@ -215,18 +215,6 @@ async def polite(farewells: list[str]) -> None:
         farewells.append("bye")
 
 
-def test_the_result_and_the_error_of_main() -> None:
-    async def seven() -> int:
-        return 7
-
-    async def fails() -> None:
-        raise KeyError("main")
-
-    assert run_loop(seven()) == 7
-    with pytest.raises(KeyError, match="main"):
-        run_loop(fails())
-
-
 def test_tasks_left_over_say_goodbye() -> None:
     farewells: list[str] = []
 

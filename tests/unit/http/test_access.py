@@ -128,25 +128,6 @@ async def test_another_token_ends_the_sessions_of_the_last(place: Place) -> None
     assert not place.sessions.can_open
 
 
-async def test_a_session_can_be_closed(place: Place) -> None:
-    name = place.sessions.open(TOKEN, "ada")
-    place.sessions.close(request(name))
-    assert place.sessions.who(request(name)) is None
-
-
-@pytest.mark.parametrize(
-    ("said", "who"),
-    [
-        (f"Bearer {TOKEN}", "a program (http)"),
-        (f"bearer {TOKEN} ", "a program (http)"),
-        ("Bearer wrong", None),
-        (f"Basic {TOKEN}", None),
-    ],
-)
-async def test_programs_say_it_in_a_header(place: Place, said: str, who: str | None) -> None:
-    assert place.sessions.who(request(authorization=said)) == who
-
-
 async def test_a_wrong_header_is_not_made_good_by_a_cookie(place: Place) -> None:
     name = place.sessions.open(TOKEN, "ada")
     assert place.sessions.who(request(name, "Bearer wrong")) is None

@@ -30,21 +30,6 @@ def test_no_steps_yet() -> None:
     assert (nothing.rates["parked"], nothing.p50, nothing.worst) == (0, None, None)
 
 
-@pytest.mark.parametrize(
-    ("below", "count", "share", "seconds"),
-    [
-        ([10] * ALL, 10, 0.5, 0.0025),
-        ([0, 10, *[10] * (ALL - 2)], 10, 0.5, 0.0075),
-        ([0] * ALL, 10, 0.99, LATENESS[-1]),
-        ([5, 5, 5, 5, 10, *[10] * (ALL - 5)], 10, 0.99, 0.099),
-        ([0] * ALL, 0, 0.5, None),
-    ],
-)
-def test_quantiles(below: list[int], count: int, share: float, seconds: float | None) -> None:
-    found = quantile(share, below, count)
-    assert found == (None if seconds is None else pytest.approx(seconds))
-
-
 @given(st.lists(st.floats(0.002, 80_000), min_size=1, max_size=60), st.sampled_from([0.5, 0.99, 1.0]))
 def test_a_quantile_is_of_the_size_of_the_lateness(seconds: list[float], share: float) -> None:
     """In the bucket of the true one; and of a single message it is the true one."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from delayer.core.readable import duration
 from delayer.http import render
 
 STATIC = Path(render.__file__).parent / "static"
@@ -80,10 +79,3 @@ def test_colours_can_be_told_apart(front: str, back: str, least: float, dark: bo
 def test_vendored_files_have_their_licence() -> None:
     for library in ("htmx", "uPlot"):
         assert "ermission" in (STATIC / f"{library}.LICENSE.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(None, "–"), (0.0123, "12 ms"), (2.5, "2.5 s"), (240, "4 min"), (9000, "2.5 h")]
-)
-def test_lateness(value: float | None, text: str) -> None:
-    assert duration(value) == text

@@ -41,28 +41,12 @@ def test_a_preview_counts_and_checks(
     assert (seen.to_hold, sum(seen.reasons.values()), seen.clean) == (to_hold, to_hold, clean)
 
 
-def test_the_reasons_that_are_told_are_bounded() -> None:
-    survey = Survey()
-    for n in range(1_000):
-        survey.add(Target(b"", b"q"), n, problem=f"{n}")
-    assert len(survey.unfit) == importing.MOST_REASONS + 1
-    assert (sum(survey.unfit.values()), survey.goals[Target(b"", b"q")].unfit) == (1_000, 1_000)
-
-
 def test_a_survey_of_very_many_destinations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importing, "MOST_GOALS", 3)
     survey = Survey()
     for n in range(10):
         survey.add(Target(b"", b"%d" % n), n)
     assert (survey.messages, len(survey.goals), survey.remarks) == (10, 3, [importing.MORE_GOALS])
-
-
-@pytest.mark.parametrize(
-    ("meant", "due_ms", "included"),
-    [(Meant(), 0, True), (Meant(5), 4, False), (Meant(5), 5, True), (Meant(None, 3), -1, True)],
-)
-def test_the_chosen_messages(meant: Meant, due_ms: int, included: bool) -> None:
-    assert meant.includes(due_ms) is included
 
 
 @pytest.mark.parametrize("verb", ["preview", "run", "abort"])

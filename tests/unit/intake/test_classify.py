@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from delayer.amqp import edits
 from delayer.amqp.edits import Endpoints
-from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string, sized
+from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.hold import Hold, returned
 from delayer.core.message import Delivery, KeyGroup, Parcel, Target
 from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
-from delayer.core.retry_policy import Retry
 from delayer.intake import replies
 from delayer.intake.consume import Dispatch, Session
 from delayer.intake.handle import BatchPlan, Classified, IntakeHandler, batch_plan, classify
@@ -73,20 +72,6 @@ def test_the_end_of_a_saga_after_a_park_of_its_timeout_takes_a_step_of_its_own()
     [cleared] = second.cancels
     assert isinstance(cleared, KeyGroup)
     assert key.startswith(cleared)
-
-
-def test_a_dead_letter_goes_on_with_a_note_of_its_failure() -> None:
-    retry = Retry(5000, 2, 60_000, 0, 3, b"parking-lot")
-    policy = Policy(Mode.STORE, {b"orders.in": Route(b"orders.in", b"", retry=retry)}, 10**12)
-    died = entry(b"x-death", sized(b"A", sized(b"F", says(b"queue", b"orders") + says(b"reason", b"rejected"))))
-    [step] = work(delivery(1, died), policy=policy).steps
-    [parcel] = step.parcels
-    found = Properties.parse(parcel.properties)
-    assert found.get(b"x-death") is None
-    assert (parcel.target, parcel.due_ms) == (Target(b"", b"orders"), NOW + 5000)
-    error = found.get(b"x-delayer-error")
-    assert error is not None
-    assert error.value == "rejected in queue orders"
 
 
 def test_due_at_once_goes_to_its_destination_as_a_released_message() -> None:
@@ -264,22 +249,6 @@ async def handled(
     handler.flush()
     await session.settled()
     return handler
-
-
-async def test_every_cancel_that_asks_hears_its_own_outcome() -> None:
-    publisher = ScriptedPublisher()
-    await carried(publisher, Parking(b"a"), cancel(1, b"a"), cancel(2, b"b"), cancel(3, b"c", reply_to=b""))
-    assert [json.loads(one.body) for one in publisher.published] == [
-        {"outcome": "cancelled", "key": "a"},
-        {"outcome": "too late", "key": "b"},
-    ]
-
-
-@pytest.mark.parametrize("ours", [b"delays", b"delays.due", NAMES.refused_exchange])
-async def test_replies_never_go_into_delayer_s_queues(ours: bytes) -> None:
-    publisher = ScriptedPublisher()
-    await carried(publisher, Parking(b"a"), cancel(1, b"a", reply_to=ours))
-    assert publisher.published == []
 
 
 @pytest.mark.parametrize("failure", [returned(312, "NO_ROUTE"), BrokerLost("gone"), None])

@@ -351,25 +351,6 @@ def settler_with(*tags: int) -> tuple[AckTracker, Acks]:
     return settler, acks
 
 
-def test_an_acknowledgement_waits_for_earlier_deliveries() -> None:
-    settler, acks = settler_with(1, 2, 3, 4)
-    settler.accept([2, 3])
-    assert acks.acked == []
-    settler.accept([1])
-    assert acks.acked == [(3, True)]
-    assert settler.outstanding == 1
-
-
-def test_flush_acknowledges_one_by_one_and_leaves_the_rest() -> None:
-    settler, acks = settler_with(1, 2, 3, 4)
-    settler.accept([4, 2])
-    settler.flush()
-    assert acks.acked == [(2, False), (4, False)]
-    assert settler.outstanding == 2
-    settler.flush()
-    assert len(acks.acked) == 2
-
-
 def test_behind_a_kept_delivery_the_others_are_acknowledged_one_by_one() -> None:
     settler, acks = settler_with(1, 2, 3, 4)
     settler.keep(delivery(2))

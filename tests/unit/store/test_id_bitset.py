@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import tracemalloc
 
-from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.store.admin.actions import PART, IdBitset
 
 IDS = st.integers(0, (1 << 63) - 1) | st.integers(0, 3 * PART)
-
-
-@given(st.lists(st.sets(IDS)), st.lists(IDS))
-def test_it_is_a_set(added: list[set[int]], others: list[int]) -> None:
-    seen, expected = IdBitset(), set[int]()
-    for some in added:
-        seen.update(some)
-        expected |= some
-    for number in (*others, *expected):
-        assert (number in seen) == (number in expected)
 
 
 def test_a_million_take_no_room() -> None:
