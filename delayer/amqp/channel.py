@@ -343,7 +343,6 @@ class Channel:
             while schedule is not None and index == due:
                 now_ms = schedule.now_ms()
                 due = bisect_right(schedule.due_ms, now_ms, index)
-                schedule.written_ms |= dict.fromkeys(range(index, due), now_ms)
                 if index == due:
                     await asyncio.sleep(_clump_seconds(schedule.due_ms[index], now_ms))
             if not self._connection.writable:
@@ -355,6 +354,8 @@ class Channel:
             start, frame_max = index, self._connection.frame_max
             parts, index = framing.publish(self.number, frame_max, batch, range(start, due), WRITE_BYTES)
             confirms.written(waiting, start, index - start)
+            if schedule is not None:
+                schedule.written_ms |= dict.fromkeys(range(start, index), schedule.now_ms())
             more_later = schedule is not None and index == due < len(batch)
             (self._connection.write_soon if more_later else self._connection.write_parts)(parts)
         if schedule is not None:

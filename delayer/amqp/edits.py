@@ -366,7 +366,8 @@ def into_broker(
     the due queue. The due queue delivers it ``WINDOW_MS`` before ``at_ms``, and the daemon keeps it for the rest."""
     if not names.broker_delays:
         return into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms)
-    properties = enveloped(parcel, id, held, more=entry(OPT_TIME, int64(min(at_ms - WINDOW_MS, LONGEST_TIMER_MS))))
+    more = entry(OPT_TIME, int64(min(at_ms - WINDOW_MS, LONGEST_TIMER_MS)))
+    properties = enveloped(parcel, id, held, WINDOW_MS, more=more)
     key = cascade.routing_key(0, names.due_queue)
     return Outgoing(names.levels.delivery.encode(), key, properties, parcel.body, id)
 

@@ -92,8 +92,12 @@ def source_of(form: str) -> Source:
     return read
 
 
-LONGEST_BODY: Final = 64 << 20
-"""The most bytes of an unpacked body: a few kilobytes may unpack to gigabytes."""
+LONGEST_BODY: Final = 16 << 20
+"""The most bytes of an unpacked body."""
+PACKED: Final = 32
+"""An unpacked body has at most so many times the bytes of the packed one, and SHORT_BODY more. Gzip packs up to a
+thousandfold, and a batch of such bodies would keep the daemon from everything else until the watchdog ends it."""
+SHORT_BODY: Final = 64 << 10
 _GZIP_ONLY: Final = 16 + zlib.MAX_WBITS
 _MISSING: Final = object()
 
@@ -136,13 +140,14 @@ def _parsed(body: bytes, encoding: bytes | None) -> Any:
 
 def _unpacked(body: bytes) -> bytes:
     unpacking = zlib.decompressobj(_GZIP_ONLY)
+    longest = min(LONGEST_BODY, SHORT_BODY + PACKED * len(body))
     try:
-        plain = unpacking.decompress(body, LONGEST_BODY)
+        plain = unpacking.decompress(body, longest)
     except zlib.error as error:
         raise UnreadableDelay(f"expected a body in gzip, found other bytes: {error}") from error
     if not unpacking.eof:
         raise UnreadableDelay(
-            f"expected a whole body in gzip of at most {LONGEST_BODY} bytes, found a longer or a cut one"
+            f"expected a whole body in gzip of at most {longest} bytes unpacked, found a longer or a cut one"
         )
     return plain
 

@@ -234,10 +234,9 @@ class Dispatch:
             raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
 
     async def hold(self, objections: Sequence[Objection], acks: AckTracker) -> None:
-        """Hold messages, and accept their deliveries. Raises BrokerLost, StoreLost."""
+        """Hold messages, and accept the deliveries of those that are held. Raises BrokerLost, StoreLost."""
         if objections:
-            await self._holding.hold(objections)
-            acks.accept(one.delivery.tag for one in objections)
+            await self._holding.hold(objections, lambda held: acks.accept(one.delivery.tag for one in held))
 
     async def _publish(self, publications: Sequence[Publication], acks: AckTracker, due_ms: Sequence[int]) -> list[str]:
         """Returns the destinations that did not take a message that they must take."""

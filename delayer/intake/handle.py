@@ -144,7 +144,10 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
             case Park():
                 work.park(delivery, parcel(delivery, plan.due_ms, plan.target, plan.key))
             case Cancel():
-                ask = None if properties is None else replies.asked(properties, plan.key)
+                ask = None
+                # NServiceBus sets reply_to on what it sends, and expects no answer when a saga's timeouts end.
+                if properties is not None and not isinstance(plan.key, KeyGroup):
+                    ask = replies.asked(properties, plan.key)
                 work.cancel(delivery, plan.key, ask)
             case TooLate():
                 work.late.append(Objection(delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))
@@ -398,7 +401,7 @@ def _due_ms(kept: tuple[int, Publication]) -> int:
 
 
 def _instant(envelope: Envelope, now_ms: int) -> int:
-    """When to publish a message that the cascade delivered. One that is due already is late, or the clock was set
+    """When to publish an envelope that the broker delivered. One that is due already is late, or the clock was set
     forward: then the rest of its delay counts from now."""
     return envelope.next_ms if envelope.next_ms > now_ms else now_ms + envelope.rest_ms
 

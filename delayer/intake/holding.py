@@ -17,8 +17,8 @@ from delayer.broker.publisher import AmqpPublisher
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import seconds_until
-from delayer.core.errors import NotTaken
-from delayer.core.hold import Confirmed, Hold
+from delayer.core.errors import NotTaken, Unconfirmed
+from delayer.core.hold import Confirmed, Hold, Outcome
 from delayer.core.message import Delivery, Outgoing, Parcel
 
 log = structlog.get_logger(__name__)
@@ -57,22 +57,24 @@ class Holding:
         self.new_id = new_id
         self._pause_ms = pause_ms
 
-    async def hold(self, objections: Sequence[Objection]) -> None:
-        """Hold these. Raises BrokerLost, StoreLost."""
+    async def hold(self, objections: Sequence[Objection], held: Callable[[Sequence[Objection]], object]) -> None:
+        """Hold these. ``held`` is called with those that the store or the broker has. Raises BrokerLost, StoreLost;
+        NotTaken if the cascade or the strays queue does not take one."""
         if self._live.holds_in_store:
             await self._store.hold(
                 [(one.parcel, one.hold.after(one.earlier and one.earlier.hold)) for one in objections]
             )
-        else:
-            begin = 0
-            while begin < len(objections):
-                end = begin + self._publisher.batch_limit
-                await self._back_into_cascade(objections[begin:end])
-                begin = end
-        self._count_held(objections)
+            self._settle(objections, held)
+            return
+        begin = 0
+        while begin < len(objections):
+            end = begin + self._publisher.batch_limit
+            await self._back_into_cascade(objections[begin:end], held)
+            begin = end
 
-    async def _back_into_cascade(self, objections: Sequence[Objection]) -> None:
-        """Raises NotTaken: the cascade or the strays queue does not take them."""
+    async def _back_into_cascade(
+        self, objections: Sequence[Objection], held: Callable[[Sequence[Objection]], object]
+    ) -> None:
         now_ms, names = self._live.now_lower_ms(), self._live.names()
         batch: list[Outgoing] = []
         for one in objections:
@@ -83,10 +85,25 @@ class Holding:
             else:
                 seconds = seconds_until(note.retry_ms, now_ms)
                 batch.append(into_broker(one.parcel, token, note.retry_ms, seconds, names, held=note))
-        for outgoing, outcome in zip(batch, await self._publisher.publish(batch), strict=True):
-            if not isinstance(outcome, Confirmed):
+        lost: Unconfirmed | None = None
+        outcomes: Sequence[Outcome | None]
+        try:
+            outcomes = await self._publisher.publish(batch)
+        except Unconfirmed as late:
+            lost, outcomes = late, late.outcomes
+        each = list(zip(objections, outcomes, strict=True))
+        self._settle([one for one, outcome in each if isinstance(outcome, Confirmed)], held)
+        if lost is not None:
+            raise lost
+        for outgoing, outcome in zip(batch, outcomes, strict=True):
+            if outcome is not None and not isinstance(outcome, Confirmed):
                 exchange = outgoing.exchange.decode()
                 raise NotTaken(f"exchange {exchange} did not take a message to hold: {outcome.text}")
+
+    def _settle(self, objections: Sequence[Objection], held: Callable[[Sequence[Objection]], object]) -> None:
+        """These are held: a failure of others repeats none of them."""
+        held(objections)
+        self._count_held(objections)
 
     def _note(self, one: Objection, token: bytes, now_ms: int) -> Held:
         """The note of one attempt more."""

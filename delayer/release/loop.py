@@ -186,7 +186,8 @@ class Release:
         try:
             released, held, late = await self._publish(rows, before, written)
         except BaseException:
-            # No message of this claim is known to be published, so the rows go back, after a cancellation as well.
+            # The rows go back, after a cancellation as well, with those whose confirm came: a settled part of a claim
+            # would need a second transaction.
             await window.give_up()
             raise
         finally:

@@ -81,7 +81,8 @@ async def test_a_blocked_broker_gets_no_messages_that_become_due() -> None:
     clock = Clock()
     async with scripted_channel(confirms=True) as (connection, channel, peer):
         batch = [message(token) for token in "12"]
-        publishing = asyncio.create_task(channel.publish(batch, timeout=0.2, schedule=Schedule([0, 10], clock)))
+        schedule = Schedule([0, 10], clock)
+        publishing = asyncio.create_task(channel.publish(batch, timeout=0.2, schedule=schedule))
         await publishes(peer, 1)
         peer.send(commands.Connection.Blocked("memory"))
         await until(lambda: connection.blocked)
@@ -89,6 +90,7 @@ async def test_a_blocked_broker_gets_no_messages_that_become_due() -> None:
         with pytest.raises(ConfirmTimeout) as late:
             await publishing
         assert late.value.outcomes == [None, None]
+        assert schedule.written_ms == {0: 0}
         await peer.expect(commands.Channel.Close)  # and no publish before it
 
 

@@ -67,11 +67,13 @@ def test_the_end_of_a_saga_after_a_park_of_its_timeout_takes_a_step_of_its_own()
     asks = delivery(1, saga, expire, says(b"NServiceBus.ReplyToAddress", b"Sales"))
     asks = asks._replace(properties=asks.properties[:1] + b"\x80" + asks.properties[2:] + b"\x04id-1")
     clears = delivery(2, saga, says(b"NServiceBus.ClearTimeouts", b"True"))
+    clears = clears._replace(properties=with_short(clears.properties, "reply_to", b"Sales"))
     first, second = work(asks, clears, policy=policy).steps
     [key] = first.keys
     [cleared] = second.cancels
     assert isinstance(cleared, KeyGroup)
     assert key.startswith(cleared)
+    assert not second.asked, "an NServiceBus endpoint expects no answer at its address"
 
 
 def test_due_at_once_goes_to_its_destination_as_a_released_message() -> None:
