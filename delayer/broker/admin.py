@@ -1,4 +1,4 @@
-"""Administration of a broker, over aio-pika: verify, inspect, bind, remove. Not for the hot path.
+"""Administration of a broker, over aio-pika: verify, inspect, remove. Not for the hot path.
 
 It reads topologies as values. Parts that another system owns (``shared``) are never removed.
 """
@@ -21,7 +21,7 @@ from delayer.amqp.framing import Unjudged
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import COUNTS_AGE, Management
-from delayer.broker.pipelined_admin import DELAYS_FROM, QueueDelete, declaration, exchange_look, queue_look
+from delayer.broker.pipelined_admin import DELAYS_FROM, QueueDelete, exchange_look, queue_look
 from delayer.broker.verify import Finding, Verifier
 from delayer.core.topology import Binding, Exchange, Topology
 
@@ -236,11 +236,6 @@ class Admin:
         except (BrokerRefused, BrokerUnreachable):
             return None
         return min((int(row["mem_limit"]) - int(row["mem_used"]) for row in rows if "mem_limit" in row), default=0)
-
-    async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
-        """Bind a queue. Returns False if the queue or exchange is missing, or another connection owns the queue."""
-        answer = await self._connection.ask(declaration(Binding(exchange, queue, "queue", key)))
-        return not isinstance(answer, ChannelLockedResource) and _exists(answer)
 
     async def may_consume(self, queue: str) -> bool:
         """Whether this user may read the queue, without reading a message. The broker checks the permission first, and

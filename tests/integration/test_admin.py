@@ -20,7 +20,7 @@ from delayer.core.errors import BrokerLost
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
-from tests.support.topology import declare
+from tests.support.topology import bound, declare
 
 
 def whole(cascade: Cascade) -> Topology:
@@ -91,13 +91,9 @@ async def test_a_binding_to_nothing_is_no_mismatch(vhost: str) -> None:
         await declare(vhost, due_topology(Cascade()))
 
 
-async def test_binding_says_whether_both_ends_exist(vhost: str) -> None:
+async def test_what_exists_is_known(vhost: str) -> None:
     async with await Admin.connect(vhost) as admin:
         await declare(vhost, Topology((Exchange("here", "topic"),), (Queue("there"),)))
-        assert await admin.bind_queue("there", "here", "k")
-        assert await admin.bind_queue("there", "here", "k"), "twice is once"
-        assert not await admin.bind_queue("nowhere", "here", "k")
-        assert not await admin.bind_queue("there", "nowhere", "k")
         assert await admin.exchange_exists("here")
         assert await admin.exchange_exists("")
         assert not await admin.exchange_exists("there")
@@ -110,7 +106,6 @@ async def test_a_queue_that_another_connection_owns_exists_and_has_no_depth(vhos
         await (await other.channel()).declare_queue("theirs", exclusive=True)
         assert await admin.queue_exists("theirs")
         assert await admin.depths(["theirs"]) == {"theirs": None}
-        assert not await admin.bind_queue("theirs", "amq.topic", "k")
 
 
 async def test_remove_leaves_nothing(rabbitmq: RabbitMQ, vhost: str) -> None:
@@ -173,7 +168,7 @@ async def test_a_consumer_keeps_everything_standing(rabbitmq: RabbitMQ, vhost: s
 async def test_an_exchange_that_others_bound_to_stays(rabbitmq: RabbitMQ, vhost: str) -> None:
     async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
         await declare(vhost, intake_topology() + Topology(queues=(Queue("audit"),)))
-        assert await admin.bind_queue("audit", "delayer.in", "#")
+        await declare(vhost, bound("audit", "delayer.in", "#"))
         removal = await admin.remove(intake_topology())
         assert list(removal.left) == ["exchange delayer.in"]
         assert "in use" in removal.left["exchange delayer.in"]

@@ -12,7 +12,7 @@ from delayer.core.cascade import KINDS, MAX_SECONDS, Cascade, delivery_binding, 
 from delayer.core.topology import Queue, Topology, arguments
 from tests.faults.place import eventually
 from tests.support.raw import Inbox, Message, Props, Raw, array, now_ms, text
-from tests.support.topology import declare
+from tests.support.topology import bound, declare
 
 QUORUM = arguments({"x-queue-type": "quorum"})
 
@@ -40,7 +40,7 @@ async def bench(vhost: str, kind: str, *addresses: str) -> AsyncIterator[Bench]:
     async with await Raw.connect(vhost) as raw, await Admin.connect(vhost) as admin:
         await declare(vhost, cascade.topology() + Topology(queues=tuple(Queue(name, QUORUM) for name in addresses)))
         for name in addresses:
-            assert await admin.bind_queue(name, cascade.delivery, delivery_binding(name))
+            await declare(vhost, bound(name, cascade.delivery, delivery_binding(name)))
         yield Bench(admin, raw, cascade, {name: await raw.inbox(name) for name in addresses})
 
 

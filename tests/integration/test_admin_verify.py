@@ -18,7 +18,7 @@ from delayer.broker.verify import Finding, policies_in_force
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
 from tests.support.servers import RabbitMQ
-from tests.support.topology import declare
+from tests.support.topology import bound, declare
 
 OURS = Cascade()
 WHOLE = OURS.topology() + intake_topology() + due_topology(OURS)
@@ -184,10 +184,9 @@ async def test_findings_without_the_management_api(
 
 async def test_addresses_that_users_bind_are_no_findings(rabbitmq: RabbitMQ, vhost: str) -> None:
     await declare(vhost, WHOLE + Topology(queues=(Queue("a.b"), Queue("b"))))
-    async with await Admin.connect(vhost) as admin:
-        assert await admin.bind_queue("a.b", OURS.delivery, delivery_binding("a.b"))
-        assert await look(rabbitmq, vhost, told=True) == []
-        assert await admin.bind_queue("b", OURS.delivery, "#.b")
+    await declare(vhost, bound("a.b", OURS.delivery, delivery_binding("a.b")))
+    assert await look(rabbitmq, vhost, told=True) == []
+    await declare(vhost, bound("b", OURS.delivery, "#.b"))
     (finding,) = await look(rabbitmq, vhost, told=True)
     assert (finding.severity, finding.kind, finding.name) == ("note", "binding", OURS.delivery)
     assert "'#.b'" in finding.found
