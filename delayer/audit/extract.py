@@ -62,21 +62,14 @@ class Lane(NamedTuple):
     alive: bool | None
 
 
-class Exported(NamedTuple):
-    """A snapshot for others to read on. ``now_ms``, ``behind_ms``: as in :class:`Extract`."""
-
-    id: str
-    now_ms: int
-    behind_ms: int
-
-
 class Snapshot:
-    """A snapshot, and the small tables that the driver reads on it. Made by :func:`hold_snapshot`. Raises StoreLost."""
+    """A snapshot for others to read on by its ``id``, and the small tables that the driver reads on it. ``now_ms``,
+    ``behind_ms``: as in :class:`Extract`. Made by :func:`hold_snapshot`. Raises StoreLost."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        [(id_, now_ms, at_ms)] = reading.rows(_EXPORT)
-        self.exported = Exported(id_, at_ms, now_ms - at_ms)
+        [(self.id, now_ms, self.now_ms)] = reading.rows(_EXPORT)
+        self.behind_ms = now_ms - self.now_ms
 
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes."""
@@ -228,11 +221,10 @@ def take(
                 files[name] = spark.createDataFrame([], columns)
                 continue
             share = sample if name in _SAMPLED else 1.0
-            options = {"snapshot": held.exported.id, "relation": name, "sample": str(share), "seed": str(seed)}
+            options = {"snapshot": held.id, "relation": name, "sample": str(share), "seed": str(seed)}
             with watch(_SAID[name]):
                 spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
-        _, now_ms, behind_ms = held.exported
-        extract = Extract(spark, now_ms, held.lanes(), held.counters(), sample, behind_ms)
+        extract = Extract(spark, held.now_ms, held.lanes(), held.counters(), sample, held.behind_ms)
     extract.show(files)
     return extract

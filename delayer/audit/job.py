@@ -33,21 +33,15 @@ FINDINGS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Broker:
-    """The broker to ask about destinations."""
-
-    url: SecretUrl
-    management_url: SecretUrl | None
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
-    """The options of an audit. ``work``, ``out``: a path, or a URL of shared storage. ``sample``: the share of the
-    store to read, above 0 and up to 1. ``release_rate``: messages a second. ``restored_ms``: how long
-    before its first due instant a segment must be restored. ``paced``: messages a second of each limited route."""
+    """The options of an audit. ``broker``, ``management``: where to ask about destinations. ``work``, ``out``: a path,
+    or a URL of shared storage. ``sample``: the share of the store to read, above 0 and up to 1. ``release_rate``:
+    messages a second. ``restored_ms``: how long before its first due instant a segment must be restored. ``paced``:
+    messages a second of each limited route."""
 
     store: SecretUrl
-    broker: Broker | None = None
+    broker: SecretUrl | None = None
+    management: SecretUrl | None = None
     work: str | None = None
     out: str | None = None
     sample: float = 1.0
@@ -116,8 +110,6 @@ def _asked(report: Report, store: Extract, options: Options, watching: Watching)
     if options.broker is None:
         asked = route_check.not_asked(targets, "the broker was not asked about destinations (--no-broker)")
     else:
-        management = options.broker.management_url
-        asked = asyncio.run(
-            route_check.ask(options.broker.url.reveal(), management.reveal() if management else None, targets)
-        )
+        management = options.management.reveal() if options.management else None
+        asked = asyncio.run(route_check.ask(options.broker.reveal(), management, targets))
     return rules.with_destinations(report, asked), asked.remarks

@@ -99,13 +99,14 @@ def audit(
       delayer audit --url-file /etc/delayer/replica.url --json
       delayer audit --master spark://cluster:7077 --work hdfs://cluster/tmp
     """
-    from delayer.audit.job import Broker, Options  # noqa: PLC0415 - only the job's own verbs need it
+    from delayer.audit.job import Options  # noqa: PLC0415 - only the job's own verbs need it
     from delayer.cli.errors import failure  # noqa: PLC0415 - the errors of every layer
 
     settings = request_of(context).settings()
     options = Options(
         store=_store(settings, url, url_file),
-        broker=None if no_broker else Broker(SecretUrl(settings.broker_url), settings.broker.management_url),
+        broker=None if no_broker else SecretUrl(settings.broker_url),
+        management=settings.broker.management_url,
         restored_ms=restored_ms(settings.store.restore_ahead_ms),
         paced={route.from_.encode(): route.max_rate for route in settings.routes if route.max_rate},
         **{name: value for name, value in given.items() if value is not None},

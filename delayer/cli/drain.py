@@ -145,10 +145,10 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
     of another publisher goes where the cascade ends."""
     async with ImportStore.open(url) as book:
         source = CascadeLevels(
-            settings.broker_url,
-            levels,
-            Meant(),
-            book.now_ms,
+            url=settings.broker_url,
+            cascade=levels,
+            meant=Meant(),
+            now=book.now_ms,
             due_queue=settings.native.due_queue.encode(),
             to_exchange=levels.delivery.encode(),
             management_url=settings.management_url,
@@ -169,13 +169,6 @@ MARGIN_MS: Final = 60_000
 """The daemon is about to release messages that are due sooner."""
 
 
-class Moved(NamedTuple):
-    """The number of moved messages, and of rows that stay because of a wrong checksum."""
-
-    messages: int
-    unsound: int = 0
-
-
 async def standing(url: str, *, keys_too: bool) -> draining.Standing:
     """The backlog of the store."""
     async with listing.looking(url, "count the backlog") as connection:
@@ -183,8 +176,9 @@ async def standing(url: str, *, keys_too: bool) -> draining.Standing:
         return await draining.standing(connection, now_ms + MARGIN_MS, keys_too=keys_too)
 
 
-async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Moved:
-    """Move rows into the cascade. The broker confirms a portion before it leaves the store. Raises BrokerLost."""
+async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, int]:
+    """Move rows into the cascade. The broker confirms a portion before it leaves the store. Returns the numbers of
+    moved messages, and of rows that stay because of a wrong checksum. Raises BrokerLost."""
     async with pipelined_admin(settings.broker_url, NAME) as broker:
         await broker.declare(native_of(settings))
     reconnecting = ReconnectingConnection(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
@@ -202,7 +196,7 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Mo
 
 async def _portions_out(
     connection: asyncpg.Connection, publisher: AmqpPublisher, settings: Settings, act: int, say: Say, *, keys_too: bool
-) -> Moved:
+) -> tuple[int, int]:
     done = 0
     left: set[int] = set()
     now_ms = await connection.fetchval("SELECT now()")
@@ -222,7 +216,7 @@ async def _portions_out(
                 places = [place for place in places if place.id not in left]
         say("draining", done, None)
         after = found.after
-    return Moved(done, len(left))
+    return done, len(left)
 
 
 async def _publish(
@@ -299,9 +293,8 @@ async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int
 async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[Left]]:
     """Move them. Returns the number of moved messages, and those that stay."""
     if settings.mode == "native":
-        moved = await rows_to_cascade(settings, url, keys_too=keys_too)
-        rows = await standing(url, keys_too=keys_too)
-        return moved.messages, left_in_store(rows, moved.unsound, keys_too=keys_too)
+        moved, unsound = await rows_to_cascade(settings, url, keys_too=keys_too)
+        return moved, left_in_store(await standing(url, keys_too=keys_too), unsound, keys_too=keys_too)
     levels = cascade_of(settings)
     done = await levels_to_store(settings, url, levels)
     return done, await left_of(settings, levels, await look_around(settings, levels))

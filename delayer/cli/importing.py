@@ -168,11 +168,10 @@ NO_STORE = (
 
 
 class Wanted(NamedTuple):
-    """The parameters of every source: the settings, the chosen messages, and new names of destinations."""
+    """The parameters of every source: the settings, and the chosen messages."""
 
     settings: Settings
     meant: Meant
-    rewrites: Sequence[Rewrite]
 
 
 Make = Callable[[Wanted, dict[str, Any], ImportStore], Source]
@@ -295,8 +294,7 @@ def _with(
 ) -> T:
     """Open the store and the source, and call ``act``. Raises expected errors as Failure."""
     settings = request_of(context).settings()
-    meant = Meant(given.pop("cutoff_ms"), given.pop("limit"))
-    wanted = Wanted(settings, meant, given.pop("rewrites"))
+    wanted = Wanted(settings, Meant(*(given.pop(name) for name in ("cutoff_ms", "limit", "rewrites"))))
     verified = not given.pop("unverified")
     if settings.store_url is None:
         raise Misused(NO_STORE)

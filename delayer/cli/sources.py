@@ -44,19 +44,13 @@ def _from_url(given: dict[str, Any]) -> str | None:
     "cascade",
     "Messages in the level queues of a cascade. It belongs to NServiceBus, Celery or delayer itself, on this "
     "broker or another. The import reads from the lowest level up, and down again. The cascade itself delivers "
-    "messages of the last seconds, and new ones.",
+    "messages of the last seconds, and new ones. It opens delayer's envelopes on their way to native.due_queue.",
     click.option("--kind", type=click.Choice(KINDS), default="delayer", show_default=True, help="Its kind."),
     click.option(
         "--prefix",
         metavar="TEXT",
         help="The prefix of delayer's names, or the one that Celery puts before its names. [default: "
         "native.prefix; none]",
-    ),
-    click.option(
-        "--due-queue",
-        metavar="NAME",
-        help="The due queue of that delayer: the import opens envelopes on their way there only. "
-        "[default: native.due_queue]",
     ),
     *_broker_options,
 )
@@ -71,12 +65,11 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
         raise BadSource(str(error)) from None
     to = given["to_exchange"]
     return CascadeLevels(
-        _from_url(given) or wanted.settings.broker_url,
-        cascade,
-        wanted.meant,
-        book.now_ms,
-        wanted.rewrites,
-        due_queue=raw(given["due_queue"] or wanted.settings.native.due_queue),
+        url=_from_url(given) or wanted.settings.broker_url,
+        cascade=cascade,
+        meant=wanted.meant,
+        now=book.now_ms,
+        due_queue=raw(wanted.settings.native.due_queue),
         to_exchange=None if to is None else raw(to),
         management_url=None if given["from_url"] else wanted.settings.management_url,
     )
@@ -117,25 +110,20 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
     for name in given["queues"]:
         if name in own:
             raise Misused(f"--queue {name}: expected a queue of another system, found delayer's own ({own[name]})")
-    url = _from_url(given) or settings.broker_url
     management = given["management_url"]
     if management:
         management = url_of("--management-url", management, management_url).reveal()
     if management is None and given["from_url"] is None:
         management = settings.management_url
-    try:
-        return HoldQueues(
-            url,
-            management,
-            given["queues"],
-            wanted.meant,
-            book.now_ms,
-            rewrites=wanted.rewrites,
-            own=own,
-            said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"], given["believe_timestamps"]),
-        )
-    except ValueError as error:
-        raise BadSource(f"the source's {error}") from None
+    return HoldQueues(
+        url=_from_url(given) or settings.broker_url,
+        management_url=management,
+        patterns=given["queues"],
+        meant=wanted.meant,
+        now=book.now_ms,
+        own=own,
+        said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"], given["believe_timestamps"]),
+    )
 
 
 file_argument = click.argument("file", type=click.Path(path_type=Path, dir_okay=False, readable=False), metavar="FILE")
@@ -147,7 +135,7 @@ file_argument = click.argument("file", type=click.Path(path_type=Path, dir_okay=
     file_argument,
 )
 def _jsonl(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
-    return JsonLines(given["file"], book, wanted.meant, wanted.rewrites)
+    return JsonLines(path=given["file"], notes=book, meant=wanted.meant)
 
 
 def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[bytes, Target]:
@@ -184,7 +172,7 @@ def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) 
         if one.from_
     }
     plan = Plan(raw(vhost), by_route | given["exchanges"])
-    return DelayedExchange(given["file"], book, plan, wanted.meant, wanted.rewrites)
+    return DelayedExchange(path=given["file"], notes=book, meant=wanted.meant, plan=plan)
 
 
 _reply_option = click.option(
@@ -213,7 +201,7 @@ def _timeouts(name: str) -> Make:
     def make(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
         from delayer.imports.sql import SqlTimeouts  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
 
-        return SqlTimeouts(name, meant=wanted.meant, rewrites=wanted.rewrites, **given)
+        return SqlTimeouts(name=name, meant=wanted.meant, **given)
 
     return make
 
@@ -243,6 +231,4 @@ source(
     _reply_option,
 )
 def _nservicebus_raven(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
-    return RavenExport(
-        given["file"], book, wanted.meant, wanted.rewrites, endpoint=given["endpoint"], replies=given["replies"]
-    )
+    return RavenExport(path=given.pop("file"), notes=book, meant=wanted.meant, **given)

@@ -73,17 +73,20 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Meant:
-    """The messages to take from a source: due at ``cutoff_ms`` or later, and of those the first ``limit`` ones."""
+    """The messages to take from a source: due at ``cutoff_ms`` or later, and of those the first ``limit`` ones.
+    ``rewrites``: their destinations get new names."""
 
     cutoff_ms: int | None = None
     limit: int | None = None
+    rewrites: Sequence[Rewrite] = ()
 
     def includes(self, due_ms: int) -> bool:
         return self.cutoff_ms is None or due_ms >= self.cutoff_ms
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, object]:
+        """As parameters of a run."""
         said = {"cutoff_ms": self.cutoff_ms, "limit": self.limit}
-        return {name: value for name, value in said.items() if value is not None}
+        return {name: value for name, value in said.items() if value is not None} | rewriting(self.rewrites)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,13 +12,12 @@ from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.amqp.properties import Properties
 from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
-from delayer.core.importing import Item, Meant, Rewrite
+from delayer.core.importing import Item
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.imports.queues import Queues, Reader, decoded
 
-NAME: Final = "cascade"
 ARRIVED: Final = b"0." * LEVELS
 """The beginning of a routing key whose delay is over; the address follows."""
 
@@ -82,51 +81,39 @@ class Level:
         return Target(b"", address)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CascadeLevels(Queues):
     """Reads the levels from the lowest up, so that the soonest messages come first. Then it reads them from the top
-    down, so that it meets messages that fell meanwhile."""
+    down, so that it meets messages that fell meanwhile. ``due_queue``: that of delayer's own cascade. ``lowest``: the
+    lowest level to read."""
 
+    name = "cascade"
     falling = True
+    cascade: Cascade
+    due_queue: bytes
+    to_exchange: bytes | None = None
+    lowest: int = 0
 
-    def __init__(
-        self,
-        url: str,
-        cascade: Cascade,
-        meant: Meant,
-        now: Callable[[], Awaitable[int]],
-        rewrites: Sequence[Rewrite] = (),
-        *,
-        due_queue: bytes,
-        to_exchange: bytes | None = None,
-        management_url: str | None = None,
-        lowest: int = 0,
-    ) -> None:
-        """``due_queue``: that of delayer's own cascade. ``lowest``: the lowest level to read."""
-        super().__init__(NAME, url, meant, now, rewrites, management_url=management_url)
-        self._cascade = cascade
-        self._due_queue = due_queue
-        self.besides = (due_queue.decode(errors="surrogateescape"),) if cascade.kind == "delayer" else ()
-        self._to_exchange = to_exchange
-        self._lowest = lowest
+    @property
+    def besides(self) -> Sequence[str]:
+        return (self.due_queue.decode(errors="surrogateescape"),) if self.cascade.kind == "delayer" else ()
 
     def more_parameters(self) -> Mapping[str, object]:
-        said: dict[str, object] = {"cascade": self._cascade.kind}
-        if self._cascade.kind == "delayer":
-            said["prefix"] = self._cascade.prefix
-        elif self._cascade.owner:
-            said["prefix"] = self._cascade.owner
-        if self._to_exchange is not None:
-            said["to_exchange"] = self._to_exchange.decode("utf-8", "backslashreplace")
+        said: dict[str, object] = {"cascade": self.cascade.kind}
+        if self.cascade.kind == "delayer":
+            said["prefix"] = self.cascade.prefix
+        elif self.cascade.owner:
+            said["prefix"] = self.cascade.owner
+        if self.to_exchange is not None:
+            said["to_exchange"] = self.to_exchange.decode("utf-8", "backslashreplace")
         return said
 
     def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
         """See Queues. The message is in that level, or in one below."""
         levels = {reader.queue: reader for reader in readers}
-        downwards = [self._cascade.level(number) for number in reversed(range(LEVELS))]
+        downwards = [self.cascade.level(number) for number in reversed(range(LEVELS))]
         return [levels[name] for name in downwards[downwards.index(queue) :] if name in levels]
 
     async def readers(self, admin: Admin) -> list[Reader]:
-        up = [
-            Level(self._cascade, number, self._to_exchange, self._due_queue) for number in range(self._lowest, LEVELS)
-        ]
+        up = [Level(self.cascade, number, self.to_exchange, self.due_queue) for number in range(self.lowest, LEVELS)]
         return [*up, *reversed(up[:-1])]

@@ -24,8 +24,7 @@ from heapq import nsmallest
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final, NamedTuple, TypeVar
+from typing import ClassVar, Final, NamedTuple, TypeVar
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, entry, long_string, splice
@@ -38,11 +37,9 @@ from delayer.core.importing import (
     Batch,
     Item,
     Meant,
-    Rewrite,
     Run,
     Survey,
     redirected,
-    rewriting,
 )
 from delayer.core.lines import End, NotALine
 from delayer.core.message import Parcel, Target
@@ -99,29 +96,18 @@ Reading = Item | Skipped | int | None
 """The meaning of a line. A number is the count of messages from the last line. None is a line without content."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FileSource(ABC):
-    """Satisfies state_machine.Source; subclasses add :meth:`read`. ``notes`` keeps the order of the records. ``more``:
-    the parameters that change how lines are read."""
+    """Satisfies state_machine.Source; subclasses add :meth:`read`. ``notes`` keeps the order of the records."""
 
-    counted = True
+    name: ClassVar[str]
+    counted: ClassVar[bool] = True
     """Whether the last line of a file has the number of its messages."""
+    path: Path
+    notes: ImportStore
+    meant: Meant
 
-    def __init__(
-        self,
-        name: str,
-        path: Path,
-        notes: ImportStore,
-        meant: Meant,
-        rewrites: Sequence[Rewrite] = (),
-        *,
-        more: Mapping[str, object] = MappingProxyType({}),
-    ) -> None:
-        self.name = name
-        self.path = path
-        self._notes = notes
-        self._meant = meant
-        self._rewrites = rewrites
-        self._more = {**more, **rewriting(rewrites)}
+    def __post_init__(self) -> None:
         self._parameters: dict[str, object] | None = None
         self._state: tuple[int, int, int] | None = None
         self._file: BufferedReader | None = None
@@ -132,6 +118,10 @@ class FileSource(ABC):
         """The messages that the last reading met, unreadable ones among them."""
         self._ends: list[int] = []
         """The numbers that the last reading met in the last lines of the dumps."""
+
+    def more_parameters(self) -> Mapping[str, object]:
+        """Parameters besides the file that change how its lines are read."""
+        return {}
 
     @abstractmethod
     def read(self, line: bytes) -> Reading:
@@ -145,7 +135,7 @@ class FileSource(ABC):
             with reading(self.path), self.path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             said = {"file": str(self.path.resolve()), "sha256": digest}
-            self._parameters = {**said, **self._more, **self._meant.as_dict()}
+            self._parameters = {**said, **self.more_parameters(), **self.meant.as_dict()}
         return self._parameters
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
@@ -153,7 +143,7 @@ class FileSource(ABC):
         if self._survey is None:
             self._survey = self._look()
             if unfinished is None:
-                for earlier, messages in await self._notes.brought(self.name, str(self.parameters["sha256"])):
+                for earlier, messages in await self.notes.brought(self.name, str(self.parameters["sha256"])):
                     self._survey.brought.append(earlier)
                     self._survey.doubt(
                         f"import {earlier} brought {messages:,} messages of this very file: messages of both imports "
@@ -172,7 +162,7 @@ class FileSource(ABC):
             if item.hold is None and item.parcel.key is not None and (item.parcel.due_ms, position) > done
         )
         for portion in portions(keyed):
-            waiting = await self._notes.waiting_under({key for _, key in portion})
+            waiting = await self.notes.waiting_under({key for _, key in portion})
             found = [(number, key) for number, key in portion if key in waiting]
             survey.remarks += [
                 f"line {number}: will not be imported: a message waits under its key {key.decode(errors='replace')!r}"
@@ -182,7 +172,7 @@ class FileSource(ABC):
 
     def _look(self) -> Survey:
         """Read and count the whole file. Raises ImportImpossible for a file that was cut."""
-        survey, limit = Survey(), self._meant.limit
+        survey, limit = Survey(), self.meant.limit
         seen: Iterable[tuple[int, int, int, Target, str]] = (
             (item.parcel.due_ms, position, number, item.parcel.target, "" if item.hold is None else item.hold.text)
             for number, position, _, item in self._meant_records(survey)
@@ -226,7 +216,7 @@ class FileSource(ABC):
                     self._ends.append(found)
                 elif isinstance(found, Skipped):
                     survey.leave(found.why)
-                elif found is not None and self._meant.includes(found.parcel.due_ms):
+                elif found is not None and self.meant.includes(found.parcel.due_ms):
                     yield number, position, len(line), found
                 elif found is not None:
                     survey.leave(BEFORE_CUTOFF)
@@ -238,13 +228,13 @@ class FileSource(ABC):
             return found
         if not 0 <= found.parcel.due_ms <= LATEST_MS:
             raise Unreadable(f"expected a due instant of 0 to {LATEST_MS} ms, found {found.parcel.due_ms}")
-        return redirected(found, self._rewrites)
+        return redirected(found, self.meant.rewrites)
 
     async def stage(self, run: Run) -> int:
         records = ((item.parcel.due_ms, position, size) for _, position, size, item in self._meant_records())
-        count = await self._notes.write_items(run, portions(records))
-        if self._meant.limit is not None and count > self._meant.limit:
-            count = await self._notes.keep_items(run, self._meant.limit)
+        count = await self.notes.write_items(run, portions(records))
+        if self.meant.limit is not None and count > self.meant.limit:
+            count = await self.notes.keep_items(run, self.meant.limit)
         return count
 
     async def resume(self, run: Run) -> None:
@@ -256,7 +246,7 @@ class FileSource(ABC):
 
     async def next_batch(self) -> Batch | None:
         assert self._run is not None
-        places = await self._notes.read_items(self._run, self._after, BATCH)
+        places = await self.notes.read_items(self._run, self._after, BATCH)
         if not places:
             return None
         items: list[Item] = []
@@ -302,15 +292,13 @@ class FileSource(ABC):
             self._file = None
 
 
-JSONL = "jsonl"
 NOT_SOUND = unfit("the bytes do not fit the checksum that was exported with them")
 
 
 class JsonLines(FileSource):
     """A file of `delayer export`."""
 
-    def __init__(self, path: Path, notes: ImportStore, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
-        super().__init__(JSONL, path, notes, meant, rewrites)
+    name = "jsonl"
 
     def read(self, line: bytes) -> Reading:
         if not line.strip():
@@ -327,7 +315,6 @@ class JsonLines(FileSource):
         return Item(parcel, found.held if found.crc in (None, crc) else NOT_SOUND.after(found.held))
 
 
-DELAYED_EXCHANGE: Final = "delayed-exchange"
 _NOTHING: Final = (b"", b"ok")
 
 
@@ -395,14 +382,15 @@ def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
     return splice(found, append=entry(b"BCC", b"A" + len(content).to_bytes(4, "big") + content))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DelayedExchange(FileSource):
     """A dump, or the dumps of several nodes one behind the other."""
 
-    def __init__(
-        self, path: Path, notes: ImportStore, plan: Plan, meant: Meant, rewrites: Sequence[Rewrite] = ()
-    ) -> None:
-        super().__init__(DELAYED_EXCHANGE, path, notes, meant, rewrites, more=plan.as_dict())
-        self._plan = plan
+    name = "delayed-exchange"
+    plan: Plan
+
+    def more_parameters(self) -> Mapping[str, object]:
+        return self.plan.as_dict()
 
     def read(self, line: bytes) -> Reading:
-        return read_dumped(line, self._plan)
+        return read_dumped(line, self.plan)

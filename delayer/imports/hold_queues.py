@@ -7,8 +7,8 @@ how long the queue holds it. The management API shows both. Options of the comma
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -17,13 +17,12 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
-from delayer.core.importing import CONSUMED, OWN, UNHELD, Item, Meant, Rewrite
+from delayer.core.importing import CONSUMED, OWN, UNHELD, Item
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
 from delayer.imports.queues import X_DEATH, Queues, Reader
-from delayer.imports.state_machine import ImportImpossible, SourceLost
+from delayer.imports.state_machine import BadSource, ImportImpossible, SourceLost
 
-NAME: Final = "hold-queues"
 COPIES: Final = b"CC"
 SENT_AGAIN: Final = "_retry"
 """The end of the name of Symfony's queues whose messages its workers sent again, with their old timestamp."""
@@ -138,33 +137,18 @@ class Said:
         return {name: value for name, value in asdict(self).items() if value is not None and value is not False}
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class HoldQueues(Queues):
-    """Reads the queues that match ``patterns``, those of the shortest time first."""
+    """Reads the queues that match ``patterns``, those of the shortest time first. ``own``: names of queues that are
+    never read, and their role in delayer's configuration."""
 
-    def __init__(
-        self,
-        url: str,
-        management_url: str | None,
-        patterns: Sequence[str],
-        meant: Meant,
-        now: Callable[[], Awaitable[int]],
-        *,
-        rewrites: Sequence[Rewrite] = (),
-        said: Said = Said(),
-        own: Mapping[str, str] | None = None,
-    ) -> None:
-        """``own``: names of queues that are never read, and their role in delayer's configuration."""
-        super().__init__(NAME, url, meant, now, rewrites, management_url=management_url)
-        self._management = None
-        if management_url:
-            address = address_of(url)
-            self._management = Management(management_url, address.vhost, timeout=30.0, tls=address.tls)
-        self._patterns = patterns
-        self._said = said
-        self._own = own or {}
+    name = "hold-queues"
+    patterns: Sequence[str]
+    said: Said = Said()
+    own: Mapping[str, str] = field(default_factory=dict)
 
     def more_parameters(self) -> Mapping[str, object]:
-        return {"queues": list(self._patterns), **self._said.as_dict()}
+        return {"queues": list(self.patterns), **self.said.as_dict()}
 
     async def readers(self, admin: Admin) -> list[Reader]:
         told = await self._told()
@@ -173,15 +157,15 @@ class HoldQueues(Queues):
         if not holds:
             others = "; ".join(f"{name}, {why}" for name, (why, _) in self.passed_over.items())
             others = others and f", but for queues that are passed over: {others}"
-            raise ImportImpossible(f"no queue matches {', '.join(self._patterns)}{others}")
+            raise ImportImpossible(f"no queue matches {', '.join(self.patterns)}{others}")
         holds.sort(key=lambda hold: (hold.ttl_ms is None, hold.ttl_ms or 0))
         return list(holds)
 
     async def _passed_over(self, admin: Admin, name: str, arguments: Mapping[str, Any]) -> bool:
         """Whether a queue holds no messages to import: delayer's own, or a work queue that the pattern matches as
         well."""
-        own = self._own.get(name)
-        if own is None and name in self._patterns:
+        own = self.own.get(name)
+        if own is None and name in self.patterns:
             return False
         if own is not None:
             self.passed_over[name] = (OWN.format(own), await asked(_shown(admin, name)))
@@ -196,24 +180,27 @@ class HoldQueues(Queues):
 
     async def _told(self) -> dict[str, Mapping[str, Any]]:
         """Every queue that matches, with its arguments. Values of a policy have the names of arguments."""
-        if self._management is None:
-            if any(set("*?[") & set(pattern) for pattern in self._patterns):
+        if not self.management_url:
+            if any(set("*?[") & set(pattern) for pattern in self.patterns):
                 raise ImportImpossible(
                     "patterns need broker.management_url; without it, name each queue, and say --ttl and --to-exchange"
                 )
-            return {name: {} for name in self._patterns}
+            return {name: {} for name in self.patterns}
+        address = address_of(self.url)
         try:
-            told = await self._management.queues()
+            told = await Management(self.management_url, address.vhost, timeout=30.0, tls=address.tls).queues()
+        except ValueError as error:
+            raise BadSource(f"the source's {error}") from None
         except (BrokerUnreachable, BrokerRefused) as error:
             raise SourceLost(str(error)) from error
         return {
             name: arguments
             for name, arguments in told.items()
-            if any(fnmatchcase(name, pattern) for pattern in self._patterns)
+            if any(fnmatchcase(name, pattern) for pattern in self.patterns)
         }
 
     def _hold(self, name: str, arguments: Mapping[str, Any]) -> Hold:
-        said = self._said
+        said = self.said
         exchange = said.to_exchange if said.to_exchange is not None else arguments.get("x-dead-letter-exchange")
         key = said.to_key if said.to_key is not None else arguments.get("x-dead-letter-routing-key")
         ttl = said.ttl_ms if said.ttl_ms is not None else arguments.get("x-message-ttl")

@@ -7,8 +7,9 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
@@ -26,12 +27,10 @@ from delayer.core.importing import (
     Batch,
     Item,
     Meant,
-    Rewrite,
     Run,
     Survey,
     redirected,
     retargeted,
-    rewriting,
 )
 from delayer.core.message import Delivery, Target
 from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, asked
@@ -154,31 +153,20 @@ class Reader(Protocol):
         """The message. ``properties``: None where their bytes are broken."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Queues(ABC):
     """Satisfies state_machine.Source. It reads the queues of ``readers`` one after another. ``now``: the store's clock,
     epoch ms."""
 
-    falling = False
+    falling: ClassVar[bool] = False
     """Whether messages move between the queues by themselves."""
-    besides: tuple[str, ...] = ()
-    """Queues that are not read, and may hold messages of the source that their broker delays."""
+    name: ClassVar[str]
+    url: str
+    meant: Meant
+    now: Callable[[], Awaitable[int]]
+    management_url: str | None = None
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        meant: Meant,
-        now: Callable[[], Awaitable[int]],
-        rewrites: Sequence[Rewrite] = (),
-        *,
-        management_url: str | None = None,
-    ) -> None:
-        self.name = name
-        self._url = url
-        self._management_url = management_url
-        self._meant = meant
-        self._now = now
-        self._rewrites = rewrites
+    def __post_init__(self) -> None:
         self._doubt = Doubt(falling=self.falling)
         self._readers: list[Reader] | None = None
         self._at = 0
@@ -196,6 +184,11 @@ class Queues(ABC):
         self.passed_over: dict[str, tuple[str, int]] = {}
         """Queues that match but are not read: the reason, and the number of their messages."""
 
+    @property
+    def besides(self) -> Sequence[str]:
+        """Queues that are not read, and may hold messages of the source that their broker delays."""
+        return ()
+
     @abstractmethod
     async def readers(self, admin: Admin) -> list[Reader]:
         """The queues, in the order to read them. Raises ImportImpossible."""
@@ -207,17 +200,16 @@ class Queues(ABC):
     @property
     def parameters(self) -> dict[str, object]:
         return {
-            "broker": str(address_of(self._url)),
+            "broker": str(address_of(self.url)),
             **self.more_parameters(),
-            **rewriting(self._rewrites),
-            **self._meant.as_dict(),
+            **self.meant.as_dict(),
         }
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
         """See Source. A look into a queue counts as a delivery, so the survey asks for numbers only."""
         survey = Survey()
-        now_ms = await self._now()
-        async with await admin_of(self._url) as admin:
+        now_ms = await self.now()
+        async with await admin_of(self.url) as admin:
             readers = {reader.queue: reader for reader in await self._all_readers(admin)}
             depths = await asked(admin.depths(readers))
         for why, count in (await self._delayed(readers, fresh=False)).items():
@@ -231,9 +223,9 @@ class Queues(ABC):
             survey.messages = (survey.messages or 0) + depth
             survey.remarks.append(f"{name}: {depth:,} messages{_until(readers[name].latest_ms(now_ms))}")
             if (target := readers[name].target) is not None:
-                survey.expect(retargeted(target, self._rewrites), depth)
-        if self._meant.limit is not None:
-            survey.messages = min(survey.messages or 0, self._meant.limit)
+                survey.expect(retargeted(target, self.meant.rewrites), depth)
+        if self.meant.limit is not None:
+            survey.messages = min(survey.messages or 0, self.meant.limit)
         for name, (why, depth) in self.passed_over.items():
             survey.leave(why, depth)
             survey.remarks.append(f"{name}: {depth:,} messages, passed over: {why}")
@@ -268,15 +260,15 @@ class Queues(ABC):
     async def _batch(self, deliveries: Sequence[Delivery], prefetch: int) -> Batch | None:
         """The new messages among these that are to be imported. The others stay unacknowledged."""
         reader = self._reader
-        now_ms = await self._now()
+        now_ms = await self.now()
         items: list[Item] = []
         digests: list[str] = []
         for delivery in deliveries:
             properties = parsed(delivery.properties)
             digest = fingerprint(delivery, properties, falling=self.falling)
             if not self._doubt.met_again(delivery, properties, digest):
-                item = redirected(reader.item(delivery, properties, now_ms), self._rewrites)
-                if not self._meant.includes(item.parcel.due_ms):
+                item = redirected(reader.item(delivery, properties, now_ms), self.meant.rewrites)
+                if not self.meant.includes(item.parcel.due_ms):
                     self._keep(BEFORE_CUTOFF)
                     continue
                 if self._full(len(items)):
@@ -307,7 +299,7 @@ class Queues(ABC):
 
     async def _delayed(self, queues: Collection[str], *, fresh: bool) -> Counter[str]:
         """The messages in these queues that their broker delays itself, or the number of queues that may hold some."""
-        async with await admin_of(self._url, self._management_url) as admin:
+        async with await admin_of(self.url, self.management_url) as admin:
             counts = (await asked(admin.delayed([*queues, *self.besides], fresh=fresh))).values()
         return Counter({DELAYED: sum(filter(None, counts)), UNSEEN: list(counts).count(None)})
 
@@ -322,7 +314,7 @@ class Queues(ABC):
         if not self._doubt.total():
             return
         queue = str(json.loads(str(run.progress))["queue"])
-        async with await admin_of(self._url) as admin:
+        async with await admin_of(self.url) as admin:
             self._readers = self.reached_from(queue, await self._all_readers(admin))
         while self._doubt.total() and (subscription := await self._next_subscription()) is not None:
             for delivery in await self._deliveries(subscription):
@@ -362,7 +354,7 @@ class Queues(ABC):
         """Whether all messages of the queue are due before the cutoff, so that it need not be read."""
         latest_ms = reader.latest_ms(now_ms)
         # The clocks of the broker's host and of the store may differ by a minute.
-        return latest_ms is not None and not self._meant.includes(latest_ms + 60_000)
+        return latest_ms is not None and not self.meant.includes(latest_ms + 60_000)
 
     def _keep(self, why: str) -> None:
         """Leave a message unacknowledged, and count the reason."""
@@ -378,8 +370,8 @@ class Queues(ABC):
         """The subscription of the queue that is read; None when there is no queue left."""
         if self._subscription is not None:
             return self._subscription
-        now_ms = await self._now()
-        async with await admin_of(self._url) as admin:
+        now_ms = await self.now()
+        async with await admin_of(self.url) as admin:
             readers = await self._all_readers(admin)
             while self._at < len(readers):
                 reader = readers[self._at]
@@ -397,9 +389,9 @@ class Queues(ABC):
                 return None
         try:
             if self._reconnecting is None:
-                self._reconnecting = ReconnectingConnection(address_of(self._url), NAME, heartbeat=HEARTBEAT)
+                self._reconnecting = ReconnectingConnection(address_of(self.url), NAME, heartbeat=HEARTBEAT)
                 self._reconnecting.start()
-            prefetch = PREFETCH + (KEPT if self._meant.cutoff_ms is not None else 0)
+            prefetch = PREFETCH + (KEPT if self.meant.cutoff_ms is not None else 0)
             self._subscription = await AmqpConsumer(self._reconnecting).subscribe(self._reader.queue, prefetch)
         except BrokerLost as lost:
             raise SourceLost(str(lost)) from lost
@@ -425,7 +417,7 @@ class Queues(ABC):
 
     async def _ready(self) -> int:
         """The number of messages that wait in the queue that is read, without those that a consumer holds."""
-        async with await admin_of(self._url) as admin:
+        async with await admin_of(self.url) as admin:
             return (await asked(admin.depths([self._reader.queue])))[self._reader.queue] or 0
 
     async def _leave(self) -> None:
@@ -442,7 +434,7 @@ class Queues(ABC):
         self._doubt.over()
 
     def _full(self, more: int = 0) -> bool:
-        return self._meant.limit is not None and self._count + more >= self._meant.limit
+        return self.meant.limit is not None and self._count + more >= self.meant.limit
 
 
 def _until(latest_ms: int | None) -> str:

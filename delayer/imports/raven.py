@@ -10,14 +10,13 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
-from delayer.core.importing import REPLIES, Item, Meant, Rewrite, rewriting
+from delayer.core.importing import REPLIES, Item, Rewrite, rewriting
 from delayer.imports.files import FileSource, Reading, Skipped, Unreadable
 from delayer.imports.timeouts import Timeout, item_of
-from delayer.store.admin.importing import ImportStore
 
 NAME: Final = "nservicebus-raven"
 COLLECTION: Final = "TimeoutDatas"
@@ -99,25 +98,18 @@ def _body(found: Mapping[str, Any]) -> bytes:
         raise Unreadable("State: expected base64") from None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RavenExport(FileSource):
-    """An export. ``endpoint``: only its timeouts are imported."""
+    """An export. ``endpoint``: only its timeouts are imported. ``replies`` rename their reply addresses."""
 
+    name = NAME
     counted = False
+    endpoint: str | None = None
+    replies: Sequence[Rewrite] = ()
 
-    def __init__(
-        self,
-        path: Path,
-        notes: ImportStore,
-        meant: Meant,
-        rewrites: Sequence[Rewrite] = (),
-        *,
-        endpoint: str | None = None,
-        replies: Sequence[Rewrite] = (),
-    ) -> None:
-        more = {} if endpoint is None else {"endpoint": endpoint}
-        super().__init__(NAME, path, notes, meant, rewrites, more=more | rewriting(replies, REPLIES))
-        self._endpoint = endpoint
-        self._replies = replies
+    def more_parameters(self) -> Mapping[str, object]:
+        more = {} if self.endpoint is None else {"endpoint": self.endpoint}
+        return more | rewriting(self.replies, REPLIES)
 
     def read(self, line: bytes) -> Reading:
-        return read(line, self._endpoint, self._replies)
+        return read(line, self.endpoint, self.replies)

@@ -13,6 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
@@ -93,32 +94,23 @@ async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[tuple[i
             heapq.heapreplace(heads, (row[3], number, row))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SqlTimeouts:
     """Satisfies state_machine.Source, for the tables that match ``patterns``. ``overdue_too``: choose soon and overdue
-    rows too, because no timeout manager runs any more."""
+    rows too, because no timeout manager runs any more. ``replies`` rename reply addresses."""
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        patterns: Sequence[str],
-        meant: Meant,
-        *,
-        schema: str | None = None,
-        endpoint: str | None = None,
-        rewrites: Sequence[Rewrite] = (),
-        replies: Sequence[Rewrite] = (),
-        overdue_too: bool = False,
-    ) -> None:
-        self.name = name
-        self._database = Database(database_url(url))
-        self._patterns = patterns or TABLES[name]
-        self._meant = meant
-        self._schema = schema
-        self._endpoint = endpoint
-        self._rewrites = rewrites
-        self._replies = replies
-        self._overdue_too = overdue_too
+    name: str
+    url: str
+    patterns: Sequence[str]
+    meant: Meant
+    schema: str | None = None
+    endpoint: str | None = None
+    replies: Sequence[Rewrite] = ()
+    overdue_too: bool = False
+
+    def __post_init__(self) -> None:
+        self.patterns = self.patterns or TABLES[self.name]
+        self._database = Database(database_url(self.url))
         self._staged: list[TimeoutTable] = []
         self._removed: dict[str, Place] = {}
         self._batches: AsyncGenerator[Batch] | None = None
@@ -127,13 +119,13 @@ class SqlTimeouts:
     def parameters(self) -> dict[str, object]:
         said = {
             "database": self._database.shown,
-            "tables": list(self._patterns),
-            "overdue_too": self._overdue_too,
-            "schema": self._schema,
-            "endpoint": self._endpoint,
+            "tables": list(self.patterns),
+            "overdue_too": self.overdue_too,
+            "schema": self.schema,
+            "endpoint": self.endpoint,
         }
         found = {name: value for name, value in said.items() if value is not None}
-        return found | rewriting(self._rewrites) | rewriting(self._replies, REPLIES) | self._meant.as_dict()
+        return found | rewriting(self.replies, REPLIES) | self.meant.as_dict()
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
         """See Source. The survey reads every row, because only its headers tell whether it would be held."""
@@ -143,7 +135,7 @@ class SqlTimeouts:
             there = await connection.run_sync(self._names)
             if unfinished is None:
                 for name in chain.from_iterable(staged_beside(one.name, there) for one in tables):
-                    rows = select(func.count()).select_from(Table(name, MetaData(), schema=self._schema))
+                    rows = select(func.count()).select_from(Table(name, MetaData(), schema=self.schema))
                     if (await connection.execute(rows)).scalar_one():
                         raise ImportImpossible(
                             f"table {name} holds timeouts of another store's import: finish or abort that one"
@@ -162,8 +154,8 @@ class SqlTimeouts:
             for one in tables:
                 await self._look(connection, one, one.source, one.looks(pick, shares.get(one.name)), survey)
                 meant += await self._leave_others(connection, one, pick, survey)
-            if self._meant.limit is not None:
-                survey.leave(BEYOND_LIMIT, max(meant - self._meant.limit, 0))
+            if self.meant.limit is not None:
+                survey.leave(BEYOND_LIMIT, max(meant - self.meant.limit, 0))
         survey.remarks.append(f"tables: {', '.join(one.name for one in tables)}")
         return survey
 
@@ -268,7 +260,7 @@ class SqlTimeouts:
         await self._database.close()
 
     def _names(self, connection: Connection) -> list[str]:
-        return sorted(inspect(connection).get_table_names(schema=self._schema))
+        return sorted(inspect(connection).get_table_names(schema=self.schema))
 
     async def _tables(self, connection: AsyncConnection, token: str) -> list[TimeoutTable]:
         """The tables that match, as the database has them. Raises ImportImpossible if there are none."""
@@ -276,16 +268,16 @@ class SqlTimeouts:
         found = [
             name
             for name in names
-            if not staged_token(name) and any(fnmatchcase(name, pattern) for pattern in self._patterns)
+            if not staged_token(name) and any(fnmatchcase(name, pattern) for pattern in self.patterns)
         ]
         if not found:
             raise ImportImpossible(
-                f"no table matches {', '.join(self._patterns)}: found {', '.join(names[:20]) or 'no table at all'}"
+                f"no table matches {', '.join(self.patterns)}: found {', '.join(names[:20]) or 'no table at all'}"
             )
-        metadata = MetaData(schema=self._schema)
+        metadata = MetaData(schema=self.schema)
         await connection.run_sync(lambda sync: metadata.reflect(sync, only=found, resolve_fks=False))
         tables = sorted(metadata.tables.values(), key=lambda one: one.name)
-        return [TimeoutTable(one, token, self._endpoint) for one in tables]
+        return [TimeoutTable(one, token, self.endpoint) for one in tables]
 
     async def _count(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
         """The number of staged rows."""
@@ -300,16 +292,16 @@ class SqlTimeouts:
     async def _pick(self, connection: AsyncConnection, ahead_ms: int = SOON_MS) -> Pick:
         """The filter of the chosen rows. By the database's clock none of them is due within ``ahead_ms``."""
         after = None
-        if not self._overdue_too:
+        if not self.overdue_too:
             clock: Select[Any] = select(literal_column(CLOCKS.get(connection.dialect.name, MYSQL_CLOCK)))
             now: datetime = (await connection.execute(clock)).scalar_one()
             after = now + timedelta(milliseconds=ahead_ms)
-        cutoff_ms = self._meant.cutoff_ms
+        cutoff_ms = self.meant.cutoff_ms
         return Pick(after, None if cutoff_ms is None else moment_of(cutoff_ms))
 
     async def _shares(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: Pick) -> dict[str, int]:
         """The numbers of rows in each table among the ``limit`` soonest; empty without a limit."""
-        limit = self._meant.limit
+        limit = self.meant.limit
         if limit is None:
             return {}
         dues = [[(due, one.name) for (due,) in await connection.execute(one.dues(pick, limit))] for one in tables]
@@ -326,7 +318,7 @@ class SqlTimeouts:
             began = time.monotonic()
             moved = await self._moved(connection, tables, await self._pick(connection, ahead_ms))
             took_ms = int((time.monotonic() - began) * 1000)
-            if self._overdue_too or took_ms <= ahead_ms - SOON_MS // 2:
+            if self.overdue_too or took_ms <= ahead_ms - SOON_MS // 2:
                 await connection.commit()
                 return moved
             await connection.rollback()
@@ -377,9 +369,9 @@ class SqlTimeouts:
         return int(meant)
 
     def _target(self, destination: str) -> Target:
-        return Target(b"", renamed(destination.encode("utf-8", "surrogateescape"), self._rewrites))
+        return Target(b"", renamed(destination.encode("utf-8", "surrogateescape"), self.meant.rewrites))
 
     def _item(self, row: Any) -> Item:
         id_, destination, state, due, headers = row
         timeout = Timeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
-        return item_of(timeout, self.name.encode(), self._target(timeout.address).routing_key, self._replies)
+        return item_of(timeout, self.name.encode(), self._target(timeout.address).routing_key, self.replies)

@@ -147,8 +147,8 @@ def test_everything_is_of_one_instant(spark: SparkSession, filled: str) -> None:
         execute(filled, "DELETE FROM message WHERE id % 2 = 0")
         execute(filled, "DELETE FROM held")
         execute(filled, "VACUUM message")
-        assert load(spark, filled, "message", snapshot=held.exported.id).distinct().count() == 3000
-        assert load(spark, filled, "held", snapshot=held.exported.id).count() == 2
+        assert load(spark, filled, "message", snapshot=held.id).distinct().count() == 3000
+        assert load(spark, filled, "held", snapshot=held.id).count() == 2
         assert held.counters() == counters
     assert [(load(spark, filled, "message").count(),)] == fetch(filled, "SELECT count(*) FROM message")
 
@@ -160,12 +160,12 @@ def test_tables_that_the_driver_reads(filled: str) -> None:
 
     def look() -> tuple[Any, ...]:
         with extract.hold_snapshot(SecretUrl(filled)) as held:
-            return held.lanes(), held.exported, held.sizes(["held", "segment"])
+            return held.lanes(), held.behind_ms, held.sizes(["held", "segment"])
 
-    number, (lanes, exported, sizes) = asyncio.run(work())
+    number, (lanes, behind_ms, sizes) = asyncio.run(work())
     assert {lane.number: lane.alive for lane in lanes}[number] is True
     assert [lane.alive for lane in lanes if lane.number != number] == [False] * (len(lanes) - 1)
-    assert exported.behind_ms == 0
+    assert behind_ms == 0
     assert sizes["segment"] == 0 < sizes["held"]
 
 
@@ -180,7 +180,7 @@ def test_only_ddl_waits_for_the_snapshot(filled: str) -> None:
 
 def test_a_snapshot_that_is_gone_says_so(spark: SparkSession, filled: str) -> None:
     with extract.hold_snapshot(SecretUrl(filled)) as held:
-        frame = load(spark, filled, "held", snapshot=held.exported.id)
+        frame = load(spark, filled, "held", snapshot=held.id)
     with pytest.raises(StoreLost) as raised, Watching(spark, lambda *_: None)("reading"):
         frame.count()
     assert "run the job again" in raised.value.advice

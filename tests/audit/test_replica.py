@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from delayer.audit import extract
-from delayer.audit.extract import Exported
+from delayer.audit.extract import Snapshot
 from delayer.core.secret import SecretUrl
 from tests.audit.test_job import audit, violated
 from tests.audit.test_reading import execute, fetch, fill
@@ -55,9 +55,9 @@ def until(look: object) -> None:
     asyncio.run(scene())
 
 
-def exported(url: str) -> Exported:
+def exported(url: str) -> Snapshot:
     with extract.hold_snapshot(SecretUrl(url)) as held:
-        return held.exported
+        return held
 
 
 def now_ms() -> int:

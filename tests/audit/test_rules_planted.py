@@ -37,8 +37,9 @@ async def declare(vhost: str) -> None:
 
 
 async def audited(spark: SparkSession, database: str, rabbitmq: RabbitMQ, vhost: str, work: str) -> Report:
-    broker = job.Broker(SecretUrl(vhost), SecretUrl(rabbitmq.management_url))
-    options = job.Options(store=SecretUrl(database), broker=broker, work=work)
+    options = job.Options(
+        store=SecretUrl(database), broker=SecretUrl(vhost), management=SecretUrl(rabbitmq.management_url), work=work
+    )
     done = await asyncio.to_thread(job.run, spark, options, lambda _what, _done, _of: None)
     assert done.remarks == ()
     return done.report

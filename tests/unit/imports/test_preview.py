@@ -63,7 +63,7 @@ async def test_a_broker_that_is_none(url: str) -> None:
     async def now() -> int:
         return 0
 
-    source = HoldQueues(url, None, ["q"], Meant(), now)
+    source = HoldQueues(url=url, patterns=["q"], meant=Meant(), now=now)
     with pytest.raises(BadSource, match="the source's broker URL: expected") as raised:
         await source.survey()
     assert "s3c" not in str(raised.value)
