@@ -64,6 +64,11 @@ def text(raw: bytes) -> str:
     return raw.decode("utf-8", "backslashreplace")
 
 
+def raw(text: str) -> bytes:
+    """A name as AMQP has it, from the command line or a form."""
+    return text.encode("utf-8", "surrogateescape")
+
+
 def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
     """A decoded value as JSON can represent it."""
     match value:
@@ -72,7 +77,7 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
         case bytes():
             return text(value)
         case str():
-            return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+            return text(raw(value))
         case bool() | int() | None:
             return value
         case float():

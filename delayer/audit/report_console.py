@@ -24,12 +24,7 @@ def show(report: Report, console: Console) -> None:
     _coming(report, console)
     _destinations(report, console)
     _lanes(report, console)
-    _rules(report, console)
     _verdict(report, console)
-
-
-def _heading(console: Console, text: str) -> None:
-    console.print(Text(text, "bold"))
 
 
 def _table(*columns: str, right: Iterable[int] = ()) -> Table:
@@ -68,7 +63,7 @@ def _finding(one: Finding, now_ms: int, console: Console) -> None:
 
 def _coming(report: Report, console: Console) -> None:
     totals, now_ms = report.totals, report.store_now_ms
-    _heading(console, "What is coming")
+    console.print(Text("What is coming", "bold"))
     line = f"  {totals.waiting + totals.packed:,} wait"
     if totals.segments and report.sample is None:
         line += f" ({totals.packed:,} of them in {counted(totals.segments, 'segment')}"
@@ -144,13 +139,10 @@ def _lanes(report: Report, console: Console) -> None:
     _indented(console, table)
 
 
-def _rules(report: Report, console: Console) -> None:
+def _verdict(report: Report, console: Console) -> None:
     for run in report.rules:
         if run.skipped:
             console.print(Text(f"{words.ADVICE[run.rule].title}, not checked: {words.name(run.skipped)}", "dim"))
-
-
-def _verdict(report: Report, console: Console) -> None:
     if behind := words.behind(report):
         console.print(Text(behind, "yellow"))
     if report.sample is not None:

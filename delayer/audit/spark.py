@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from delayer.audit.errors import JavaMissing, JobMisused, SparkMissing
+from delayer.audit.errors import JobImpossible, JobMisused
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -104,7 +104,7 @@ def session(
     """A session that starts tasks again when their worker dies, stopped at the end. ``master`` None means that of
     spark-submit, or else all cores of this machine. The other parameters are those of :func:`settings`.
 
-    Raises SparkMissing, JavaMissing, JobMisused.
+    Raises JobImpossible, JobMisused.
     """
     check_machine()
     more = more or {}
@@ -204,30 +204,35 @@ def _orderly() -> Iterator[None]:
 
 
 def check_machine() -> None:
-    """Raise SparkMissing or JavaMissing unless a session can start."""
+    """Raise JobImpossible unless a session can start."""
     check_packages()
     if not submitted():
         check_java(os.environ)
 
 
 def check_packages() -> None:
-    """Raise SparkMissing unless the extra is installed."""
+    """Raise JobImpossible unless the extra is installed."""
     for module in ("pyspark", "pyarrow", "pandas", "adbc_driver_postgresql"):
         if find_spec(module) is None:  # Importing pandas takes most of a second, and not every job needs it.
-            raise SparkMissing(module)
+            raise JobImpossible(
+                f"the Python package {module} is missing: audit, compact and restore are an extra. "
+                "Next: pip install '.[spark]' in delayer's checkout, or the wheel with [spark] behind its name."
+            )
 
 
 def check_java(environ: Mapping[str, str]) -> None:
-    """Raise JavaMissing unless Spark runs on the Java that it would start."""
-    java = _java(environ)
-    if java is None:
-        raise JavaMissing(None, JAVA_NEEDED)
-    told = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, env=dict(environ))
-    version = version_of(told.stderr + told.stdout)
-    if version is None:
-        raise JavaMissing(None, JAVA_NEEDED)
-    if version < JAVA_NEEDED:
-        raise JavaMissing(str(version), JAVA_NEEDED)
+    """Raise JobImpossible unless Spark runs on the Java that it would start."""
+    version = None
+    if (java := _java(environ)) is not None:
+        told = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, env=dict(environ))
+        version = version_of(told.stderr + told.stdout)
+    if version is None or version < JAVA_NEEDED:
+        what = "Java is missing" if version is None else f"Java {version} is too old"
+        raise JobImpossible(
+            f"{what}: Spark needs Java {JAVA_NEEDED} or later. Next: install it (Debian and Ubuntu: "
+            "apt install default-jre-headless; Fedora and RHEL: dnf install java-21-openjdk-headless), or set "
+            "JAVA_HOME to where it is."
+        )
 
 
 def version_of(told: str) -> int | None:

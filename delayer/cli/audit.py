@@ -35,10 +35,7 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     help="Read this store and not the configured one: a replica, for example. Others can see it in the process list.",
 )
 @click.option(
-    "--url-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="The same, from a file.",
+    "--url-file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="The same, from a file."
 )
 @click.option(
     "--sample",

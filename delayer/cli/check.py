@@ -46,17 +46,8 @@ class Row(NamedTuple):
 class Report(list[Row]):
     """The rows so far."""
 
-    def ok(self, what: str, found: str) -> None:
-        self.append(Row(what, "ok", found))
-
-    def note(self, what: str, found: str, advice: str = "") -> None:
-        self.append(Row(what, "note", found, advice))
-
-    def off(self, what: str, found: str, advice: str) -> None:
-        self.append(Row(what, "off", found, advice))
-
-    def away(self, what: str, error: Exception, advice: str) -> None:
-        self.append(Row(what, "out of reach", str(error), advice))
+    def add(self, what: str, result: Result, found: object, advice: str = "") -> None:
+        self.append(Row(what, result, str(found), advice))
 
 
 @click.command(short_help="Check configuration, broker, topology and store.")
@@ -87,9 +78,9 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     settings = request.settings(sealed if offline else None)
     where = f"read from {request.file}" if request.file else "defaults, environment and flags; no file"
     report = Report()
-    report.ok("configuration", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")
+    report.add("configuration", "ok", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")
     if sealed:
-        report.note("credentials", f"not looked into, as only the service may read them: {', '.join(sealed)}")
+        report.add("credentials", "note", f"not looked into, as only the service may read them: {', '.join(sealed)}")
     _configuration(report, settings)
     if not offline:
         asyncio.run(_servers(report, settings))
@@ -109,18 +100,19 @@ def _configuration(report: Report, settings: Settings) -> None:
     listen = settings.http.listen
     if listen and not is_loopback(listen.rpartition(":")[0]):
         found = f"listening on {listen}: anyone who can reach this address can read messages without a token"
-        report.note("http", found, "127.0.0.1, and a proxy with TLS and a login before it (docs/http.md)")
+        report.add("http", "note", found, "127.0.0.1, and a proxy with TLS and a login before it (docs/http.md)")
     for route in settings.routes:
         if route.max_rate and route.late_action == "hold":
-            report.note(
+            report.add(
                 "routes",
+                "note",
                 f"{quoted(route.from_)} holds messages that wait longer than late_limit "
                 f"({duration_text(route.late_limit_ms or 0)}), also if only max_rate ({route.max_rate}/s) delays them",
                 "set a late_limit that is longer than a burst takes at that rate, or only one of the two",
             )
     if names := ", ".join(map(quoted, without_effect(settings))):
         found = f"max_rate without effect in native mode: {names}. It limits releases from the store only"
-        report.note("routes", found, 'set mode = "store", or leave max_rate out')
+        report.add("routes", "note", found, 'set mode = "store", or leave max_rate out')
 
 
 async def _servers(report: Report, settings: Settings) -> None:
@@ -132,24 +124,24 @@ async def _servers(report: Report, settings: Settings) -> None:
             await _broker(rows, admin, settings)
             report += rows
     except (BrokerLost, BrokerRefused) as error:
-        report.away("broker", error, broker_advice(error))
+        report.add("broker", "out of reach", error, broker_advice(error))
     await _store(report, settings, mark)
 
 
 async def _broker(report: Report, admin: Admin, settings: Settings) -> None:
-    report.ok("broker", str(settings.broker.url))
+    report.add("broker", "ok", str(settings.broker.url))
     await _topology(report, admin, settings)
     state = await admin.state(settings.intake.queue)
     if state is not None and not state.consumers:  # A missing queue was reported already.
         found = f"no consumer reads {quoted(settings.intake.queue)}; {state.messages} wait in it"
-        report.note("intake", found, "start the daemon, or see in its log what it waits for")
+        report.add("intake", "note", found, "start the daemon, or see in its log what it waits for")
     ours = {exchange.name for exchange in topology_of(settings).exchanges}
     for name in dict.fromkeys(route.to for route in settings.routes if route.to):
         if await admin.exchange_exists(name):
-            report.ok("destination", f"exchange {quoted(name)}")
+            report.add("destination", "ok", f"exchange {quoted(name)}")
         elif name not in ours:  # The daemon declares the others, and a note reports them.
             advice = "declare it, or change the route's `to`; due messages would be held"
-            report.off("destination", f"exchange {quoted(name)} does not exist", advice)
+            report.add("destination", "off", f"exchange {quoted(name)} does not exist", advice)
     await _taken_over(report, admin, settings)
     if not uses_cascade(settings):
         await _left_in_the_cascade(report, admin, settings.native.due_queue)
@@ -164,16 +156,16 @@ async def _topology(report: Report, admin: Admin, settings: Settings) -> None:
     if missing:
         names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         advice = "nothing: the daemon declares it at its start or reload (or you: `delayer topology apply`)"
-        report.note("topology", f"{len(missing)} missing: {names}", advice)
+        report.add("topology", "note", f"{len(missing)} missing: {names}", advice)
     for one in wrong:
         if one.found != "nothing":
             found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
-            report.off("topology", *(await _different(admin, one.kind, one.name, found)))
+            report.add("topology", "off", *(await _different(admin, one.kind, one.name, found)))
     if not wrong:
-        report.ok("topology", "everything that could be seen is as it should be")
+        report.add("topology", "ok", "everything that could be seen is as it should be")
     for one in findings:
         if one.severity != "error":
-            report.note("topology", one.found if one.name == "*" else f"{one.name}: {one.found}")
+            report.add("topology", "note", one.found if one.name == "*" else f"{one.name}: {one.found}")
 
 
 async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[str, str]:
@@ -201,14 +193,14 @@ async def _taken_over(report: Report, admin: Admin, settings: Settings) -> None:
             missing += [] if await admin.exchange_exists(cascade.delivery) else [f"exchange {cascade.delivery}"]
         except BrokerRefused as refused:
             # RabbitMQ 4.3 shows them only to users that may configure them. The daemon needs no such right.
-            report.note("takeover", f"{of}: could not be seen: {refused}")
+            report.add("takeover", "note", f"{of}: could not be seen: {refused}")
             continue
         if missing:
             found = f"{of}: {len(missing)} missing: {missing[0]}" + (", …" if len(missing) > 1 else "")
-            report.note("takeover", found, "nothing: its owner declares it, and the daemon waits for that")
+            report.add("takeover", "note", found, "nothing: its owner declares it, and the daemon waits for that")
         else:
             waiting = sum(depth or 0 for depth in depths.values())
-            report.ok("takeover", f"{of}: {len(depths)} levels, {waiting} messages in them")
+            report.add("takeover", "ok", f"{of}: {len(depths)} levels, {waiting} messages in them")
 
 
 async def _left_in_the_cascade(report: Report, admin: Admin, due_queue: str) -> None:
@@ -221,7 +213,7 @@ async def _left_in_the_cascade(report: Report, admin: Admin, due_queue: str) -> 
         return
     found = f"left from native mode, and this user may not consume it: {quoted(due_queue)}. The daemon is not ready"
     advice = "the rights of native mode until the cascade is empty, or `delayer topology remove --only-cascade`"
-    report.off("cascade", found, f"{advice} (docs/security.md)")
+    report.add("cascade", "off", found, f"{advice} (docs/security.md)")
 
 
 BYTES_DELAYED: Final = 1_200
@@ -234,21 +226,21 @@ async def _delayed_by_the_broker(report: Report, admin: Admin, settings: Setting
     delayed = await admin.delayed(queues_at_work(settings), fresh=False)
     if None in delayed.values():
         found = "RabbitMQ 4.3 and later can delay messages in these queues, and only its management API shows them"
-        report.note("broker's delays", found, "set broker.management_url")
+        report.add("broker's delays", "note", found, "set broker.management_url")
         return
     own = delayed.pop(settings.native.due_queue) or 0
     for name, count in delayed.items():
         if count:
             found = f"{count} in {quoted(name)}: not parked, listed, cancellable or bounded by max_delay before due"
             advice = "let publishers send x-deliver-at instead of x-opt-delivery-time (docs/versions.md)"
-            report.note("broker's delays", found, advice)
+            report.add("broker's delays", "note", found, advice)
     if own:
         left = await admin.memory_left()
         room = "a size that only the tag monitoring shows"
         if left is not None:
             room = f"room for about {max(0, left) // BYTES_DELAYED:,} more"
         found = f"{own} wait in {quoted(settings.native.due_queue)}; the broker's memory has {room}"
-        report.ok("broker's delays", found)
+        report.add("broker's delays", "ok", found)
 
 
 async def _set_aside(report: Report, admin: Admin, settings: Settings) -> None:
@@ -267,7 +259,7 @@ async def _set_aside(report: Report, admin: Admin, settings: Settings) -> None:
     }
     for name, depth in depths.items():
         if depth:
-            report.note("set aside", f"{depth} in {quoted(name)}", advice[name])
+            report.add("set aside", "note", f"{depth} in {quoted(name)}", advice[name])
 
 
 UNOWNED_MS: Final = 30_000
@@ -280,48 +272,49 @@ async def _store(report: Report, settings: Settings, mark: str) -> None:
     if url is None:
         cascade_ms = math.inf if settings.native.strategy == "queue" else 1000 * MAX_SECONDS
         longest = duration_text(int(min(settings.intake.max_delay_ms, cascade_ms)))
-        report.ok("store", f"none configured: delays up to {longest}, no keys, no cancels")
+        report.add("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")
         return
     try:
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
         if (wrong := schema.outdated(seen.schema_found)) is None:
             wrong_owner, need = await setup.mistaken(url), await setup.lock_need(url)
     except StoreLost as lost:
-        report.away("store", lost, lost.advice or STORE_RUNS)
+        report.add("store", "out of reach", lost, lost.advice or STORE_RUNS)
         return
     except BadStoreUrl as bad:
-        report.off("store", str(bad), "write the URL as postgresql://user@host:port/database")
+        report.add("store", "off", str(bad), "write the URL as postgresql://user@host:port/database")
         return
-    report.ok("store", str(settings.store.url or url))
+    report.add("store", "ok", str(settings.store.url or url))
     if wrong is not None:
-        report.off("schema", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)
+        report.add("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)
         return
-    report.ok("schema", schema.HEAD)
+    report.add("schema", "ok", schema.HEAD)
     if wrong_owner is not None:
         found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
         advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
-        report.note("schema", found, advice)
+        report.add("schema", "note", found, advice)
     _locks(report, need)
     _lanes(report, seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
-        report.note("set aside", f"{seen.held} held in the store", advice)
+        report.add("set aside", "note", f"{seen.held} held in the store", advice)
     if seen.late.segments:
         found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"
-        report.off("segments", found, "see the daemons' logs, or run `delayer restore`")
+        report.add("segments", "off", found, "see the daemons' logs, or run `delayer restore`")
     if seen.segments.broken:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
-        report.off("segments", found, "see docs/backlog.md; their bytes are kept")
+        report.add("segments", "off", found, "see docs/backlog.md; their bytes are kept")
 
 
 def _locks(report: Report, need: setup.LockNeed) -> None:
     """Whether the server's lock table is large enough for all locks that the store may take at once."""
     found = f"max_locks_per_transaction is {need.allowed}"
     if need.enough:
-        report.ok("locks", f"{found}; needed: {need.needed}")
+        report.add("locks", "ok", f"{found}; needed: {need.needed}")
         return
-    report.note(
+    report.add(
         "locks",
+        "note",
         f"{found}; {need.lanes} lanes and {need.partitions} partitions may need {need.needed}",
         f"ALTER SYSTEM SET max_locks_per_transaction = {need.needed}, and restart Postgres: a full lock table fails "
         "transactions of every database of the server",
@@ -332,14 +325,14 @@ def _lanes(report: Report, seen: stats.StoreOverview, mark: str) -> None:
     """Whether every due message has a daemon that releases it, and whether all of them are of our broker."""
     owned = [lane for lane in seen.lanes if lane.alive]
     if owned:
-        report.ok("lanes", f"{len(owned)} owned by {', '.join(sorted({lane.owner for lane in owned}))}")
+        report.add("lanes", "ok", f"{len(owned)} owned by {', '.join(sorted({lane.owner for lane in owned}))}")
     left = [lane for lane in seen.lanes if not lane.alive and lane.overdue_ms(seen.store_now_ms) > UNOWNED_MS]
     if left:
         since = in_words(max(lane.overdue_ms(seen.store_now_ms) for lane in left))
         lanes = f"lane {left[0].number}" if len(left) == 1 else f"{len(left)} lanes"
         found = f"messages are overdue by {since} in {lanes} that no daemon owns"
-        report.off("lanes", found, "start a daemon: it takes them within seconds; or see its log")
+        report.add("lanes", "off", found, "start a daemon: it takes them within seconds; or see its log")
     strange = [lane for lane in owned if lane.broker and mark and lane.broker != mark]
     if strange:
         owners = ", ".join(sorted({lane.owner for lane in strange}))
-        report.off("lanes", f"{len(strange)} owned by {owners} for another broker or virtual host", ONE_BROKER)
+        report.add("lanes", "off", f"{len(strange)} owned by {owners} for another broker or virtual host", ONE_BROKER)

@@ -13,10 +13,10 @@ import click
 
 from delayer.amqp.reading import address, iso
 from delayer.cli.errors import DONE, FOUND, Misused, Off, Unreached
-from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, request_of, whoami, yes_option
+from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, read_as, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
-from delayer.core.importing import OTHER_REASONS, Meant, NotARewrite, Rewrite, Run, read_rewrite
+from delayer.core.importing import OTHER_REASONS, Meant, Run, read_rewrite
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.state_machine import (
@@ -179,14 +179,7 @@ Make = Callable[[Wanted, dict[str, Any], ImportStore], Source]
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def rewrites_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> tuple[Rewrite, ...]:
-    """The expressions of an option."""
-    try:
-        return tuple(map(read_rewrite, given))
-    except NotARewrite as error:
-        raise click.BadParameter(f"expected {error}") from None
-
-
+rewrites_of = read_as(read_rewrite)
 _OPTIONS = (
     # Not "2h from now", because a resumed run needs the same parameters as before.
     click.option("--cutoff", "cutoff_ms", callback=fixed_instant, metavar="INSTANT",

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import asyncpg
 import click
 
+from delayer.amqp.reading import raw
 from delayer.cli.errors import DONE, FOUND, Misused
 from delayer.cli.output import note, quoted
 from delayer.config import loading, texts, values
@@ -74,19 +75,18 @@ def pair(text: str, expected: str) -> tuple[str, str]:
     return name, value
 
 
-def raw(text: str) -> bytes:
-    """A name as AMQP has it."""
-    return text.encode("utf-8", "surrogateescape")
+def read_as(read: Callable[[str], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """The callback of an option whose text ``read`` understands, or raises ValueError with the expected form. The value
+    of an option that may be repeated is a tuple."""
 
-
-def read_as(read: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
-    """The callback of an option whose text ``read`` understands, or raises ValueError with the expected form."""
-
-    def callback(_context: click.Context, _option: click.Parameter, text: str | None) -> T | None:
+    def one(text: str) -> object:
         try:
-            return None if text is None else read(text)
+            return read(text)
         except ValueError as error:
             raise click.BadParameter(f"expected {error}, found {text!r}") from None
+
+    def callback(_context: click.Context, _option: click.Parameter, given: Any) -> Any:
+        return tuple(map(one, given)) if isinstance(given, tuple) else None if given is None else one(given)
 
     return callback
 
@@ -98,10 +98,9 @@ fixed_instant = read_as(texts.instant_ms)
 bytes_of = read_as(raw)
 
 
-def _headers(
-    _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
-) -> tuple[tuple[bytes, str], ...]:
-    return tuple((raw(name), value) for name, value in (pair(text, "NAME=VALUE") for text in given))
+def _header(text: str) -> tuple[bytes, str]:
+    name, value = pair(text, "NAME=VALUE")
+    return raw(name), value
 
 
 def _tokens(_context: click.Context, _argument: click.Parameter, given: tuple[str, ...]) -> tuple[Token, ...]:
@@ -127,7 +126,7 @@ _OPTIONS = (
     click.option("--due-before", "due_before_ms", callback=instant, metavar="INSTANT", help="Due before then."),
     click.option("--key", callback=bytes_of, metavar="KEY", help="Its x-delay-key."),
     click.option(
-        "--header", "headers", multiple=True, callback=_headers, metavar="NAME=VALUE",
+        "--header", "headers", multiple=True, callback=read_as(_header), metavar="NAME=VALUE",
         help="A header and its value, as text. May be repeated.",
     ),
 )  # fmt: skip

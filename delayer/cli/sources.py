@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from delayer.amqp.address import Address
+from delayer.amqp.reading import raw
 from delayer.cli.errors import Misused
 from delayer.cli.importing import Make, Wanted, import_, rewrites_of, source
-from delayer.cli.options import duration, pair, raw, url_of
+from delayer.cli.options import duration, pair, url_of
 from delayer.config.topology import queues_at_work
 from delayer.config.values import broker_url, management_url
 from delayer.core.cascade import KINDS, Cascade
@@ -129,11 +130,7 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
 file_argument = click.argument("file", type=click.Path(path_type=Path, dir_okay=False, readable=False), metavar="FILE")
 
 
-@source(
-    "jsonl",
-    "A file that `delayer export` wrote.",
-    file_argument,
-)
+@source("jsonl", "A file that `delayer export` wrote.", file_argument)
 def _jsonl(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     return JsonLines(path=given["file"], notes=book, meant=wanted.meant)
 

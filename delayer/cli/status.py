@@ -28,7 +28,6 @@ from delayer.store.admin import stats
 from delayer.store.errors import BadStoreUrl
 
 WINDOWS: Final = (("60", "1 min"), ("300", "5 min"), ("900", "15 min"))
-_CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
@@ -108,8 +107,7 @@ def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
     code = 0
     try:
         while True:
-            if sys.stdout.isatty():
-                click.echo(_CLEAR, nl=False)
+            click.clear()
             code = look_once()
             sys.stdout.flush()
             time.sleep(every)

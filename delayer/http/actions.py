@@ -179,11 +179,7 @@ class Actions:
         # "2h" stays the instant that was counted and shown, however late the person confirms.
         given = forms.fixed(filter_)
         fields = [*given.items(), *([] if given else [("all", "yes")])]
-        fields += [
-            ("at", "" if at_ms is None else iso(at_ms)),
-            ("by", by),
-            ("counted", str(meant.messages)),
-        ]
+        fields += [("at", "" if at_ms is None else iso(at_ms)), ("by", by), ("counted", str(meant.messages))]
         return self.pages.html(
             request,
             "confirm.html",

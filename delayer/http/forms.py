@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 from starlette.requests import Request
 
-from delayer.amqp.reading import iso
+from delayer.amqp.reading import iso, raw
 from delayer.config.texts import instant_ms, shift_ms
 from delayer.core.filters import FIRST_MS, LAST_MS, MAX_ID, Filter, Token, read_token
 
@@ -79,12 +79,12 @@ def _read(given: Mapping[str, str], now_ms: int) -> Search:
         name, equals, value = given["header"].partition("=")
         if not equals or not name:
             raise Wrong(f"Header: expected NAME=VALUE, found {given['header']!r}")
-        headers = ((_raw(name), value),)
+        headers = ((raw(name), value),)
     wanted = Filter(
-        route=_raw(given["route"]) if "route" in given else None,
-        exchange=_raw(given["to"]) if "to" in given else None,
-        routing_key=_raw(given["to_key"]) if "to_key" in given else None,
-        key=_raw(given["key"]) if "key" in given else None,
+        route=raw(given["route"]) if "route" in given else None,
+        exchange=raw(given["to"]) if "to" in given else None,
+        routing_key=raw(given["to_key"]) if "to_key" in given else None,
+        key=raw(given["key"]) if "key" in given else None,
         due_from_ms=instant(given["due_after"], now_ms, "Due after") if "due_after" in given else None,
         due_before_ms=instant(given["due_before"], now_ms, "Due before") if "due_before" in given else None,
         headers=headers,
@@ -141,10 +141,6 @@ def number(text: str) -> int | None:
 
 def place_text(after: tuple[int, int]) -> str:
     return f"{after[0]}.{after[1]}"
-
-
-def _raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
 
 
 async def said(request: Request) -> dict[str, list[str]]:

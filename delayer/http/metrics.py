@@ -10,12 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
 from delayer import __version__
@@ -128,11 +123,7 @@ class Sight:
 
 def roles(settings: Settings) -> dict[str, str]:
     """The roles of the queues, for alert rules: queues may have any name."""
-    return {
-        settings.refused.queue: "refused",
-        settings.native.due_queue: "due",
-        settings.intake.queue: "intake",
-    }
+    return {settings.refused.queue: "refused", settings.native.due_queue: "due", settings.intake.queue: "intake"}
 
 
 def text(sight: Sight) -> bytes:

@@ -30,17 +30,7 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, entry, long_string, splice
 from delayer.core import lines
 from delayer.core.hold import unfit
-from delayer.core.importing import (
-    BEFORE_CUTOFF,
-    BEYOND_LIMIT,
-    UNREADABLE,
-    Batch,
-    Item,
-    Meant,
-    Run,
-    Survey,
-    redirected,
-)
+from delayer.core.importing import BEFORE_CUTOFF, BEYOND_LIMIT, UNREADABLE, Batch, Item, Meant, Run, Survey, redirected
 from delayer.core.lines import End, NotALine
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS

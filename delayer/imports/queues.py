@@ -199,11 +199,7 @@ class Queues(ABC):
 
     @property
     def parameters(self) -> dict[str, object]:
-        return {
-            "broker": str(address_of(self.url)),
-            **self.more_parameters(),
-            **self.meant.as_dict(),
-        }
+        return {"broker": str(address_of(self.url)), **self.more_parameters(), **self.meant.as_dict()}
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
         """See Source. A look into a queue counts as a delivery, so the survey asks for numbers only."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delayer.audit import spark as sessions
-from delayer.audit.errors import JavaMissing
+from delayer.audit.errors import JobImpossible
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,7 +39,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     try:
         with sessions.session("delayer tests", master="local[2,4]", work=str(work), more=more) as session:
             yield session
-    except JavaMissing as error:
+    except JobImpossible as error:
         pytest.skip(f"{error} Or: .ci/setup servers")
 
 

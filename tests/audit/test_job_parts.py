@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from delayer.audit import connection, job, spark
-from delayer.audit.errors import JavaMissing, JobFailed, JobMisused, SparkMissing
+from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.audit.tasks import failure
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
@@ -48,7 +48,7 @@ def test_java_is_looked_for_where_spark_does(tmp_path: Path) -> None:
 
 def test_java_that_is_too_old_says_so(tmp_path: Path) -> None:
     java(tmp_path, 'java version "11.0.2"')
-    with pytest.raises(JavaMissing, match="Java 11 is too old: Spark needs Java 17"):
+    with pytest.raises(JobImpossible, match="Java 11 is too old: Spark needs Java 17"):
         spark.check_java({"JAVA_HOME": str(tmp_path), "PATH": "/bin:/usr/bin"})
 
 
@@ -138,7 +138,7 @@ def test_a_jvm_that_reads_rows_is_compiled_well(handing_out: bool) -> None:
 def test_a_package_that_is_missing_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spark.check_packages()
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SparkMissing, match=module):
+    with pytest.raises(JobImpossible, match=module):
         spark.check_packages()
 
 

@@ -323,13 +323,7 @@ async def whereabouts(connection: asyncpg.Connection, tokens: Sequence[Token]) -
 
 
 async def every(
-    connection: asyncpg.Connection,
-    do: Do,
-    wanted: Filter,
-    test: Test | None,
-    *,
-    act: int,
-    say: Callable[[int], None],
+    connection: asyncpg.Connection, do: Do, wanted: Filter, test: Test | None, *, act: int, say: Callable[[int], None]
 ) -> Counter[Found]:
     """Do it to every waiting message of ``wanted``. ``say`` hears how many it were so far.
 

@@ -20,7 +20,6 @@ from delayer.store import pool, schema, statements
 from delayer.store.errors import translated
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
-from delayer.store.segments import catalog as segments
 
 _LANES: Final = (
     "SELECT lane FROM counter GROUP BY lane"
@@ -80,7 +79,7 @@ class Rows:
     async def read(self, after: tuple[int, int]) -> tuple[int, int] | None:
         """Read behind ``after``. The last place up to which everything that is meant was found; None for the end."""
         lanes = [lane for (lane,) in await self._connection.fetch(_LANES)]
-        last_ms = segments.FOREVER_MS if self._wanted.due_before_ms is None else self._wanted.due_before_ms
+        last_ms = catalog.FOREVER_MS if self._wanted.due_before_ms is None else self._wanted.due_before_ms
         if self._wanted.due_from_ms is not None:
             after = max(after, (self._wanted.due_from_ms * 1000 - 1, MAX_ID))
         width = DAY_MS
@@ -318,7 +317,7 @@ async def _in_segments(
     """The first ``limit`` matching messages in segments between two places; segments that do not read back; and the
     place up to which segments were read, None for all of them. In memory are ``limit`` messages and one segment."""
     first_ms = max(after[0] // 1000, -(1 << 53) if wanted.due_from_ms is None else wanted.due_from_ms)
-    last_ms = segments.FOREVER_MS if end is None else end[0] // 1000
+    last_ms = catalog.FOREVER_MS if end is None else end[0] // 1000
     if wanted.due_before_ms is not None:
         last_ms = min(last_ms, wanted.due_before_ms - 1)
     rows = await connection.fetch(
@@ -455,5 +454,5 @@ async def find_in_segments(
     if not ids:
         return {}
     at = [dues[number] for number in ids if number in dues]
-    first_ms, last_ms = (min(at), max(at) + 1) if len(at) == len(ids) else (pool.BEGINNING_MS, segments.FOREVER_MS)
+    first_ms, last_ms = (min(at), max(at) + 1) if len(at) == len(ids) else (pool.BEGINNING_MS, catalog.FOREVER_MS)
     return dict(map(tuple, await connection.fetch(_HOLDING, list(ids), first_ms, last_ms)))

@@ -125,20 +125,21 @@ async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
         # One snapshot, so that the figures fit each other while daemons work.
         connection.transaction(isolation="repeatable_read", readonly=True),
     ):
-        return await _overview(connection, restored_ms(restore_ahead_ms))
+        found, now_ms = await schema.current_of(connection), await connection.fetchval("SELECT clock_timestamp()")
+        if found != schema.HEAD:
+            return StoreOverview(found, schema.HEAD, now_ms, (), NO_SEGMENTS, NOT_LATE)
+        late = Late(*await connection.fetchrow(_LATE_SEGMENTS, now_ms + restored_ms(restore_ahead_ms)))
+        packed = await segments.count(connection)
+        return StoreOverview(found, schema.HEAD, now_ms, await _lanes(connection), packed, late)
 
 
-async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOverview:
-    found, expected = await schema.current_of(connection), schema.HEAD
-    now_ms = await connection.fetchval("SELECT clock_timestamp()")
-    if found != expected:
-        return StoreOverview(found, expected, now_ms, (), NO_SEGMENTS, NOT_LATE)
+async def _lanes(connection: asyncpg.Connection) -> list[LaneOverview]:
     rows = await connection.fetch(statements.read("overview"))
     counters = {
         row["number"]: dict.fromkeys(KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True)) for row in rows
     }
     dues = await _next_dues(connection, [number for number, of in counters.items() if waiting(of)])
-    lanes = [
+    return [
         LaneOverview(
             number=row["number"],
             owner=row["owner"],
@@ -151,8 +152,6 @@ async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOv
         )
         for row in rows
     ]
-    late = Late(*await connection.fetchrow(_LATE_SEGMENTS, now_ms + restored_ms))
-    return StoreOverview(found, expected, now_ms, lanes, await segments.count(connection), late)
 
 
 async def _next_dues(connection: asyncpg.Connection, lanes: Sequence[int]) -> dict[int, int]:
