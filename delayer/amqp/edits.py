@@ -9,7 +9,6 @@ opened        the message that an envelope of the due queue carries
 into_broker   a publish into the due queue, if the broker itself delays messages there, or into the cascade
 into_cascade  a publish into the cascade, towards the due queue
 to_strays     a publish into the strays queue
-stray         the message that an envelope of the strays queue carries
 """
 
 from __future__ import annotations
@@ -270,10 +269,9 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
 
 
 def _with_notes(properties: Properties, notes: bytes) -> bytes:
-    if properties.expiration is not None:
-        notes += entry(EXPIRATION, long_string(properties.expiration))
-    if properties.user_id is not None:
-        notes += entry(USER_ID, long_string(properties.user_id))
+    for name, header in (("expiration", EXPIRATION), ("user_id", USER_ID)):
+        if (value := properties.short(name)) is not None:
+            notes += entry(header, long_string(value))
     remove = _OF_THE_REFUSED | {ID}
     delivery_time = properties.get(OPT_TIME)
     if delivery_time is not None and isinstance(delivery_time.value, int):  # The broker ignores any other.
@@ -385,21 +383,6 @@ def to_strays(parcel: Parcel, id: bytes, held: Held, names: Endpoints) -> Outgoi
     """A publish into the strays queue, where the message waits for an operator."""
     exchange = names.levels.strays.encode()
     return Outgoing(exchange, parcel.routing_key, enveloped(parcel, id, held), parcel.body, id)
-
-
-def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:
-    """The envelope in a message of the strays queue, or the reason why that message is not an envelope of ours.
-
-    A message is its publisher's own if the cascade delivered it to another address than the due queue. Its headers do
-    not matter then.
-    """
-    if delivery.exchange == delivery_exchange and not cascade.leads_to(delivery.routing_key, due_queue):
-        found = delivery.routing_key.decode("utf-8", "backslashreplace")
-        return f"not an envelope of ours: expected a key that ends with {due_queue.decode()!r}, found {found!r}"
-    try:
-        return opened(Properties.parse(delivery.properties), delivery.body, max_properties)
-    except (NoEnvelope, MalformedProperties, MalformedTable) as broken:
-        return f"not an envelope of ours: {broken}"
 
 
 def enveloped(parcel: Parcel, id: bytes, held: Held | None = None, rest_ms: int = 0, more: bytes = b"") -> bytes:

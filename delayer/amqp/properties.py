@@ -317,11 +317,6 @@ class Properties:
             raise MalformedProperties(f"the properties announced take {at} bytes, found {length}")
         return cls(raw, flags, places, bounds)
 
-    def span(self, name: str) -> tuple[int, int] | None:
-        """Start and end of a property's encoded value, length included; None if it is absent."""
-        place = self.places.get(name)
-        return None if place is None else (self.bounds[place], self.bounds[place + 1])
-
     @property
     def spans(self) -> dict[str, tuple[int, int]]:
         """The span of each present property, in their order."""
@@ -352,27 +347,10 @@ class Properties:
         return None if place is None else self.raw[self.bounds[place] + 1 : self.bounds[place + 1]]
 
     @property
-    def message_id(self) -> bytes | None:
-        return self.short("message_id")
-
-    @property
-    def expiration(self) -> bytes | None:
-        return self.short("expiration")
-
-    @property
-    def user_id(self) -> bytes | None:
-        return self.short("user_id")
-
-    @property
     def timestamp(self) -> int | None:
         """Seconds since the epoch, 0 to 2**64 - 1."""
-        span = self.span("timestamp")
-        return None if span is None else int.from_bytes(self.raw[span[0] : span[1]], "big")
-
-    @property
-    def delivery_mode(self) -> int | None:
-        span = self.span("delivery_mode")
-        return None if span is None else self.raw[span[0]]
+        place = self.places.get("timestamp")
+        return None if place is None else int.from_bytes(self.raw[self.bounds[place] : self.bounds[place + 1]], "big")
 
 
 Cut = tuple[int, int, bytes]

@@ -91,10 +91,10 @@ def look(message: Message) -> Looked:
         parsed.entries()
     except (MalformedProperties, MalformedTable):
         return Looked(size, [*faults, PROPERTIES], None)
-    if key is not None or not parsed.message_id:
+    if key is not None or not (message_id := parsed.short("message_id")):
         return Looked(size, faults, None)
-    lengths = _FINGERPRINT.pack(due_ms, len(parsed.message_id), len(to_exchange), len(to_key))
-    told = lengths + parsed.message_id + to_exchange + to_key
+    lengths = _FINGERPRINT.pack(due_ms, len(message_id), len(to_exchange), len(to_key))
+    told = lengths + message_id + to_exchange + to_key
     return Looked(size, faults, blake2b(told + blake2b(body).digest(), digest_size=16).digest())
 
 

@@ -151,9 +151,5 @@ class Parking(Protocol):
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """Commit, and return the keys whose waiting messages were deleted. Raises StoreLost."""
 
-
-class Holder(Protocol):
-    """Holds messages that a destination refused."""
-
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         """Hold the messages: they are safe and visible when this returns. Raises StoreLost, BrokerLost."""

@@ -69,7 +69,7 @@ class Hold:
         """The time from a message's arrival to its dead-lettering: the smaller of TTL and expiration, as for the
         broker. None without both."""
         said = [] if self.ttl_ms is None else [self.ttl_ms]
-        expiration = None if properties is None else properties.expiration
+        expiration = None if properties is None else properties.short("expiration")
         if expiration is not None and expiration.isdigit():
             # Ten years: RabbitMQ's own limit for a TTL.
             said.append(min(int(expiration), 315_360_000_000))
@@ -119,7 +119,7 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
         return raw
     remove = (COPIES,) if rerouted and properties.get(COPIES) is not None else ()
     return (
-        splice(properties, remove=remove, drop=("expiration",)) if remove or properties.expiration is not None else raw
+        splice(properties, remove=remove, drop=("expiration",)) if remove or "expiration" in properties.places else raw
     )
 
 

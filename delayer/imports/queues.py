@@ -74,7 +74,7 @@ def fingerprint(delivery: Delivery, properties: Properties | None, *, falling: b
     """The identity of a message: its bytes without the broker's count of deliveries. It is empty for a message with
     neither a message id nor Celery's header ``id``. ``falling``: it may have moved to another queue of its cascade,
     with the broker's notes."""
-    if properties is None or (properties.message_id is None and properties.get(b"id") is None):
+    if properties is None or ("message_id" not in properties.places and properties.get(b"id") is None):
         return ""
     digest = hashlib.sha256()
     for part in (b"" if falling else delivery.exchange, delivery.routing_key, delivery.body):

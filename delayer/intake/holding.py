@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.amqp.edits import Held, into_broker, to_strays
-from delayer.broker.ports import Holder, Live
+from delayer.broker.ports import Live, Parking
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
@@ -42,7 +42,7 @@ class Holding:
     def __init__(
         self,
         publisher: AmqpPublisher,
-        store: Holder,
+        store: Parking,
         live: Live,
         counters: Counters,
         *,

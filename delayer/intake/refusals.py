@@ -66,7 +66,7 @@ def refusal_of(delivery: Delivery, entries: EntryPoints) -> Refusal:
         reason, exchange, routing_key = _reason_and_origin(fields, entries.queue)
         mangled = _REASON in fields and _WRAPPED in fields
         return Refusal(
-            _text(_content(fields, ID)), reason, exchange, routing_key, _text(properties.message_id), mangled
+            _text(_content(fields, ID)), reason, exchange, routing_key, _text(properties.short("message_id")), mangled
         )
     except (MalformedProperties, MalformedTable) as error:
         return Refusal("", f"not readable: {error}", None, None, "", mangled=True)
@@ -99,8 +99,8 @@ def again(delivery: Delivery, entries: EntryPoints) -> Outgoing | str:
     given = properties.get(ID) if was_refused else None
     token = uuid.uuid4().hex.encode() if given is None else given.content[:_LONGEST_ID]
     append, remove = header(ID, long_string(token)), _GAINED | {ID} if was_refused else {ID}
-    if properties.user_id is not None:  # The broker refuses a user_id of another user.
-        append, remove = append + header(USER_ID, long_string(properties.user_id)), remove | {USER_ID}
+    if (user_id := properties.short("user_id")) is not None:  # The broker refuses a user_id of another user.
+        append, remove = append + header(USER_ID, long_string(user_id)), remove | {USER_ID}
     delivery_time = properties.get(DELIVERY_TIME) if was_refused else None
     if delivery_time is not None:
         when = delivery_time.value

@@ -41,7 +41,7 @@ def asked(properties: Properties, key: bytes) -> Asked | None:
     reply_to = properties.short("reply_to")
     if not reply_to:
         return None
-    correlation_id = properties.short("correlation_id") or properties.message_id
+    correlation_id = properties.short("correlation_id") or properties.short("message_id")
     return Asked(key, reply_to, correlation_id)
 
 

@@ -14,13 +14,15 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from delayer.amqp import reading
 from delayer.amqp.address import Address
-from delayer.amqp.edits import Envelope, Held, enveloped, stray
+from delayer.amqp.edits import Envelope, Held, NoEnvelope, enveloped, opened
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import Properties
 from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.errors import QueueMissing
 from delayer.broker.publisher import AmqpPublisher
-from delayer.core.cascade import Cascade, routing_key
+from delayer.core.cascade import Cascade, leads_to, routing_key
 from delayer.core.hold import Confirmed, Hold, HoldKind
 from delayer.core.message import Delivery, Outgoing, Target
 from delayer.intake.refusals import EntryPoints, Refusal, again, refusal_of
@@ -226,6 +228,21 @@ def refused_queue(url: str, queue: str, entries: EntryPoints) -> SetAside[Refuse
         return RefusedMessage(refusal_of(delivery, entries), delivery.properties, _head(delivery), len(delivery.body))
 
     return SetAside(url, queue, read, lambda delivery, _most: again(delivery, entries))
+
+
+def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:
+    """The envelope in a message of the strays queue, or the reason why that message is not an envelope of ours.
+
+    A message is its publisher's own if the cascade delivered it to another address than the due queue. Its headers do
+    not matter then.
+    """
+    if delivery.exchange == delivery_exchange and not leads_to(delivery.routing_key, due_queue):
+        found = delivery.routing_key.decode("utf-8", "backslashreplace")
+        return f"not an envelope of ours: expected a key that ends with {due_queue.decode()!r}, found {found!r}"
+    try:
+        return opened(Properties.parse(delivery.properties), delivery.body, max_properties)
+    except (NoEnvelope, MalformedProperties, MalformedTable) as broken:
+        return f"not an envelope of ours: {broken}"
 
 
 def strays_queue(url: str, cascade: Cascade, due_queue: bytes) -> SetAside[Stray]:

@@ -57,7 +57,7 @@ def share(lanes: int, live: int, rank: int) -> int:
 
 
 class LaneManager:
-    """Satisfies ports.Parking and ports.Holder, whether a store is configured, reached, or neither."""
+    """Satisfies ports.Parking, whether a store is configured, reached, or neither."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class LaneManager:
         return await self._write(lambda store, lane: store.park(lane, parcels, cancels), parcels)
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        """See ports.Holder."""
+        """See ports.Parking."""
         await self._write(lambda store, lane: store.hold(lane, items), [parcel for parcel, _ in items])
 
     async def _write(self, work: Callable[[Store, Lane], Awaitable[T]], parcels: Sequence[Parcel]) -> T:

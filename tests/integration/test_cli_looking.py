@@ -269,7 +269,7 @@ def test_store_mode_has_none(delayer: Run) -> None:
 def test_only_the_beginning_of_a_large_stray_is_kept() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
-    read = edits.stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
+    read = set_aside.stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
     shown = set_aside.Stray.of(delivery, read)
     assert len(pickle.dumps(shown)) < 1_000
     assert (shown.size, shown.hold.text) == (1_000_000, "312")

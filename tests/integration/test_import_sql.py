@@ -191,7 +191,7 @@ async def test_all_tables_into_the_store(
                 due_ms, b"", one["Destination"].partition("@")[0].encode(),
             )  # fmt: skip
             properties = Properties.parse(row["properties"])
-            assert properties.message_id == b"m-%d" % uuid.UUID(str(one["Id"])).int
+            assert properties.short("message_id") == b"m-%d" % uuid.UUID(str(one["Id"])).int
             assert properties.short("type") == b"Shop.Remind"
         of = {row["to_key"]: row for row in rows.values()}
         due_ms = int(NOON.replace(tzinfo=UTC).timestamp() * 1000)
@@ -345,7 +345,9 @@ async def test_nhibernate(delayer: Run, database: str, source: Source) -> None:
     assert len(await source.rows(name)) == 3
     async with sql(database) as admin:
         rows_here = await admin.fetch("SELECT properties, to_key FROM message")
-        parsed = {(read := Properties.parse(raw)).message_id: (key, read.short("reply_to")) for raw, key in rows_here}
+        parsed = {
+            (read := Properties.parse(raw)).short("message_id"): (key, read.short("reply_to")) for raw, key in rows_here
+        }
     assert parsed == {
         str(uuid.UUID(int=1)).encode(): (b"billing", None), b"m-3": (b"billing", b"shop"), b"m-5": (b"billing", None)
     }  # fmt: skip

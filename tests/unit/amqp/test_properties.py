@@ -60,10 +60,9 @@ def test_every_subset_is_found_where_pamqp_put_it() -> None:
         found = Properties.parse(raw)
         assert list(found.spans) == [name for name, here in zip(ours, chosen, strict=True) if here]
         assert b"".join(raw[start:stop] for start, stop in found.spans.values()) == raw[2:]
-        assert found.message_id == (b"m-1" if "message_id" in values else None)
-        assert found.expiration == (b"60000" if "expiration" in values else None)
-        assert found.user_id == (b"guest" if "user_id" in values else None)
-        assert found.delivery_mode == values.get("delivery_mode")
+        assert found.short("message_id") == (b"m-1" if "message_id" in values else None)
+        assert found.short("expiration") == (b"60000" if "expiration" in values else None)
+        assert found.short("user_id") == (b"guest" if "user_id" in values else None)
         assert found.timestamp == (int(TIME.timestamp()) if "timestamp" in values else None)
         assert len(found.headers_items()) == (3 if "headers" in values else 0)
         assert splice(raw, append=b"", drop=(), remove={b"absent"}) == raw
@@ -117,7 +116,6 @@ def test_malformed_properties(raw: bytes, why: str) -> None:
 def test_a_table_broken_inside(inside: bytes) -> None:
     raw = struct.pack(">HI", FLAGS["headers"] | FLAGS["delivery_mode"], len(inside)) + inside + b"\x02"
     found = Properties.parse(raw)
-    assert found.delivery_mode == 2
     with pytest.raises(MalformedTable):
         found.headers_items()
     with pytest.raises(MalformedTable):
