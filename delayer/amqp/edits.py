@@ -40,14 +40,7 @@ from delayer.amqp.properties import (
     value_at,
 )
 from delayer.core import cascade
-from delayer.core.delay_headers import (
-    DELAY,
-    LONGEST_TIMER_MS,
-    OPT_TIME,
-    DelayRequest,
-    UnreadableDelay,
-    read_delay_ms,
-)
+from delayer.core.delay_headers import DELAY, LONGEST_TIMER_MS, OPT_TIME, DelayRequest, UnreadableDelay, read_delay_ms
 from delayer.core.delay_sources import CONSULTED
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
@@ -98,7 +91,6 @@ ROOM: Final = 2048
 REASON: Final = 500
 
 
-_NO_COPIES: Final[frozenset[bytes]] = frozenset()
 _ASKED: Final = CONSULTED | _ROUTES
 _ASKED_OF_DEAD: Final = RETRY_CONSULTED | _ROUTES
 
@@ -111,7 +103,7 @@ def asked(delivery: Delivery, properties: Properties, *, dead: bool = False) -> 
     """
     raw, places = properties.raw, properties.places
     headers: dict[bytes, object] = {}
-    copies = _NO_COPIES
+    copies = frozenset[bytes]()
     for name, type_at, stop in properties.entries(_ASKED_OF_DEAD if dead else _ASKED):
         if name in _ROUTES:
             copies |= _keys(value_at(raw, type_at, stop))
@@ -277,12 +269,7 @@ def _with_notes(properties: Properties, notes: bytes) -> bytes:
     if delivery_time is not None and isinstance(delivery_time.value, int):  # The broker ignores any other.
         notes += entry(DELIVERY_TIME, delivery_time.type_and_value)
         remove |= {OPT_TIME}
-    return splice(
-        properties,
-        remove=remove,
-        append=notes,
-        drop=("user_id", "expiration"),
-    )
+    return splice(properties, remove=remove, append=notes, drop=("user_id", "expiration"))
 
 
 def shown(text: str, most: int = REASON) -> bytes:

@@ -254,11 +254,6 @@ class Field(NamedTuple):
     buffer: bytes
 
     @property
-    def raw(self) -> bytes:
-        """The value's bytes after the type byte, with the length of types that have one."""
-        return self.buffer[self.start : self.end]
-
-    @property
     def type_and_value(self) -> bytes:
         """The bytes of type and value, for :func:`entry`."""
         return self.buffer[self.start - 1 : self.end]

@@ -69,7 +69,7 @@ class Reload:
             log.error("reload refused", reason=str(wrong))
             return str(wrong) or type(wrong).__name__
         logs.configure(wanted.log.format, wanted.log.level)
-        self._daemon.adopt(wanted)
+        self._daemon.live.adopt(wanted)
         if restart := changed(wanted, new):
             log.warning("restart needed", keys=restart)
         if old.mode != wanted.mode:

@@ -51,7 +51,7 @@ class DaemonInside:
             "store": lanes.configured,
             "lanes": lanes.numbers,
             "usable": lanes.usable,
-            "stalled": daemon.stalled(),
+            "stalled": daemon.watchdog.stalled(),
             "recent": list(self.recent.steps),
             "counters": daemon.counters,
         }

@@ -65,11 +65,6 @@ class Connections:
         self.isolation.close()
         return [connection.close() for connection in self._connections.values()]
 
-    async def meet_broker(self, seconds: float = 1.0) -> None:
-        """Wait briefly, so that lanes can record the broker's cluster name. A longer wait would delay due rows."""
-        with suppress(BrokerLost):
-            await self._connections["publish"].connection(seconds)
-
     def broker_mark(self) -> str:
         """The mark of this broker, from the last connection (lanes/locks.py)."""
         connections = [connection.current for connection in self._connections.values()]
@@ -88,12 +83,8 @@ class Connections:
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For each connection: connected, blocked, and the number of connects."""
         return {
-            use: {
-                "connected": connection.current is not None,
-                "blocked": connection.blocked,
-                "connects": connection.connects,
-            }
-            for use, connection in self._connections.items()
+            use: {"connected": one.current is not None, "blocked": one.blocked, "connects": one.connects}
+            for use, one in self._connections.items()
         }
 
 
@@ -108,25 +99,25 @@ class Daemon:
         self.counters = Counters()
         self._notifier = notifier
         self.services = ServiceGroup()
-        self._watchdog = Watchdog(notifier)
+        self.watchdog = Watchdog(notifier)
         self.connections = Connections(settings)
         self._cascade = cascade_of(settings)
         self._publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)
         self.lanes = LaneManager(
             self._release,
-            limited=lambda: self._live.rates,
-            heartbeat=self._watchdog,
+            limited=lambda: self.live.rates,
+            heartbeat=self.watchdog,
             counters=self.counters,
             reaching=lambda: self.connections["publish"].current is not None,
             broker=self.connections.broker_mark,
         )
-        self._live = LiveSettings(settings, self._cascade, self._publisher, self.lanes)
-        holding = Holding(self._publisher, self.lanes, self._live, self.counters, new_id=new_id)
-        self._dispatch = Dispatch(self._publisher, holding, self._live, self.counters)
+        self.live = LiveSettings(settings, self._cascade, self._publisher, self.lanes)
+        holding = Holding(self._publisher, self.lanes, self.live, self.counters, new_id=new_id)
+        self._dispatch = Dispatch(self._publisher, holding, self.live, self.counters)
         self._intake = self._session(
             "intake",
             settings.intake.queue,
-            IntakeHandler(self._live, self._dispatch, self.lanes, self.counters),
+            IntakeHandler(self.live, self._dispatch, self.lanes, self.counters),
         )
         self._due: QueueConsumer | None = None
         self._probing = asyncio.Lock()
@@ -137,7 +128,7 @@ class Daemon:
     @property
     def settings(self) -> Settings:
         """The settings in force."""
-        return self._live.settings
+        return self.live.settings
 
     async def run(self) -> None:
         """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
@@ -147,7 +138,7 @@ class Daemon:
         self.services.add("intake", self._intake.run)
         for part in self._takeovers():
             self.services.add(part.queue, part.run)
-        self.services.add("watchdog", self._watchdog.feed)
+        self.services.add("watchdog", self.watchdog.feed)
         self.services.add("readiness", self._announce)
         self._notifier.status("starting")
         self.services.add("condition", lambda stopping: self._notifier.watch(self._trouble, stopping))
@@ -171,12 +162,14 @@ class Daemon:
             url = settings.store_url or ""
 
             async def connect() -> Store:
-                await self.connections.meet_broker()
+                # Briefly, so that lanes can record the broker's cluster name. A longer wait would delay due rows.
+                with suppress(BrokerLost):
+                    await self.connections["publish"].connection(1.0)
                 return await PostgresStore.connect(url, broker=self.connections.broker_mark)
 
             self.lanes.configure(connect)
             self.services.add("lanes", self.lanes.run, last=True)
-            restoring = Restoring(self.lanes, ahead_ms=self._live.restore_ahead_ms, counters=self.counters)
+            restoring = Restoring(self.lanes, ahead_ms=self.live.restore_ahead_ms, counters=self.counters)
             self.services.add("restoring", restoring.run)
 
     def consuming(self) -> dict[str, bool]:
@@ -194,14 +187,6 @@ class Daemon:
             consuming=self._intake.consuming.is_set(),
         )
 
-    def stalled(self) -> list[str]:
-        """The loops without progress."""
-        return self._watchdog.stalled()
-
-    def adopt(self, settings: Settings) -> None:
-        """Apply the live part of new settings from the next batch on."""
-        self._live.adopt(settings)
-
     async def declare(self, settings: Settings | None = None) -> None:
         """Declare the topology. Raises BrokerLost, TopologyMismatch."""
         wanted = settings or self.settings
@@ -210,7 +195,9 @@ class Daemon:
                 await broker.declare(topology_of(wanted))
                 # Messages may still be on their way through a cascade that new delays do not take any more.
                 if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
-                    self._start_due(wanted)
+                    handler = DueHandler(self.live, self._dispatch)
+                    self._due = self._session("due", wanted.native.due_queue, handler)
+                    self.services.add("due", self._due.run)
                 if uses_cascade(wanted) and wanted.native.strategy != "cascade":
                     await self._choose(broker, wanted.native.strategy)
         except BrokerRefused as refused:
@@ -230,17 +217,12 @@ class Daemon:
             if self._probed_connects == connects:
                 return
             self._no_delays = await broker.why_no_delays(self._cascade.delivery, self._cascade.probe)
-            self._live.use_broker_delays(not self._no_delays)
+            self.live.use_broker_delays(not self._no_delays)
             if self._no_delays and strategy == "queue":
                 return
             self._probed_connects = connects
             chosen = "cascade" if self._no_delays else "queue"
             log.info("native strategy", strategy=chosen, reason=self._no_delays or None)
-
-    def _start_due(self, wanted: Settings) -> None:
-        handler = DueHandler(self._live, self._dispatch)
-        self._due = self._session("due", wanted.native.due_queue, handler)
-        self.services.add("due", self._due.run)
 
     async def _declare_again(self) -> None:
         """Declare as at the start. After the start a mismatch does not stop the daemon: it goes on releasing and tries
@@ -291,7 +273,7 @@ class Daemon:
         )
         prepare = self._prepare if use == "intake" else self._declare_again
         consumer = AmqpConsumer(self.connections[use], adaptive_prefetch=AdaptivePrefetch(BUFFER_BYTES))
-        return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self._watchdog)
+        return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog)
 
     def _takeovers(self) -> list[LevelTakeover]:
         """A takeover for each level, the longest first. They share a connection of their own, and 16 MiB of messages
@@ -313,8 +295,8 @@ class Daemon:
                 ),
                 parking=self.lanes,
                 prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
-                now_ms=self._live.now_upper_ms,
-                heartbeat=self._watchdog,
+                now_ms=self.live.now_upper_ms,
+                heartbeat=self.watchdog,
                 counters=self.counters,
             )
             for cascade, level in levels
@@ -322,4 +304,4 @@ class Daemon:
 
     def _release(self, lane: Lane) -> Release:
         publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)
-        return Release(lane, publisher, self._live, heartbeat=self._watchdog, counters=self.counters)
+        return Release(lane, publisher, self.live, heartbeat=self.watchdog, counters=self.counters)

@@ -71,7 +71,7 @@ def test_every_subset_is_found_where_pamqp_put_it() -> None:
 def test_header_entries() -> None:
     raw = encode_headers(entry(b"a", long_string(b"\xff")) + entry(b"b", b"I\0\0\0\5") + entry(b"a", b"V"))
     found = Properties.parse(raw)
-    assert [(field.name, chr(field.type), field.raw) for field in found.headers_items()] == [
+    assert [(field.name, chr(field.type), field.type_and_value[1:]) for field in found.headers_items()] == [
         (b"a", "S", b"\0\0\0\1\xff"),
         (b"b", "I", b"\0\0\0\5"),
         (b"a", "V", b""),

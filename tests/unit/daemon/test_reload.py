@@ -45,6 +45,10 @@ class StubDaemon:
     async def declare(self, _wanted: Settings) -> None:
         self._fail("broker")
 
+    @property
+    def live(self) -> StubDaemon:
+        return self
+
     def adopt(self, wanted: Settings) -> None:
         self.settings = wanted
 
