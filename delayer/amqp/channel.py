@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from pamqp import commands
 from pamqp.base import Frame
+from pamqp.frame import marshal
 
 from delayer.amqp import framing
 from delayer.amqp.errors import (
@@ -272,7 +273,7 @@ class Channel:
 
     async def call(self, method: Frame, reply: type[_Reply]) -> _Reply:
         """Send a method and wait for its answer. Calls may overlap; the channel sends them in order."""
-        return await self._request(framing.marshal(method, self.number), reply)
+        return await self._request(marshal(method, self.number), reply)
 
     def ack(self, tag: int, multiple: bool = False) -> None:
         """Acknowledge the delivery, or all unsettled ones up to it."""
@@ -374,7 +375,7 @@ class Channel:
         """Close from our side, without waiting. The number stays in use until the broker answers."""
         if self._loss is None:
             close = commands.Channel.Close(loss.code or REPLY_SUCCESS, framing.clipped(loss.text), 0, 0)
-            self._connection.write(framing.marshal(close, self.number))
+            self._connection.write(marshal(close, self.number))
             self.fail(loss)
 
     def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
@@ -401,7 +402,7 @@ class Channel:
         method = framing.unmarshal(frame)
         if isinstance(method, commands.Channel.Close):
             if not self._connection.closed.done():
-                self._connection.write(framing.marshal(commands.Channel.CloseOk(), self.number))
+                self._connection.write(marshal(commands.Channel.CloseOk(), self.number))
             if self._loss is None:  # Otherwise both sides closed at once, and each side waits for its answer.
                 self._forget_number()
                 self.fail(ChannelClosed(method.reply_code or 0, method.reply_text))
@@ -421,7 +422,7 @@ class Channel:
         tag = method.consumer_tag or ""
         if not method.nowait:
             answer = commands.Basic.CancelOk(consumer_tag=tag)
-            self._connection.write(framing.marshal(answer, self.number))
+            self._connection.write(marshal(answer, self.number))
         on_cancelled = self._forget(tag.encode())
         if on_cancelled is not None:
             on_cancelled()

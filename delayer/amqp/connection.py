@@ -14,6 +14,7 @@ from typing import Self, TypeVar, cast
 
 from pamqp import commands
 from pamqp.base import Frame
+from pamqp.frame import marshal
 
 from delayer.amqp import framing, handshake
 from delayer.amqp.address import Address
@@ -370,7 +371,7 @@ class Connection(asyncio.Protocol):
             refused = not self._opened and close.reply_code in handshake.REFUSALS
             kind = AccessRefused if refused else ConnectionLost
             self._fail(kind(close.reply_code or 0, close.reply_text))
-        self._write(framing.marshal(commands.Connection.CloseOk(), 0))
+        self._write(marshal(commands.Connection.CloseOk(), 0))
         self._hang_up()
 
     def _on_protocol_error(self, error: ProtocolError) -> None:
@@ -386,12 +387,12 @@ class Connection(asyncio.Protocol):
         self.cluster = handshake.server_text(start.server_properties, "cluster_name")
         self.version = handshake.server_version(start.server_properties)
         hello = handshake.start_ok(start, address, name)
-        tune = await self._ask(framing.marshal(hello, 0), commands.Connection.Tune)
+        tune = await self._ask(marshal(hello, 0), commands.Connection.Tune)
         self._limits = handshake.agree(tune, heartbeat)
         self._parser.frame_max = self._limits.frame_max
-        self.write(framing.marshal(handshake.tune_ok(self._limits), 0))
+        self.write(marshal(handshake.tune_ok(self._limits), 0))
         wish = commands.Connection.Open(virtual_host=address.vhost)
-        await self._ask(framing.marshal(wish, 0), commands.Connection.OpenOk)
+        await self._ask(marshal(wish, 0), commands.Connection.OpenOk)
         self._opened = True
         self._pulse.start(self._limits.heartbeat)
 
@@ -407,7 +408,7 @@ class Connection(asyncio.Protocol):
         """Close from our side, without waiting."""
         self._fail(loss)
         self.resume_reading()  # Without this, the answer would never be read.
-        self._write(framing.marshal(commands.Connection.Close(loss.code, framing.clipped(loss.text), 0, 0), 0))
+        self._write(marshal(commands.Connection.Close(loss.code, framing.clipped(loss.text), 0, 0), 0))
         self._abort_soon()
 
     def _hang_up(self) -> None:

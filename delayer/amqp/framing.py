@@ -422,11 +422,6 @@ _UNREADABLE = (
 _ORIGIN = struct.Struct(">HH")
 
 
-def marshal(method: Frame, channel: int) -> bytes:
-    """A method frame, encoded by pamqp."""
-    return frame.marshal(method, channel)
-
-
 def clipped(text: str) -> str:
     """The text, cut to the length of a short string: 255 bytes of UTF-8."""
     return text.encode()[:255].decode("utf-8", "ignore")

@@ -74,7 +74,7 @@ def test_a_text_clipped_in_the_middle_of_a_letter() -> None:
     arguments = {"reply_code": 404, "reply_text": "n" * 254 + "\ufffd", "class_id": 50, "method_id": 10}
     assert events_of(wire) == [(1, "Channel.Close", arguments)]
     long = "ü" * 200
-    assert framing.unmarshal(framing.marshal(commands.Channel.Close(1, framing.clipped(long), 0, 0), 1))
+    assert framing.unmarshal(frame.marshal(commands.Channel.Close(1, framing.clipped(long), 0, 0), 1))
     assert framing.clipped(long) == "ü" * 127
 
 
@@ -223,8 +223,8 @@ def test_settling(tag: int, multiple: bool, requeue: bool) -> None:
 
 def test_consume() -> None:
     expected = method(commands.Basic.Consume(0, "delays.in", "tag"), 3)
-    assert framing.marshal(framing.Consume(queue="delays.in", consumer_tag="tag"), 3) == expected
-    odd = framing.marshal(framing.Consume(queue="grün? ja!", consumer_tag="tag"), 3)  # pamqp would refuse to send it
+    assert frame.marshal(framing.Consume(queue="delays.in", consumer_tag="tag"), 3) == expected
+    odd = frame.marshal(framing.Consume(queue="grün? ja!", consumer_tag="tag"), 3)  # pamqp would refuse to send it
     channel, one = frames(odd.replace("grün? ja!".encode(), b"a" * len("grün? ja!".encode())))[0]
     assert isinstance(one, commands.Basic.Consume)
     assert (channel, one.queue, one.no_ack) == (3, "a" * 10, False)
