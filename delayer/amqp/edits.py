@@ -23,7 +23,6 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import (
     Cut,
     Properties,
-    boolean,
     byte_array,
     changed,
     edited,
@@ -437,8 +436,8 @@ def _note(held: Held) -> bytes:
     note = (
         entry(_HELD, long_string(hold.kind.encode()))
         + entry(_TEXT, long_string(shown(hold.text, HOLD_TEXT)))
-        + entry(_MAY_BE_DELIVERED, boolean(hold.may_be_delivered))
-        + entry(_ISOLATED, boolean(hold.isolated))
+        + entry(_MAY_BE_DELIVERED, b"t%c" % hold.may_be_delivered)
+        + entry(_ISOLATED, b"t%c" % hold.isolated)
         + entry(_ATTEMPTS, int64(held.attempts))
     )
     return note if held.retry_ms is None else note + entry(_RETRY, int64(held.retry_ms))

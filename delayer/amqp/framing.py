@@ -409,15 +409,7 @@ class Replies:
 
 
 _CLOSES = {close.index: close for close in (commands.Connection.Close, commands.Channel.Close)}
-_UNREADABLE = (
-    UnmarshalingException,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    RecursionError,
-    struct.error,
-)
+_UNREADABLE = (UnmarshalingException, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, struct.error)
 
 _ORIGIN = struct.Struct(">HH")
 

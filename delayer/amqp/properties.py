@@ -198,11 +198,6 @@ def int64(value: int) -> bytes:
     return b"l" + value.to_bytes(8, "big", signed=True)
 
 
-def boolean(value: bool) -> bytes:
-    """Type and value of a boolean field (``t``)."""
-    return b"t" + bytes((value,))
-
-
 def entry(name: bytes, type_and_value: bytes) -> bytes:
     """One table entry. Raises ValueError if the name is longer than 255 bytes."""
     if len(name) > 255:

@@ -115,9 +115,7 @@ class Daemon:
         holding = Holding(self._publisher, self.lanes, self.live, self.counters, new_id=new_id)
         self._dispatch = Dispatch(self._publisher, holding, self.live, self.counters)
         self._intake = self._session(
-            "intake",
-            settings.intake.queue,
-            IntakeHandler(self.live, self._dispatch, self.lanes, self.counters),
+            "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.lanes, self.counters)
         )
         self._due: QueueConsumer | None = None
         self._probing = asyncio.Lock()
