@@ -142,7 +142,7 @@ def test_a_broker_that_delays_gets_the_same_envelope_with_a_time_that_ends_no_qu
     assert (sent.body, sent.token) == (parcel.body, b"id")
     timer = Properties.parse(sent.properties).get(b"x-opt-delivery-time")
     assert timer is not None and (timer.type, timer.value) == (ord("l"), min(at_ms - WINDOW_MS, LONGEST_TIMER_MS))
-    plain = edits.enveloped(parcel, b"id", note)
+    plain = edits.enveloped(parcel, b"id", note, WINDOW_MS)
     assert opened(sent.properties, parcel.body) == opened(plain, parcel.body)
     assert edits.into_broker(parcel, b"id", at_ms, 7, CASCADE, held=note) == edits.into_cascade(
         parcel, b"id", 7, CASCADE, held=note
