@@ -99,7 +99,7 @@ class Policy:
     own_exchanges: frozenset[bytes] = frozenset()
 
 
-class Refused(Exception):
+class Unacceptable(Exception):
     """An internal exception with a reason; decide() turns it into a Refuse."""
 
 
@@ -173,8 +173,8 @@ def decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int
     """
     try:
         return _decide(request, policy, now_ms, now_ms if now_lower_ms is None else now_lower_ms)
-    except Refused as refused:
-        return Refuse(str(refused))
+    except Unacceptable as reason:
+        return Refuse(str(reason))
 
 
 def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int) -> Plan:
@@ -182,7 +182,7 @@ def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: in
     route = policy.routes.get(request.exchange)
     if route is None:
         expected = ", ".join(map(_name, sorted(policy.routes)))
-        raise Refused(f"no route for exchange {_name(request.exchange)}: expected one of {expected}")
+        raise Unacceptable(f"no route for exchange {_name(request.exchange)}: expected one of {expected}")
     if route.retry is not None:
         return _retried(request, route, route.retry, policy, now_ms=now_ms, now_lower_ms=now_lower_ms)
     if CANCEL in headers:
@@ -222,7 +222,7 @@ def _placed(
         return Park(due_ms, target)
     if wait_ms > policy.longest_native_ms:
         expected = f"expected at most {policy.longest_native_ms // 1000} s, found {-(-wait_ms // 1000)} s"
-        raise Refused(f"the delay is too long for the cascade: {expected}")
+        raise Unacceptable(f"the delay is too long for the cascade: {expected}")
     seconds = seconds_until(due_ms, start_ms)
     return EnterCascade(due_ms, seconds, target, wait_ms - seconds * 1000)
 
@@ -234,7 +234,7 @@ def _retried(
     try:
         failed = failure(request.headers, retry)
     except NoFailure as none:
-        raise Refused(str(none)) from none
+        raise Unacceptable(str(none)) from none
     # A retry goes to this one queue only: the keys of CC are ignored.
     queue = retry.exhausted if failed.exhausted else failed.queue
     target = _checked(b"", queue, request.exchange, policy.own_queues, policy.own_exchanges)
@@ -248,7 +248,7 @@ def _asked(request: DelayRequest, route: Route) -> Asked:
         try:
             asked = read(request)
         except UnreadableDelay as unreadable:
-            raise Refused(f"{form}: {unreadable}") from unreadable
+            raise Unacceptable(f"{form}: {unreadable}") from unreadable
         if asked is not None:
             return asked
     return route.default_delay_ms, None
@@ -260,7 +260,7 @@ def _due(asked: Asked, request: DelayRequest, policy: Policy, now_ms: int, now_l
     if due_ms - start_ms > policy.max_delay_ms or due_ms > LATEST_MS:
         longest_ms = min(policy.max_delay_ms, LATEST_MS - start_ms)
         found = in_words(due_ms - start_ms)
-        raise Refused(f"the delay is too long: expected at most {in_words(longest_ms)}, found {found}")
+        raise Unacceptable(f"the delay is too long: expected at most {in_words(longest_ms)}, found {found}")
     # A delay of minus a googol milliseconds is valid and means "at once"; as a time it would fit no header and no row.
     return (due_ms if due_ms > 0 else 0), start_ms
 
@@ -273,13 +273,13 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
     else:
         timeout = _of_timeout(nservicebus.timeout_address, headers) if route.sagas and not route.routing_key else None
         routing_key = route.routing_key or timeout or request.routing_key
-        if routing_key.startswith((b"0.", b"1.")):
+        if routing_key.startswith((b"0.", b"1.")):  # Perhaps the digits of another cascade; its own key is behind them.
             routing_key = strip_prefix(routing_key)
     if EXCHANGE in headers:
         # RabbitMQ 4 has no valid reply for a longer name of a missing exchange: it ends the whole connection.
         exchange = _short_string(EXCHANGE, headers[EXCHANGE], NAME_BYTES)
         if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
-            raise Refused(
+            raise Unacceptable(
                 f"x-delay-exchange: exchange {_name(exchange)} is forbidden on this route: "
                 f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
             )
@@ -293,19 +293,19 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
 def _checked(
     exchange: bytes, routing_key: bytes, source: bytes, own_queues: frozenset[bytes], own_exchanges: frozenset[bytes]
 ) -> Target:
-    """The target. Raises Refused if the message would return at once and for ever, enter delayer's own queues, or end
-    our connection."""
+    """The target. Raises Unacceptable if the message would return at once and for ever, enter delayer's own queues, or
+    end our connection."""
     if exchange != b"":
         if exchange == source:
-            raise Refused(_leads(exchange, routing_key, "back into the intake queue"))
+            raise Unacceptable(_leads(exchange, routing_key, "back into the intake queue"))
         if exchange in own_exchanges:
-            raise Refused(_leads(exchange, routing_key, "into delayer's own exchanges"))
+            raise Unacceptable(_leads(exchange, routing_key, "into delayer's own exchanges"))
     elif routing_key in own_queues:
-        raise Refused(_leads(exchange, routing_key, "into delayer's own queues"))
+        raise Unacceptable(_leads(exchange, routing_key, "into delayer's own queues"))
     elif is_direct_reply(exchange, routing_key):
         # Up to RabbitMQ 4.x an invalid key of this kind ends the connection, with all publishes in flight. A valid one
         # is delivered, but the broker reports it as unroutable.
-        raise Refused(_leads(exchange, routing_key, "to a direct reply, not to a queue"))
+        raise Unacceptable(_leads(exchange, routing_key, "to a direct reply, not to a queue"))
     return Target(exchange, routing_key)
 
 
@@ -323,31 +323,31 @@ def key_of(header: bytes, request: DelayRequest, policy: Policy) -> bytes:
     _check_store(header, policy)
     key = _short_string(header, request.headers[header])
     if not key:
-        raise Refused(f"{header.decode()}: expected a key, found an empty string")
+        raise Unacceptable(f"{header.decode()}: expected a key, found an empty string")
     return key
 
 
 def _check_store(header: bytes, policy: Policy) -> None:
-    """Raise Refused where there is no store that knows the keys."""
+    """Raise Unacceptable where there is no store that knows the keys."""
     if not policy.has_store:
         reason = "keys and cancels need a store, but none is configured, or it is unreachable"
-        raise Refused(f"{header.decode()}: {reason}")
+        raise Unacceptable(f"{header.decode()}: {reason}")
 
 
 def _of_timeout(read: Callable[[Mapping[bytes, object]], T], headers: Mapping[bytes, object]) -> T:
-    """Part of the headers for NServiceBus's timeout manager. Raises Refused."""
+    """Part of the headers for NServiceBus's timeout manager. Raises Unacceptable."""
     try:
         return read(headers)
     except UnreadableDelay as unreadable:
-        raise Refused(f"{nservicebus.TIMEOUT_FORM}: {unreadable}") from unreadable
+        raise Unacceptable(f"{nservicebus.TIMEOUT_FORM}: {unreadable}") from unreadable
 
 
 def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> bytes:
     raw = as_bytes(value)
     if raw is None:
-        raise Refused(f"{header.decode()}: expected a string, found {shown(value)}")
+        raise Unacceptable(f"{header.decode()}: expected a string, found {shown(value)}")
     if len(raw) > most:
-        raise Refused(f"{header.decode()}: expected at most {most} bytes, found {len(raw)}")
+        raise Unacceptable(f"{header.decode()}: expected at most {most} bytes, found {len(raw)}")
     return raw
 
 
