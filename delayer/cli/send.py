@@ -26,7 +26,8 @@ from delayer.cli.output import note, progress, quoted
 from delayer.config.model import Route, Settings
 from delayer.config.texts import duration_text
 from delayer.core.errors import BrokerLost
-from delayer.core.readable import away, readable
+from delayer.core.readable import duration as duration_in_words
+from delayer.core.readable import readable
 
 WINDOW: Final = 500
 """Messages that wait for their confirms at once, at most."""
@@ -201,7 +202,8 @@ def send(
     route = _route(settings, route_name)
     body = file.read() if file is not None else (text or "").encode()
     message = prepared(route, settings.intake.queue, key, body, headers)
-    ask(message, route, delay_ms, at_ms, now_ms=time.time_ns() // 1_000_000)
+    now_ms = time.time_ns() // 1_000_000
+    ask(message, route, delay_ms, at_ms, now_ms=now_ms)
     first = message_id or str(uuid.uuid4())
     untaken, confirmed = _sent(settings.broker_url, message, count, partial(_id, first, count))
     if untaken is not None:
@@ -210,14 +212,15 @@ def send(
             f"the broker did not take {quoted(untaken.message_id)}: {untaken.reason}.{already} "
             "Next: `delayer topology apply`, then `delayer check`."
         )
-    click.echo(_said(message, first, count))
+    click.echo(_said(message, first, count, now_ms))
     if CANCEL in message.headers:
         note(cancelling(str(message.headers[CANCEL]), settings))
         return
     longest_ms = settings.intake.max_delay_ms
     if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
         note(f"That is longer than intake.max_delay, {duration_text(longest_ms)}: see `delayer refused list`.")
-    note("Next: `delayer status` shows the backlog.")
+    ids = ", and `delayer list` the ids that `delayer show` takes" if settings.mode == "store" else ""
+    note(f"Next: `delayer status` shows the backlog{ids}.")
 
 
 def cancelling(key: str, settings: Settings) -> str:
@@ -297,13 +300,14 @@ def ask(message: Message, route: Route, delay_ms: int | None, at_ms: int | None,
         raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")
 
 
-def _said(message: Message, first: str, count: int) -> str:
-    what = first if count == 1 else f"{count} messages, {_id(first, count, 0)} to {_id(first, count, count - 1)},"
+def _said(message: Message, first: str, count: int, now_ms: int) -> str:
+    what = f"message_id {first}"
+    if count > 1:
+        what = f"{count} messages, message_id {_id(first, count, 0)} to {_id(first, count, count - 1)},"
     where = f"exchange {quoted(message.exchange)}" if message.exchange else f"queue {quoted(message.routing_key)}"
     if CANCEL in message.headers:
         return f"Sent {what} to {where}; asks to cancel the message under key {quoted(str(message.headers[CANCEL]))}."
     if message.due_ms is None:
         return f"Sent {what} to {where}; its own header says when it is due."
-    wait_ms = message.due_ms - time.time_ns() // 1_000_000
-    about = away(max(-(-wait_ms // 1000), 0) * 1000, 0)  # In whole seconds.
+    about = f"in {duration_in_words((message.due_ms - now_ms) / 1000)}" if message.due_ms > now_ms else "now"
     return f"Sent {what} to {where}; due {iso(message.due_ms)} ({about})."

@@ -96,7 +96,7 @@ async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str)
         *(word for header in ("who=me", "a:b:str=c:d=e", "c:float=1.5", "d:bool=true", "e:str=", "x:y:int=-3")
           for word in ("--header", header)), "--body-file", "-", stdin=b"\x00\xff body",
     )  # fmt: skip
-    assert sent.stdout.startswith('Sent one to exchange "delayer.in"; due ')
+    assert sent.stdout.startswith('Sent message_id one to exchange "delayer.in"; due ')
     assert sent.stdout.endswith("(in 10 s).\n")
     assert "delayer status" in sent.stderr
     (message,) = await take(vhost, "delays")
@@ -110,7 +110,8 @@ async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str)
 async def test_send_of_a_cancel_says_what_it_asks_for(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
     sent = delayer("send", "--id", "one", "--header", "x-delay-cancel=order 7")
-    assert sent.stdout == 'Sent one to exchange "delayer.in"; asks to cancel the message under key "order 7".\n'
+    told = 'Sent message_id one to exchange "delayer.in"; asks to cancel the message under key "order 7".\n'
+    assert sent.stdout == told
     assert sent.stderr == "Next: `delayer list --key 'order 7'` shows nothing any more, if it came in time.\n"
     assert len(await take(vhost, "delays")) == 1
     assert "Without a store nothing can be cancelled" in send.cancelling("order 7", Settings(mode="native"))
