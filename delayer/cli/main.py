@@ -124,13 +124,14 @@ def cli(
     """Delayed messages for RabbitMQ: give every message back on time.
 
     Publish to the exchange of a route (by default delayer.in) with the header x-delay in milliseconds. When the
-    message is due, delayer publishes it to the route's other exchange (delayer.out).
+    message is due, delayer publishes it to the route's other exchange (delayer.out). Declare that exchange and its
+    queues, or let delayer do it by a [[destination]]; otherwise the message is held.
 
     \b
     The first time:
       delayer db upgrade               make the tables (store mode)
       delayer check                    name everything that is off or missing
-      delayer run                      run the daemon; it declares its queues and exchanges
+      delayer run                      run the daemon; it declares its queues, and each [[destination]]
       delayer send --key hello --delay 10s --body 'in ten seconds'
       delayer status                   the backlog, and the next due instant
 

@@ -62,7 +62,7 @@ def apply(request: Request) -> None:
         f"In place: {len(whole.exchanges)} exchanges, {len(whole.queues)} queues, {len(whole.bindings)} bindings."
     )
     for name in dict.fromkeys(missing):
-        note(f"Note: exchange {quoted(name)}, where a route sends due messages, does not exist: declare it.")
+        note(f"Note: exchange {quoted(name)}, for due messages, does not exist: declare it, or by a [[destination]].")
     note(
         "Next: `delayer db upgrade`, unless that is done; `delayer run`."
         if settings.store_url
