@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delayer.core.delay_headers import in_words
 from delayer.core.lines import escaped
-from delayer.core.readable import away, instant, readable
+from delayer.core.readable import away, duration, instant, readable
 
 if TYPE_CHECKING:
     from delayer.broker.cascade_depths import CascadeDepths
@@ -113,7 +112,7 @@ def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_l
         return "hidden from this user" if name in seen.hidden else "missing"
 
     rows: list[tuple[object, ...]] = [
-        (one.level, one.name, in_words(one.ttl_ms), depth(one.name, one.depth))
+        (one.level, one.name, duration(one.ttl_ms / 1000), depth(one.name, one.depth))
         for one in seen.levels
         if every_level or one.depth != 0
     ]

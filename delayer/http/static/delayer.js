@@ -83,7 +83,7 @@
     const options = {axes: [axis({space: 60, values: (_, ats) => ats.map(at => clock(at, 16))}), axis({values: numbers, size: 60})], scales: {x: {range: () => [Date.now() / 1000 - LONG, Date.now() / 1000]}, y: {range: (_, low, high) => [0, Math.max(high || 0, 1)]}}};
     const key = String(dark.matches);
     draw(rates, [t, into, released], [line("in", colour("--first")), line("out", colour("--second"), {dash: [6, 3]})], {key, first, options});
-    draw(late, [t, p50_ms, p99_ms], [line("median", colour("--first")), line("99 of 100", colour("--second"), {dash: [6, 3]})], {key, first, options});
+    draw(late, [t, p50_ms, p99_ms], [line("median", colour("--first")), line("p99", colour("--second"), {dash: [6, 3]})], {key, first, options});
   }
 
   async function lookAtRates() {

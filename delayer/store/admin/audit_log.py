@@ -29,7 +29,7 @@ class Act(NamedTuple):
 
 async def begin(connection: asyncpg.Connection, who: str, verb: str, asked: Mapping[str, Any]) -> int:
     """Write down that ``who`` begins to do ``verb``. Returns the act's id; raises the driver's errors."""
-    text = json.dumps(asked, ensure_ascii=True)
+    text = json.dumps(asked or {"all": True}, ensure_ascii=True)
     if len(text) > LONGEST:
         text = json.dumps({"cut": text[:LONGEST]})
     number: int = await connection.fetchval(
