@@ -145,7 +145,8 @@ async def watch(stack: Stack, ledger: Shown) -> Audit:
 
 def show_verdict(verdict: Verdict, console: Console, seconds: float) -> int:
     """Print what the account came to; the exit code."""
-    console.print(f"\n{verdict}", markup=False)
+    lost, early, changed, repeats = map(len, (verdict.missing, verdict.early, verdict.changed, verdict.repeats))
+    console.print(f"\n{verdict.sent} sent: {lost} lost, {early} early, {changed} changed, {repeats} more than once.")
     try:
         verdict.assert_kept()
     except AssertionError as broken:

@@ -20,6 +20,8 @@ ROUTES: tuple[dict[str, object], ...] = (
     {"from": "mail.in", "to": "", "routing_key": "mail.inbox"},
     {"from": "", "to": "orders.out", "delay_from": ["x-deliver-at", "x-delay"]},
 )
+TOKEN = "only-to-try-it-out"
+"""For the actions of the page."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Stack:
         lines = [f'mode = "{mode}"', "[broker]", f"url = {json.dumps(self.broker_url)}"]
         lines += [f"management_url = {json.dumps(self.management_url)}"]
         lines += ["[store]", f"url = {json.dumps(self.store_url)}", "[log]", 'level = "info"']
-        lines += ["[http]", f"listen = {json.dumps(self.page)}"]
+        lines += ["[http]", f"listen = {json.dumps(self.page)}", f"token = {json.dumps(TOKEN)}"]
         for route in self.routes:
             lines += ["[[route]]", *(f"{key} = {json.dumps(value)}" for key, value in route.items())]
         self.config.write_text("\n".join(lines) + "\n")

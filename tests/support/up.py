@@ -11,6 +11,7 @@ import contextlib
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import aio_pika
@@ -20,7 +21,7 @@ from rich.markup import escape
 
 from tests.support.daemon import EXECUTABLE
 from tests.support.servers import StartFailed
-from tests.support.stack import Stack, running_stack
+from tests.support.stack import TOKEN, Stack, running_stack
 
 ROUTES: tuple[dict[str, object], ...] = ({"from": "delayer.in", "to": "delayer.out"},)
 QUIET = frozenset({"partition made", "partition dropped", "broker connected"})
@@ -31,14 +32,22 @@ PAUSE = 2.0
 console = Console(highlight=False, soft_wrap=True)
 
 
+def write_pid(stack: Stack) -> Path:
+    """Write the daemon's process id to a file; returns its path."""
+    path = stack.config.with_name("daemon.pid")
+    path.write_text(f"{stack.daemon.pid}\n")
+    return path
+
+
 def explain(stack: Stack) -> None:
     command = f"{EXECUTABLE} --config {stack.config}"
+    pid = write_pid(stack)
     console.print(f"""
 [bold]broker[/]   {stack.broker_url}   (management: {stack.management_url})
 [bold]store[/]    {stack.store_url}
-[bold]config[/]   {stack.config}   (edit it, then: kill -HUP {stack.daemon.pid})
-[bold]page[/]     http://{stack.page}
-[bold]daemon[/]   process {stack.daemon.pid}   (kill -9 {stack.daemon.pid}: it is started again, and nothing is lost)
+[bold]config[/]   {stack.config}   (edit it, then: kill -HUP $(cat {pid}))
+[bold]page[/]     http://{stack.page}   (token for its actions: {TOKEN})
+[bold]daemon[/]   kill -9 $(cat {pid}): it is started again, and nothing is lost
 
 Send a message that comes back in ten seconds, and watch it arrive here:
 
@@ -99,6 +108,7 @@ async def keep_alive(stack: Stack) -> None:
         console.print(f"[bold yellow]the daemon {ended}; broker and store stay. Started again in {PAUSE:g} s.[/]")
         await asyncio.sleep(PAUSE)
         await stack.daemon.start()
+        write_pid(stack)
         console.print(f"the daemon is started again: process {stack.daemon.pid}")
 
 
