@@ -52,7 +52,7 @@ def test_the_cascade_belongs_to_native_mode(delayer: Run, rabbitmq: RabbitMQ) ->
     delayer("--mode", "native", "topology", "verify")
     shown = delayer("--mode", "native", "topology", "show").stdout
     rows = [line.split() for line in shown.splitlines()]
-    assert ["27", "delayer.delay-level-27", "1553", "days,", "10:42:08", "0"] in rows
+    assert ["27", "delayer.delay-level-27", "4.25", "years", "0"] in rows
     assert ["0", "delayer.delay-level-00", "1", "s", "0"] in rows
     picture = json.loads(delayer("--mode", "native", "topology", "show", "--json").stdout)
     assert [level["ttl_ms"] for level in picture["levels"]] == [2**level * 1000 for level in reversed(range(LEVELS))]
@@ -130,7 +130,7 @@ async def test_send_many_more_than_wait_at_once(delayer: Run, vhost: str) -> Non
     delayer("topology", "apply")
     count = 2 * send.WINDOW + 30
     told = delayer("send", "--delay", "5m", "--id", "n", "--count", str(count)).stdout
-    assert told.startswith(f"Sent {count} messages, n-1 to n-{count}, ")
+    assert told.startswith(f"Sent {count} messages, message_id n-1 to n-{count}, ")
     assert [message.message_id for message in await take(vhost, "delays")] == [f"n-{n + 1}" for n in range(count)]
 
 
