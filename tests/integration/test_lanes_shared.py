@@ -11,7 +11,9 @@ from collections import Counter
 import asyncpg
 import pytest
 
+from delayer.store.admin.importing import anywhere
 from delayer.store.admin.setup import raise_lanes
+from delayer.store.postgres import park_plain
 from tests.faults.place import eventually
 from tests.integration.lanes_shared import Process, migrated, running
 from tests.support.store import opened, parcel, sql, taken
@@ -100,13 +102,15 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
     stopping = asyncio.Event()
 
     async def park() -> None:
-        async with opened(database) as store:
+        async with opened(database) as store, sql(database) as connection:
             while not stopping.is_set():
                 now = store.now_upper_ms()
                 for delay in (-1000, 500, 3000):
                     name = f"m{len(sent)}"
                     sent.add(name)
-                    await store.park(None, [parcel(now + delay, f"{name} {now + delay}".encode())], [])
+                    place = await anywhere(connection, len(sent))
+                    async with connection.transaction():
+                        await park_plain(connection, place, [parcel(now + delay, f"{name} {now + delay}".encode())])
                 await asyncio.sleep(0.02)
 
     parking = asyncio.create_task(park())
