@@ -128,7 +128,7 @@ def forgetful() -> None:
     import structlog
 
     from delayer.broker.publisher import AmqpPublisher
-    from delayer.core.message import CONFIRMED
+    from delayer.core.hold import CONFIRMED
 
     log, publish = structlog.get_logger(__name__), AmqpPublisher.publish
 
@@ -144,7 +144,7 @@ def forgetful() -> None:
 def lenient() -> None:
     """What has to be refused is thrown away (G5)."""
     from delayer.broker.publisher import AmqpPublisher
-    from delayer.core.message import CONFIRMED
+    from delayer.core.hold import CONFIRMED
 
     publish = AmqpPublisher.publish
 
