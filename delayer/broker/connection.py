@@ -100,8 +100,8 @@ class ReconnectingConnection:
     async def confirming_channel(self, connection: Connection, seconds: float | None) -> Channel:
         """A new channel of ours or of :meth:`another`. Raises BrokerLost if the broker opens none within ``seconds``.
 
-        That drops the connection, except during a resource alarm: a channel that waits for a silent queue may keep the
-        broker from reading its connection.
+        It then drops the connection, except during a resource alarm. The broker may have stopped to read the connection
+        because one of its channels waits for a silent queue.
         """
         try:
             async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""What an operator sets up in a store beside its tables: the number of lanes, skipped ids, the server's lock table, and
+"""Settings of a store beside its tables. They are the number of lanes, skipped ids, the server's lock table, and
 the owner of the tables.
 
 One role may upgrade the store and another one run the daemon (docs/security.md). Postgres keeps the locks of a whole
