@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         """The name of the broker's cluster, the same on all of its nodes. "" if the broker does not send it."""
         self.version: tuple[int, ...] = ()
         """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
-        self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
+        self._limits = handshake.ConnectionLimits(0, DEFAULT_FRAME_MAX, 0.0)
         self._room = asyncio.Event()
         self._room.set()
         self._soon: list[bytes | memoryview] = []

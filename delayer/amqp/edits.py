@@ -46,7 +46,7 @@ from delayer.core.levels import X_DEATH
 from delayer.core.message import SHORT_STRING, WINDOW_MS, Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
-from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure
+from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt
 
 ID: Final = b"x-delayer-id"
 DUE: Final = b"x-delayer-due"
@@ -138,7 +138,7 @@ _LAST_FAILURES: Final = 19
 """The history keeps this many failures: the first one tells the origin, and the last ones tell the recent past."""
 
 
-def failed(properties: Properties, failure: Failure, max_properties: int) -> bytes:
+def failed(properties: Properties, failure: FailedAttempt, max_properties: int) -> bytes:
     """Properties of a dead letter with a note of its failures: number, place and reason of the last one, history.
 
     ``x-death`` is removed, because the broker would continue its count; the history has its facts. ``CC`` is renamed:
@@ -306,7 +306,7 @@ class NoEnvelope(ValueError):
     """A message in the due queue that did not come from our cascade. The text names the missing part."""
 
 
-class Held(NamedTuple):
+class Note(NamedTuple):
     """The note of a held message: the reason, the number of attempts, and the time of the daemon's next attempt (epoch
     milliseconds; None: an operator decides)."""
 
@@ -321,7 +321,7 @@ class Envelope(NamedTuple):
 
     id: bytes
     parcel: Parcel
-    held: Held | None = None
+    held: Note | None = None
     rest_ms: int = 0
 
     @property
@@ -344,7 +344,7 @@ class Endpoints:
 
 
 def into_broker(
-    parcel: Parcel, id: bytes, at_ms: int, seconds: int, names: Endpoints, *, held: Held | None = None, rest_ms: int = 0
+    parcel: Parcel, id: bytes, at_ms: int, seconds: int, names: Endpoints, *, held: Note | None = None, rest_ms: int = 0
 ) -> Outgoing:
     """A publish to where the broker keeps an envelope until ``at_ms``, in ``seconds`` and ``rest_ms``: the cascade, or
     the due queue. The due queue delivers it ``WINDOW_MS`` before ``at_ms``, and the daemon keeps it for the rest."""
@@ -357,7 +357,7 @@ def into_broker(
 
 
 def into_cascade(
-    parcel: Parcel, id: bytes, seconds: int, names: Endpoints, *, held: Held | None = None, rest_ms: int = 0
+    parcel: Parcel, id: bytes, seconds: int, names: Endpoints, *, held: Note | None = None, rest_ms: int = 0
 ) -> Outgoing:
     """A publish into the cascade, towards the daemon's own due queue."""
     entry_exchange = names.levels.entry(seconds).encode()
@@ -365,13 +365,13 @@ def into_cascade(
     return Outgoing(entry_exchange, key, enveloped(parcel, id, held, rest_ms), parcel.body, id)
 
 
-def to_strays(parcel: Parcel, id: bytes, held: Held, names: Endpoints) -> Outgoing:
+def to_strays(parcel: Parcel, id: bytes, held: Note, names: Endpoints) -> Outgoing:
     """A publish into the strays queue, where the message waits for an operator."""
     exchange = names.levels.strays.encode()
     return Outgoing(exchange, parcel.routing_key, enveloped(parcel, id, held), parcel.body, id)
 
 
-def enveloped(parcel: Parcel, id: bytes, held: Held | None = None, rest_ms: int = 0, more: bytes = b"") -> bytes:
+def enveloped(parcel: Parcel, id: bytes, held: Note | None = None, rest_ms: int = 0, more: bytes = b"") -> bytes:
     """Properties of an envelope: one header has the message's own properties verbatim, others have the decisions.
 
     The broker acts on nothing inside the envelope and re-encodes nothing; the body stays as it is.
@@ -431,7 +431,7 @@ def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope
     return Envelope(content(ID, ID_BYTES), parcel, held, min(max(rest_ms, 0), 999))
 
 
-def _note(held: Held) -> bytes:
+def _note(held: Note) -> bytes:
     hold = held.hold
     note = (
         entry(_HELD, long_string(hold.kind.encode()))
@@ -443,7 +443,7 @@ def _note(held: Held) -> bytes:
     return note if held.retry_ms is None else note + entry(_RETRY, int64(held.retry_ms))
 
 
-def _held(found: Mapping[bytes, Any]) -> Held | None:
+def _held(found: Mapping[bytes, Any]) -> Note | None:
     """The note of earlier attempts. None if there is no valid note: then the daemon tries the message at once."""
     if _ATTEMPTS not in found:
         return None
@@ -457,4 +457,4 @@ def _held(found: Mapping[bytes, Any]) -> Held | None:
         return None
     text = found[_TEXT].content[:HOLD_TEXT].decode("utf-8", "backslashreplace") if _TEXT in found else ""
     flags = (name in found and found[name].content[:1] == b"\1" for name in (_MAY_BE_DELIVERED, _ISOLATED))
-    return Held(Hold(kind, text, *flags), attempts, retry_ms)
+    return Note(Hold(kind, text, *flags), attempts, retry_ms)

@@ -18,7 +18,7 @@ REFUSALS = frozenset({402, 403, 530})
 _CAPABILITIES = ("publisher_confirms", "consumer_cancel_notify", "connection.blocked", "basic.nack")
 
 
-class Limits(NamedTuple):
+class ConnectionLimits(NamedTuple):
     """The agreed limits. ``heartbeat`` is in seconds, 0 for none."""
 
     channel_max: int
@@ -58,13 +58,13 @@ def server_version(properties: object) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", server_text(properties, "version"))[:3])
 
 
-def agree(tune: commands.Connection.Tune, heartbeat: float) -> Limits:
+def agree(tune: commands.Connection.Tune, heartbeat: float) -> ConnectionLimits:
     """The broker's limits, and the shorter heartbeat. 0 on the broker's side means ours, 0 on ours means none."""
     both = [seconds for seconds in (float(tune.heartbeat), heartbeat) if seconds > 0 and heartbeat > 0]
     frame_max = tune.frame_max or DEFAULT_FRAME_MAX
-    return Limits(tune.channel_max or 65535, max(frame_max, MIN_FRAME_MAX), min(both, default=0.0))
+    return ConnectionLimits(tune.channel_max or 65535, max(frame_max, MIN_FRAME_MAX), min(both, default=0.0))
 
 
-def tune_ok(limits: Limits) -> commands.Connection.TuneOk:
+def tune_ok(limits: ConnectionLimits) -> commands.Connection.TuneOk:
     """Our answer. The protocol has whole seconds, so the promised heartbeat is rounded up."""
     return commands.Connection.TuneOk(limits.channel_max, limits.frame_max, math.ceil(limits.heartbeat))

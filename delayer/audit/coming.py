@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from delayer.audit.extract import Extract
 from delayer.audit.findings import HELD, Bar, Calendar, Finding, Peak, Share
-from delayer.broker.route_check import Target
+from delayer.broker.route_check import CheckedTarget
 from delayer.core.readable import instant
 from delayer.store.rows.partitions import DAY_MS
 
@@ -105,12 +105,15 @@ def _figures(row: Any) -> tuple[int, int, int, int]:
     return row.messages, row.size, row.first_due_ms, row.last_due_ms
 
 
-def targets(store: Extract, limit: int) -> list[Target]:
+def targets(store: Extract, limit: int) -> list[CheckedTarget]:
     """The distinct destinations of waiting and held messages, the ``limit`` soonest due of them."""
     rows = store.rows(f"""
         SELECT to_exchange, to_key, count(*) AS messages, min(due_ms) AS first_due_ms, count_if(kind = '{HELD}') AS held
         FROM messages GROUP BY to_exchange, to_key ORDER BY first_due_ms, to_exchange, to_key LIMIT {limit}""")
-    return [Target(bytes(row.to_exchange), bytes(row.to_key), row.messages, row.first_due_ms, row.held) for row in rows]
+    return [
+        CheckedTarget(bytes(row.to_exchange), bytes(row.to_key), row.messages, row.first_due_ms, row.held)
+        for row in rows
+    ]
 
 
 def peaks(coming: Calendar) -> list[Finding]:

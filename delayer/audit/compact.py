@@ -26,7 +26,7 @@ from delayer.store import pool, schema
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import compact
-from delayer.store.segments.compact import Compacted, Window
+from delayer.store.segments.compact import Compacted, CompactionWindow
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from delayer.store.segments.compact import Shrunk
 
 
-class Packed(NamedTuple):
+class PackedWindow(NamedTuple):
     """The result of a window. ``lost`` and ``broken`` are reasons: the store was out of reach, or a segment did not
     read back and was not kept. Segments committed before stay."""
 
-    window: Window
+    window: CompactionWindow
     segments: int
     messages: int
     raw_bytes: int
@@ -49,20 +49,20 @@ class Packed(NamedTuple):
     """Messages that were packed, but may be undone: they are in no total."""
 
 
-def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
+def work(url: str, rows: int, windows: Iterable[CompactionWindow]) -> list[PackedWindow]:
     """On an executor: make segments of ``windows``, one after the other."""
     return asyncio.run(tasks.each(url, "delayer compact", list(windows), partial(pack_window, rows=rows), _lost))
 
 
-def _lost(window: Window, one: Packed | None, reason: str) -> Packed:
+def _lost(window: CompactionWindow, one: PackedWindow | None, reason: str) -> PackedWindow:
     """A window that was not begun, or whose commit is uncertain: it counts in no total. Its day is checked for room to
     give back."""
-    one = one or Packed(window, 0, 0, 0, 0)
+    one = one or PackedWindow(window, 0, 0, 0, 0)
     lost = one.lost or (f"{reason}; perhaps {one.messages} messages more were packed" if one.messages else reason)
-    return Packed(window, 0, 0, 0, 0, lost, one.broken, one.messages)
+    return PackedWindow(window, 0, 0, 0, 0, lost, one.broken, one.messages)
 
 
-async def pack_window(connection: asyncpg.Connection, window: Window, rows: int) -> Packed:
+async def pack_window(connection: asyncpg.Connection, window: CompactionWindow, rows: int) -> PackedWindow:
     """Make segments of ``window`` until no row in it can be taken."""
     made: list[Compacted] = []
     ours = Turns(connection)
@@ -90,7 +90,7 @@ async def pack_window(connection: asyncpg.Connection, window: Window, rows: int)
         lost, attempts = None, 0
         if one is None or not one.more:
             break
-    return Packed(
+    return PackedWindow(
         window,
         len(made),
         sum(one.messages for one in made),
@@ -116,12 +116,12 @@ _MAY: Final = "SELECT has_table_privilege('segment', 'INSERT')"
 _RIGHTS: Final = "run it with a URL of the role that owns the schema (docs/security.md, Postgres: two roles)"
 
 
-class Plan(NamedTuple):
+class CompactionPlan(NamedTuple):
     """The work ahead of a job. Instants are epoch milliseconds by the store's clock."""
 
     now_ms: int
     after_ms: int
-    windows: Sequence[Window]
+    windows: Sequence[CompactionWindow]
 
     @property
     def rows(self) -> int:
@@ -143,10 +143,10 @@ class Numbers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompactionResult:
     """The result of a job. ``seconds`` is the packing, without the start of Spark and without giving room back."""
 
-    packed: Sequence[Packed]
+    packed: Sequence[PackedWindow]
     shrunk: Shrunk
     seconds: float
     shrink_seconds: float
@@ -174,7 +174,7 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
         )
 
 
-async def plan(url: str, after_ms: int, rows: int) -> Plan:
+async def plan(url: str, after_ms: int, rows: int) -> CompactionPlan:
     """Cut the messages that are due later than ``after_ms`` from now into windows.
 
     It needs no JVM. Raises BadStoreUrl, SchemaOutdated, and StoreLost, also if this role may not compact.
@@ -184,17 +184,17 @@ async def plan(url: str, after_ms: int, rows: int) -> Plan:
             user = await connection.fetchval("SELECT current_user")
             raise StoreLost(f"the role {user} may not write segments", _RIGHTS)
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
-        return Plan(now_ms, now_ms + after_ms, await compact.windows(connection, now_ms + after_ms, rows))
+        return CompactionPlan(now_ms, now_ms + after_ms, await compact.windows(connection, now_ms + after_ms, rows))
 
 
-async def numbers(url: str, planned: Plan) -> Numbers:
+async def numbers(url: str, planned: CompactionPlan) -> Numbers:
     """Count the rows of ``planned``, reading each once. Raises StoreLost."""
     async with _reading(url) as connection:
         messages, keyed, large, raw = await connection.fetchrow(_NUMBERS, planned.after_ms, compact.LARGEST)
         return Numbers(messages, keyed, large, raw, await compact.size(connection))
 
 
-def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Done:
+def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: Say) -> CompactionResult:
     """Do the ``planned`` work. ``say`` hears the step and its progress. Raises JobFailed, StoreLost."""
     began = time.monotonic()
     # Windows that a worker repeats at most after its death. A task costs some 50 ms beside its work, a window half a
@@ -204,19 +204,21 @@ def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Do
     return _finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
 
 
-def nothing(url: str, planned: Plan) -> Done:
+def nothing(url: str, planned: CompactionPlan) -> CompactionResult:
     """Finish a job with an empty plan: an earlier job may have died before it gave room back. Raises StoreLost."""
     return _finish(url, planned, (), 0.0, lambda _done, _of: None)
 
 
-def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, say: Callable[[int, int], None]) -> Done:
+def _finish(
+    url: str, planned: CompactionPlan, packed: Sequence[PackedWindow], seconds: float, say: Callable[[int, int], None]
+) -> CompactionResult:
     began = time.monotonic()
     touched = {day for one in packed if one.messages or one.perhaps for day in days_of(one.window)}
     shrunk = asyncio.run(compact.shrink(url, touched, planned.now_ms // DAY_MS, say))
-    return Done(packed, shrunk, seconds, time.monotonic() - began)
+    return CompactionResult(packed, shrunk, seconds, time.monotonic() - began)
 
 
-def days_of(window: Window) -> range:
+def days_of(window: CompactionWindow) -> range:
     """The days of a window, counted from 1970."""
     return range(window.first_ms // DAY_MS, window.last_ms // DAY_MS + 1)
 

@@ -54,7 +54,7 @@ _LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN
 _COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
 
 
-class Lane(NamedTuple):
+class LaneState(NamedTuple):
     """``alive``: whether a daemon holds the lane's lock; None on a replica, which does not show locks."""
 
     number: int
@@ -62,7 +62,7 @@ class Lane(NamedTuple):
     alive: bool | None
 
 
-class Snapshot:
+class HeldSnapshot:
     """A snapshot for others to read on by its ``id``, and the small tables that the driver reads on it. ``now_ms``,
     ``behind_ms``: as in :class:`Extract`. Made by :func:`hold_snapshot`. Raises StoreLost."""
 
@@ -71,9 +71,9 @@ class Snapshot:
         [(self.id, now_ms, self.now_ms)] = reading.rows(_EXPORT)
         self.behind_ms = now_ms - self.now_ms
 
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[LaneState, ...]:
         """The lanes."""
-        return tuple(Lane(*row) for row in self._reading.rows(_LANES))
+        return tuple(LaneState(*row) for row in self._reading.rows(_LANES))
 
     def counters(self) -> dict[tuple[int, str], int]:
         """The counters by lane and kind."""
@@ -88,12 +88,12 @@ class Snapshot:
 
 
 @contextmanager
-def hold_snapshot(url: SecretUrl) -> Iterator[Snapshot]:
+def hold_snapshot(url: SecretUrl) -> Iterator[HeldSnapshot]:
     """Take the snapshot and keep it until the end of the block. Raises StoreLost."""
     from delayer.audit.connection import reading  # noqa: PLC0415 - needs the extra
 
     with reading(url, _LOCK, 1 << 20) as own:
-        yield Snapshot(own)
+        yield HeldSnapshot(own)
 
 
 _NAME: Final = "delayer-audit-"
@@ -133,7 +133,7 @@ class Extract:
 
     spark: SparkSession
     now_ms: int
-    lanes: tuple[Lane, ...]
+    lanes: tuple[LaneState, ...]
     counters: Mapping[tuple[int, str], int]
     sample: float = 1.0
     behind_ms: int = 0

@@ -153,7 +153,7 @@ def run_of(rule: str, found: Iterable[Finding], skipped: str = "") -> tuple[Rule
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AuditReport:
     """An audit. ``store_now_ms``: the store's clock at the snapshot; on a replica that was ``behind_ms`` behind, the
     instant that it had reached. ``sample``: the share of rows read (None: all). ``seconds``: the time that the audit
     took."""

@@ -13,7 +13,7 @@ from delayer.audit import coming, extract, rules
 from delayer.audit import spark as sessions
 from delayer.audit.coming import RELEASE_RATE
 from delayer.audit.errors import JobFailed
-from delayer.audit.findings import Report
+from delayer.audit.findings import AuditReport
 from delayer.audit.tasks import Say, Watching
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
@@ -56,7 +56,7 @@ class Audited:
     """A finished audit. ``remarks``: why questions have no answer, for people. ``unkept``: why the findings are not in
     ``out``."""
 
-    report: Report
+    report: AuditReport
     remarks: tuple[str, ...] = ()
     unkept: JobFailed | None = None
 
@@ -91,7 +91,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     return Audited(report, remarks, unkept)
 
 
-def add_findings(spark: SparkSession, report: Report, out: str) -> None:
+def add_findings(spark: SparkSession, report: AuditReport, out: str) -> None:
     """Add this audit's findings to the Parquet files there; ``audited_ms`` tells audits apart. Spark's errors pass."""
     rows = [
         (report.store_now_ms, *(getattr(one, name) for name in _COLUMNS), json.dumps(one.details, default=str))
@@ -100,7 +100,9 @@ def add_findings(spark: SparkSession, report: Report, out: str) -> None:
     spark.createDataFrame(rows, FINDINGS).coalesce(1).write.mode("append").parquet(out)
 
 
-def _asked(report: Report, store: Extract, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:
+def _asked(
+    report: AuditReport, store: Extract, options: Options, watching: Watching
+) -> tuple[AuditReport, tuple[str, ...]]:
     """The report with the broker's answers, and the reasons why some are missing."""
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 

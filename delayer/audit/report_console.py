@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from delayer.audit import words
-from delayer.audit.findings import Bar, Finding, Report
+from delayer.audit.findings import AuditReport, Bar, Finding
 from delayer.core.readable import away, counted, duration, instant, size
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _STYLES: Final = {"good": "green", "warn": "yellow", "bad": "bold red", "": "dim"}
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: AuditReport, console: Console) -> None:
     """Print ``report``. No name is read as markup, and no invisible character reaches the terminal."""
     _findings(report, console)
     _coming(report, console)
@@ -39,7 +39,7 @@ def _indented(console: Console, table: Table) -> None:
     console.print(Padding(table, (0, 0, 1, 2)))
 
 
-def _findings(report: Report, console: Console) -> None:
+def _findings(report: AuditReport, console: Console) -> None:
     for severity, told, found, unlisted in words.groups(report):
         style = "bold red" if severity == "violation" else "yellow"
         console.print(Text.assemble((f"{counted(len(found), severity)}: ", style), (told.title, "bold")))
@@ -61,7 +61,7 @@ def _finding(one: Finding, now_ms: int, console: Console) -> None:
         console.print(Text("    " + "; ".join(rows), "dim"))
 
 
-def _coming(report: Report, console: Console) -> None:
+def _coming(report: AuditReport, console: Console) -> None:
     totals, now_ms = report.totals, report.store_now_ms
     console.print(Text("What is coming", "bold"))
     line = f"  {totals.waiting + totals.packed:,} wait"
@@ -104,7 +104,7 @@ def sparkline(hours: Sequence[Bar], now_ms: int) -> str:
     return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // top)] for count in counts)
 
 
-def _destinations(report: Report, console: Console) -> None:
+def _destinations(report: AuditReport, console: Console) -> None:
     at = report.calendar
     if not at.destinations:
         return
@@ -125,7 +125,7 @@ def _destinations(report: Report, console: Console) -> None:
     _indented(console, table)
 
 
-def _lanes(report: Report, console: Console) -> None:
+def _lanes(report: AuditReport, console: Console) -> None:
     if not report.lanes:
         return
     table = _table(
@@ -139,7 +139,7 @@ def _lanes(report: Report, console: Console) -> None:
     _indented(console, table)
 
 
-def _verdict(report: Report, console: Console) -> None:
+def _verdict(report: AuditReport, console: Console) -> None:
     for run in report.rules:
         if run.skipped:
             console.print(Text(f"{words.ADVICE[run.rule].title}, not checked: {words.name(run.skipped)}", "dim"))

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from delayer import __version__
 from delayer.audit import words
-from delayer.audit.findings import Bar, LaneFigures, Report
+from delayer.audit.findings import AuditReport, Bar, LaneFigures
 from delayer.core.files import replacing
 from delayer.core.readable import away, counted, duration, instant, size
 from delayer.store.admin.stats import waiting
@@ -28,7 +28,7 @@ _HELPERS: Final = (
 )  # fmt: skip
 
 
-def page(report: Report) -> str:
+def page(report: AuditReport) -> str:
     """The report as a page of HTML."""
     most = max((one.messages for one in report.calendar.destinations), default=1)
     return _template().render(
@@ -42,7 +42,7 @@ def page(report: Report) -> str:
     )
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: AuditReport, path: Path) -> None:
     """Replace the page at ``path`` in one step, because a web server may be serving it. Raises OSError."""
     made = page(report).encode()
     with replacing(path) as out:
@@ -80,7 +80,7 @@ class Chart(NamedTuple):
     svg: Markup
 
 
-def _charts(report: Report) -> Iterator[Chart]:
+def _charts(report: AuditReport) -> Iterator[Chart]:
     at = report.calendar
     for title, bars in (("Due per minute", at.minutes), ("Due per hour", at.hours), ("Due per day", at.days)):
         some = sorted((bar for bar in bars if bar.messages), key=lambda bar: bar.start_ms)

@@ -91,7 +91,7 @@ async def _restored(connection: asyncpg.Connection, segment: int, beside_traffic
     return await restore.restore(connection, segment, portion_bytes=restore.SMALL_PORTION_BYTES, pause=0.005)
 
 
-class Plan(NamedTuple):
+class RestorePlan(NamedTuple):
     """The segments to restore, soonest first. ``now_ms``: by the store's clock, epoch milliseconds."""
 
     now_ms: int
@@ -103,7 +103,7 @@ class Plan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class RestoreResult:
     """The result of a job. ``seconds`` without the start of Spark."""
 
     back: Sequence[Back]
@@ -130,16 +130,16 @@ class Done:
         return [f"segment {one.segment}: {one.broken}" for one in self.back if one.broken is not None]
 
 
-async def plan(url: str, within_ms: int | None) -> Plan:
+async def plan(url: str, within_ms: int | None) -> RestorePlan:
     """The segments that are due within ``within_ms`` from now, or all. Raises StoreLost, BadStoreUrl,
     SchemaOutdated."""
     async with looking(url, "plan", "delayer restore plan") as connection:
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
         before = None if within_ms is None else now_ms + within_ms
-        return Plan(now_ms, await segments.listed(connection, before))
+        return RestorePlan(now_ms, await segments.listed(connection, before))
 
 
-def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
+def run(spark: SparkSession, url: str, planned: RestorePlan, say: Say) -> RestoreResult:
     """Restore the ``planned`` segments, some hundred at a time, until the store is lost. ``say`` hears the progress in
     segments. Raises JobFailed, StoreLost."""
     began = time.monotonic()
@@ -155,7 +155,7 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
         back += tasks.run(spark, "restoring", portions, partial(work, url), told)
         if any(one.lost for one in back):
             break
-    return Done(back, time.monotonic() - began)
+    return RestoreResult(back, time.monotonic() - began)
 
 
 async def _make_days(url: str, part: Sequence[Listed]) -> None:

@@ -27,9 +27,9 @@ from delayer.audit.findings import (
     HELD,
     PACKED,
     WAITING,
+    AuditReport,
     Finding,
     LaneFigures,
-    Report,
     RuleRun,
     Severity,
     Share,
@@ -37,7 +37,7 @@ from delayer.audit.findings import (
     run_of,
     shown,
 )
-from delayer.broker.route_check import Asked, Route, Target, Verdict
+from delayer.broker.route_check import CheckedTarget, RouteVerdict, RouteVerdicts, Verdict
 from delayer.store.admin.stats import KINDS, RESTORED_MS, waiting
 
 GRACE_MS: Final = 60_000
@@ -62,7 +62,7 @@ def judge(
     release_rate: float = RELEASE_RATE,
     restored_ms: int = RESTORED_MS,
     paced: Mapping[bytes, int] | None = None,
-) -> Report:
+) -> AuditReport:
     """The report on an extract. ``release_rate``: messages a second that daemons release. ``restored_ms``: how long
     before its first due instant a segment must be restored. ``paced``: the rate of each limited route, in messages a
     second. Spark's errors pass."""
@@ -95,7 +95,7 @@ def judge(
         run, some = run_of(rule, [] if rule in skipped else question(), skipped.get(rule, ""))
         runs.append(run)
         listed += some
-    return Report(
+    return AuditReport(
         store_now_ms=store.now_ms,
         seconds=0.0,
         sample=None if store.whole else store.sample,
@@ -349,10 +349,10 @@ NAMED: Final = 20
 """Keys of one exchange that get a finding each, the soonest due first. The others share one finding, because an
 application with order numbers as keys has millions."""
 
-_Row = tuple[Target, Route]
+_Row = tuple[CheckedTarget, RouteVerdict]
 
 
-def with_destinations(report: Report, asked: Asked) -> Report:
+def with_destinations(report: AuditReport, asked: RouteVerdicts) -> AuditReport:
     """The report with the rule "destinations" in it: its findings, its line among the rules, and a verdict in each row
     of the calendar's destinations."""
     run, listed = run_of(DESTINATIONS, destinations(asked.routes), _skipped(asked))
@@ -405,12 +405,12 @@ def _finding(subject: str, rows: Sequence[_Row]) -> Finding:
     return Finding(DESTINATIONS, severity, subject, messages, min(target.first_due_ms for target, _ in rows), details)
 
 
-def _judged(share: Share, answers: dict[tuple[bytes, bytes], Route]) -> Share:
-    answer = answers.get((share.exchange, share.routing_key), Route(Verdict.NOT_ASKED))
+def _judged(share: Share, answers: dict[tuple[bytes, bytes], RouteVerdict]) -> Share:
+    answer = answers.get((share.exchange, share.routing_key), RouteVerdict(Verdict.NOT_ASKED))
     return replace(share, verdict=answer.verdict.value, way=answer.way)
 
 
-def _skipped(asked: Asked) -> str:
+def _skipped(asked: RouteVerdicts) -> str:
     """The questions without an answer, and why; empty if every question has its answer."""
     counts = asked.counts
     parts = []

@@ -64,7 +64,7 @@ class Looked(NamedTuple):
     fingerprint: bytes | None
 
 
-class Message(NamedTuple):
+class StoredMessage(NamedTuple):
     """The input of :func:`look`; ``checksum`` as stored."""
 
     format: int
@@ -79,7 +79,7 @@ class Message(NamedTuple):
     body: bytes
 
 
-def look(message: Message) -> Looked:
+def look(message: StoredMessage) -> Looked:
     """Check one message, and gather its facts."""
     format_, stored, due_ms, exchange, routing_key, to_exchange, to_key, key, properties, body = message
     size = len(properties) + len(body)
@@ -166,8 +166,8 @@ def misplaced(due_ms: int, home: str, days: Collection[int]) -> bool:
 
 def _messages(columns: Mapping[str, Any], rows: int, home: str = "", days: Collection[int] = ()) -> pa.RecordBatch:
     """Messages, from their columns. ``home``: the partition that they lie in, if in any; ``days`` have partitions."""
-    values = (columns[name].to_pylist() if name in columns else [None] * rows for name in Message._fields)
-    looked = [look(Message(*row)) for row in zip(*values, strict=True)]
+    values = (columns[name].to_pylist() if name in columns else [None] * rows for name in StoredMessage._fields)
+    looked = [look(StoredMessage(*row)) for row in zip(*values, strict=True)]
     for one, due_ms in zip(looked, columns["due_ms"].to_pylist(), strict=True):
         if home and misplaced(due_ms, home, days):
             one.faults.append(PARTITION)

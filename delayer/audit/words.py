@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from delayer.audit.findings import Finding, Peak, Report, Severity, Share
+from delayer.audit.findings import AuditReport, Finding, Peak, Severity, Share
 from delayer.broker.route_check import Verdict
 from delayer.core.readable import counted, duration, instant, readable
 
@@ -49,12 +49,12 @@ def badge(share: Share) -> Badge:
     return _BADGES.get(share.verdict) or Badge("", share.verdict or Verdict.NOT_ASKED.value)
 
 
-def destinations(report: Report) -> list[Share]:
+def destinations(report: AuditReport) -> list[Share]:
     """The destinations to show. Those that would not take their messages stand first, even the smallest."""
     return sorted(report.calendar.destinations, key=lambda one: badge(one).tone != "bad")
 
 
-def peaks(report: Report) -> list[Peak]:
+def peaks(report: AuditReport) -> list[Peak]:
     """The peaks to show: several messages, and at least 5 % of the longest time to drain."""
     longest = max((peak.drain_seconds for peak in report.calendar.peaks), default=0.0)
     return [peak for peak in report.calendar.peaks if peak.drain_seconds >= 0.05 * longest and peak.messages > 1]
@@ -69,7 +69,7 @@ class Group(NamedTuple):
     unlisted: int
 
 
-def groups(report: Report) -> Iterator[Group]:
+def groups(report: AuditReport) -> Iterator[Group]:
     """The groups, violations first. The graver group of a rule gets the unlisted findings."""
     unlisted = {run.rule: run.unlisted for run in report.rules}
     ordered = sorted(report.findings, key=lambda one: one.severity == "warning")
@@ -77,12 +77,12 @@ def groups(report: Report) -> Iterator[Group]:
         yield Group(severity, ADVICE[rule], tuple(found), unlisted.pop(rule, 0))
 
 
-def verdict(report: Report) -> str:
+def verdict(report: AuditReport) -> str:
     """The whole audit in one line."""
     return f"{counted(report.violations, 'violation')}, {counted(report.warnings, 'warning')}"
 
 
-def behind(report: Report) -> str:
+def behind(report: AuditReport) -> str:
     """The note about a replica that lags; empty without a lag."""
     if report.behind_ms < 1_000:
         return ""
@@ -90,7 +90,7 @@ def behind(report: Report) -> str:
     return f"Read from a replica {lag} behind its primary: judged as of the instant that it had come to."
 
 
-def sampled(report: Report) -> str:
+def sampled(report: AuditReport) -> str:
     """The note about a sample; empty if the whole store was read."""
     if report.sample is None:
         return ""

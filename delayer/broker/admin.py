@@ -22,7 +22,7 @@ from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import COUNTS_AGE, Management
 from delayer.broker.pipelined_admin import DELAYS_FROM, QueueDelete, exchange_look, queue_look
-from delayer.broker.verify import Finding, Verifier
+from delayer.broker.verify import TopologyFinding, Verifier
 from delayer.core.topology import Binding, Exchange, Topology
 
 Delayed = Callable[[Collection[str]], Awaitable[dict[str, int | None]]]
@@ -193,7 +193,7 @@ class Admin:
         """The name of the broker's cluster; "" if the broker does not send it."""
         return self._connection.cluster
 
-    async def verify(self, topology: Topology) -> list[Finding]:
+    async def verify(self, topology: Topology) -> list[TopologyFinding]:
         """Compare the broker with the topology, without changes. All is well if no finding has severity "error".
 
         Each part is declared passively, and then actively. A part deleted in the microseconds between is created again.

@@ -20,7 +20,7 @@ COUNTS_AGE: Final = 12.0
 """Seconds that the broker's counts may be old: two ticks of a quorum queue, and the pause of the management API."""
 
 
-class Policy(NamedTuple):
+class BrokerPolicy(NamedTuple):
     """``applies_to``: all, queues, exchanges, classic_queues, quorum_queues, streams. ``pattern``: of names."""
 
     name: str
@@ -84,10 +84,10 @@ class Management:
         rows = await self.get(f"queues/{self.vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
         return {row["name"]: _delayed(row) for row in rows}
 
-    async def policies(self) -> list[Policy]:
+    async def policies(self) -> list[BrokerPolicy]:
         """Every policy and operator policy of the vhost."""
         return [
-            Policy(row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator)
+            BrokerPolicy(row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator)
             for path, by_operator in (("policies", False), ("operator-policies", True))
             for row in await self.get(f"{path}/{self.vhost}")
         ]

@@ -45,7 +45,7 @@ def raise_first(results: Iterable[BaseException | None], *, unless: tuple[type[B
         del first
 
 
-class Retry:
+class Backoff:
     """The count of failures in a row, and the pauses after them. Pauses feed the watchdog by ``beat``."""
 
     def __init__(

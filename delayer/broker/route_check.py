@@ -46,7 +46,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RouteVerdict:
     """A verdict. ``way``: the alternate exchange that took it, or why nothing is known; for people, may be empty."""
 
     verdict: Verdict
@@ -207,13 +207,13 @@ class _Walk:
     alternates: list[str] = field(default_factory=list)
 
 
-def route(start: str, key: bytes, stops: Mapping[str, Stop]) -> Route:
+def route(start: str, key: bytes, stops: Mapping[str, Stop]) -> RouteVerdict:
     """The route of a message for exchange ``start`` with ``key``. ``stops``: every exchange that ``start`` leads to,
     with alternates; a missing one does not exist. Never raises."""
     if start not in stops:
-        return Route(Verdict.MISSING)
+        return RouteVerdict(Verdict.MISSING)
     if stops[start].exchange.internal:
-        return Route(Verdict.CLOSED, "the exchange is internal")
+        return RouteVerdict(Verdict.CLOSED, "the exchange is internal")
     return _judged(_walked(start, key, stops))
 
 
@@ -246,17 +246,17 @@ def _walked(start: str, key: bytes, stops: Mapping[str, Stop]) -> _Walk:
     return walk
 
 
-def _judged(walk: _Walk) -> Route:
+def _judged(walk: _Walk) -> RouteVerdict:
     """Certain verdicts first, then possible ones, then unknown ones."""
     if walk.queue:
-        return Route(Verdict.ROUTED)
+        return RouteVerdict(Verdict.ROUTED)
     if walk.depends:
-        return Route(Verdict.DEPENDS)
+        return RouteVerdict(Verdict.DEPENDS)
     if walk.unknown:
-        return Route(Verdict.UNKNOWN, "; ".join(walk.unknown))
+        return RouteVerdict(Verdict.UNKNOWN, "; ".join(walk.unknown))
     if walk.queue_by_alternate:
-        return Route(Verdict.ALTERNATE, ", ".join(walk.alternates))
-    return Route(Verdict.UNROUTABLE, f"nor does its alternate {walk.alternates[0]!r}" if walk.alternates else "")
+        return RouteVerdict(Verdict.ALTERNATE, ", ".join(walk.alternates))
+    return RouteVerdict(Verdict.UNROUTABLE, f"nor does its alternate {walk.alternates[0]!r}" if walk.alternates else "")
 
 
 NAME: Final = "delayer audit"
@@ -266,7 +266,7 @@ _DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to."
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CheckedTarget:
     """One destination: the number of its messages in rows, segments and held, and the first due time.
     ``held``: how many of them are held."""
 
@@ -278,7 +278,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class InquiryLimits:
     """Limits of an inquiry: ``seconds`` for all questions, ``patience`` for each, ``at_once`` connections, ``targets``
     checked, and ``exchanges`` on the ways from one destination."""
 
@@ -290,11 +290,11 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RouteVerdicts:
     """``routes`` has a row for every given target, in the order of due times. ``remarks`` tell people why questions had
     no answer."""
 
-    routes: tuple[tuple[Target, Route], ...]
+    routes: tuple[tuple[CheckedTarget, RouteVerdict], ...]
     remarks: tuple[str, ...] = ()
 
     @property
@@ -309,11 +309,11 @@ class Asked:
 async def ask(
     broker_url: str,
     management_url: str | None,
-    targets: Iterable[Target],
-    limits: Limits = Limits(),
+    targets: Iterable[CheckedTarget],
+    limits: InquiryLimits = InquiryLimits(),
     *,
     name: str = NAME,
-) -> Asked:
+) -> RouteVerdicts:
     """Ask the broker about every target. An unreachable or refusing broker raises nothing: the verdict is "not asked"
     or "not known", with a remark. Raises ValueError for an invalid URL."""
     waiting = sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
@@ -328,14 +328,14 @@ async def ask(
             await inquiry.ask(broker_url, waiting[: limits.targets])
     except TimeoutError:
         inquiry.remark(f"the time limit of {limits.seconds:g} s ended before all destinations were checked")
-    not_asked = Route(Verdict.NOT_ASKED)
-    return Asked(tuple((one, inquiry.answers.get(one, not_asked)) for one in waiting), tuple(inquiry.remarks))
+    not_asked = RouteVerdict(Verdict.NOT_ASKED)
+    return RouteVerdicts(tuple((one, inquiry.answers.get(one, not_asked)) for one in waiting), tuple(inquiry.remarks))
 
 
-def not_asked(targets: Iterable[Target], reason: str) -> Asked:
+def not_asked(targets: Iterable[CheckedTarget], reason: str) -> RouteVerdicts:
     """Verdicts without a question to the broker, with the reason."""
     waiting = sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
-    return Asked(tuple((one, Route(Verdict.NOT_ASKED)) for one in waiting), (reason,))
+    return RouteVerdicts(tuple((one, RouteVerdict(Verdict.NOT_ASKED)) for one in waiting), (reason,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,30 +344,30 @@ class _Question:
 
     name: str
     is_queue: bool
-    targets: tuple[Target, ...]
+    targets: tuple[CheckedTarget, ...]
 
 
 class _Inquiry:
-    def __init__(self, management: Management | None, limits: Limits, name: str) -> None:
+    def __init__(self, management: Management | None, limits: InquiryLimits, name: str) -> None:
         self._name = name
         self._management = management
         self._limits = limits
         self._stops: dict[str, Stop | None] = {}
-        self.answers: dict[Target, Route] = {}
+        self.answers: dict[CheckedTarget, RouteVerdict] = {}
         self.remarks: list[str] = []
 
     def remark(self, text: str) -> None:
         if text not in self.remarks:
             self.remarks.append(text)
 
-    async def ask(self, broker_url: str, targets: list[Target]) -> None:
+    async def ask(self, broker_url: str, targets: list[CheckedTarget]) -> None:
         questions = deque(self._questions(targets))
         if self._management is None and any(not one.is_queue for one in questions):
             self.remark("no broker.management_url is configured, so the routing of these keys is unknown")
         workers = min(self._limits.at_once, len(questions))
         await asyncio.gather(*(self._work(broker_url, questions) for _ in range(workers)))
 
-    def _questions(self, targets: list[Target]) -> list[_Question]:
+    def _questions(self, targets: list[CheckedTarget]) -> list[_Question]:
         """The questions, in the order of their soonest message. Targets that need none are answered here."""
         found = []
         by_exchange = sorted(targets, key=lambda one: one.exchange)  # The sort is stable: the soonest stays first.
@@ -380,21 +380,25 @@ class _Inquiry:
                     found += self._askable(one.routing_key, (one,), is_queue=True)
         return sorted(found, key=lambda one: one.targets[0].first_due_ms)
 
-    def _askable(self, name: bytes, targets: tuple[Target, ...], *, is_queue: bool) -> list[_Question]:
+    def _askable(self, name: bytes, targets: tuple[CheckedTarget, ...], *, is_queue: bool) -> list[_Question]:
         if is_queue and name.startswith(_DIRECT_REPLY):
-            self._all(targets, Route(Verdict.UNKNOWN, "a direct reply works only while the requester stays connected"))
+            self._all(
+                targets, RouteVerdict(Verdict.UNKNOWN, "a direct reply works only while the requester stays connected")
+            )
         elif not name or b"\n" in name or b"\r" in name:
             # RabbitMQ removes line ends from a name, so a passive declaration would ask for another name. An empty
             # queue name means the queue that the channel declared last.
-            self._all(targets, Route(Verdict.MISSING))
+            self._all(targets, RouteVerdict(Verdict.MISSING))
         else:
             try:
                 return [_Question(name.decode(), is_queue, targets)]
             except UnicodeDecodeError:
-                self._all(targets, Route(Verdict.UNKNOWN, "the name is not UTF-8, so the broker cannot be asked"))
+                self._all(
+                    targets, RouteVerdict(Verdict.UNKNOWN, "the name is not UTF-8, so the broker cannot be asked")
+                )
         return []
 
-    def _all(self, targets: Iterable[Target], answer: Route) -> None:
+    def _all(self, targets: Iterable[CheckedTarget], answer: RouteVerdict) -> None:
         for one in targets:
             self.answers[one] = answer
 
@@ -411,24 +415,26 @@ class _Inquiry:
         try:
             if question.is_queue:
                 exists = await admin.queue_exists(question.name)
-                self._all(question.targets, Route(Verdict.ROUTED if exists else Verdict.MISSING))
+                self._all(question.targets, RouteVerdict(Verdict.ROUTED if exists else Verdict.MISSING))
             elif not await admin.exchange_exists(question.name):
-                self._all(question.targets, Route(Verdict.MISSING))
+                self._all(question.targets, RouteVerdict(Verdict.MISSING))
             else:
                 await self._route(admin, question)
         except BrokerRefused as refused:
-            self._all(question.targets, Route(Verdict.UNKNOWN, str(refused)))
+            self._all(question.targets, RouteVerdict(Verdict.UNKNOWN, str(refused)))
 
     async def _route(self, admin: Admin, question: _Question) -> None:
         if self._management is None:
-            self._all(question.targets, Route(Verdict.UNKNOWN, "the exchange exists"))
+            self._all(question.targets, RouteVerdict(Verdict.UNKNOWN, "the exchange exists"))
             return
         try:
             stops = await self._reachable(admin, self._management, question.name)
         except (BrokerRefused, BrokerUnreachable) as error:
             # This is an error of the management API. An error of the broker's connection would end the next question.
             self.remark(f"bindings could not be read: {error}")
-            self._all(question.targets, Route(Verdict.UNKNOWN, "the exchange exists; its bindings could not be read"))
+            self._all(
+                question.targets, RouteVerdict(Verdict.UNKNOWN, "the exchange exists; its bindings could not be read")
+            )
             return
         for n, one in enumerate(question.targets, 1):
             self.answers[one] = route(question.name, one.routing_key, stops)

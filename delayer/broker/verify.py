@@ -15,7 +15,7 @@ from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import Management, Policy
+from delayer.broker.management_api import BrokerPolicy, Management
 from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, exchange_look, queue_look
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
@@ -35,7 +35,7 @@ DOWN = "down: it gives and takes nothing"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TopologyFinding:
     """One finding. "error" must be corrected, "note" is for information, "unknown" could not be checked."""
 
     kind: Literal["exchange", "queue", "binding", "policy"]
@@ -56,7 +56,7 @@ class Verifier:
         self._topology = topology
         self._management = management
 
-    async def findings(self) -> list[Finding]:
+    async def findings(self) -> list[TopologyFinding]:
         """All differences, and all parts that could not be checked. Raises BrokerUnreachable.
 
         A missing permission, or a management API that does not answer, is a finding of severity "unknown".
@@ -75,15 +75,15 @@ class Verifier:
             found.append(self._unseen("AMQP does not tell bindings, and no management_url is configured"))
         return found
 
-    async def _thing(self, wanted: Exchange | Queue) -> Finding | None:
+    async def _thing(self, wanted: Exchange | Queue) -> TopologyFinding | None:
         kind: Literal["exchange", "queue"] = "exchange" if isinstance(wanted, Exchange) else "queue"
         try:
             answer = await self._ask(wanted)
         except BrokerRefused as error:
-            return Finding(kind, wanted.name, str(wanted), str(error), "unknown")
+            return TopologyFinding(kind, wanted.name, str(wanted), str(error), "unknown")
         if isinstance(answer, ChannelNotFoundEntity):
-            return Finding(kind, wanted.name, str(wanted), "nothing")
-        return Finding(kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
+            return TopologyFinding(kind, wanted.name, str(wanted), "nothing")
+        return TopologyFinding(kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""
@@ -93,9 +93,9 @@ class Verifier:
             answer = await self._connection.ask(declaration(wanted))
         return answer if isinstance(answer, ChannelClosed) else None
 
-    async def _told(self, management: Management, missing: set[str]) -> list[Finding]:
+    async def _told(self, management: Management, missing: set[str]) -> list[TopologyFinding]:
         """Findings about bindings, from the management API."""
-        found: list[Finding] = []
+        found: list[TopologyFinding] = []
         sources = dict.fromkeys([exchange.name for exchange in self._topology.exchanges])
         sources |= dict.fromkeys(binding.source for binding in self._topology.bindings)
         for source in sources:
@@ -106,31 +106,33 @@ class Verifier:
                 found += self._compared(source, present, {binding for binding, _ in rows}, missing)
         return found
 
-    async def _governed(self, management: Management) -> list[Finding]:
+    async def _governed(self, management: Management) -> list[TopologyFinding]:
         """Findings about policies that override the queues' arguments."""
         expected = "no policy about expiry, length, dead letters, retries or timeouts"
         policies = await management.policies()
         return [
-            Finding("policy", queue.name, expected, f"{policy.name!r} with {risky}")
+            TopologyFinding("policy", queue.name, expected, f"{policy.name!r} with {risky}")
             for queue in self._topology.queues
             for policy in policies_in_force(policies, queue)
             if (risky := {key: value for key, value in policy.definition.items() if key in RISKY_POLICY_KEYS})
         ]
 
-    async def _down(self, management: Management) -> list[Finding]:
+    async def _down(self, management: Management) -> list[TopologyFinding]:
         """Findings about queues whose process has ended: RabbitMQ 4.4 can lose one by a single message."""
         if self._connection.version < DELAYS_FROM:
             return []
         path = f"health/checks/quorum-queues-without-elected-leaders/vhost/{management.vhost}/pattern/.*"
         down = {row["name"] for row in (await management.get(path, 503)).get("queues", ())}
-        return [Finding("queue", one.name, "running", DOWN) for one in self._topology.queues if one.name in down]
+        return [
+            TopologyFinding("queue", one.name, "running", DOWN) for one in self._topology.queues if one.name in down
+        ]
 
     def _compared(
         self, source: str, present: set[Binding], everything: set[Binding], missing: set[str]
-    ) -> list[Finding]:
+    ) -> list[TopologyFinding]:
         wanted = {binding for binding in self._topology.bindings if binding.source == source}
         found = [
-            Finding("binding", source, str(binding), "nothing")
+            TopologyFinding("binding", source, str(binding), "nothing")
             for binding in self._topology.bindings
             if binding in wanted - present and binding.destination not in missing
         ]
@@ -140,14 +142,14 @@ class Verifier:
         severity: Severity = "error" if exchange.closed else "note"
         for binding in sorted(everything - wanted, key=str):
             if exchange.closed or not _is_address(binding.key):
-                found.append(Finding("binding", source, "no other binding", str(binding), severity))
+                found.append(TopologyFinding("binding", source, "no other binding", str(binding), severity))
         return found
 
-    def _unseen(self, reason: str) -> Finding:
-        return Finding("binding", "*", f"{len(self._topology.bindings)} bindings", reason, "unknown")
+    def _unseen(self, reason: str) -> TopologyFinding:
+        return TopologyFinding("binding", "*", f"{len(self._topology.bindings)} bindings", reason, "unknown")
 
 
-def covers(policy: Policy, queue: Queue) -> bool:
+def covers(policy: BrokerPolicy, queue: Queue) -> bool:
     """Whether the policy applies to the queue. A pattern in Erlang's syntax that Python cannot read covers all."""
     kind = queue.argument("x-queue-type")
     if policy.applies_to not in ("all", "queues") and (kind is None or policy.applies_to != f"{kind}_queues"):
@@ -158,7 +160,7 @@ def covers(policy: Policy, queue: Queue) -> bool:
         return True
 
 
-def policies_in_force(policies: Iterable[Policy], queue: Queue) -> list[Policy]:
+def policies_in_force(policies: Iterable[BrokerPolicy], queue: Queue) -> list[BrokerPolicy]:
     """The users' policy and the operators' policy of highest priority for this queue."""
     covering = sorted((policy for policy in policies if covers(policy, queue)), key=lambda policy: policy.priority)
     return list({policy.by_operator: policy for policy in covering}.values())

@@ -17,7 +17,7 @@ from delayer.core.secret import SecretUrl
 from delayer.store.admin.stats import restored_ms
 
 if TYPE_CHECKING:
-    from delayer.audit.findings import Report
+    from delayer.audit.findings import AuditReport
     from delayer.audit.job import Audited, Options
 
 
@@ -152,7 +152,7 @@ def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:
         return job.run(session, options, say)
 
 
-def _tell(report: Report, *, as_json: bool) -> None:
+def _tell(report: AuditReport, *, as_json: bool) -> None:
     if as_json:
         click.echo(report.to_json())
         return

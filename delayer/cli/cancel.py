@@ -34,7 +34,7 @@ from delayer.core.filters import Filter, Token
 from delayer.core.readable import counted
 from delayer.store.admin import actions, listing
 from delayer.store.admin.actions import PAST, Do, When
-from delayer.store.admin.detail import ABSENT, Found, absent
+from delayer.store.admin.detail import ABSENT, FoundIn, absent
 
 
 class Change(NamedTuple):
@@ -136,7 +136,7 @@ def _act(
 def _named(url: str, change: Change, tokens: Sequence[Token], *, dry_run: bool, as_json: bool) -> int:
     verb, do, new = change
 
-    async def work() -> dict[int, Found]:
+    async def work() -> dict[int, FoundIn]:
         asked = {"ids": [str(token) for token in tokens], **new}
         async with actions.recorded(url, whoami(), verb, asked) as (connection, act):
             return await actions.named(connection, do, tokens, act)
@@ -155,9 +155,9 @@ def _named(url: str, change: Change, tokens: Sequence[Token], *, dry_run: bool, 
     return DONE if set(found.values()).isdisjoint(ABSENT) else FOUND
 
 
-def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], new: Mapping[str, Any]) -> None:
+def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, FoundIn], new: Mapping[str, Any]) -> None:
     """Print the new instants and the new names. A message that was due at once may be delivered by now."""
-    waiting = [one for one in tokens if found[one.id] in (Found.WAITING, Found.SEGMENT)]
+    waiting = [one for one in tokens if found[one.id] in (FoundIn.WAITING, FoundIn.SEGMENT)]
 
     def named(token: Token) -> Token:
         by_ms = new.get("by_ms")
@@ -191,7 +191,7 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
         note("Nothing was changed.")
         return DONE
 
-    async def work() -> Counter[Found]:
+    async def work() -> Counter[FoundIn]:
         async with actions.recorded(url, whoami(), verb, {**wanted.as_dict(), **new}) as (connection, act):
             with progress() as say:
                 step = f"{verb.capitalize()} messages"
@@ -201,8 +201,8 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
 
     done = asyncio.run(work())
     if as_json:
-        doubtful = {"unreadable": done[Found.UNREADABLE]} if done[Found.UNREADABLE] else {}
-        figures = {"matched": meant.messages, "done": actions.met(done), "too_late": done[Found.NOWHERE]}
+        doubtful = {"unreadable": done[FoundIn.UNREADABLE]} if done[FoundIn.UNREADABLE] else {}
+        figures = {"matched": meant.messages, "done": actions.met(done), "too_late": done[FoundIn.NOWHERE]}
         print_json(figures | doubtful)
     else:
         click.echo(" ".join([f"{PAST[verb]}: {actions.met(done):,}{target}.", *actions.unmet(done)]))

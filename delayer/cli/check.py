@@ -43,7 +43,7 @@ class Row(NamedTuple):
     advice: str = ""
 
 
-class Report(list[Row]):
+class CheckReport(list[Row]):
     """The rows so far."""
 
     def add(self, what: str, result: Result, found: object, advice: str = "") -> None:
@@ -77,7 +77,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     sealed: list[str] = []
     settings = request.settings(sealed if offline else None)
     where = f"read from {request.file}" if request.file else "defaults, environment and flags; no file"
-    report = Report()
+    report = CheckReport()
     report.add("configuration", "ok", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")
     if sealed:
         report.add("credentials", "note", f"not looked into, as only the service may read them: {', '.join(sealed)}")
@@ -95,7 +95,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     context.exit(code)
 
 
-def _configuration(report: Report, settings: Settings) -> None:
+def _configuration(report: CheckReport, settings: Settings) -> None:
     """What the settings alone show: a page that others reach, and rates that make messages late or have no effect."""
     listen = settings.http.listen
     if listen and not is_loopback(listen.rpartition(":")[0]):
@@ -115,12 +115,12 @@ def _configuration(report: Report, settings: Settings) -> None:
         report.add("routes", "note", found, 'set mode = "store", or leave max_rate out')
 
 
-async def _servers(report: Report, settings: Settings) -> None:
+async def _servers(report: CheckReport, settings: Settings) -> None:
     mark = ""
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
             mark = broker_mark(admin.cluster, Address.parse(settings.broker_url).vhost)
-            rows = Report()  # Lost with the connection: a half of them would read as if all were well.
+            rows = CheckReport()  # Lost with the connection: a half of them would read as if all were well.
             await _broker(rows, admin, settings)
             report += rows
     except (BrokerLost, BrokerRefused) as error:
@@ -128,7 +128,7 @@ async def _servers(report: Report, settings: Settings) -> None:
     await _store(report, settings, mark)
 
 
-async def _broker(report: Report, admin: Admin, settings: Settings) -> None:
+async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
     report.add("broker", "ok", str(settings.broker.url))
     await _topology(report, admin, settings)
     state = await admin.state(settings.intake.queue)
@@ -149,7 +149,7 @@ async def _broker(report: Report, admin: Admin, settings: Settings) -> None:
     await _set_aside(report, admin, settings)
 
 
-async def _topology(report: Report, admin: Admin, settings: Settings) -> None:
+async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> None:
     findings = await admin.verify(topology_of(settings))
     wrong = [one for one in findings if one.severity == "error"]
     missing = [f"{one.kind} {one.name}" for one in wrong if one.found == "nothing"]
@@ -182,7 +182,7 @@ async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[st
     return found, f"{how} or choose another name; the broker names the first difference only"
 
 
-async def _taken_over(report: Report, admin: Admin, settings: Settings) -> None:
+async def _taken_over(report: CheckReport, admin: Admin, settings: Settings) -> None:
     """The cascades of other systems. Their owners declare missing parts."""
     for table in settings.takeovers:
         cascade = Cascade(table.cascade, owner=table.prefix)
@@ -203,7 +203,7 @@ async def _taken_over(report: Report, admin: Admin, settings: Settings) -> None:
             report.add("takeover", "ok", f"{of}: {len(depths)} levels, {waiting} messages in them")
 
 
-async def _left_in_the_cascade(report: Report, admin: Admin, due_queue: str) -> None:
+async def _left_in_the_cascade(report: CheckReport, admin: Admin, due_queue: str) -> None:
     """Whether a daemon in store mode may consume the rest of native mode. The rights of store mode do not allow it."""
     try:
         # Asked first, because a broker also refuses the right to read a missing queue.
@@ -220,7 +220,7 @@ BYTES_DELAYED: Final = 1_200
 """The broker's memory for each message that it delays, of 512 bytes: 108 to 330 bytes, and this much for a while."""
 
 
-async def _delayed_by_the_broker(report: Report, admin: Admin, settings: Settings) -> None:
+async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
     """Messages that RabbitMQ itself delays. In the due queue they are envelopes. In other queues they are publishers'
     messages, and nobody can list, cancel or bound them."""
     delayed = await admin.delayed(queues_at_work(settings), fresh=False)
@@ -243,7 +243,7 @@ async def _delayed_by_the_broker(report: Report, admin: Admin, settings: Setting
         report.add("broker's delays", "ok", found)
 
 
-async def _set_aside(report: Report, admin: Admin, settings: Settings) -> None:
+async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> None:
     """Messages on the broker that wait for an operator."""
     refused, strays = settings.refused.queue, cascade_of(settings).strays
     depths = await admin.depths([refused])
@@ -266,7 +266,7 @@ UNOWNED_MS: Final = 30_000
 """A message may be overdue for so long in a lane without an owner: daemons take such lanes within seconds."""
 
 
-async def _store(report: Report, settings: Settings, mark: str) -> None:
+async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
     """``mark``: that of our broker; "" if unknown."""
     url = settings.store_url
     if url is None:
@@ -306,7 +306,7 @@ async def _store(report: Report, settings: Settings, mark: str) -> None:
         report.add("segments", "off", found, "see docs/backlog.md; their bytes are kept")
 
 
-def _locks(report: Report, need: setup.LockNeed) -> None:
+def _locks(report: CheckReport, need: setup.LockNeed) -> None:
     """Whether the server's lock table is large enough for all locks that the store may take at once."""
     found = f"max_locks_per_transaction is {need.allowed}"
     if need.enough:
@@ -321,7 +321,7 @@ def _locks(report: Report, need: setup.LockNeed) -> None:
     )
 
 
-def _lanes(report: Report, seen: stats.StoreOverview, mark: str) -> None:
+def _lanes(report: CheckReport, seen: stats.StoreOverview, mark: str) -> None:
     """Whether every due message has a daemon that releases it, and whether all of them are of our broker."""
     owned = [lane for lane in seen.lanes if lane.alive]
     if owned:

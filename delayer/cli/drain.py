@@ -28,7 +28,7 @@ from delayer.core.delay_headers import seconds_until
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
 from delayer.core.hold import Confirmed
-from delayer.core.importing import Meant
+from delayer.core.importing import ImportSelection
 from delayer.core.message import Due, Outgoing
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
@@ -147,7 +147,7 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
         source = CascadeLevels(
             url=settings.broker_url,
             cascade=levels,
-            meant=Meant(),
+            meant=ImportSelection(),
             now=book.now_ms,
             due_queue=settings.native.due_queue.encode(),
             to_exchange=levels.delivery.encode(),

@@ -30,26 +30,26 @@ def broker_advice(lost: Exception) -> str:
     return errors.certificate_advice(str(lost), *errors.OF_BROKER) or BROKER_RUNS
 
 
-class Failure(click.ClickException):
+class CommandError(click.ClickException):
     """An expected error: a message without a traceback. The subclasses have the exit codes."""
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(f"delayer: {self.message}", file=file, err=True)
 
 
-class Off(Failure):
+class Off(CommandError):
     """A defect that a command found, or work that it could not do."""
 
     exit_code = FOUND
 
 
-class Misused(Failure):
+class Misused(CommandError):
     """A mistake in the usage or the configuration."""
 
     exit_code = USAGE
 
 
-class Unreached(Failure):
+class Unreached(CommandError):
     """Broker or store out of reach."""
 
     exit_code = OUT_OF_REACH
@@ -61,13 +61,13 @@ EXPECTED_ERRORS = (
 )  # fmt: skip
 
 
-def failure(error: Exception) -> Failure:
+def failure(error: Exception) -> CommandError:
     """The failure and its next step, for one of :data:`EXPECTED_ERRORS`."""
     text = readable(str(error)).removesuffix(".")  # The broker ends its sentences with a full stop, and so do we.
     match error:
         case ConfigError(problems=problems):
             lines = "\n".join(f"  {problem}" for problem in problems)
-            made: Failure = Misused(
+            made: CommandError = Misused(
                 f"the configuration has {len(problems)} mistake{'s' * (len(problems) > 1)}:\n{lines}"
             )
         case TopologyMismatch(mismatches=mismatches):

@@ -139,7 +139,7 @@ def _act(
     wanted = selected(tokens, given, everything=everything)
     url = store_url(request_of(context).settings())
     ids = {token.id for token in tokens}
-    meant = Meant(wanted, ids)
+    meant = ChosenHeld(wanted, ids)
     messages, last, missing = ask_store(url, "look at held messages", lambda connection: _count(connection, meant))
     question = f"{verb.capitalize()} {counted(messages, 'held message')}"
     go_on(context, question, map(str, missing), some=messages > 0, named=bool(tokens), dry_run=dry_run, yes=yes)
@@ -148,7 +148,7 @@ def _act(
         context.exit(FOUND)
 
 
-class Meant(NamedTuple):
+class ChosenHeld(NamedTuple):
     """The held messages with these ``ids``, or all that match ``wanted`` up to the id ``last``."""
 
     wanted: Filter
@@ -156,7 +156,7 @@ class Meant(NamedTuple):
     last: int = MAX_ID
 
 
-async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[list[HeldEntry]]:
+async def _pages(connection: asyncpg.Connection, meant: ChosenHeld) -> AsyncIterator[list[HeldEntry]]:
     """The messages page by page, because there may be millions."""
     if meant.ids:
         yield await detail.held_named(connection, meant.ids)
@@ -169,7 +169,7 @@ async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[
         after = page.after
 
 
-async def _count(connection: asyncpg.Connection, meant: Meant) -> tuple[int, int, Set[int]]:
+async def _count(connection: asyncpg.Connection, meant: ChosenHeld) -> tuple[int, int, Set[int]]:
     """The number of matches, the last id, and the ids that are not held."""
     messages, last, missing = 0, 0, set(meant.ids)
     async for page in _pages(connection, meant):
@@ -180,7 +180,7 @@ async def _count(connection: asyncpg.Connection, meant: Meant) -> tuple[int, int
     return messages, last, missing
 
 
-async def _do(url: str, verb: str, meant: Meant) -> int:
+async def _do(url: str, verb: str, meant: ChosenHeld) -> int:
     """Retry or drop all counted messages that are still held, and no later ones."""
     asked = {"ids": sorted(meant.ids)} if meant.ids else meant.wanted.as_dict()
     done = 0

@@ -16,16 +16,16 @@ from delayer.cli.errors import DONE, FOUND, Misused, Off, Unreached
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, read_as, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
-from delayer.core.importing import OTHER_REASONS, Meant, Run, read_rewrite
+from delayer.core.importing import OTHER_REASONS, ImportSelection, Run, read_rewrite
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.state_machine import (
     BadSource,
     CountMismatch,
     ImportImpossible,
+    ImportReport,
+    ImportSource,
     Preview,
-    Report,
-    Source,
     SourceLost,
 )
 from delayer.store.admin.importing import ImportBusy, ImportStore
@@ -125,7 +125,7 @@ def _json_of(run: Run) -> dict[str, Any]:
     return {name: getattr(run, name) for name in names}
 
 
-def tell_report(report: Report, as_json: bool) -> None:
+def tell_report(report: ImportReport, as_json: bool) -> None:
     if as_json:
         print_json(
             {
@@ -171,10 +171,10 @@ class Wanted(NamedTuple):
     """The parameters of every source: the settings, and the chosen messages."""
 
     settings: Settings
-    meant: Meant
+    meant: ImportSelection
 
 
-Make = Callable[[Wanted, dict[str, Any], ImportStore], Source]
+Make = Callable[[Wanted, dict[str, Any], ImportStore], ImportSource]
 """Makes a source from its options. May raise ImportImpossible, SourceLost, ValueError."""
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -245,7 +245,7 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
             note("Nothing was done.")
             return
 
-    async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
+    async def go(source: ImportSource, book: ImportStore, judge: Destinations) -> ImportReport:
         with progress() as say:
             return await state_machine.run(source, book, judge, whoami(), say, again=again)
 
@@ -287,7 +287,7 @@ def _with(
 ) -> T:
     """Open the store and the source, and call ``act``. Raises expected errors as Failure."""
     settings = request_of(context).settings()
-    wanted = Wanted(settings, Meant(*(given.pop(name) for name in ("cutoff_ms", "limit", "rewrites"))))
+    wanted = Wanted(settings, ImportSelection(*(given.pop(name) for name in ("cutoff_ms", "limit", "rewrites"))))
     verified = not given.pop("unverified")
     if settings.store_url is None:
         raise Misused(NO_STORE)

@@ -28,7 +28,7 @@ from delayer.core.filters import MAX_ID, Token, read_token
 from delayer.core.readable import away
 from delayer.store.admin import audit_log as audit_trail
 from delayer.store.admin import detail, listing
-from delayer.store.admin.detail import Found, Whole
+from delayer.store.admin.detail import FoundIn, Whole
 from delayer.store.admin.listing import BEGINNING, Entry
 
 
@@ -91,10 +91,10 @@ def list_(
         raise click.UsageError("give either ids or a filter")
     begin = _behind(after)
 
-    async def look(connection: asyncpg.Connection) -> tuple[listing.Found, list[Entry]]:
+    async def look(connection: asyncpg.Connection) -> tuple[listing.FoundPage, list[Entry]]:
         if tokens:
             entries, broken = await listing.named(connection, tokens)
-            return listing.Found([one.place for one in entries], {}, None, bounded=False, broken=broken), entries
+            return listing.FoundPage([one.place for one in entries], {}, None, bounded=False, broken=broken), entries
         found = await listing.find(connection, wanted, reading.header_test(wanted), limit, begin)
         return found, await listing.entries(connection, found)
 
@@ -186,7 +186,7 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
         raise Misused(f"expected {error}, found {token!r}") from None
     settings = request_of(context).settings()
     found = ask_store(store_url(settings), "show", lambda connection: detail.show(connection, asked))
-    if isinstance(found, Found):
+    if isinstance(found, FoundIn):
         note(detail.absent(asked, found))
         say_native(settings)
         context.exit(FOUND)

@@ -126,7 +126,7 @@ def compact(
     _end(context, done.broken, done.lost, "A segment did not read back, its messages stayed rows", parts)
 
 
-def _tell_packed(done: compaction.Done, *, as_json: bool) -> None:
+def _tell_packed(done: compaction.CompactionResult, *, as_json: bool) -> None:
     shrunk = done.shrunk
     totals = {name: done.total(name) for name in ("messages", "segments", "raw_bytes", "packed_bytes")}
     figures = {
@@ -195,7 +195,7 @@ def restore(
     if dry_run:
         _tell_to_restore(planned, as_json=as_json)
         return
-    done = job.Done((), 0.0)
+    done = job.RestoreResult((), 0.0)
     if planned.segments:
         done = _with_spark("delayer restore", master, conf, lambda session, say: job.run(session, url, planned, say))
     _tell_restored(done, as_json=as_json)
@@ -203,7 +203,7 @@ def restore(
     _end(context, done.broken, done.lost, "Broken, and kept as it is", parts)
 
 
-def _tell_to_restore(planned: restoration.Plan, *, as_json: bool) -> None:
+def _tell_to_restore(planned: restoration.RestorePlan, *, as_json: bool) -> None:
     segments = planned.segments
     figures = {
         "messages": planned.messages,
@@ -220,7 +220,7 @@ def _tell_to_restore(planned: restoration.Plan, *, as_json: bool) -> None:
     _tell(figures, text, as_json=as_json)
 
 
-def _tell_restored(done: restoration.Done, *, as_json: bool) -> None:
+def _tell_restored(done: restoration.RestoreResult, *, as_json: bool) -> None:
     figures = {
         "messages": done.messages,
         "segments": done.segments,

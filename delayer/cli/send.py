@@ -23,7 +23,7 @@ from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import Misused, Off
 from delayer.cli.options import Request, duration, fixed_instant, pair
 from delayer.cli.output import note, progress, quoted
-from delayer.config.model import Route, Settings
+from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import duration_text
 from delayer.core.errors import BrokerLost
 from delayer.core.readable import duration as duration_in_words
@@ -36,7 +36,7 @@ Value = str | int | float | bool
 
 
 @dataclass(slots=True)
-class Message:
+class MessageToSend:
     """The message to publish. ``timestamp``: epoch seconds. ``due_ms``: when this host's clock expects it back, epoch
     ms; None if unknown."""
 
@@ -56,7 +56,7 @@ class Untaken(NamedTuple):
 
 
 async def publish(
-    url: str, message: Message, count: int, id_of: Callable[[int], str], say: Callable[[int], None]
+    url: str, message: MessageToSend, count: int, id_of: Callable[[int], str], say: Callable[[int], None]
 ) -> Untaken | None:
     """Publish ``message`` ``count`` times. Stops after the first window with a message that the broker did not take,
     and returns that one. ``say`` hears the number of confirmed messages.
@@ -81,7 +81,7 @@ async def publish(
     return None
 
 
-async def _publish_all(channel: Wire, message: Message, ids: Sequence[str]) -> list[str | None]:
+async def _publish_all(channel: Wire, message: MessageToSend, ids: Sequence[str]) -> list[str | None]:
     """For each message None if it is confirmed, else the reason. Raises the first error that is no such reason."""
     publishes = [_publish(channel, message, message_id) for message_id in ids]
     # All have ended then, whether they failed or not.
@@ -95,7 +95,7 @@ async def _publish_all(channel: Wire, message: Message, ids: Sequence[str]) -> l
     return [one for one in outcomes if not isinstance(one, BaseException)]
 
 
-async def _publish(channel: Wire, message: Message, message_id: str) -> str | None:
+async def _publish(channel: Wire, message: MessageToSend, message_id: str) -> str | None:
     """None when it is confirmed, else the reason why not."""
     properties = Basic.Properties(
         headers={**message.headers} or None,
@@ -234,7 +234,7 @@ def _id(first: str, count: int, number: int) -> str:
     return first if count == 1 else f"{first}-{number + 1}"
 
 
-def _sent(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
+def _sent(url: str, message: MessageToSend, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
     """Publish messages, with progress. Returns the first that was not taken, and the number that were."""
     confirmed = 0
     with progress() as say:
@@ -252,7 +252,7 @@ def _sent(url: str, message: Message, count: int, id_of: Callable[[int], str]) -
             raise
 
 
-def _route(settings: Settings, name: str | None) -> Route:
+def _route(settings: Settings, name: str | None) -> RouteTable:
     known = ", ".join(quoted(route.from_) for route in settings.routes)
     if name is None:
         if len(settings.routes) > 1:
@@ -264,10 +264,12 @@ def _route(settings: Settings, name: str | None) -> Route:
     return route
 
 
-def prepared(route: Route, intake_queue: str, key: str, body: bytes, headers: Mapping[str, Value]) -> Message:
+def prepared(
+    route: RouteTable, intake_queue: str, key: str, body: bytes, headers: Mapping[str, Value]
+) -> MessageToSend:
     """The message without its delay. Straight to the intake queue, the routing key is that queue's name. A header then
     carries the key of the destination."""
-    message = Message(route.from_, key, body, dict(headers))
+    message = MessageToSend(route.from_, key, body, dict(headers))
     if not route.from_:
         message.routing_key = intake_queue
         if key:
@@ -277,7 +279,7 @@ def prepared(route: Route, intake_queue: str, key: str, body: bytes, headers: Ma
     return message
 
 
-def ask(message: Message, route: Route, delay_ms: int | None, at_ms: int | None, *, now_ms: int) -> None:
+def ask(message: MessageToSend, route: RouteTable, delay_ms: int | None, at_ms: int | None, *, now_ms: int) -> None:
     """Put the delay into ``message``, in the first form that its route reads. Raises Misused if no form fits."""
     if delay_ms is None and at_ms is None:
         message.due_ms = None if set(message.headers) & {*_RELATIVE, *_ABSOLUTE} else now_ms + route.default_delay_ms
@@ -300,7 +302,7 @@ def ask(message: Message, route: Route, delay_ms: int | None, at_ms: int | None,
         raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")
 
 
-def _said(message: Message, first: str, count: int, now_ms: int) -> str:
+def _said(message: MessageToSend, first: str, count: int, now_ms: int) -> str:
     what = f"message_id {first}"
     if count > 1:
         what = f"{count} messages, message_id {_id(first, count, 0)} to {_id(first, count, count - 1)},"

@@ -80,7 +80,7 @@ def _json_of_stray(one: Stray) -> dict[str, Any]:
     }
 
 
-class Kind(NamedTuple):
+class SetAsideQueue(NamedTuple):
     """One of the two queues, and its words. ``row``, ``figures``: a message in a table, and for programs. ``right``:
     the column with numbers. ``stays``: what a message stays that could not be retried. ``limit``: messages that a list
     looks at; None for KEPT."""
@@ -100,7 +100,7 @@ class Kind(NamedTuple):
     example: str
 
 
-REFUSED: Final = Kind(
+REFUSED: Final = SetAsideQueue(
     "refused", "refused messages", "refused", "Published again", refused_of,
     ("id", "came in at", "bytes", "message_id", "reason"), 2, _refused_row, _json_of_refused, 50,
     """List, retry or drop refused messages. They could not be delayed, and are in the queue refused.queue.
@@ -114,7 +114,7 @@ REFUSED: Final = Kind(
     """,
     "--reason 'too long' --from orders.in",
 )  # fmt: skip
-STRAYS: Final = Kind(
+STRAYS: Final = SetAsideQueue(
     "strays", "strays", "a stray", "On their way again", strays_of,
     ("id", "due", "to", "attempts", "reason"), 3, _stray_row, _json_of_stray, None,
     """List, retry or drop strays: messages in the strays queue on the broker, where no store holds them. Their
@@ -128,7 +128,7 @@ STRAYS: Final = Kind(
 )  # fmt: skip
 
 
-def _list(context: click.Context, /, kind: Kind, *, limit: int | None, as_json: bool, **given: Any) -> None:
+def _list(context: click.Context, /, kind: SetAsideQueue, *, limit: int | None, as_json: bool, **given: Any) -> None:
     settings = request_of(context).settings()
     seen = asyncio.run(_look(settings, kind, _selection(**given), limit))
     if as_json:
@@ -147,7 +147,15 @@ def _list(context: click.Context, /, kind: Kind, *, limit: int | None, as_json: 
 
 
 def _change(
-    context: click.Context, /, kind: Kind, verb: str, *, everything: bool, dry_run: bool, yes: bool, **given: Any
+    context: click.Context,
+    /,
+    kind: SetAsideQueue,
+    verb: str,
+    *,
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+    **given: Any,
 ) -> None:
     """Look at the messages, ask, then retry or drop exactly these."""
     wanted = _selection(**given)
@@ -173,11 +181,11 @@ def _selection(ids: Sequence[str], reason: str, exchange: str | None) -> Selecti
     return Selection(frozenset(ids), reason, exchange)
 
 
-def _say_cut(kind: Kind, seen: Result[Any]) -> None:
+def _say_cut(kind: SetAsideQueue, seen: Result[Any]) -> None:
     note(f"The queue has {seen.depth:,} {kind.noun}; only the first {seen.looked:,} were looked at.")
 
 
-async def _look(settings: Settings, kind: Kind, wanted: Selection, limit: int | None = None) -> Result[Any]:
+async def _look(settings: Settings, kind: SetAsideQueue, wanted: Selection, limit: int | None = None) -> Result[Any]:
     """In store mode there may be no strays queue: the store holds such messages."""
     try:
         return await kind.queue(settings).look(wanted, limit)
@@ -187,7 +195,7 @@ async def _look(settings: Settings, kind: Kind, wanted: Selection, limit: int | 
         return Result(0)
 
 
-async def _recorded(settings: Settings, kind: Kind, verb: str, wanted: Selection, limit: int) -> Result[Any]:
+async def _recorded(settings: Settings, kind: SetAsideQueue, verb: str, wanted: Selection, limit: int) -> Result[Any]:
     """Make the change. With a store, a change of refused messages gets an entry in the audit log."""
     queue = kind.queue(settings)
     if kind is REFUSED and settings.store_url is not None:
@@ -215,7 +223,7 @@ def _selecting(command: Any) -> Any:
     return click.argument("ids", nargs=-1, metavar="[ID]...")(command)
 
 
-def _group(kind: Kind) -> click.Group:
+def _group(kind: SetAsideQueue) -> click.Group:
     """The verbs of one queue."""
     limit = click.option(
         "--limit", type=click.IntRange(1, KEPT), default=kind.limit, show_default=True, help="Messages to look at."

@@ -17,10 +17,10 @@ from delayer.config.values import broker_url, management_url
 from delayer.core.cascade import KINDS, Cascade
 from delayer.core.message import Target
 from delayer.imports.cascade import CascadeLevels
-from delayer.imports.files import DelayedExchange, JsonLines, Plan
+from delayer.imports.files import DelayedExchange, DumpPlan, JsonLines
 from delayer.imports.hold_queues import HoldQueues, Said
 from delayer.imports.raven import RavenExport
-from delayer.imports.state_machine import BadSource, Source
+from delayer.imports.state_machine import BadSource, ImportSource
 from delayer.store.admin.importing import ImportStore
 
 __all__ = ["import_"]
@@ -55,7 +55,7 @@ def _from_url(given: dict[str, Any]) -> str | None:
     ),
     *_broker_options,
 )
-def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
+def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
     kind, prefix = given["kind"], given["prefix"]
     try:
         if kind == "delayer":
@@ -105,7 +105,7 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
     ),
     *_broker_options,
 )
-def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
+def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
     settings = wanted.settings
     own = queues_at_work(settings)
     for name in given["queues"]:
@@ -131,7 +131,7 @@ file_argument = click.argument("file", type=click.Path(path_type=Path, dir_okay=
 
 
 @source("jsonl", "A file that `delayer export` wrote.", file_argument)
-def _jsonl(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
+def _jsonl(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
     return JsonLines(path=given["file"], notes=book, meant=wanted.meant)
 
 
@@ -159,7 +159,7 @@ def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, 
         help="Publish messages of FROM to TO. May be repeated.",
     ),
 )  # fmt: skip
-def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
+def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
     vhost = given["vhost"]
     if vhost is None:
         vhost = Address.parse(wanted.settings.broker_url).vhost
@@ -168,7 +168,7 @@ def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) 
         for one in wanted.settings.routes
         if one.from_
     }
-    plan = Plan(raw(vhost), by_route | given["exchanges"])
+    plan = DumpPlan(raw(vhost), by_route | given["exchanges"])
     return DelayedExchange(path=given["file"], notes=book, meant=wanted.meant, plan=plan)
 
 
@@ -195,7 +195,7 @@ _database_options = (
 
 
 def _timeouts(name: str) -> Make:
-    def make(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
+    def make(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> ImportSource:
         from delayer.imports.sql import SqlTimeouts  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
 
         return SqlTimeouts(name=name, meant=wanted.meant, **given)
@@ -227,5 +227,5 @@ source(
     click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint owns. [default: all]"),
     _reply_option,
 )
-def _nservicebus_raven(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
+def _nservicebus_raven(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
     return RavenExport(path=given.pop("file"), notes=book, meant=wanted.meant, **given)

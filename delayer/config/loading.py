@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError, Expected, Problem, show
-from delayer.config.model import Destination, Retry, Route, Settings, Takeover
+from delayer.config.model import DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
 from delayer.config.sources import Environment, File, Flags, Merged, keys_of, known_keys, unknown_key, value_at
 from delayer.config.texts import duration_text
 from delayer.config.values import duration_ms
@@ -30,10 +30,10 @@ _CREDENTIALS_HINT = (
 
 # Tables in lists, and in tables of lists, by the last part of their place.
 _TABLES_WITHIN: Mapping[str, type[BaseModel]] = {
-    "route": Route,
-    "retry": Retry,
-    "takeover": Takeover,
-    "destination": Destination,
+    "route": RouteTable,
+    "retry": RetryTable,
+    "takeover": TakeoverTable,
+    "destination": DestinationTable,
 }
 _EXPECTED = {
     "missing": "a value",

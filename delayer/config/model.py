@@ -37,7 +37,7 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
 
 
-class Broker(Table):
+class BrokerTable(Table):
     url: values.BrokerUrl = SecretUrl(DEFAULT_BROKER_URL)
     url_file: values.Path | None = None
     ca_file: values.Path | None = None
@@ -55,7 +55,7 @@ class Broker(Table):
         return key_file
 
 
-class Intake(Table):
+class IntakeTable(Table):
     queue: values.Queue = "delays"
     prefetch: Annotated[StrictInt, Field(ge=1, le=65_535)] = 5_000
     give_back_after_ms: values.GiveBackMs = Field(default=480_000, alias="give_back_after")
@@ -76,7 +76,7 @@ def _delay_forms(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-class Retry(Table):
+class RetryTable(Table):
     """How a route's dead letters go back to the queues that gave them up."""
 
     first_ms: values.DurationMs = Field(default=5_000, alias="first")
@@ -94,7 +94,7 @@ class Retry(Table):
         return longest_ms
 
 
-class Route(Table):
+class RouteTable(Table):
     """The rules for messages that came through the exchange ``from_``. ``""`` is straight to the intake queue."""
 
     from_: values.Exchange = Field(alias="from")
@@ -106,11 +106,11 @@ class Route(Table):
     late_limit_ms: values.Limit = Field(default=None, alias="late_limit")
     late_action: Literal["deliver", "hold"] = "deliver"
     max_rate: Annotated[StrictInt, Field(ge=0, le=1_000_000)] = 0
-    retry: Retry | None = None
+    retry: RetryTable | None = None
 
     @field_validator("retry")
     @classmethod
-    def _alone(cls, retry: Retry | None, info: ValidationInfo) -> Retry | None:
+    def _alone(cls, retry: RetryTable | None, info: ValidationInfo) -> RetryTable | None:
         others = ("to", "routing_key", "default_delay_ms", "allow_exchanges")
         if retry is not None and any(info.data.get(name) for name in others):
             raise Expected(
@@ -142,7 +142,7 @@ def _routes(value: object) -> object:
 SAMPLE_ROUTE: dict[str, Any] = {"from": "delayer.in", "to": "delayer.out"}
 
 
-class Takeover(Table):
+class TakeoverTable(Table):
     """The levels of another system's cascade that the daemon empties into the store."""
 
     cascade: Literal["nservicebus-v2", "nservicebus-v1", "celery"]
@@ -159,7 +159,7 @@ class Takeover(Table):
         return prefix
 
 
-class Destination(Table):
+class DestinationTable(Table):
     """An exchange with a queue bound to it, which delayer declares for its users."""
 
     exchange: values.Exchange = ""
@@ -175,13 +175,13 @@ def _tables(value: object) -> object:
     return tuple(value)
 
 
-class Native(Table):
+class NativeTable(Table):
     prefix: values.Prefix = "delayer."
     due_queue: values.DueQueue = "delays.due"
     strategy: Literal["auto", "cascade", "queue"] = "auto"
 
 
-class Store(Table):
+class StoreTable(Table):
     """``url`` is None where no store was configured; see :attr:`Settings.store_url`."""
 
     url: values.StoreUrl | None = None
@@ -191,11 +191,11 @@ class Store(Table):
     restore_ahead_ms: values.RestoreAheadMs = Field(default=86_400_000, alias="restore_ahead")
 
 
-class Refused(Table):
+class RefusedTable(Table):
     queue: values.Queue = "delays.refused"
 
 
-class Http(Table):
+class HttpTable(Table):
     """``token`` is what changing anything over HTTP needs; None: nothing can be changed there."""
 
     listen: values.Listen = "127.0.0.1:9419"
@@ -203,7 +203,7 @@ class Http(Table):
     token_file: values.Path | None = None
 
 
-class Log(Table):
+class LogTable(Table):
     format: Literal["json", "console"] = "json"
     level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -212,18 +212,20 @@ class Settings(Table):
     """Everything that can be set. Built once, by :func:`delayer.config.load`; in tests by ``model_validate``."""
 
     mode: Literal["native", "store"] = "store"
-    broker: Broker = Broker()
-    intake: Intake = Intake()
-    routes: Annotated[tuple[Route, ...], BeforeValidator(_routes)] = Field(
-        default=(Route.model_validate(SAMPLE_ROUTE),), alias="route"
+    broker: BrokerTable = BrokerTable()
+    intake: IntakeTable = IntakeTable()
+    routes: Annotated[tuple[RouteTable, ...], BeforeValidator(_routes)] = Field(
+        default=(RouteTable.model_validate(SAMPLE_ROUTE),), alias="route"
     )
-    takeovers: Annotated[tuple[Takeover, ...], BeforeValidator(_tables)] = Field(default=(), alias="takeover")
-    destinations: Annotated[tuple[Destination, ...], BeforeValidator(_tables)] = Field(default=(), alias="destination")
-    native: Native = Native()
-    store: Store = Store()
-    refused: Refused = Refused()
-    http: Http = Http()
-    log: Log = Log()
+    takeovers: Annotated[tuple[TakeoverTable, ...], BeforeValidator(_tables)] = Field(default=(), alias="takeover")
+    destinations: Annotated[tuple[DestinationTable, ...], BeforeValidator(_tables)] = Field(
+        default=(), alias="destination"
+    )
+    native: NativeTable = NativeTable()
+    store: StoreTable = StoreTable()
+    refused: RefusedTable = RefusedTable()
+    http: HttpTable = HttpTable()
+    log: LogTable = LogTable()
 
     @property
     def broker_url(self) -> str:
@@ -253,5 +255,5 @@ class Settings(Table):
         """The URL of the broker's management API, or None. Holds the password."""
         return self.broker.management_url.reveal() if self.broker.management_url else None
 
-    def route_from(self, exchange: str) -> Route | None:
+    def route_from(self, exchange: str) -> RouteTable | None:
         return next((route for route in self.routes if route.from_ == exchange), None)

@@ -63,7 +63,7 @@ def unknown_key(source: str, key: str, name: str, candidates: Iterable[str], hin
     return Problem(source, key, "a known key", "an unknown one", f"did you mean {near[0]}?" if near else hint)
 
 
-class Source(PydanticBaseSettingsSource):
+class SettingsSource(PydanticBaseSettingsSource):
     """One source: its raw values, the name of the place of each, and its mistakes."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Source(PydanticBaseSettingsSource):
         raise NotImplementedError
 
 
-class File(Source):
+class File(SettingsSource):
     """The TOML file."""
 
     def __init__(self, path: Path | None) -> None:
@@ -131,7 +131,7 @@ class File(Source):
         return {}
 
 
-class Texts(Source):
+class Texts(SettingsSource):
     """A source whose values are texts. Lists and tables are JSON."""
 
     def __init__(self, texts: Sequence[tuple[Key, str, str]]) -> None:
@@ -193,7 +193,7 @@ class Layers(BaseSettings):
 
     model_config = SettingsConfigDict(extra="allow", hide_input_in_errors=True)
 
-    def __init__(self, sources: tuple[Source, ...]) -> None:
+    def __init__(self, sources: tuple[SettingsSource, ...]) -> None:
         super().__init__(_build_sources=(sources, {}))
 
     @classmethod
@@ -204,7 +204,7 @@ class Layers(BaseSettings):
 class Merged:
     """The merged values of some sources, the place of each value, and all mistakes so far."""
 
-    def __init__(self, *sources: Source) -> None:
+    def __init__(self, *sources: SettingsSource) -> None:
         """``sources``: the one with the highest priority first."""
         self._sources = sources
         layers = Layers(sources)

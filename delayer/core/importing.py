@@ -62,7 +62,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ImportBatch:
     """The next messages, in the order of due times. ``progress`` is committed with them. ``again``: the number of
     committed messages that the source still had; it only has to remove them."""
 
@@ -72,7 +72,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Meant:
+class ImportSelection:
     """The messages to take from a source: due at ``cutoff_ms`` or later, and of those the first ``limit`` ones.
     ``rewrites``: their destinations get new names."""
 

@@ -33,7 +33,7 @@ from delayer.core.delay_headers import (
 from delayer.core.delay_sources import DEFAULT_FORMS, source_of
 from delayer.core.hold import Hold, too_late
 from delayer.core.message import SHORT_STRING, KeyGroup, Target, as_bytes, is_direct_reply
-from delayer.core.retry_policy import NoFailure, Retry, failure, wait_ms
+from delayer.core.retry_policy import NoFailure, RetryPolicy, failure, wait_ms
 
 LATEST_MS: Final = 253_402_300_799_999
 """The end of the year 9999. Not every store, and not every program that reads one, accepts later times."""
@@ -59,7 +59,7 @@ class Route:
     allow_exchanges: tuple[str, ...] = ()
     late_limit_ms: int | None = None
     """The daemon holds later messages instead of delivering them; None: no message is too late."""
-    retry: Retry | None = None
+    retry: RetryPolicy | None = None
     paced: bool = False
     """Whether its messages are released at a limited rate. In store mode all of them are parked, also those due now."""
     sources: tuple[tuple[str, Source], ...] = field(init=False, repr=False, compare=False)
@@ -228,7 +228,7 @@ def _placed(
 
 
 def _retried(
-    request: DelayRequest, route: Route, retry: Retry, policy: Policy, *, now_ms: int, now_lower_ms: int
+    request: DelayRequest, route: Route, retry: RetryPolicy, policy: Policy, *, now_ms: int, now_lower_ms: int
 ) -> Plan:
     """Send a dead letter back to the queue that dead-lettered it, or, if exhausted, to the queue for those."""
     try:

@@ -22,7 +22,7 @@ CONSULTED: Final = frozenset({X_DEATH, RETRIES, FAILED_IN})
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
+class RetryPolicy:
     """``retry`` of a route. The n-th retry waits ``first_ms * factor ** (n - 1)``, plus a random part of up to
     ``jitter`` of that. So messages that failed together do not return together. ``longest_ms`` limits the wait.
     ``exhausted`` is the queue for messages that failed after ``attempts`` retries."""
@@ -35,7 +35,7 @@ class Retry:
     exhausted: bytes
 
 
-class Failure(NamedTuple):
+class FailedAttempt(NamedTuple):
     """One failure of a message. ``retries`` counts the retries, with the coming one. An exhausted message is not
     retried.
 
@@ -55,7 +55,7 @@ class NoFailure(ValueError):
     """The message does not say where it failed. The text tells the expected and the found value."""
 
 
-def wait_ms(retry: Retry, retries: int, chance: float) -> int:
+def wait_ms(retry: RetryPolicy, retries: int, chance: float) -> int:
     """The wait before the ``retries``-th retry in ms; ``chance`` is 0 to 1.
 
     >>> wait_ms(Retry(5_000, 2, 3_600_000, 0.1, 10, b"parked"), 3, 0.5)
@@ -70,7 +70,7 @@ def wait_ms(retry: Retry, retries: int, chance: float) -> int:
     return min(math.ceil(grown * (1 + retry.jitter * chance)), retry.longest_ms)
 
 
-def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
+def failure(headers: Mapping[bytes, object], retry: RetryPolicy) -> FailedAttempt:
     """The failure of a dead letter. Raises NoFailure."""
     deaths = headers.get(X_DEATH)
     last = deaths[0] if isinstance(deaths, list) and deaths else None
@@ -84,7 +84,7 @@ def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
         raise NoFailure(f"retry: expected x-death to name a queue of at most 255 bytes, found one of {len(queue)}")
     keys, at = last.get("routing-keys"), last.get("time")
     retries = _so_far(headers, queue) + 1
-    return Failure(
+    return FailedAttempt(
         retries,
         queue,
         str(last.get("reason", "")),

@@ -9,13 +9,12 @@ from typing import Final
 
 from delayer.amqp.edits import Endpoints
 from delayer.broker.publisher import AmqpPublisher
-from delayer.config.model import Retry as RetryTable
-from delayer.config.model import Settings
+from delayer.config.model import RetryTable, Settings
 from delayer.config.topology import own_names, uses_cascade
 from delayer.core.cascade import Cascade
 from delayer.core.hold import Limits
 from delayer.core.plan import LATEST_MS, Mode, Policy, Route
-from delayer.core.retry_policy import Retry
+from delayer.core.retry_policy import RetryPolicy
 from delayer.intake.handle import KEEP_MS
 from delayer.release.lane_manager import LaneManager
 
@@ -57,8 +56,10 @@ def rates_of(settings: Settings) -> dict[bytes, float]:
     return {route.from_.encode(): float(route.max_rate) for route in settings.routes if route.max_rate}
 
 
-def _retry(table: RetryTable) -> Retry:
-    return Retry(table.first_ms, table.factor, table.longest_ms, table.jitter, table.attempts, table.exhausted.encode())
+def _retry(table: RetryTable) -> RetryPolicy:
+    return RetryPolicy(
+        table.first_ms, table.factor, table.longest_ms, table.jitter, table.attempts, table.exhausted.encode()
+    )
 
 
 class LiveSettings:

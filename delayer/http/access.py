@@ -89,7 +89,7 @@ def _program(request: Request) -> str:
     return f"{said or 'a program'} (http{host})"
 
 
-class Session(NamedTuple):
+class BrowserSession(NamedTuple):
     """A browser that gave the token. ``token`` is a hash of it."""
 
     who: str
@@ -108,7 +108,7 @@ class Sessions:
         self._most = most
         self._token = token
         self._clock = clock
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, BrowserSession] = {}
 
     @property
     def can_open(self) -> bool:
@@ -122,14 +122,14 @@ class Sessions:
         name = secrets.token_urlsafe(32)
         while len(self._sessions) >= self._most:
             del self._sessions[next(iter(self._sessions))]
-        self._sessions[_digest(name)] = Session(who, self._present(), self._clock(), self._clock())
+        self._sessions[_digest(name)] = BrowserSession(who, self._present(), self._clock(), self._clock())
         return name
 
     def close(self, request: Request) -> None:
         """Forget the session of a request."""
         self._sessions.pop(_key(request), None)
 
-    def session(self, request: Request) -> Session | None:
+    def session(self, request: Request) -> BrowserSession | None:
         """The session of a request, if it has a valid one."""
         key = _key(request)
         found = self._sessions.get(key)

@@ -25,7 +25,7 @@ from delayer.http.pages import STORE_ERRORS, Pages
 from delayer.http.recent import host_ms
 from delayer.store.admin import actions, detail
 from delayer.store.admin.actions import PAST, Do, When
-from delayer.store.admin.detail import ABSENT, Found, absent
+from delayer.store.admin.detail import ABSENT, FoundIn, absent
 
 SHOWN: Final = 20
 """Messages that a question names; it counts the others."""
@@ -160,7 +160,7 @@ class Actions:
             return self._confirm(request, verb, filter_, {**new, "by": form.get("by", [""])[0]}, meant)
         asked = {**filter_.wanted.as_dict(), **new}
         async with actions.recorded(self.pages._url(), who, verb, asked) as (connection, act):
-            found: Counter[Found] = await actions.every(
+            found: Counter[FoundIn] = await actions.every(
                 connection, do, filter_.wanted, test, act=act, say=lambda _done: None
             )
         lines, done = actions.unmet(found), actions.met(found)
@@ -170,7 +170,7 @@ class Actions:
         return ActionResult(f"{PAST[verb]}: {render.number(done)}", lines, done, _waiting(filter_))
 
     def _confirm(
-        self, request: Request, verb: str, filter_: Search, new: Mapping[str, Any], meant: actions.Counted
+        self, request: Request, verb: str, filter_: Search, new: Mapping[str, Any], meant: actions.CountedMessages
     ) -> Response:
         if _by_program(request):
             return JSONResponse({"matched": meant.messages, "broken_segments": meant.broken, "confirmed": False})

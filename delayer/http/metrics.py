@@ -24,7 +24,7 @@ from delayer.store.admin.stats import Census, StoreOverview
 PREFIX: Final = "delayer_"
 
 
-class Kind(NamedTuple):
+class MetricKind(NamedTuple):
     """One metric: its type, unit, labels and meaning."""
 
     type: str
@@ -33,18 +33,18 @@ class Kind(NamedTuple):
     help: str
 
 
-def _kind(type_: str, labels: str, unit: str, text: str) -> Kind:
-    return Kind(type_, unit, tuple(labels.split()), text)
+def _kind(type_: str, labels: str, unit: str, text: str) -> MetricKind:
+    return MetricKind(type_, unit, tuple(labels.split()), text)
 
 
 _gauge, _histogram = partial(_kind, "gauge"), partial(_kind, "histogram")
 
 
-def _counter(labels: str, text: str, unit: str = "messages") -> Kind:
+def _counter(labels: str, text: str, unit: str = "messages") -> MetricKind:
     return _kind("counter", labels, unit, text)
 
 
-METRICS: Final[Mapping[str, Kind]] = {
+METRICS: Final[Mapping[str, MetricKind]] = {
     # Of each process.
     "build_info": _gauge("version", "1", "which version runs; always 1"),
     "start_time_seconds": _gauge("", "unix seconds", "when the process began"),
@@ -226,7 +226,7 @@ def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[Sample
     yield from (("cascade_messages", [str(n)], depth) for n, depth in seen.fresh.levels.items() if depth is not None)
 
 
-def _family(name: str, kind: Kind, samples: Iterable[tuple[list[str], Any]]) -> Metric:
+def _family(name: str, kind: MetricKind, samples: Iterable[tuple[list[str], Any]]) -> Metric:
     named = PREFIX + name
     if kind.type == "histogram":
         histogram = HistogramMetricFamily(named, kind.help, labels=kind.labels)

@@ -18,7 +18,7 @@ from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import Wrong, said
 from delayer.http.health import Answers
 from delayer.store.admin import audit_log, detail, listing
-from delayer.store.admin.detail import Found
+from delayer.store.admin.detail import FoundIn
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50
@@ -172,7 +172,7 @@ class Pages:
                 found = await detail.show(connection, token, most=1 << 20)
         except (Wrong, *STORE_ERRORS) as error:
             return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
-        if isinstance(found, Found):
+        if isinstance(found, FoundIn):
             return self.html(request, "message.html", 404, token=str(token), missing=detail.absent(token, found))
         segment = found.entry.place.segment
         where = found.where.value + ("" if segment is None else f" {segment}")

@@ -8,10 +8,10 @@ from typing import Final, TypeVar
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.route_check import Limits, Target, Verdict, ask
+from delayer.broker.route_check import CheckedTarget, InquiryLimits, Verdict, ask
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import MOST_GOALS, Goal
-from delayer.core.message import Target as Destination
+from delayer.core.message import Target
 from delayer.imports.state_machine import BadSource, ImportImpossible, SourceLost
 
 T = TypeVar("T")
@@ -55,22 +55,24 @@ class Destinations:
         self._broker_url = broker_url
         self._management_url = management_url
         self._verified = verified
-        self._known: dict[Destination, str] = {}
+        self._known: dict[Target, str] = {}
         self.remarks: list[str] = []
 
-    async def problems(self, goals: Mapping[Destination, Goal]) -> Mapping[Destination, str]:
+    async def problems(self, goals: Mapping[Target, Goal]) -> Mapping[Target, str]:
         if len(self._known) > 2 * MOST_GOALS:
             self._known.clear()
         if self._verified:
             await self._ask({target: goal for target, goal in goals.items() if target not in self._known})
         return {target: why for target in goals if (why := self._known.get(target, ""))}
 
-    async def _ask(self, goals: Mapping[Destination, Goal]) -> None:
+    async def _ask(self, goals: Mapping[Target, Goal]) -> None:
         if not goals:
             return
-        wanted = {Target(*target, goal.messages, goal.first_due_ms or 0): target for target, goal in goals.items()}
+        wanted = {
+            CheckedTarget(*target, goal.messages, goal.first_due_ms or 0): target for target, goal in goals.items()
+        }
         asked = await ask(
-            self._broker_url, self._management_url, wanted, Limits(targets=len(wanted), seconds=600.0), name=NAME
+            self._broker_url, self._management_url, wanted, InquiryLimits(targets=len(wanted), seconds=600.0), name=NAME
         )
         self.remarks += [remark for remark in asked.remarks if remark not in self.remarks]
         if any(route.verdict is Verdict.NOT_ASKED for _, route in asked.routes):

@@ -23,7 +23,7 @@ ARRIVED: Final = b"0." * LEVELS
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LevelReader:
     """Satisfies queues.Reader: one level's queue."""
 
     cascade: Cascade
@@ -115,5 +115,7 @@ class CascadeLevels(Queues):
         return [levels[name] for name in downwards[downwards.index(queue) :] if name in levels]
 
     async def readers(self, admin: Admin) -> list[Reader]:
-        up = [Level(self.cascade, number, self.to_exchange, self.due_queue) for number in range(self.lowest, LEVELS)]
+        up = [
+            LevelReader(self.cascade, number, self.to_exchange, self.due_queue) for number in range(self.lowest, LEVELS)
+        ]
         return [*up, *reversed(up[:-1])]

@@ -30,7 +30,17 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, entry, long_string, splice
 from delayer.core import lines
 from delayer.core.hold import unfit
-from delayer.core.importing import BEFORE_CUTOFF, BEYOND_LIMIT, UNREADABLE, Batch, Item, Meant, Run, Survey, redirected
+from delayer.core.importing import (
+    BEFORE_CUTOFF,
+    BEYOND_LIMIT,
+    UNREADABLE,
+    ImportBatch,
+    ImportSelection,
+    Item,
+    Run,
+    Survey,
+    redirected,
+)
 from delayer.core.lines import End, NotALine
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
@@ -95,7 +105,7 @@ class FileSource(ABC):
     """Whether the last line of a file has the number of its messages."""
     path: Path
     notes: ImportStore
-    meant: Meant
+    meant: ImportSelection
 
     def __post_init__(self) -> None:
         self._parameters: dict[str, object] | None = None
@@ -234,7 +244,7 @@ class FileSource(ABC):
             due_ms, position = json.loads(run.progress)
             self._after = (due_ms, position)
 
-    async def next_batch(self) -> Batch | None:
+    async def next_batch(self) -> ImportBatch | None:
         assert self._run is not None
         places = await self.notes.read_items(self._run, self._after, BATCH)
         if not places:
@@ -252,7 +262,7 @@ class FileSource(ABC):
                 break
         if self._state not in (None, seen_now(self.path)):
             raise ImportImpossible(f"{self.path}: it changed since it was staged")
-        return Batch(items, json.dumps(self._after))
+        return ImportBatch(items, json.dumps(self._after))
 
     def _read_at(self, position: int, length: int) -> Reading:
         with reading(self.path):
@@ -265,7 +275,7 @@ class FileSource(ABC):
         except Unreadable:
             return None
 
-    async def remove(self, batch: Batch) -> int:
+    async def remove(self, batch: ImportBatch) -> int:
         """See Source. The file stays as it is."""
         return len(batch.items) + batch.again
 
@@ -309,7 +319,7 @@ _NOTHING: Final = (b"", b"ok")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DumpPlan:
     """The messages of a dump to import, and their targets. Only messages of ``vhost`` are imported. ``exchanges`` names
     targets by exchange; an empty key keeps the message's own. Other messages go to the exchange of the same name."""
 
@@ -331,7 +341,7 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
 
 
-def read_dumped(line: bytes, plan: Plan) -> Reading:
+def read_dumped(line: bytes, plan: DumpPlan) -> Reading:
     """The meaning of a line: a message, the number in the last line, or None without content. Raises Unreadable."""
     if line.strip() in _NOTHING:
         return None
@@ -377,7 +387,7 @@ class DelayedExchange(FileSource):
     """A dump, or the dumps of several nodes one behind the other."""
 
     name = "delayed-exchange"
-    plan: Plan
+    plan: DumpPlan
 
     def more_parameters(self) -> Mapping[str, object]:
         return self.plan.as_dict()

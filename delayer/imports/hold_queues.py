@@ -29,7 +29,7 @@ SENT_AGAIN: Final = "_retry"
 
 
 @dataclass(slots=True)
-class Hold:
+class HoldQueue:
     """Satisfies queues.Reader: one queue. ``ttl_ms``: None if only the messages' expiration counts. ``stamped``:
     whether a message's timestamp is the time of its arrival."""
 
@@ -199,7 +199,7 @@ class HoldQueues(Queues):
             if any(fnmatchcase(name, pattern) for pattern in self.patterns)
         }
 
-    def _hold(self, name: str, arguments: Mapping[str, Any]) -> Hold:
+    def _hold(self, name: str, arguments: Mapping[str, Any]) -> HoldQueue:
         said = self.said
         exchange = said.to_exchange if said.to_exchange is not None else arguments.get("x-dead-letter-exchange")
         key = said.to_key if said.to_key is not None else arguments.get("x-dead-letter-routing-key")
@@ -209,7 +209,7 @@ class HoldQueues(Queues):
                 f"queue {name}: expected a dead-letter exchange, found none, so it does not hold messages for a "
                 "time. Next: --to-exchange, or other queues"
             )
-        return Hold(
+        return HoldQueue(
             name,
             str(exchange).encode(),
             None if key is None else str(key).encode(),

@@ -24,9 +24,9 @@ from delayer.core.importing import (
     DELAYED,
     UNGIVEN,
     UNSEEN,
-    Batch,
+    ImportBatch,
+    ImportSelection,
     Item,
-    Meant,
     Run,
     Survey,
     redirected,
@@ -162,7 +162,7 @@ class Queues(ABC):
     """Whether messages move between the queues by themselves."""
     name: ClassVar[str]
     url: str
-    meant: Meant
+    meant: ImportSelection
     now: Callable[[], Awaitable[int]]
     management_url: str | None = None
 
@@ -242,7 +242,7 @@ class Queues(ABC):
         if self._full():
             await self._remove_known(run)  # No later batch would meet them.
 
-    async def next_batch(self) -> Batch | None:
+    async def next_batch(self) -> ImportBatch | None:
         self._tags = []
         while not self._full():
             subscription = await self._next_subscription()
@@ -253,7 +253,7 @@ class Queues(ABC):
                 return batch
         return None
 
-    async def _batch(self, deliveries: Sequence[Delivery], prefetch: int) -> Batch | None:
+    async def _batch(self, deliveries: Sequence[Delivery], prefetch: int) -> ImportBatch | None:
         """The new messages among these that are to be imported. The others stay unacknowledged."""
         reader = self._reader
         now_ms = await self.now()
@@ -277,9 +277,9 @@ class Queues(ABC):
         items.sort(key=lambda item: item.parcel.due_ms)
         if not digests:
             return None
-        return Batch(items, self._doubt.note(reader.queue, digests, prefetch), len(digests) - len(items))
+        return ImportBatch(items, self._doubt.note(reader.queue, digests, prefetch), len(digests) - len(items))
 
-    async def remove(self, batch: Batch) -> None:
+    async def remove(self, batch: ImportBatch) -> None:
         subscription = self._subscription
         assert subscription is not None
         for tag in self._tags:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
 from delayer.core.importing import REPLIES, Item, Rewrite, rewriting
 from delayer.imports.files import FileSource, Reading, Skipped, Unreadable
-from delayer.imports.timeouts import Timeout, item_of
+from delayer.imports.timeouts import StoredTimeout, item_of
 
 NAME: Final = "nservicebus-raven"
 COLLECTION: Final = "TimeoutDatas"
@@ -46,7 +46,7 @@ def read(line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = 
     if endpoint is not None and owner not in ("", endpoint):
         return Skipped("of other endpoints")
     address = _address(found.get("Destination"))
-    timeout = Timeout(_id(found, metadata), address, _due_ms(found), _headers(found), _body(found))
+    timeout = StoredTimeout(_id(found, metadata), address, _due_ms(found), _headers(found), _body(found))
     return item_of(timeout, NAME.encode(), address.encode("utf-8", "surrogateescape"), replies)
 
 

@@ -28,9 +28,9 @@ from delayer.core.importing import (
     BEYOND_LIMIT,
     REPLIES,
     SOON_MS,
-    Batch,
+    ImportBatch,
+    ImportSelection,
     Item,
-    Meant,
     Phase,
     Rewrite,
     Run,
@@ -42,7 +42,7 @@ from delayer.core.message import Target
 from delayer.imports.databases import Database, database_url
 from delayer.imports.state_machine import CountMismatch, ImportImpossible
 from delayer.imports.timeout_table import Pick, Place, TimeoutTable, staged_beside, staged_token
-from delayer.imports.timeouts import Timeout, epoch_ms, item_of, moment_of, problem_of
+from delayer.imports.timeouts import StoredTimeout, epoch_ms, item_of, moment_of, problem_of
 
 TABLES: Final[Mapping[str, Sequence[str]]] = {
     "nservicebus-sql": ("*TimeoutData",),
@@ -102,7 +102,7 @@ class SqlTimeouts:
     name: str
     url: str
     patterns: Sequence[str]
-    meant: Meant
+    meant: ImportSelection
     schema: str | None = None
     endpoint: str | None = None
     replies: Sequence[Rewrite] = ()
@@ -113,7 +113,7 @@ class SqlTimeouts:
         self._database = Database(database_url(self.url))
         self._staged: list[TimeoutTable] = []
         self._removed: dict[str, Place] = {}
-        self._batches: AsyncGenerator[Batch] | None = None
+        self._batches: AsyncGenerator[ImportBatch] | None = None
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -187,12 +187,12 @@ class SqlTimeouts:
                     await connection.execute(one.remove(places[one.name]))
             await connection.commit()
 
-    async def next_batch(self) -> Batch | None:
+    async def next_batch(self) -> ImportBatch | None:
         if self._batches is None:
             self._batches = self._read()
         return await anext(self._batches, None)
 
-    async def _read(self) -> AsyncGenerator[Batch]:
+    async def _read(self) -> AsyncGenerator[ImportBatch]:
         """The staged rows, the soonest due first."""
         tables, upto = self._staged, dict(self._removed)
         items: list[Item] = []
@@ -206,10 +206,10 @@ class SqlTimeouts:
                 upto[tables[number].name] = (row[3], row[0])
                 size += len(row[2] or b"")
                 if len(items) >= BATCH or size >= BATCH_BYTES:
-                    yield Batch(items, write_places(upto))
+                    yield ImportBatch(items, write_places(upto))
                     items, size = [], 0
         if items:
-            yield Batch(items, write_places(upto))
+            yield ImportBatch(items, write_places(upto))
 
     async def _rows(self, connection: AsyncConnection, one: TimeoutTable, after: Place | None) -> AsyncIterator[Any]:
         """The staged rows of one table behind ``after``, read by portions that fit into memory."""
@@ -220,7 +220,7 @@ class SqlTimeouts:
                 yield row
             after = (found[-1][3], found[-1][0])
 
-    async def remove(self, batch: Batch) -> int:
+    async def remove(self, batch: ImportBatch) -> int:
         removed = 0
         upto = read_places(batch.progress)
         async with self._database.connected() as connection:
@@ -373,5 +373,5 @@ class SqlTimeouts:
 
     def _item(self, row: Any) -> Item:
         id_, destination, state, due, headers = row
-        timeout = Timeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
+        timeout = StoredTimeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
         return item_of(timeout, self.name.encode(), self._target(timeout.address).routing_key, self.replies)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.importing import FOR_PEOPLE, Batch, Goal, Item, Phase, Run, Survey, count_reason
+from delayer.core.importing import FOR_PEOPLE, Goal, ImportBatch, Item, Phase, Run, Survey, count_reason
 from delayer.core.message import Target
 from delayer.store.admin.importing import ImportStore
 
@@ -36,7 +36,7 @@ class CountMismatch(Exception):
     """Two counts of the same messages differ. The run stops at once."""
 
 
-class Source(Protocol):
+class ImportSource(Protocol):
     """The messages that another system holds. Every method may raise SourceLost, and ImportImpossible where it says so.
 
     ``name`` is its name in `delayer import`. ``parameters`` choose the messages, without any password: a run is resumed
@@ -62,10 +62,10 @@ class Source(Protocol):
         """Begin, or go on behind ``run.progress``. The source removes committed messages that it still has, now or when
         it meets them again."""
 
-    async def next_batch(self) -> Batch | None:
+    async def next_batch(self) -> ImportBatch | None:
         """The next messages, the soonest first as far as the source can tell; None at the end."""
 
-    async def remove(self, batch: Batch) -> int | None:
+    async def remove(self, batch: ImportBatch) -> int | None:
         """Remove a committed batch from the source. Returns the number removed; None if it cannot be counted."""
 
     async def finish(self) -> dict[str, int]:
@@ -125,7 +125,7 @@ class Preview:
 
 
 @dataclass(slots=True)
-class Report:
+class ImportReport:
     """The effects of a run, this time (``parked``, ``held``, ``superseded``, ``again``) and altogether (``run``).
     ``again``: messages that were committed before the last interruption and only had to be removed. ``left``: why
     others stay. ``doubts``: those of the survey; a resumed run makes none."""
@@ -141,7 +141,7 @@ class Report:
     reasons: dict[str, int] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
 
-    def count(self, batch: Batch, superseded: int) -> None:
+    def count(self, batch: ImportBatch, superseded: int) -> None:
         """Count a batch that is committed; ``superseded`` messages of it were not parked."""
         self.again += batch.again
         self.superseded += superseded
@@ -157,7 +157,7 @@ class Report:
         return not (self.run.held or self.run.superseded) and FOR_PEOPLE.isdisjoint(self.left)
 
 
-async def preview(source: Source, book: ImportStore, judge: Judge, *, again: bool = False) -> Preview:
+async def preview(source: ImportSource, book: ImportStore, judge: Judge, *, again: bool = False) -> Preview:
     """Look without changes. ``again``: as for :func:`run`. Raises SourceLost, ImportImpossible, StoreLost."""
     unfinished = await book.unfinished()
     refusal = ""
@@ -181,7 +181,9 @@ def _brought(survey: Survey, again: bool) -> str:
     )
 
 
-async def run(source: Source, book: ImportStore, judge: Judge, who: str, say: Say, *, again: bool = False) -> Report:
+async def run(
+    source: ImportSource, book: ImportStore, judge: Judge, who: str, say: Say, *, again: bool = False
+) -> ImportReport:
     """Begin, or go on. ``again``: import also messages that an earlier import brought. Raises SourceLost,
     ImportImpossible, CountMismatch, StoreLost; then run it again."""
     began = time.monotonic()
@@ -203,7 +205,7 @@ async def run(source: Source, book: ImportStore, judge: Judge, who: str, say: Sa
         messages = await source.stage(current)
         reach("import.staged")
         current = await book.staged(current, messages)
-    report = Report(current, resumed=found is not None, doubts=doubts)
+    report = ImportReport(current, resumed=found is not None, doubts=doubts)
     await source.resume(current)
     await _batches(source, book, judge, report, say)
     current = report.run
@@ -224,7 +226,7 @@ async def run(source: Source, book: ImportStore, judge: Judge, who: str, say: Sa
     return report
 
 
-async def _batches(source: Source, book: ImportStore, judge: Judge, report: Report, say: Say) -> None:
+async def _batches(source: ImportSource, book: ImportStore, judge: Judge, report: ImportReport, say: Say) -> None:
     """Import batch after batch until the source is empty; ``report`` has the progress."""
     while True:
         current = report.run
@@ -252,7 +254,7 @@ async def _batches(source: Source, book: ImportStore, judge: Judge, report: Repo
             )
 
 
-async def _judged(batch: Batch, judge: Judge) -> Batch:
+async def _judged(batch: ImportBatch, judge: Judge) -> ImportBatch:
     """The batch, with a hold for each message that the broker would not take."""
     goals: dict[Target, Goal] = {}
     for item in batch.items:
@@ -274,7 +276,7 @@ async def _judged(batch: Batch, judge: Judge) -> Batch:
     return replace(batch, items=items)
 
 
-async def abort(source: Source, book: ImportStore) -> tuple[Run, int | None]:
+async def abort(source: ImportSource, book: ImportStore) -> tuple[Run, int | None]:
     """End an unfinished run. Committed messages stay, the others go back. Returns the run, and how many went back; None
     where the source cannot count. Raises ImportImpossible if there is no run."""
     found = await book.unfinished()
@@ -286,7 +288,7 @@ async def abort(source: Source, book: ImportStore) -> tuple[Run, int | None]:
     return await book.finish(current, Phase.ABORTED), back
 
 
-def same(found: Run, source: Source) -> Run:
+def same(found: Run, source: ImportSource) -> Run:
     """``found``, if it is this import. Raises ImportImpossible."""
     if found.source == source.name and dict(found.parameters) == dict(source.parameters):
         return found

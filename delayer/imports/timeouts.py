@@ -27,7 +27,7 @@ _REPLY_TO_ADDRESS: Final = nservicebus.REPLY_TO.decode()
 _EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - the columns have no zone, and mean UTC
 
 
-class Timeout(NamedTuple):
+class StoredTimeout(NamedTuple):
     """A stored timeout: ``headers`` is the JSON of the column, ``address`` the destination as it was stored."""
 
     id: str
@@ -48,7 +48,7 @@ def moment_of(epoch: int) -> datetime:
     return _EPOCH + timedelta(milliseconds=epoch)
 
 
-def item_of(timeout: Timeout, source: bytes, queue: bytes, replies: Sequence[Rewrite] = ()) -> Item:
+def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequence[Rewrite] = ()) -> Item:
     """The message, for ``queue`` through the default exchange. ``replies`` rename the reply address. A defect of the
     timeout becomes the message's Hold."""
     headers, unread = _read(timeout.headers)

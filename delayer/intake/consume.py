@@ -15,11 +15,11 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp.edits import Held
+from delayer.amqp.edits import Note
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.ports import Heartbeat, Live
 from delayer.broker.publisher import AmqpPublisher
-from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
+from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
@@ -202,7 +202,7 @@ class Publication(NamedTuple):
     outgoing: Outgoing
     parcel: Parcel | None = None
     refusal: str = ""
-    earlier: Held | None = None
+    earlier: Note | None = None
 
 
 class Dispatch:
@@ -387,7 +387,7 @@ class QueueConsumer:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Consume; after a loss, wait a little longer each time and begin again. Returns when stopping is set."""
-        retry, throttle = Retry(stopping, self._beat), LogThrottle()
+        retry, throttle = Backoff(stopping, self._beat), LogThrottle()
         while not (stopping.is_set() or self._handler.over):
             interrupted = False
             try:
@@ -412,7 +412,7 @@ class QueueConsumer:
                 await retry.pause()
         self._forget()
 
-    async def _consume(self, subscription: AmqpSubscription, stopping: asyncio.Event, retry: Retry) -> None:
+    async def _consume(self, subscription: AmqpSubscription, stopping: asyncio.Event, retry: Backoff) -> None:
         session = Session(subscription, self._beat, self._intake.in_flight)
         self._handler.begin(session)
         now = asyncio.get_running_loop().time

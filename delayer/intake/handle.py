@@ -66,7 +66,7 @@ class StoreTransaction:
     parcels: list[Parcel] = field(default_factory=list)
     cancels: list[bytes] = field(default_factory=list)
     keys: set[bytes] = field(default_factory=set)
-    asked: list[replies.Asked] = field(default_factory=list)
+    asked: list[replies.CancelToAnswer] = field(default_factory=list)
     """Cancels with a ``reply_to``."""
 
 
@@ -88,7 +88,7 @@ class BatchPlan:
         if parcel.key is not None:
             step.keys.add(parcel.key)
 
-    def cancel(self, delivery: Delivery, key: bytes, ask: replies.Asked | None = None) -> None:
+    def cancel(self, delivery: Delivery, key: bytes, ask: replies.CancelToAnswer | None = None) -> None:
         """Add a cancel. Behind a parcel of its key it begins a new step, because cancels of a step act first."""
         step = self._step()
         if key in step.keys or (isinstance(key, KeyGroup) and any(one.startswith(key) for one in step.keys)):
@@ -348,7 +348,7 @@ class IntakeHandler(Keeping):
             if step.asked:
                 await self._reply(step.asked, taken_out)
 
-    async def _reply(self, asked: Sequence[replies.Asked], taken_out: frozenset[bytes]) -> None:
+    async def _reply(self, asked: Sequence[replies.CancelToAnswer], taken_out: frozenset[bytes]) -> None:
         """Answer cancels, except into delayer's own queues."""
         ours = self._live.policy().own_queues
         counted = [(ask, replies.outcome(ask, taken_out)) for ask in asked]

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp.edits import Held, into_broker, to_strays
+from delayer.amqp.edits import Note, into_broker, to_strays
 from delayer.broker.ports import Live, Parking
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.backoff import pause_ms
@@ -33,7 +33,7 @@ class Objection(NamedTuple):
     delivery: Delivery
     parcel: Parcel
     hold: Hold
-    earlier: Held | None = None
+    earlier: Note | None = None
 
 
 class Holding:
@@ -105,13 +105,13 @@ class Holding:
         held(objections)
         self._count_held(objections)
 
-    def _note(self, one: Objection, token: bytes, now_ms: int) -> Held:
+    def _note(self, one: Objection, token: bytes, now_ms: int) -> Note:
         """The note of one attempt more."""
         attempts = _attempts(one.earlier) + 1
         hold = one.hold.after(one.earlier and one.earlier.hold)
         if hold.for_a_person or attempts >= MOST_ATTEMPTS:
-            return Held(hold, attempts, None)
-        return Held(hold, attempts, now_ms + self._pause_ms(attempts, int.from_bytes(token[-8:], "big")))
+            return Note(hold, attempts, None)
+        return Note(hold, attempts, now_ms + self._pause_ms(attempts, int.from_bytes(token[-8:], "big")))
 
     def _count_held(self, objections: Sequence[Objection]) -> None:
         first = [one.parcel.route for one in objections if not _attempts(one.earlier)]
@@ -129,5 +129,5 @@ class Holding:
             )
 
 
-def _attempts(earlier: Held | None) -> int:
+def _attempts(earlier: Note | None) -> int:
     return 0 if earlier is None else earlier.attempts

@@ -28,7 +28,7 @@ KEY: Final = b"x-delayer-key"
 CANCELLED, TOO_LATE = "cancelled", "too late"
 
 
-class Asked(NamedTuple):
+class CancelToAnswer(NamedTuple):
     """A cancel with a ``reply_to``."""
 
     key: bytes
@@ -36,21 +36,21 @@ class Asked(NamedTuple):
     correlation_id: bytes | None
 
 
-def asked(properties: Properties, key: bytes) -> Asked | None:
+def asked(properties: Properties, key: bytes) -> CancelToAnswer | None:
     """The reply that a cancel asks for; None without a ``reply_to``."""
     reply_to = properties.short("reply_to")
     if not reply_to:
         return None
     correlation_id = properties.short("correlation_id") or properties.short("message_id")
-    return Asked(key, reply_to, correlation_id)
+    return CancelToAnswer(key, reply_to, correlation_id)
 
 
-def outcome(ask: Asked, taken_out: frozenset[bytes]) -> str:
+def outcome(ask: CancelToAnswer, taken_out: frozenset[bytes]) -> str:
     """The outcome of a cancel whose transaction took out the messages of these keys."""
     return CANCELLED if ask.key in taken_out else TOO_LATE
 
 
-def reply(ask: Asked, outcome: str, token: bytes) -> Outgoing:
+def reply(ask: CancelToAnswer, outcome: str, token: bytes) -> Outgoing:
     """The reply, published straight to its queue."""
     headers = entry(ID, long_string(token)) + entry(OUTCOME, long_string(outcome.encode()))
     raw = encode_headers(headers + entry(KEY, long_string(ask.key)))

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import structlog
 
 from delayer.broker.ports import Heartbeat, Lane, Store
-from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
+from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
@@ -216,7 +216,7 @@ class LaneManager:
 
     async def _look_on(self, stopping: asyncio.Event) -> None:
         beat = partial(self._heartbeat.beat, "lanes")
-        retry, throttle = Retry(stopping, beat), LogThrottle()
+        retry, throttle = Backoff(stopping, beat), LogThrottle()
         for number in count():
             if stopping.is_set():
                 return

@@ -17,7 +17,7 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.broker.ports import Heartbeat, Lane, Live, Window
 from delayer.broker.publisher import AmqpPublisher
-from delayer.broker.retry import Retry, raise_first, take_failures
+from delayer.broker.retry import Backoff, raise_first, take_failures
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.faultpoint import reach
@@ -115,7 +115,7 @@ class Release:
     async def _release_on(self, window: Window, beat: Callable[[], None], stopping: asyncio.Event) -> None:
         """Claim, publish and settle on one window. The loop whose turn it is feeds the watchdog; the work of the other
         one has deadlines. Raises LaneLost, StoreLost."""
-        retry = Retry(stopping, beat, lambda: self.leaving)
+        retry = Backoff(stopping, beat, lambda: self.leaving)
         failed = False
         while not self._over(stopping):
             async with self._turn:
@@ -136,7 +136,7 @@ class Release:
                 retry.succeeded()
 
     async def _next_claim(
-        self, window: Window, retry: Retry, beat: Callable[[], None], stopping: asyncio.Event
+        self, window: Window, retry: Backoff, beat: Callable[[], None], stopping: asyncio.Event
     ) -> list[Due]:
         """Rest until there is something to claim, and claim it. No rows: this release is over.
 

@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
+from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
@@ -60,7 +60,7 @@ class Restoring:
         raise_first(take_failures({work}), unless=LOSSES)
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        retry = Retry(stopping, _unwatched)
+        retry = Backoff(stopping, _unwatched)
         while not stopping.is_set():
             await self._lanes.ready.wait()
             try:

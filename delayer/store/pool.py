@@ -40,7 +40,7 @@ KNOWN: Final[Mapping[int, dict[str, Any]]] = {
 """The server's answers, by number of the type. These numbers are the same in every Postgres."""
 
 
-class Connection(asyncpg.Connection):  # type: ignore[misc]  # the driver has no types
+class StoreConnection(asyncpg.Connection):  # type: ignore[misc]  # the driver has no types
     """The driver's own, but for this one question. Should a later driver ask in another way, it asks: that is slower,
     and a test says so."""
 
@@ -123,7 +123,7 @@ async def connect_plain(
             url,
             timeout=CONNECT_SECONDS,
             command_timeout=command_seconds,
-            connection_class=Connection,
+            connection_class=StoreConnection,
             server_settings=settings(application, more),
         )
 
@@ -152,7 +152,7 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
             max_size=size,
             timeout=CONNECT_SECONDS,
             command_timeout=COMMAND_SECONDS,
-            connection_class=Connection,
+            connection_class=StoreConnection,
             init=prepare,
             reset=_nothing,  # Our transactions leave nothing behind, and the default costs a round trip for each park.
             server_settings=settings(application, more),

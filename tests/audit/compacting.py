@@ -34,12 +34,14 @@ def quiet(_what: str, _done: int, _of: int) -> None:
     """Nobody watches."""
 
 
-async def pack(spark: SparkSession, database: str, at_most: int = ROWS, after_ms: int = WEEK_MS) -> compact.Done:
+async def pack(
+    spark: SparkSession, database: str, at_most: int = ROWS, after_ms: int = WEEK_MS
+) -> compact.CompactionResult:
     planned = await compact.plan(database, after_ms, at_most)
     return await asyncio.to_thread(compact.run, spark, database, planned, at_most, quiet)
 
 
-async def bring_back(spark: SparkSession, database: str, within_ms: int | None = None) -> restore.Done:
+async def bring_back(spark: SparkSession, database: str, within_ms: int | None = None) -> restore.RestoreResult:
     planned = await restore.plan(database, within_ms)
     return await asyncio.to_thread(restore.run, spark, database, planned, quiet)
 

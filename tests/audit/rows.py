@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delayer.audit import rules
-from delayer.audit.extract import Extract, Lane
-from delayer.audit.findings import HELD, PACKED, WAITING, Finding, Report
+from delayer.audit.extract import Extract, LaneState
+from delayer.audit.findings import HELD, PACKED, WAITING, AuditReport, Finding
 from delayer.audit.source import RELATIONS
 from delayer.store.rows.partitions import DAY_MS
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOW = 1_795_000_000_000
 DAY = NOW // DAY_MS
-ONE = Lane(1, "one", True)
+ONE = LaneState(1, "one", True)
 Row = dict[str, Any]
 
 
@@ -78,7 +78,7 @@ def store(
     segments: Iterable[Row] = (),
     keys: Iterable[Row] = (),
     *,
-    lanes: Iterable[Lane] = (ONE,),
+    lanes: Iterable[LaneState] = (ONE,),
     counters: Mapping[tuple[int, str], int] | None = None,
     now_ms: int = NOW,
     sample: float = 1.0,
@@ -122,14 +122,14 @@ def fitting(messages: Iterable[Row], segments: Iterable[Row] = ()) -> dict[tuple
     return found
 
 
-def judged(spark: SparkSession, *rows: Iterable[Any], release_rate: float = 14_000.0, **more: Any) -> Report:
+def judged(spark: SparkSession, *rows: Iterable[Any], release_rate: float = 14_000.0, **more: Any) -> AuditReport:
     """The report on the extract of these rows."""
     return rules.judge(store(spark, *rows, **more), release_rate=release_rate)
 
 
-def said(found: Report | Iterable[Finding]) -> list[tuple[str, str, str, int]]:
+def said(found: AuditReport | Iterable[Finding]) -> list[tuple[str, str, str, int]]:
     """What was found, without the details."""
-    return [brief(one) for one in (found.findings if isinstance(found, Report) else found)]
+    return [brief(one) for one in (found.findings if isinstance(found, AuditReport) else found)]
 
 
 def brief(found: Finding) -> tuple[str, str, str, int]:

@@ -20,7 +20,7 @@ from pyspark.sql import SparkSession
 
 from delayer.audit import job, rules, source
 from delayer.audit import spark as sessions
-from delayer.audit.findings import Report
+from delayer.audit.findings import AuditReport
 from delayer.audit.tasks import Watching
 from delayer.cli import submit
 from delayer.cli.main import cli
@@ -39,7 +39,7 @@ def audit(spark: SparkSession, url: str, **more: Any) -> job.Audited:
     return job.run(spark, options(url, **more), lambda _what, _done, _of: None)
 
 
-def violated(report: Report) -> dict[str, int]:
+def violated(report: AuditReport) -> dict[str, int]:
     return {rule.rule: rule.violations for rule in report.rules if rule.violations}
 
 

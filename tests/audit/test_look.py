@@ -8,15 +8,15 @@ import pytest
 
 from delayer.amqp.properties import encode_headers
 from delayer.audit import source
-from delayer.audit.source import Message, look, misplaced
+from delayer.audit.source import StoredMessage, look, misplaced
 from delayer.store.rows.envelope import FORMAT, checksum
 from delayer.store.rows.partitions import DAY_MS, name_of
 from tests.audit.rows import DAY, NOW, properties
 
 
-def message(**other: Any) -> Message:
+def message(**other: Any) -> StoredMessage:
     """A sound message with a message id, unless told otherwise; its checksum fits the others."""
-    made = Message(
+    made = StoredMessage(
         format=1,
         checksum=0,
         due_ms=NOW,

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from bench.rows import put_backlog
 from delayer.audit import compact, restore
-from delayer.audit.findings import Report
+from delayer.audit.findings import AuditReport
 from delayer.store import upgrades
 from delayer.store.admin import actions, detail
 from delayer.store.rows.partitions import DAY_MS
@@ -40,7 +40,7 @@ async def everything(connection: asyncpg.Connection, without: Collection[int] = 
     return tuple(await connection.fetchrow(_SUM, list(without), timeout=300))
 
 
-async def audited(spark: SparkSession, url: str) -> Report:
+async def audited(spark: SparkSession, url: str) -> AuditReport:
     """Nothing is wrong, and conservation holds lane by lane."""
     report = (await asyncio.to_thread(audit, spark, url)).report
     assert said(report) == []
@@ -65,7 +65,7 @@ async def test_from_end_to_end(spark: SparkSession, database: str, count: int) -
         packed = await asyncio.to_thread(compact.run, spark, database, planned, 10_000, quiet)
         assert not packed.lost and not packed.broken
         cancelled = await actions.cancel(connection, gone)
-        assert set(cancelled.values()) == {detail.Found.SEGMENT}
+        assert set(cancelled.values()) == {detail.FoundIn.SEGMENT}
         report = await audited(spark, database)
         assert packed.total("messages") - CANCELLED > report.totals.packed > count // 3, "some segments are rows again"
         assert report.totals.waiting + report.totals.packed == count - CANCELLED

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from delayer.audit import extract
-from delayer.audit.extract import Snapshot
+from delayer.audit.extract import HeldSnapshot
 from delayer.core.secret import SecretUrl
 from tests.audit.test_job import audit, violated
 from tests.audit.test_reading import execute, fetch, fill
@@ -55,7 +55,7 @@ def until(look: object) -> None:
     asyncio.run(scene())
 
 
-def exported(url: str) -> Snapshot:
+def exported(url: str) -> HeldSnapshot:
     with extract.hold_snapshot(SecretUrl(url)) as held:
         return held
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from delayer.audit import rules
-from delayer.audit.extract import Lane
+from delayer.audit.extract import LaneState
 from delayer.audit.findings import LaneFigures
 from delayer.audit.rules import ADOPTED_MS, GRACE_MS, STUCK_MS
 from delayer.store.rows.partitions import DAY_MS
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ALIVE = {1: True, 2: None, 3: False}
-LANES = tuple(Lane(number, "somebody", alive) for number, alive in ALIVE.items())
+LANES = tuple(LaneState(number, "somebody", alive) for number, alive in ALIVE.items())
 
 
-def figures(lanes: Iterable[Lane]) -> list[LaneFigures]:
+def figures(lanes: Iterable[LaneState]) -> list[LaneFigures]:
     return [LaneFigures(lane.number, lane.owner, lane.alive, {}, 1, 0) for lane in lanes]
 
 
 def overdue(
-    spark: SparkSession, messages: list[Row], lanes: Iterable[Lane] = LANES, paced: Any = None
+    spark: SparkSession, messages: list[Row], lanes: Iterable[LaneState] = LANES, paced: Any = None
 ) -> dict[str, tuple[str, int, Any]]:
     """Severity, count and details by subject."""
     found = rules.overdue(store(spark, messages, lanes=lanes), figures(lanes), paced or {})
@@ -95,7 +95,12 @@ def test_held_messages_that_nobody_tries_again(spark: SparkSession) -> None:
 
 def test_lanes(spark: SparkSession) -> None:
     messages = [message(1, lane=2), message(2, lane=3), held(3, lane=3), message(4, lane=4, due_ms=NOW)]
-    lanes = [Lane(1, "", False), Lane(2, "given back", False), Lane(4, "gone", False), Lane(5, "", True)]
+    lanes = [
+        LaneState(1, "", False),
+        LaneState(2, "given back", False),
+        LaneState(4, "gone", False),
+        LaneState(5, "", True),
+    ]
     report = judged(spark, [*messages, message(5, lane=5, due_ms=NOW)], lanes=lanes)
     assert said(report) == [
         ("lanes", "violation", "lane 3: not in the table of lanes", 2),

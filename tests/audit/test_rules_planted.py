@@ -9,7 +9,7 @@ import aio_pika
 import pytest
 
 from delayer.audit import job, rules
-from delayer.audit.findings import Report
+from delayer.audit.findings import AuditReport
 from delayer.core.secret import SecretUrl
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
@@ -36,7 +36,7 @@ async def declare(vhost: str) -> None:
         await channel.declare_exchange("spared", "topic", durable=True, arguments={"alternate-exchange": "last"})
 
 
-async def audited(spark: SparkSession, database: str, rabbitmq: RabbitMQ, vhost: str, work: str) -> Report:
+async def audited(spark: SparkSession, database: str, rabbitmq: RabbitMQ, vhost: str, work: str) -> AuditReport:
     options = job.Options(
         store=SecretUrl(database), broker=SecretUrl(vhost), management=SecretUrl(rabbitmq.management_url), work=work
     )

@@ -17,7 +17,7 @@ import pytest
 
 from delayer.audit import compact, restore, tasks
 from delayer.store.admin import actions
-from delayer.store.admin.detail import Found
+from delayer.store.admin.detail import FoundIn
 from tests.faults.place import Place, eventually
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
@@ -69,12 +69,12 @@ class Jobs:
     restored: int = 0
     rounds: int = 0
     """Of packing."""
-    gone: dict[int, Found] = field(default_factory=dict)
+    gone: dict[int, FoundIn] = field(default_factory=dict)
     """The ledger's numbers of cancelled messages, and where they were met."""
 
     def enough(self) -> bool:
         """Packed, restored, and packed again; and cancelled in both places."""
-        return self.again > OF_A_SEGMENT and {Found.WAITING, Found.SEGMENT} <= set(self.gone.values())
+        return self.again > OF_A_SEGMENT and {FoundIn.WAITING, FoundIn.SEGMENT} <= set(self.gone.values())
 
     async def pack(self) -> None:
         async with sql(self.url) as admin:
@@ -102,7 +102,7 @@ class Jobs:
             chosen = self.chance.sample(sorted(standing), min(AT_ONCE, len(standing)))
             outcome = await actions.cancel(connection, chosen)
         for one, found in outcome.items():
-            if found is not Found.NOWHERE:
+            if found is not FoundIn.NOWHERE:
                 self.gone[NUMBER.unpack_from(standing[one].body)[0]] = found
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.importing import BEHIND, Batch
+from delayer.core.importing import BEHIND, ImportBatch
 from delayer.core.topology import Queue, Topology, arguments
 from delayer.imports import queues
 from delayer.imports.queues import Queues
@@ -75,7 +75,7 @@ class Broker:
 
 
 Import = tuple[Broker, tuple[str, ...]]
-Remove = Callable[[Queues, Batch], Awaitable[None]]
+Remove = Callable[[Queues, ImportBatch], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     real: Remove = Queues.remove
     batches = []
 
-    async def remove(self: Queues, batch: Batch) -> None:
+    async def remove(self: Queues, batch: ImportBatch) -> None:
         batches.append(batch)
         if len(batches) == number:
             assert self._subscription is not None

@@ -12,7 +12,7 @@ import pytest
 
 from delayer.core.segment import Broken, Restored
 from delayer.store.admin import actions, listing
-from delayer.store.admin.detail import Found
+from delayer.store.admin.detail import FoundIn
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog, restore
@@ -139,7 +139,7 @@ async def test_a_damaged_page_of_bytes_and_those_who_look_for_a_message(damaged:
         wanted = [found[0].place.id for found in entries.values() if found is not None][-2:]  # of two segments
         for ask in (actions.cancel, partial(actions.reschedule, when=actions.When(by_ms=1))):
             found = await ask(admin, [wanted.pop(), inside, ROWS * 9])
-            assert list(found.values()) == [Found.SEGMENT, Found.UNREADABLE, Found.NOWHERE]
+            assert list(found.values()) == [FoundIn.SEGMENT, FoundIn.UNREADABLE, FoundIn.NOWHERE]
 
 
 async def test_a_file_of_bytes_that_is_gone(damaged: dict[str, Damaged]) -> None:

@@ -13,8 +13,8 @@ from aio_pika.abc import AbstractChannel
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable
-from delayer.broker.management_api import Management, Policy
-from delayer.broker.verify import Finding, policies_in_force
+from delayer.broker.management_api import BrokerPolicy, Management
+from delayer.broker.verify import TopologyFinding, policies_in_force
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
 from tests.support.servers import RabbitMQ
@@ -41,7 +41,7 @@ async def on_channel(vhost: str, action: Break) -> None:
         await action(channel)
 
 
-async def look(rabbitmq: RabbitMQ, vhost: str, topology: Topology = WHOLE, *, told: bool) -> list[Finding]:
+async def look(rabbitmq: RabbitMQ, vhost: str, topology: Topology = WHOLE, *, told: bool) -> list[TopologyFinding]:
     """Verify with or without the management API, and check that it changed nothing."""
     before = everything(rabbitmq, vhost)
     async with await Admin.connect(vhost, management_url=rabbitmq.management_url if told else None) as admin:
@@ -52,7 +52,7 @@ async def look(rabbitmq: RabbitMQ, vhost: str, topology: Topology = WHOLE, *, to
     return findings
 
 
-def brief(findings: list[Finding]) -> list[tuple[str, str, str]]:
+def brief(findings: list[TopologyFinding]) -> list[tuple[str, str, str]]:
     return [(finding.severity, finding.kind, finding.name) for finding in findings]
 
 
@@ -207,8 +207,10 @@ async def test_a_policy_that_shortens_delays_is_found(rabbitmq: RabbitMQ, vhost:
     assert all(f"'{key}': " in finding.found for key in kept)
 
 
-def policy(name: str, pattern: str = "", applies_to: str = "all", priority: int = 0, operator: bool = False) -> Policy:
-    return Policy(name, pattern, applies_to, priority, {}, operator)
+def policy(
+    name: str, pattern: str = "", applies_to: str = "all", priority: int = 0, operator: bool = False
+) -> BrokerPolicy:
+    return BrokerPolicy(name, pattern, applies_to, priority, {}, operator)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def policy(name: str, pattern: str = "", applies_to: str = "all", priority: int 
         ([policy("unreadable", "(?<x")], ["unreadable"]),
     ],
 )
-def test_policies_in_force(policies: list[Policy], in_force: list[str]) -> None:
+def test_policies_in_force(policies: list[BrokerPolicy], in_force: list[str]) -> None:
     queue = Queue("delays", arguments({"x-queue-type": "quorum"}))
     assert [one.name for one in policies_in_force(policies, queue)] == in_force
 

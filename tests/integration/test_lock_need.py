@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import asyncpg
 import pytest
 
-from delayer.cli.check import Report, _locks
+from delayer.cli.check import CheckReport, _locks
 from delayer.store import pool
 from delayer.store import postgres as parking
 from delayer.store.admin.setup import LockNeed, lock_need
@@ -71,7 +71,7 @@ async def test_the_size_of_the_lock_table(database: str) -> None:
     year = found._replace(partitions=370, lanes=4, connections=122)
     assert 64 < year.needed < 256
     assert not year.enough
-    report = Report()
+    report = CheckReport()
     _locks(report, year)
     _locks(report, found)
     small, large = report

@@ -17,7 +17,7 @@ from delayer.core.segment import Broken, Restored
 from delayer.store import upgrades
 from delayer.store.admin import actions, audit_log, detail, setup
 from delayer.store.admin.actions import When
-from delayer.store.admin.detail import Found
+from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
 from delayer.store.postgres import PostgresStore
@@ -173,11 +173,11 @@ async def press(url: str) -> None:
         first, second, third = [number for (number,) in await connection.fetch("SELECT id FROM held ORDER BY id")]
         act = await audit_log.begin(connection, "ada", "cancel", {})
         move = partial(actions.reschedule, when=When(None, DAY_MS))
-        assert await actions.named(connection, move, waiting, act) == {one.id: Found.WAITING for one in waiting}
-        assert await actions.named(connection, actions.cancel, segment, act) == {3: Found.SEGMENT}
+        assert await actions.named(connection, move, waiting, act) == {one.id: FoundIn.WAITING for one in waiting}
+        assert await actions.named(connection, actions.cancel, segment, act) == {3: FoundIn.SEGMENT}
         done = await actions.every(connection, actions.cancel, Filter(), None, act=act, say=lambda _: None)
-        assert done[Found.WAITING] == 4, "and what came out of the segment"
-        assert await actions.named(connection, move, [Token(first)], act) == {first: Found.HELD}
+        assert done[FoundIn.WAITING] == 4, "and what came out of the segment"
+        assert await actions.named(connection, move, [Token(first)], act) == {first: FoundIn.HELD}
         assert await actions.retry_held(connection, [second], act) == 1
         assert await actions.drop_held(connection, await detail.held_named(connection, [third]), act) == 1
         (written,) = await audit_log.listed(connection, 10)

@@ -15,7 +15,7 @@ from delayer.core.filters import Filter, Token
 from delayer.core.hold import Hold, unfit
 from delayer.store.admin import actions, audit_log, detail
 from delayer.store.admin.actions import When, cancel, reschedule
-from delayer.store.admin.detail import Found
+from delayer.store.admin.detail import FoundIn
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog, restore
 from tests.faults.place import eventually
@@ -30,7 +30,7 @@ NO_ONE = {"parked": 0, "restored": 0, "released": 0, "cancelled": 0, "compacted"
 async def test_cancel_of_a_row_between_two_milliseconds(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(1, START_MS)._replace(due_us=START_MS * 1000 + 999)])
-        assert await cancel(admin, [1]) == {1: Found.WAITING}
+        assert await cancel(admin, [1]) == {1: FoundIn.WAITING}
 
 
 async def test_cancel_of_held_and_keyed_ones(database: str) -> None:
@@ -41,7 +41,7 @@ async def test_cancel_of_held_and_keyed_ones(database: str) -> None:
         of = {one.body: one.id for one in (await waiting(admin)).values()}
         of |= dict(await admin.fetch("SELECT body, id FROM held"))
         found = await cancel(admin, [of[b"a"], of[b"c"], of[b"d"]])
-        assert list(found.values()) == [Found.WAITING, Found.HELD, Found.HELD]
+        assert list(found.values()) == [FoundIn.WAITING, FoundIn.HELD, FoundIn.HELD]
         assert [bytes(key) for (key,) in await admin.fetch("SELECT key FROM message_key")] == [b"b"]
         assert [one.body for one in (await waiting(admin)).values()] == [b"b"]
         assert await conserved(admin) == NO_ONE | {"parked": 4, "cancelled": 3}
@@ -54,7 +54,7 @@ async def test_a_key_that_stands_for_a_newer_message_stays(database: str) -> Non
         await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, b"old", key=b"k")], [])
         [old] = await waiting(admin)
         await admin.execute("UPDATE message_key SET id = id + 1")
-        assert await cancel(admin, [old]) == {old: Found.WAITING}
+        assert await cancel(admin, [old]) == {old: FoundIn.WAITING}
         assert await admin.fetchval("SELECT id FROM message_key") == old + 1
 
 
@@ -66,8 +66,8 @@ async def test_cancel_of_messages_in_segments(database: str) -> None:
         assert len(made) > 5
         before = await everything(admin)
         some = chance.sample(range(1, 201), 60)
-        assert await cancel(admin, [*some, 777]) == dict.fromkeys(some, Found.SEGMENT) | {777: Found.NOWHERE}
-        assert await cancel(admin, some) == dict.fromkeys(some, Found.NOWHERE)
+        assert await cancel(admin, [*some, 777]) == dict.fromkeys(some, FoundIn.SEGMENT) | {777: FoundIn.NOWHERE}
+        assert await cancel(admin, some) == dict.fromkeys(some, FoundIn.NOWHERE)
         left = {number: one for number, one in before.items() if number not in some}
         assert await everything(admin) == left
         lanes = Counter(before[number].lane for number in some)
@@ -84,7 +84,7 @@ async def test_the_others_of_a_segment_are_rows_again(database: str) -> None:
     async with store(database) as admin:
         await put(admin, rows(3, START_MS))
         [made] = await compact(admin)
-        assert await cancel(admin, [1, 2]) == {1: Found.SEGMENT, 2: Found.SEGMENT}
+        assert await cancel(admin, [1, 2]) == {1: FoundIn.SEGMENT, 2: FoundIn.SEGMENT}
         assert (await catalog.count(admin))[:2] == (0, 0)
         assert await restore.restore(admin, made.segment) is None
         assert list(await waiting(admin)) == [3]
@@ -97,7 +97,7 @@ async def test_messages_in_a_broken_segment_are_unreadable(database: str) -> Non
         first, _ = await compact(admin)
         await admin.execute("UPDATE segment SET packed = set_byte(packed, 20, 255) WHERE id = $1", first.segment)
         found = await cancel(admin, [5, 500, 10_001])
-        assert found == {5: Found.UNREADABLE, 500: Found.NOWHERE, 10_001: Found.SEGMENT}
+        assert found == {5: FoundIn.UNREADABLE, 500: FoundIn.NOWHERE, 10_001: FoundIn.SEGMENT}
         assert (await conserved(admin))["cancelled"] == 1
 
 
@@ -113,12 +113,12 @@ async def test_messages_released_meanwhile_do_not_count_as_cancelled(database: s
 
         async def do(
             connection: asyncpg.Connection, ids: Collection[int], dues: Mapping[int, int], act: int
-        ) -> dict[int, Found]:
+        ) -> dict[int, FoundIn]:
             await admin.execute("DELETE FROM message WHERE id = ANY('{3,5,7}')")
             return await cancel(connection, ids, dues, act)
 
         done = await actions.every(other, do, Filter(), None, act=act, say=lambda _: None)
-        assert done == {Found.WAITING: 7, Found.NOWHERE: 3}
+        assert done == {FoundIn.WAITING: 7, FoundIn.NOWHERE: 3}
         assert actions.met(done) == 7 == await admin.fetchval("SELECT messages FROM audit_log")
 
 
@@ -144,7 +144,7 @@ async def test_cancel_against_a_compaction_or_a_restore_in_flight(database: str,
         await blocked(admin, waits)
         await holder.execute("COMMIT")
         assert [done.messages for done in await moving] == [10]
-        assert await cancels == {4: Found.SEGMENT}
+        assert await cancels == {4: FoundIn.SEGMENT}
         assert len(await everything(admin)) == 9
         await conserved(admin)
 
@@ -162,7 +162,12 @@ async def test_reschedule_of_waiting_held_and_keyed_ones(database: str) -> None:
         of |= dict(await admin.fetch("SELECT body, id FROM held"))
         at = now + 5 * DAY_MS
         found = await reschedule(admin, [*of.values(), 999], when=When(at_ms=at))
-        assert found == {of[b"a"]: Found.WAITING, of[b"b"]: Found.WAITING, of[b"c"]: Found.HELD, 999: Found.NOWHERE}
+        assert found == {
+            of[b"a"]: FoundIn.WAITING,
+            of[b"b"]: FoundIn.WAITING,
+            of[b"c"]: FoundIn.HELD,
+            999: FoundIn.NOWHERE,
+        }
         assert [one.due_us for one in (await waiting(admin)).values()] == [at * 1000] * 2
         assert await admin.fetchval("SELECT due_at FROM message_key") == at
         assert tuple(await admin.fetchrow("SELECT due_at, retry_at FROM held")) == (now, at)
@@ -194,7 +199,7 @@ async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database:
 
 async def fate(admin: asyncpg.Connection, number: int) -> str:
     whole = await detail.show(admin, Token(number))
-    assert not isinstance(whole, Found)
+    assert not isinstance(whole, FoundIn)
     return detail.fate(whole, "there", "somebody", str)
 
 
@@ -203,7 +208,7 @@ async def test_reschedule_out_of_a_segment(database: str) -> None:
         await put(admin, rows(20, START_MS))
         before = await everything(admin)
         await compact(admin)
-        assert await reschedule(admin, [3, 4], when=When(by_ms=7)) == {3: Found.SEGMENT, 4: Found.SEGMENT}
+        assert await reschedule(admin, [3, 4], when=When(by_ms=7)) == {3: FoundIn.SEGMENT, 4: FoundIn.SEGMENT}
         after = await everything(admin)
         for number, one in before.items():
             assert after[number] == (one._replace(due_us=one.due_us + 7_000) if number in (3, 4) else one)
@@ -269,17 +274,17 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
             assert [due.id for due in released] == [one]
 
 
-async def move(connection: asyncpg.Connection, ids: list[int]) -> dict[int, Found]:
+async def move(connection: asyncpg.Connection, ids: list[int]) -> dict[int, FoundIn]:
     return await reschedule(connection, ids, when=When(by_ms=DAY_MS))
 
 
 @pytest.mark.parametrize(("act", "cancelled"), [(cancel, 1), (move, 0)])
 async def test_an_act_against_a_release_in_flight(
-    database: str, act: Callable[[asyncpg.Connection, list[int]], Awaitable[dict[int, Found]]], cancelled: int
+    database: str, act: Callable[[asyncpg.Connection, list[int]], Awaitable[dict[int, FoundIn]]], cancelled: int
 ) -> None:
     """It waits for the end of the release, and then does what is left to do."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
-        for settled, expected in ((True, Found.NOWHERE), (False, Found.WAITING)):
+        for settled, expected in ((True, FoundIn.NOWHERE), (False, FoundIn.WAITING)):
             await place.park(lane, [parcel(place.now_upper_ms())], [])
             [one] = await waiting(admin)
             claimed = await lane.windows[0].claim(MANY, ROOM)

@@ -11,7 +11,7 @@ import pytest
 
 from delayer.core.hold import Hold, HoldKind
 from delayer.store.admin import actions
-from delayer.store.admin.detail import Found
+from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.setup import raise_lanes
 from delayer.store.admin.stats import overview
 from delayer.store.errors import WORTH_REPEATING
@@ -33,7 +33,7 @@ async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold:
         await lane.windows[0].settle([], [(row, hold) for row in rows])
         of_l = next(row.id for row in rows if row.parcel.key == b"l")
         assert await store.park(lane, [], [b"k"]) == {b"k"}
-        assert await actions.cancel(admin, [of_l]) == {of_l: Found.HELD}
+        assert await actions.cancel(admin, [of_l]) == {of_l: FoundIn.HELD}
         for table in ("message", "held", "message_key"):
             assert await admin.fetchval(f"SELECT count(*) FROM {table}") == 0
         [of] = [one for one in (await overview(database)).lanes if one.number == lane.number]

@@ -14,7 +14,7 @@ from delayer.amqp import reading
 from delayer.core.filters import Filter, Token
 from delayer.store.admin import actions, audit_log, detail, listing
 from delayer.store.admin.actions import When
-from delayer.store.admin.detail import Found
+from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.listing import BEGINNING
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
@@ -132,7 +132,7 @@ async def test_a_broken_segment_is_told(database: str) -> None:
         found = await listing.find(admin, Filter(), None, 10)
         assert (list(found.places), len(found.broken), found.after) == ([], 1, None)
         assert (await actions.count(admin, Filter(route=b"delayer.in"), None)).broken == 1
-        assert await detail.show(admin, Token(5)) is Found.UNREADABLE
+        assert await detail.show(admin, Token(5)) is FoundIn.UNREADABLE
 
 
 async def test_a_page_keeps_no_more_messages_of_segments_than_it_shows(
@@ -176,24 +176,24 @@ async def test_show_a_message_wherever_it_is(database: str) -> None:
         ids |= dict(await admin.fetch("SELECT body, id FROM held"))
         await compact(admin)  # the one with a key stays
         dues = {b"a": now + DAY_MS, b"b": now + 2 * DAY_MS, b"c": now}
-        wheres = {b"a": Found.SEGMENT, b"b": Found.WAITING, b"c": Found.HELD}
+        wheres = {b"a": FoundIn.SEGMENT, b"b": FoundIn.WAITING, b"c": FoundIn.HELD}
         for body, where in wheres.items():
             for token in (Token(ids[body]), Token(ids[body], dues[body])):
                 found = await detail.show(admin, token)
-                assert not isinstance(found, Found)
+                assert not isinstance(found, FoundIn)
                 assert (found.where, found.body, found.sound, found.owned) == (where, body, True, True)
                 assert found.entry.place.due_us == dues[body] * 1000
-                assert (found.held is not None) == (where is Found.HELD)
-        assert await detail.show(admin, Token(ids[b"b"], now)) is Found.NOWHERE
-        assert await detail.show(admin, Token(999)) is Found.NOWHERE
+                assert (found.held is not None) == (where is FoundIn.HELD)
+        assert await detail.show(admin, Token(ids[b"b"], now)) is FoundIn.NOWHERE
+        assert await detail.show(admin, Token(999)) is FoundIn.NOWHERE
         do = actions.cancel
         act = await audit_log.begin(admin, "me", "cancel", {})
-        assert await actions.named(admin, do, [Token(ids[b"a"], dues[b"a"])], act) == {ids[b"a"]: Found.SEGMENT}
-        assert await detail.show(admin, Token(ids[b"a"])) is Found.NOWHERE
-        assert await actions.named(admin, do, [Token(ids[b"b"], now)], act) == {ids[b"b"]: Found.NOWHERE}
+        assert await actions.named(admin, do, [Token(ids[b"a"], dues[b"a"])], act) == {ids[b"a"]: FoundIn.SEGMENT}
+        assert await detail.show(admin, Token(ids[b"a"])) is FoundIn.NOWHERE
+        assert await actions.named(admin, do, [Token(ids[b"b"], now)], act) == {ids[b"b"]: FoundIn.NOWHERE}
         await admin.execute("UPDATE message SET checksum = checksum + 1")
         damaged = await detail.show(admin, Token(ids[b"b"]))
-        assert not isinstance(damaged, Found)
+        assert not isinstance(damaged, FoundIn)
         assert not damaged.sound
 
 
@@ -205,8 +205,8 @@ async def test_only_the_beginning_of_a_large_body_is_read(database: str) -> None
         for number in (1, 2):
             whole = await detail.show(admin, Token(number), len(body))
             part = await detail.show(admin, Token(number), len(body) - 1)
-            assert not isinstance(whole, Found)
-            assert not isinstance(part, Found)
+            assert not isinstance(whole, FoundIn)
+            assert not isinstance(part, FoundIn)
             assert (whole.body, whole.sound) == (body, True)
             assert (part.body, part.sound) == (body[: detail.BEGINNING], None)
             assert part.entry == whole.entry
@@ -248,8 +248,8 @@ async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch
             admin, partial(actions.reschedule, when=when), wanted, None, act=act, say=lambda _: None
         )
         assert done.total() == len(meant)
-        assert set(done) <= {Found.WAITING, Found.SEGMENT}
-        assert done[Found.SEGMENT] > 0
+        assert set(done) <= {FoundIn.WAITING, FoundIn.SEGMENT}
+        assert done[FoundIn.SEGMENT] > 0
         after = await everything(admin)
         for number, one in before.items():
             due_us = when.at_ms * 1000 if when.at_ms is not None else one.due_us + when.by_ms * 1000

@@ -20,7 +20,7 @@ from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog, restore
 from delayer.store.segments import compact as compacting
 from delayer.store.segments.catalog import FOREVER_MS
-from delayer.store.segments.compact import Window
+from delayer.store.segments.compact import CompactionWindow
 from delayer.store.segments.packing import Packed
 from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.support.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
@@ -134,7 +134,7 @@ async def test_windows_cover_every_row_once(database: str, days: int, at_most: i
 HOUR_MS = 3_600_000
 
 
-def _inside(one: Row, window: Window) -> bool:
+def _inside(one: Row, window: CompactionWindow) -> bool:
     return one.lane == window.lane and window.first_ms <= one.due_us // 1000 <= window.last_ms
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,16 @@ def test_imports_go_down_only() -> None:
     sources = _read_package()
     assert "delayer.core.message" in sources
     assert violations(sources) == []
+
+
+def test_no_two_classes_of_the_package_have_one_name() -> None:
+    classes = Counter(
+        node.name
+        for text in _read_package().values()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken
 from delayer.store import pool, statements
 from delayer.store.admin import audit_log, listing
-from delayer.store.admin.detail import ABSENT, Found, HeldEntry
+from delayer.store.admin.detail import ABSENT, FoundIn, HeldEntry
 from delayer.store.admin.listing import BEGINNING, NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.notify import notify
@@ -41,7 +41,7 @@ LOOKS: Final = 10
 """How often everything is looked through for messages that slip away. Twice is rare."""
 
 
-def met(found: Mapping[int, Found] | Counter[Found]) -> int:
+def met(found: Mapping[int, FoundIn] | Counter[FoundIn]) -> int:
     """The number of messages that were met, so cancelled or moved.
 
     >>> met({1: Found.HELD, 2: Found.NOWHERE}), met(Counter({Found.WAITING: 4, Found.UNREADABLE: 2}))
@@ -57,11 +57,11 @@ PAST: Final = {
 """The beginning of the answer to a change, by its verb."""
 
 
-def unmet(found: Counter[Found]) -> list[str]:
+def unmet(found: Counter[FoundIn]) -> list[str]:
     """The messages that a filter matched and that were not changed, in sentences. Pure."""
     said = {
-        Found.NOWHERE: "were delivered or moved meanwhile",
-        Found.UNREADABLE: "were delivered, or are in a segment that does not read back",
+        FoundIn.NOWHERE: "were delivered or moved meanwhile",
+        FoundIn.UNREADABLE: "were delivered, or are in a segment that does not read back",
     }
     return [f"{found[where]:,} {why}." for where, why in said.items() if found[where]]
 
@@ -75,7 +75,7 @@ _DELETE_HELD = (
 
 async def cancel(
     connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None
-) -> dict[int, Found]:
+) -> dict[int, FoundIn]:
     """Cancel messages by id. Returns the place where each was met.
 
     Finding a row by its id alone reads the index of every partition, and the ids of every segment. So ask for many at
@@ -86,16 +86,16 @@ async def cancel(
     return await _until_quiet(connection, ids, dues, act, partial(_cancel_rows, dues=dues))
 
 
-Work = Callable[..., Awaitable[tuple[dict[int, Found], Changes, bool]]]
+Work = Callable[..., Awaitable[tuple[dict[int, FoundIn], Changes, bool]]]
 """Changes the rows of some ids in an open transaction. Returns the places of the messages, the changes of the counters,
 and whether every row was still there when it was locked."""
 
 
 async def _until_quiet(
     connection: asyncpg.Connection, ids: Collection[int], dues: Dues, act: int | None, work: Work
-) -> dict[int, Found]:
+) -> dict[int, FoundIn]:
     """Do it to the messages of ``ids``, until nothing moves while we look."""
-    found = dict.fromkeys(ids, Found.NOWHERE)
+    found = dict.fromkeys(ids, FoundIn.NOWHERE)
     for _ in range(LOOKS):
         missing = [number for number, where in found.items() if where in ABSENT]
         if not missing:
@@ -113,14 +113,14 @@ async def _until_quiet(
 
 async def _do(
     connection: asyncpg.Connection, ids: Sequence[int], act: int | None, work: Work, segment: int | None = None
-) -> tuple[dict[int, Found], bool]:
+) -> tuple[dict[int, FoundIn], bool]:
     """One transaction: restore the segment, if there is one, and do it to the rows."""
     if segment is not None:
         from delayer.store.segments.restore import restore  # noqa: PLC0415 - pyarrow
 
     async with pool.transaction(connection):
         if segment is not None and isinstance(await restore(connection, segment), Broken):
-            return dict.fromkeys(ids, Found.UNREADABLE), True
+            return dict.fromkeys(ids, FoundIn.UNREADABLE), True
         met, changes, quiet = await work(connection, ids)
         if act is not None:
             await audit_log.add(connection, act, len(met))
@@ -130,13 +130,13 @@ async def _do(
 
 async def _in_segments(
     connection: asyncpg.Connection, ids: Sequence[int], dues: Dues, act: int | None, work: Work
-) -> dict[int, Found]:
+) -> dict[int, FoundIn]:
     """Do it to those of ``ids`` that stand in segments: one segment after the other."""
-    found: dict[int, Found] = {}
+    found: dict[int, FoundIn] = {}
     for segment, inside in (await listing.find_in_segments(connection, ids, dues)).items():
         await _make_days(connection, segment)
         met, _ = await patiently(partial(_do, connection, inside, act, work, segment))
-        found |= {number: Found.SEGMENT if where is Found.WAITING else where for number, where in met.items()}
+        found |= {number: FoundIn.SEGMENT if where is FoundIn.WAITING else where for number, where in met.items()}
     return found
 
 
@@ -176,19 +176,19 @@ async def lock_keys_of(connection: asyncpg.Connection, places: listing.Places, m
 
 async def _cancel_rows(
     connection: asyncpg.Connection, ids: Sequence[int], dues: Dues
-) -> tuple[dict[int, Found], Changes, bool]:
+) -> tuple[dict[int, FoundIn], Changes, bool]:
     """Waiting and held rows."""
     places = await listing.find_rows(connection, ids, dues)
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
     await lock_keys_of(connection, places, keys)
-    gone = [(*row, Found.WAITING) for row in await connection.fetch(statements.read("delete_rows"), *places)]
+    gone = [(*row, FoundIn.WAITING) for row in await connection.fetch(statements.read("delete_rows"), *places)]
     for row in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
-        gone.append((*row, Found.HELD))
+        gone.append((*row, FoundIn.HELD))
     changes: Changes = Counter()
     for _, lane, _, where in gone:
         changes[lane, "cancelled"] += 1
-        changes[lane, "held"] -= where is Found.HELD
+        changes[lane, "held"] -= where is FoundIn.HELD
     if keyed := [(key, number) for number, _, key, _ in gone if key is not None]:
         await forget(connection, keyed)
     quiet = len(gone) == len(places.ids) + len(held)
@@ -216,7 +216,7 @@ class When(NamedTuple):
 
 async def reschedule(
     connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None, *, when: When
-) -> dict[int, Found]:
+) -> dict[int, FoundIn]:
     """Give messages another due instant. Returns the place where each was met. ``dues`` and ``act`` as in cancel.
     Raises the driver's errors; messages moved by then are in the audit log."""
     return await _until_quiet(connection, ids, dues, act, partial(_move_rows, when=when, dues=dues))
@@ -224,7 +224,7 @@ async def reschedule(
 
 async def _move_rows(
     connection: asyncpg.Connection, ids: Sequence[int], when: When, dues: Dues
-) -> tuple[dict[int, Found], Changes, bool]:
+) -> tuple[dict[int, FoundIn], Changes, bool]:
     """Waiting and held rows."""
     places = await listing.find_rows(connection, ids, dues)
     held = [number for (number,) in await connection.fetch("SELECT id FROM held WHERE id = ANY($1) ORDER BY id", ids)]
@@ -233,7 +233,7 @@ async def _move_rows(
     if keyed := [(key, number, due_ms) for number, _, due_ms, key in moved if key is not None]:
         await _point(connection, sorted(keyed))
     again = await connection.fetch(_MOVE_HELD, held, *when)
-    found = {number: Found.WAITING for number, *_ in moved} | {number: Found.HELD for number, *_ in again}
+    found = {number: FoundIn.WAITING for number, *_ in moved} | {number: FoundIn.HELD for number, *_ in again}
     moved_to = soonest((lane, due_ms) for _, lane, due_ms, _ in moved)
     await notify(connection, moved_to, soonest((lane, retry_ms) for _, lane, retry_ms in again))
     return found, Counter(), len(found) == len(places.ids) + len(held)
@@ -266,11 +266,11 @@ PORTION: Final = 1000
 SCAN: Final = 100_000
 """Rows that are read for one portion at most; then it goes on with the next."""
 
-Do = Callable[[asyncpg.Connection, Collection[int], Dues, int], Awaitable[dict[int, Found]]]
+Do = Callable[[asyncpg.Connection, Collection[int], Dues, int], Awaitable[dict[int, FoundIn]]]
 """Cancel or move messages by id."""
 
 
-class Counted(NamedTuple):
+class CountedMessages(NamedTuple):
     """How many messages are meant. ``broken``: segments that do not read back and may hold more."""
 
     messages: int
@@ -297,9 +297,9 @@ async def recorded(
         yield connection, await audit_log.begin(connection, who, verb, asked)
 
 
-async def named(connection: asyncpg.Connection, do: Do, tokens: Sequence[Token], act: int) -> dict[int, Found]:
+async def named(connection: asyncpg.Connection, do: Do, tokens: Sequence[Token], act: int) -> dict[int, FoundIn]:
     """Do it to the messages of these names. Raises the driver's errors."""
-    found: dict[int, Found] = {}
+    found: dict[int, FoundIn] = {}
     for start in range(0, len(tokens), PORTION):
         some = tokens[start : start + PORTION]
         dues = {token.id: token.due_ms for token in some if token.due_ms is not None}
@@ -308,28 +308,28 @@ async def named(connection: asyncpg.Connection, do: Do, tokens: Sequence[Token],
     return found
 
 
-async def whereabouts(connection: asyncpg.Connection, tokens: Sequence[Token]) -> dict[int, Found]:
+async def whereabouts(connection: asyncpg.Connection, tokens: Sequence[Token]) -> dict[int, FoundIn]:
     """The places where :func:`named` would meet them, without changing them. Raises the driver's errors."""
-    found: dict[int, Found] = {}
+    found: dict[int, FoundIn] = {}
     for start in range(0, len(tokens), PORTION):
         some = tokens[start : start + PORTION]
         entries, broken = await listing.named(connection, some)
         held = await connection.fetch("SELECT id FROM held WHERE id = ANY($1)", [token.id for token in some])
-        found |= dict.fromkeys((token.id for token in some), Found.NOWHERE)
-        found |= dict.fromkeys(broken, Found.UNREADABLE)
-        found |= {one.place.id: Found.WAITING if one.place.segment is None else Found.SEGMENT for one in entries}
-        found |= dict.fromkeys((number for (number,) in held), Found.HELD)
+        found |= dict.fromkeys((token.id for token in some), FoundIn.NOWHERE)
+        found |= dict.fromkeys(broken, FoundIn.UNREADABLE)
+        found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in entries}
+        found |= dict.fromkeys((number for (number,) in held), FoundIn.HELD)
     return found
 
 
 async def every(
     connection: asyncpg.Connection, do: Do, wanted: Filter, test: Test | None, *, act: int, say: Callable[[int], None]
-) -> Counter[Found]:
+) -> Counter[FoundIn]:
     """Do it to every waiting message of ``wanted``. ``say`` hears how many it were so far.
 
     Raises the driver's errors.
     """
-    done: Counter[Found] = Counter()
+    done: Counter[FoundIn] = Counter()
     # The loop meets a message again that it moved to a later instant.
     seen = IdBitset()
     after: tuple[int, int] | None = BEGINNING
@@ -355,7 +355,7 @@ async def patiently(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
     return await work()
 
 
-async def count(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> Counted:
+async def count(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> CountedMessages:
     """How many messages are meant, on one snapshot where SQL can say it. Raises the driver's errors."""
     if wanted.key is not None or test is not None:
         return await _count_one_by_one(connection, wanted, test)
@@ -373,7 +373,7 @@ async def count(connection: asyncpg.Connection, wanted: Filter, test: Test | Non
             timeout=listing.LONG_SECONDS,
         )
         inside, broken = await _count_in_segments(connection, wanted, first_ms, last_ms)
-    return Counted(rows + inside, broken)
+    return CountedMessages(rows + inside, broken)
 
 
 async def _count_in_segments(
@@ -395,7 +395,7 @@ async def _count_in_segments(
     return messages, broken
 
 
-async def _count_one_by_one(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> Counted:
+async def _count_one_by_one(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> CountedMessages:
     messages = 0
     broken: set[int] = set()
     after: tuple[int, int] | None = BEGINNING
@@ -404,7 +404,7 @@ async def _count_one_by_one(connection: asyncpg.Connection, wanted: Filter, test
         messages += len(found.places)
         broken |= set(found.broken)
         after = found.after
-    return Counted(messages, len(broken))
+    return CountedMessages(messages, len(broken))
 
 
 PART: Final = 4096

@@ -26,7 +26,7 @@ _ROW: Final = f"SELECT {_CONTENT.format(6)} {listing.AT_PLACES}"
 _HELD: Final = f"SELECT {_CONTENT.format(2)}, {HELD} FROM held WHERE id = $1"
 
 
-class Found(Enum):
+class FoundIn(Enum):
     """The place where a message was found."""
 
     WAITING = "waiting"
@@ -37,18 +37,18 @@ class Found(Enum):
     """In a segment that does not read back."""
 
 
-ABSENT: Final = (Found.NOWHERE, Found.UNREADABLE)
+ABSENT: Final = (FoundIn.NOWHERE, FoundIn.UNREADABLE)
 
 
-def absent(token: Token, found: Found) -> str:
+def absent(token: Token, found: FoundIn) -> str:
     """Why the message of this name is not here, in a sentence. Pure."""
-    if found is Found.UNREADABLE:
+    if found is FoundIn.UNREADABLE:
         return f"{token} may be in a segment that does not read back: see docs/backlog.md."
     moved = " (or moved: try the id without @…)" if token.due_ms is not None else ""
     return f"{token} is not in the store: it was delivered or cancelled{moved}, or never parked."
 
 
-class Held(NamedTuple):
+class HeldState(NamedTuple):
     """Why a message is held (core/hold.py), and when the daemon retries it (epoch ms; None: a person decides)."""
 
     kind: str
@@ -64,30 +64,30 @@ class Whole(NamedTuple):
     """A message with its body, or the beginning of it. ``sound``: its format and checksum fit; else the daemon will
     hold it. None: unknown, because only a part of the body was read."""
 
-    where: Found
+    where: FoundIn
     entry: Entry
     body: bytes
     sound: bool | None
-    held: Held | None
+    held: HeldState | None
     owner: str
     """The owner of the lane, or its last one."""
     owned: bool
 
 
-async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 31) - 1) -> Whole | Found:
+async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 31) - 1) -> Whole | FoundIn:
     """The message of this name, on one snapshot; NOWHERE, or UNREADABLE if its segment does not read back. Of a body
     larger than ``most`` bytes only the beginning. Raises the driver's errors."""
     dues = {} if token.due_ms is None else {token.id: token.due_ms}
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         held = await connection.fetchrow(_HELD, token.id, most)
         if held is not None:
-            return await _whole(connection, Found.HELD, entry_of(held), held[12:15], Held(*held[15:22]))
+            return await _whole(connection, FoundIn.HELD, entry_of(held), held[12:15], HeldState(*held[15:22]))
         places = await listing.find_rows(connection, [token.id], dues)
         if (row := await connection.fetchrow(_ROW, *places, most)) is not None:
-            return await _whole(connection, Found.WAITING, entry_of(row), row[12:15])
+            return await _whole(connection, FoundIn.WAITING, entry_of(row), row[12:15])
         for segment in await listing.find_in_segments(connection, [token.id], dues):
-            return await _in_segment(connection, segment, token.id) or Found.UNREADABLE
-        return Found.NOWHERE
+            return await _in_segment(connection, segment, token.id) or FoundIn.UNREADABLE
+        return FoundIn.NOWHERE
 
 
 async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> Whole | None:
@@ -101,11 +101,11 @@ async def _in_segment(connection: asyncpg.Connection, segment: int, number: int)
         return None
     lane = found[1]
     content = [table[name][0].as_py() for name in ("checksum", "format", "body")]
-    return await _whole(connection, Found.SEGMENT, listing.entries_in(table, lane, segment)[0], content)
+    return await _whole(connection, FoundIn.SEGMENT, listing.entries_in(table, lane, segment)[0], content)
 
 
 async def _whole(
-    connection: asyncpg.Connection, where: Found, entry: Entry, content: Sequence[Any], held: Held | None = None
+    connection: asyncpg.Connection, where: FoundIn, entry: Entry, content: Sequence[Any], held: HeldState | None = None
 ) -> Whole:
     """``content``: the checksum, the format, and the body or the beginning of it."""
     owner = await connection.fetchrow(
@@ -136,7 +136,7 @@ def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> st
     if found.held is not None and found.held.retry_ms is not None:
         return f"it is published to {to} again at {instant(found.held.retry_ms)}: attempt {found.held.attempts + 1}"
     who = f"by {owner}" if found.owned else "by the daemon that takes its lane"
-    if found.where is Found.SEGMENT:
+    if found.where is FoundIn.SEGMENT:
         who = "after a daemon has restored its segment"
     return f"it is published to {to} at {instant(found.entry.place.due_us // 1000)}, {who}"
 
@@ -151,7 +151,7 @@ class HeldEntry(NamedTuple):
     """A held message without its body, and why it is held."""
 
     entry: Entry
-    held: Held
+    held: HeldState
 
 
 class HeldPage(NamedTuple):
@@ -192,4 +192,4 @@ async def held_named(connection: asyncpg.Connection, ids: Collection[int]) -> li
 
 
 def _read(row: asyncpg.Record) -> HeldEntry:
-    return HeldEntry(entry_of(row), Held(*row[12:19]))
+    return HeldEntry(entry_of(row), HeldState(*row[12:19]))

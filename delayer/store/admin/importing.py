@@ -20,7 +20,7 @@ import asyncpg
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
-from delayer.core.importing import Batch, Phase, Run
+from delayer.core.importing import ImportBatch, Phase, Run
 from delayer.core.message import Parcel
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
@@ -110,7 +110,7 @@ class ImportStore:
             )
         return replace(run, phase=Phase.RUNNING, staged=messages)
 
-    async def commit(self, run: Run, batch: Batch) -> Run:
+    async def commit(self, run: Run, batch: ImportBatch) -> Run:
         """Park and hold the batch, with its progress: all of it, or nothing."""
         days = {item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None}
         with translated("make partitions"):
@@ -140,7 +140,7 @@ class ImportStore:
                 )
         return replace(run, phase=phase)
 
-    async def _transact(self, run: Run, batch: Batch) -> tuple[int, int, int]:
+    async def _transact(self, run: Run, batch: ImportBatch) -> tuple[int, int, int]:
         """One transaction. How many messages the run has parked, held and superseded by now.
 
         Raises LaneLost, StoreLost, the driver's errors.

@@ -192,7 +192,7 @@ class Entry(NamedTuple):
     properties: bytes
 
 
-class Found(NamedTuple):
+class FoundPage(NamedTuple):
     """The next messages that are meant. ``after`` is where to go on, None where nothing is left.
 
     ``bounded``: reading ended at its limit, before enough were found. ``broken``: segments that do not read back and
@@ -238,7 +238,7 @@ async def find(
     after: tuple[int, int] = BEGINNING,
     *,
     scan: int = SCAN,
-) -> Found:
+) -> FoundPage:
     """The next ``limit`` messages of ``wanted`` that wait behind ``after`` (due microseconds, id), rows and those in
     segments, on one snapshot. ``test`` stands for the headers of ``wanted``. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
@@ -254,10 +254,10 @@ async def find(
     if full:
         meant, end = meant[:limit], meant[limit - 1][:2]
     of_segments = {entry.place.id: entry for entry in packed}
-    return Found(meant, of_segments, end, bounded=end is not None and not full, broken=broken)
+    return FoundPage(meant, of_segments, end, bounded=end is not None and not full, broken=broken)
 
 
-async def entries(connection: asyncpg.Connection, found: Found) -> list[Entry]:
+async def entries(connection: asyncpg.Connection, found: FoundPage) -> list[Entry]:
     """The entries of found messages, without the bodies and without messages that went meanwhile. Raises the driver's
     errors."""
     rows = Places.of(place for place in found.places if place.segment is None)
@@ -290,10 +290,10 @@ async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tupl
 
 async def _find_keyed(
     connection: asyncpg.Connection, wanted: Filter, test: Test | None, after: tuple[int, int]
-) -> Found:
+) -> FoundPage:
     rows = await connection.fetch(_KEYED, wanted.key)
     places = [Place(due_us, number, lane) for lane, due_us, number in rows]
-    found = Found([place for place in places if place[:2] > after], {}, None, bounded=False, broken=())
+    found = FoundPage([place for place in places if place[:2] > after], {}, None, bounded=False, broken=())
     read = [one for one in await entries(connection, found) if meant(one, wanted, test)]
     return found._replace(places=[one.place for one in read])
 

@@ -24,7 +24,7 @@ KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = 3_600_000
 """The time before its first due instant by which a segment should have been restored. Daemons begin a day before, and
 take seconds for a million messages."""
-NO_SEGMENTS = segments.Counted(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
+NO_SEGMENTS = segments.SegmentTotals(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
 
 
 # Few, by the index; those that do not read back are counted as such.
@@ -81,7 +81,7 @@ class StoreOverview:
     schema_expected: str
     store_now_ms: int
     lanes: Sequence[LaneOverview]
-    segments: segments.Counted
+    segments: segments.SegmentTotals
     late: Late
 
     @property

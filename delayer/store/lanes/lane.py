@@ -40,7 +40,7 @@ HORIZON_MS: Final = 61_000
 """The time until an owner wakes that sleeps for LONGEST_SLEEP, and a second more."""
 
 
-class Window:
+class PostgresWindow:
     """Satisfies broker.ports.Window: one of the two connections of a lane, and the claim that is open on it."""
 
     def __init__(self, lane: PostgresLane, connection: asyncpg.Connection, clock: StoreClock) -> None:
@@ -266,7 +266,7 @@ class PostgresLane:
         self.number = number
         self.route = route
         self.epoch = epoch
-        self.windows = [Window(self, connection, clock) for connection in connections]
+        self.windows = [PostgresWindow(self, connection, clock) for connection in connections]
         self.cursor = cursor
         self.release_seconds = release_seconds
         self.released = False
@@ -360,7 +360,7 @@ class PostgresLane:
             if self.cursor.clock_stepped:
                 self.cursor.woken.set()
 
-    async def _feed(self, window: Window) -> None:
+    async def _feed(self, window: PostgresWindow) -> None:
         if window.turn.locked() or self._clock.monotonic() > window.fed_until:
             return
         try:

@@ -25,7 +25,7 @@ class Listed(NamedTuple):
     broken: str | None
 
 
-class Counted(NamedTuple):
+class SegmentTotals(NamedTuple):
     """All segments together. ``next_due_ms`` is the first due instant of those that are not broken."""
 
     segments: int
@@ -36,9 +36,9 @@ class Counted(NamedTuple):
     next_due_ms: int | None
 
 
-async def count(connection: asyncpg.Connection) -> Counted:
+async def count(connection: asyncpg.Connection) -> SegmentTotals:
     """Count them: cheap, no segment is read. Raises the driver's errors."""
-    return Counted(*await connection.fetchrow(statements.read("count_segments")))
+    return SegmentTotals(*await connection.fetchrow(statements.read("count_segments")))
 
 
 async def listed(

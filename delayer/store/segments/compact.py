@@ -51,7 +51,7 @@ SELECT lane, date_trunc('hour', due_at), count(*) FROM message WHERE due_at > $1
 """
 
 
-class Window(NamedTuple):
+class CompactionWindow(NamedTuple):
     """A piece of a lane: its rows due from ``first_ms`` to ``last_ms``, both included (epoch milliseconds). ``rows`` is
     about the number of rows: counted without locks, rows with a key included."""
 
@@ -71,12 +71,12 @@ class Compacted(NamedTuple):
     more: bool
 
 
-async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROWS) -> list[Window]:
+async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROWS) -> list[CompactionWindow]:
     """Cut the messages due after ``after_ms`` (epoch ms) into windows of whole hours, by lane. A window has ``rows``
     rows at most, unless one hour has more. Raises the driver's errors."""
-    found: list[Window] = []
+    found: list[CompactionWindow] = []
     for lane, hour_ms, count in await connection.fetch(_HOURS, after_ms):
-        window = Window(lane, max(hour_ms, after_ms + 1), hour_ms + _HOUR_MS - 1, count)
+        window = CompactionWindow(lane, max(hour_ms, after_ms + 1), hour_ms + _HOUR_MS - 1, count)
         last = found[-1] if found else window
         fits = last.rows + count <= rows and window.last_ms - last.first_ms < SPAN_MS
         if found and last.lane == lane and fits:
@@ -88,7 +88,7 @@ async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROW
 
 async def compact_one(
     connection: asyncpg.Connection,
-    window: Window,
+    window: CompactionWindow,
     *,
     rows: int = ROWS,
     max_bytes: int = BYTES,
@@ -129,7 +129,7 @@ async def compact_one(
 
 
 async def _lock(
-    connection: asyncpg.Connection, window: Window, limits: tuple[int, int], portion: int, pause: float
+    connection: asyncpg.Connection, window: CompactionWindow, limits: tuple[int, int], portion: int, pause: float
 ) -> tuple[list[asyncpg.Record], bool]:
     """The first rows of a window, locked, up to ``limits`` of rows and bytes; and whether a limit was reached."""
     found: list[asyncpg.Record] = []
@@ -150,7 +150,7 @@ async def _lock(
     return found, True
 
 
-async def _fitting(connection: asyncpg.Connection, window: Window, max_bytes: int) -> int:
+async def _fitting(connection: asyncpg.Connection, window: CompactionWindow, max_bytes: int) -> int:
     """The number of rows that fit ``max_bytes``, and some more, from the size of the first ones of a window. Without
     it, large messages would lock ten thousand rows for each hundred that fit."""
     mean = await connection.fetchval(statements.read("mean_size"), window.lane, window.first_ms, window.last_ms + 1)

@@ -17,7 +17,7 @@ from delayer.amqp.properties import Properties, byte_array, encode_headers, entr
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.retry_policy import Failure
+from delayer.core.retry_policy import FailedAttempt
 from tests.unit.amqp.tables import properties, sized, text, with_headers
 
 DUE_MS = 1_800_000_000_000
@@ -160,10 +160,10 @@ def test_the_keys_of_cc(value: bytes, copies: set[bytes]) -> None:
     assert edits.asked(delivered(raw), Properties.parse(raw)).copies == copies
 
 
-FAILED = Failure(1, b"orders", "rejected", 1_800_000_000, b"shop", b"order.new", exhausted=False)
+FAILED = FailedAttempt(1, b"orders", "rejected", 1_800_000_000, b"shop", b"order.new", exhausted=False)
 
 
-def failed(raw: bytes, failure: Failure = FAILED, max_properties: int = MAX) -> Properties:
+def failed(raw: bytes, failure: FailedAttempt = FAILED, max_properties: int = MAX) -> Properties:
     return Properties.parse(edits.failed(Properties.parse(raw), failure, max_properties))
 
 
@@ -223,7 +223,7 @@ def test_the_room_that_edits_need() -> None:
     longest = b"n" * 255
     raw = with_headers(entry(b"x", byte_array(bytes(1000))))
     parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
-    note = edits.Held(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
+    note = edits.Note(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
     assert len(edits.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
     raw = b"\x20\x10" + sized(b"") + b"\xff" + bytes(255)
     assert len(edits.released(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM

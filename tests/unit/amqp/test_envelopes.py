@@ -58,7 +58,7 @@ parcels = st.builds(
 
 
 held = st.none() | st.builds(
-    edits.Held,
+    edits.Note,
     st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=600), st.booleans(), st.booleans()),
     st.integers(1, (1 << 31) - 1),
     st.none() | st.integers(0, LATEST_MS),
@@ -66,7 +66,7 @@ held = st.none() | st.builds(
 
 
 @given(parcels, st.binary(max_size=ID_BYTES), held)
-def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: edits.Held | None) -> None:
+def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: edits.Note | None) -> None:
     raw = edits.enveloped(parcel, id, held)
     envelope = opened(raw, parcel.body)
     assert envelope[:2] == (id, parcel)
@@ -135,7 +135,7 @@ CASCADE = edits.Endpoints(Cascade(), b"delays.due", b"delays.refused", MAX)
 
 @given(parcels, held, st.integers(WINDOW_MS, LATEST_MS))
 def test_a_broker_that_delays_gets_the_same_envelope_with_a_time_that_ends_no_queue(
-    parcel: Parcel, note: edits.Held | None, at_ms: int
+    parcel: Parcel, note: edits.Note | None, at_ms: int
 ) -> None:
     sent = edits.into_broker(parcel, b"id", at_ms, 0, replace(CASCADE, broker_delays=True), held=note)
     assert (sent.exchange, sent.routing_key) == (b"delayer.delay-delivery", routing_key(0, b"delays.due"))

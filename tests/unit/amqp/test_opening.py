@@ -11,7 +11,7 @@ from delayer.amqp import handshake
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ConnectionLost, ProtocolError
-from delayer.amqp.handshake import Limits
+from delayer.amqp.handshake import ConnectionLimits
 from tests.unit.amqp.scripted import say_goodbye, scripted
 
 
@@ -148,5 +148,5 @@ def test_limits(offered: tuple[int, int, int], ours: float, agreed: tuple[int, i
 
 
 def test_a_part_of_a_second_is_promised_as_a_whole_one() -> None:
-    assert handshake.tune_ok(Limits(1, 4096, 0.2)).heartbeat == 1
-    assert handshake.tune_ok(Limits(1, 4096, 0.0)).heartbeat == 0
+    assert handshake.tune_ok(ConnectionLimits(1, 4096, 0.2)).heartbeat == 1
+    assert handshake.tune_ok(ConnectionLimits(1, 4096, 0.0)).heartbeat == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from delayer.audit.findings import Bar, Calendar, Finding, LaneFigures, Peak, Report, RuleRun, Share, Totals
+from delayer.audit.findings import AuditReport, Bar, Calendar, Finding, LaneFigures, Peak, RuleRun, Share, Totals
 
 NOW_MS = 1_763_769_602_481
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
@@ -111,7 +111,7 @@ def lanes() -> tuple[LaneFigures, ...]:
     )
 
 
-def full() -> Report:
+def full() -> AuditReport:
     """Everything that a report can have."""
     found = findings()
     runs = tuple(
@@ -129,10 +129,10 @@ def full() -> Report:
         sum(lane.waiting for lane in figures), sum(lane.waiting for lane in figures) + 3, 40, 204, 2_000_000,
         4_900_000_000, 212_000_000, 1_200, NOW_MS - 4 * MINUTE, NOW_MS + 3650 * DAY,
     )  # fmt: skip
-    return Report(NOW_MS, 41.7, None, totals, figures, calendar(), runs, found)
+    return AuditReport(NOW_MS, 41.7, None, totals, figures, calendar(), runs, found)
 
 
-def empty() -> Report:
+def empty() -> AuditReport:
     """Of a store that nothing was ever parked in."""
     runs = tuple(RuleRun(rule, 0, 0) for rule in RULES)
-    return Report(NOW_MS, 6.2, None, Totals(0, 0, 0, 0, 0, 0, 0, 0, None, None), (), Calendar(36_000.0), runs, ())
+    return AuditReport(NOW_MS, 6.2, None, Totals(0, 0, 0, 0, 0, 0, 0, 0, None, None), (), Calendar(36_000.0), runs, ())

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from delayer.audit.rules import NAMED, destinations, with_destinations
-from delayer.broker.route_check import Asked, Route, Target, Verdict
+from delayer.broker.route_check import CheckedTarget, RouteVerdict, RouteVerdicts, Verdict
 from tests.unit.audit import audit_reports
 
-ROUTED, MISSING, NOWHERE = Route(Verdict.ROUTED), Route(Verdict.MISSING), Route(Verdict.UNROUTABLE)
+ROUTED, MISSING, NOWHERE = RouteVerdict(Verdict.ROUTED), RouteVerdict(Verdict.MISSING), RouteVerdict(Verdict.UNROUTABLE)
 
 
-def target(exchange: bytes, key: bytes, messages: int = 1, first_due_ms: int = 1_000) -> Target:
-    return Target(exchange, key, messages, first_due_ms)
+def target(exchange: bytes, key: bytes, messages: int = 1, first_due_ms: int = 1_000) -> CheckedTarget:
+    return CheckedTarget(exchange, key, messages, first_due_ms)
 
 
 def test_deliverable_and_unknown_destinations_give_no_finding() -> None:
     for verdict in (Verdict.ROUTED, Verdict.DEPENDS, Verdict.UNKNOWN, Verdict.NOT_ASKED):
-        assert destinations([(target(b"x", b"k"), Route(verdict))]) == []
+        assert destinations([(target(b"x", b"k"), RouteVerdict(verdict))]) == []
 
 
 def test_a_missing_exchange_is_one_finding_however_many_keys_it_has() -> None:
@@ -37,14 +37,17 @@ def test_a_missing_queue_and_an_unrouted_key_are_named_one_by_one_until_they_are
 
 
 def test_violations_come_first_and_an_alternate_is_a_warning() -> None:
-    rows = [(target(b"x", b"k", first_due_ms=1), Route(Verdict.ALTERNATE, "spare")), (target(b"y", b"k"), MISSING)]
+    rows = [
+        (target(b"x", b"k", first_due_ms=1), RouteVerdict(Verdict.ALTERNATE, "spare")),
+        (target(b"y", b"k"), MISSING),
+    ]
     violation, warning = destinations(rows)
     assert (violation.severity, violation.subject) == ("violation", 'exchange "y"')
     assert (warning.severity, warning.details["why"]) == ("warning", "spare")
 
 
 def test_a_destination_with_only_held_messages_is_a_warning() -> None:
-    held = Target(b"lost.out", b"k", 3, 1_000, held=3)
+    held = CheckedTarget(b"lost.out", b"k", 3, 1_000, held=3)
     (found,) = destinations([(held, MISSING)])
     assert (found.severity, found.subject, found.count) == ("warning", 'exchange "lost.out"', 3)
     assert found.details["held_already"] == 3
@@ -57,7 +60,7 @@ def test_the_report_gets_a_line_findings_and_verdicts() -> None:
     before = audit_reports.empty()
     full = audit_reports.full()
     shares = full.calendar.destinations
-    asked = Asked(
+    asked = RouteVerdicts(
         tuple((target(one.exchange, one.routing_key, one.messages, one.first_due_ms), ROUTED) for one in shares[1:]),
         ("only the soonest were asked about",),
     )
@@ -66,12 +69,14 @@ def test_the_report_gets_a_line_findings_and_verdicts() -> None:
     (run,) = [one for one in report.rules if one.rule == "destinations"]
     assert (run.violations, run.warnings, run.skipped) == (0, 0, "only the soonest were asked about")
     assert [one for one in report.findings if one.rule == "destinations"] == [], "what was asked before is replaced"
-    nobody = with_destinations(before, Asked(((target(b"x", b"k", 3), Route(Verdict.NOT_ASKED)),), ("out of reach",)))
+    nobody = with_destinations(
+        before, RouteVerdicts(((target(b"x", b"k", 3), RouteVerdict(Verdict.NOT_ASKED)),), ("out of reach",))
+    )
     assert nobody.rules[-1].skipped == "not asked for 3 of 3 messages; out of reach"
 
 
 def test_a_hundred_findings_are_listed_and_the_rest_counted() -> None:
-    asked = Asked(tuple((target(b"gone-%d" % n, b"k"), MISSING) for n in range(130)))
+    asked = RouteVerdicts(tuple((target(b"gone-%d" % n, b"k"), MISSING) for n in range(130)))
     report = with_destinations(audit_reports.empty(), asked)
     assert len(report.findings) == 100
     assert (report.rules[-1].violations, report.rules[-1].unlisted) == (130, 30)

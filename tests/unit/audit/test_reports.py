@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 
 from delayer.audit import report_console, report_html, words
-from delayer.audit.findings import Bar, Calendar, Finding, LaneFigures, Peak, Report, RuleRun, Totals
+from delayer.audit.findings import AuditReport, Bar, Calendar, Finding, LaneFigures, Peak, RuleRun, Totals
 from tests.unit.audit import audit_reports
 from tests.unit.audit.audit_reports import HOUR, NOW_MS
 
 FULL, EMPTY = audit_reports.full(), audit_reports.empty()
 
 
-def lines(report: Report) -> list[str]:
+def lines(report: AuditReport) -> list[str]:
     """The report as plain lines."""
     console = Console(width=120, no_color=True, highlight=False, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
@@ -59,7 +59,7 @@ def page() -> str:
 
 
 @pytest.mark.parametrize("report", [FULL, EMPTY, replace(FULL, sample=0.01)], ids=["full", "empty", "sample"])
-def test_nothing_is_loaded_run_or_sent(report: Report) -> None:
+def test_nothing_is_loaded_run_or_sent(report: AuditReport) -> None:
     page = report_html.page(report)
     parsed = Parsed(page)
     assert parsed.open == [], "every element is closed"
@@ -173,7 +173,7 @@ def test_a_replica_that_is_behind_is_told(behind_ms: int, told: str) -> None:
 
 def test_the_page_names_every_field_of_the_report() -> None:
     text = (Path(__file__).parents[3] / "docs" / "backlog.md").read_text(encoding="utf-8")
-    for kind in (Report, Totals, LaneFigures, Calendar, RuleRun, Finding):
+    for kind in (AuditReport, Totals, LaneFigures, Calendar, RuleRun, Finding):
         for field in dataclasses.fields(kind):
             name = "…_more" if field.name.endswith("_more") else field.name
             assert f"`{name}`" in text, f"{kind.__name__}.{field.name}"

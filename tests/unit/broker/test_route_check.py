@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from delayer.broker.route_check import ExchangeInfo, Matched, Route, Stop, Topics, Verdict, matcher, route
+from delayer.broker.route_check import ExchangeInfo, Matched, RouteVerdict, Stop, Topics, Verdict, matcher, route
 from delayer.core.topology import Binding
 
-ROUTED, NOWHERE, DEPENDS, MISSING = map(Route, (Verdict.ROUTED, Verdict.UNROUTABLE, Verdict.DEPENDS, Verdict.MISSING))
+ROUTED, NOWHERE, DEPENDS, MISSING = map(
+    RouteVerdict, (Verdict.ROUTED, Verdict.UNROUTABLE, Verdict.DEPENDS, Verdict.MISSING)
+)
 
 
 def queue(name: str, key: str = "", **arguments: Any) -> tuple[str, str, str, dict[str, Any]]:
@@ -59,22 +61,24 @@ def test_hashes_in_a_row_do_not_multiply() -> None:
         (b"\xff.a", [stop("x", "topic", queue("q", "*.a"))], ROUTED),
         (b"k", [stop("x", "fanout")], NOWHERE),
         (b"k", [], MISSING),
-        (b"k", [stop("x", "fanout", queue("q"), internal=True)], Route(Verdict.CLOSED, "the exchange is internal")),
+        (b"k", [stop("x", "fanout", queue("q"), internal=True)],
+         RouteVerdict(Verdict.CLOSED, "the exchange is internal")),
         # exchanges behind exchanges
         (b"a.b", [stop("x", "topic", exchange("y", "a.#")), stop("y", "direct", queue("q", "a.b"))], ROUTED),
         (b"a.b", [stop("x", "topic", exchange("y", "a.#")), stop("y", "direct", queue("q", "a"))], NOWHERE),
         (b"k", [stop("x", "fanout", exchange("y")), stop("y", "fanout", exchange("x"))], NOWHERE),
         # alternates: only where nothing at all matches, and of the exchange where that happens
         (b"k", [stop("x", "direct", alternate="alt"), stop("alt", "fanout", queue("q"))],
-         Route(Verdict.ALTERNATE, "alt")),
-        (b"k", [stop("x", "direct", alternate="alt")], Route(Verdict.UNROUTABLE, "nor does its alternate 'alt'")),
+         RouteVerdict(Verdict.ALTERNATE, "alt")),
+        (b"k", [stop("x", "direct", alternate="alt")],
+         RouteVerdict(Verdict.UNROUTABLE, "nor does its alternate 'alt'")),
         (b"k", [stop("x", "fanout", exchange("y"), alternate="alt"), stop("y", "fanout"),
                 stop("alt", "fanout", queue("q"))], NOWHERE),
         (b"k", [stop("x", "fanout", exchange("y")), stop("y", "fanout", alternate="alt"),
-                stop("alt", "fanout", queue("q"))], Route(Verdict.ALTERNATE, "alt")),
+                stop("alt", "fanout", queue("q"))], RouteVerdict(Verdict.ALTERNATE, "alt")),
         (b"k", [stop("x", "fanout", queue("q"), alternate="alt")], ROUTED),
         (b"k", [stop("x", "direct", alternate="")],
-         Route(Verdict.UNKNOWN, "an alternate exchange is the default exchange")),
+         RouteVerdict(Verdict.UNKNOWN, "an alternate exchange is the default exchange")),
         # headers: only the extremes are certain
         (b"k", [stop("x", "headers", queue("q"))], ROUTED),
         (b"k", [stop("x", "headers", queue("q", **{"x-match": "any"}))], NOWHERE),
@@ -83,12 +87,13 @@ def test_hashes_in_a_row_do_not_multiply() -> None:
         (b"k", [stop("x", "headers", queue("q", **{"x-match": "all-with-x", "x-y": "1"}))], DEPENDS),
         (b"k", [stop("x", "headers", queue("p", a="b"), queue("q"))], ROUTED),
         # types that plugins bring
-        (b"k", [stop("x", "x-random", queue("q"))], Route(Verdict.UNKNOWN, "exchange 'x' is of type 'x-random'")),
+        (b"k", [stop("x", "x-random", queue("q"))],
+         RouteVerdict(Verdict.UNKNOWN, "exchange 'x' is of type 'x-random'")),
         (b"k", [stop("x", "x-delayed-message", queue("q", "k"), **{"x-delayed-type": "direct"})], ROUTED),
         (b"l", [stop("x", "x-delayed-message", queue("q", "k"), **{"x-delayed-type": "direct"})], NOWHERE),
     ],
 )  # fmt: skip
-def test_the_route_of_a_message(key: bytes, stops: list[tuple[str, Stop]], expected: Route) -> None:
+def test_the_route_of_a_message(key: bytes, stops: list[tuple[str, Stop]], expected: RouteVerdict) -> None:
     assert route("x", key, dict(stops)) == expected
 
 

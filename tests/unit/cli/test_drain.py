@@ -9,7 +9,7 @@ from delayer.amqp.properties import Properties, encode_headers, entry, int64, lo
 from delayer.cli.drain import AGAIN, Left, into_cascade, left_in_cascade, left_in_store
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.message import Delivery, Due, Parcel, Target
-from delayer.imports.cascade import Level
+from delayer.imports.cascade import LevelReader
 from delayer.imports.queues import parsed
 from delayer.store.admin.draining import Standing
 from tests.support.fakes import NOW
@@ -21,7 +21,7 @@ DUE = b"delays.due"
 
 def into_store(met: Delivery, level: int, now_ms: int = NOW) -> Parcel:
     """What a drain into the store makes of a message in this level."""
-    reader = Level(OURS, level, OURS.delivery.encode(), DUE)
+    reader = LevelReader(OURS, level, OURS.delivery.encode(), DUE)
     return reader.item(met, parsed(met.properties), now_ms).parcel
 
 

@@ -16,10 +16,10 @@ from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, To
 from delayer.cli import importing
 from delayer.cli.errors import FOUND, OUT_OF_REACH, USAGE, failure
 from delayer.cli.main import cli
-from delayer.cli.send import Message, ask, prepared
+from delayer.cli.send import MessageToSend, ask, prepared
 from delayer.config import loading
 from delayer.config.errors import ConfigError, Expected, Problem
-from delayer.config.model import Route, Settings
+from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import instant_ms
 from delayer.core.errors import StoreLost, certificate_advice
 from delayer.daemon import app
@@ -253,8 +253,8 @@ NOW_MS = 1_800_000_000_123
 OPT = ["x-opt-delivery-delay", "x-opt-delivery-time"]
 
 
-def route(**keys: object) -> Route:
-    return Route.model_validate({"from": "in", "to": "out", **keys})
+def route(**keys: object) -> RouteTable:
+    return RouteTable.model_validate({"from": "in", "to": "out", **keys})
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def route(**keys: object) -> Route:
     ],
 )
 def test_the_delay_is_said_in_a_form_that_the_route_reads(
-    of: Route, delay_ms: int | None, at_ms: int | None, headers: dict[str, int], timestamp: int | None, due_ms: int
+    of: RouteTable, delay_ms: int | None, at_ms: int | None, headers: dict[str, int], timestamp: int | None, due_ms: int
 ) -> None:
-    message = Message("in", "key", b"")
+    message = MessageToSend("in", "key", b"")
     ask(message, of, delay_ms, at_ms, now_ms=NOW_MS)
     assert (message.headers, message.timestamp, message.due_ms) == (headers, timestamp, due_ms)
 

@@ -11,7 +11,7 @@ import pytest
 from delayer.config import loading
 from delayer.config.errors import ConfigError
 from delayer.config.loading import config_file, load
-from delayer.config.model import Destination, Retry, Route, Settings, Takeover
+from delayer.config.model import DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
 from delayer.config.sources import env_name, keys_of, known_keys
 from delayer.config.texts import duration_text
 from delayer.config.values import duration_ms
@@ -250,9 +250,9 @@ def test_the_shipped_file_names_every_key() -> None:
             assert f"\n# [[{key[0]}]]" in text
         else:
             assert f"[{key[0]}]" in text or key[0] in lines, key
-    for table in (Route, Retry, Takeover, Destination):
+    for table in (RouteTable, RetryTable, TakeoverTable, DestinationTable):
         for name in keys_of(table):
-            assert name in lines or table is Retry, name
+            assert name in lines or table is RetryTable, name
 
 
 def test_the_shipped_file_loads_with_its_comments_opened() -> None:
@@ -260,9 +260,11 @@ def test_the_shipped_file_loads_with_its_comments_opened() -> None:
     text = (ROOT / "config" / "delayer.toml").read_text()
     route = text.partition("[[route]]")[2].partition("# [[route]]")[0]
     opened = "\n".join(line.removeprefix("# ") for line in route.splitlines() if " = [" in line or " = " in line)
-    table = tomllib.loads("\n".join(line for line in opened.splitlines() if line.split(" = ")[0] in keys_of(Route)))
-    assert set(table) == set(keys_of(Route)) - {"retry"}
-    assert Route.model_validate(table) == load(None, {}, {}).routes[0]
+    table = tomllib.loads(
+        "\n".join(line for line in opened.splitlines() if line.split(" = ")[0] in keys_of(RouteTable))
+    )
+    assert set(table) == set(keys_of(RouteTable)) - {"retry"}
+    assert RouteTable.model_validate(table) == load(None, {}, {}).routes[0]
 
 
 def test_the_tables_that_stand_in_comments_are_valid_and_hold_every_key(tmp_path: Path) -> None:
@@ -272,11 +274,11 @@ def test_the_tables_that_stand_in_comments_are_valid_and_hold_every_key(tmp_path
     text = before + "\n".join(line.removeprefix("# ") for line in opened) + "\n" + native + after
     settings = load(write(tmp_path / "opened.toml", text), {}, {})
     table = tomllib.loads(text)
-    assert set(table["route"][1]["retry"]) == set(keys_of(Retry))
-    assert set(table["takeover"][0]) == set(keys_of(Takeover))
-    assert set(table["destination"][0]) == set(keys_of(Destination))
-    assert settings.routes[1].retry == Retry(exhausted="parking-lot")
-    assert settings.takeovers == (Takeover(cascade="nservicebus-v2"),)
+    assert set(table["route"][1]["retry"]) == set(keys_of(RetryTable))
+    assert set(table["takeover"][0]) == set(keys_of(TakeoverTable))
+    assert set(table["destination"][0]) == set(keys_of(DestinationTable))
+    assert settings.routes[1].retry == RetryTable(exhausted="parking-lot")
+    assert settings.takeovers == (TakeoverTable(cascade="nservicebus-v2"),)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "config" / "examples").glob("*.toml")), ids=lambda file: file.stem)

@@ -35,13 +35,13 @@ from delayer.core.plan import (
     TooLate,
     decide,
 )
-from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure, Retry
+from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt, RetryPolicy
 from tests.support.raw import wire_instant
 
 NOW = 1_800_000_000_000  # 2027-01-15 08:00:00
 HOUR_MS = 3_600_000
 SAGA = "2d6f1c1e-6e7c-4d0b-9f6c-b2a300e5c1aa"
-RETRY = Retry(5_000, 2, HOUR_MS, 0.0, 3, b"parking-lot")
+RETRY = RetryPolicy(5_000, 2, HOUR_MS, 0.0, 3, b"parking-lot")
 
 NSB = Route(b"nsb", b"out", delay_from=("nservicebus",))
 LATER = Route(b"later", b"", delay_from=("x-delay", "nservicebus-timeout"))
@@ -211,7 +211,7 @@ def test_a_dead_letter_goes_back(asked: DelayRequest, policy: Policy, plan: obje
 @pytest.mark.parametrize(("before", "retries", "exhausted"), [(None, 1, False), (2, 3, False), (3, 4, True)])
 def test_the_failure_of_a_dead_letter(before: int | None, retries: int, exhausted: bool) -> None:
     found = retry_policy.failure(dead(before).headers, RETRY)
-    assert found == Failure(retries, b"orders", "rejected", NOW // 1000, b"shop", b"order.new", exhausted)
+    assert found == FailedAttempt(retries, b"orders", "rejected", NOW // 1000, b"shop", b"order.new", exhausted)
 
 
 @pytest.mark.words
@@ -257,14 +257,14 @@ def test_how_long_a_retry_waits(retries: int, chance: float, wait: int) -> None:
 
 @given(
     st.builds(
-        Retry, st.integers(0, HOUR_MS), st.floats(1, 100), st.integers(HOUR_MS, 10 * HOUR_MS), st.floats(0, 1),
+        RetryPolicy, st.integers(0, HOUR_MS), st.floats(1, 100), st.integers(HOUR_MS, 10 * HOUR_MS), st.floats(0, 1),
         st.integers(1, 1000), st.just(b"q"),
     ),
     st.integers(1, 1000),
     st.floats(0, 1),
 )  # fmt: skip
 def test_retries_never_come_sooner_than_the_one_before_nor_later_than_the_longest(
-    retry: Retry, retries: int, chance: float
+    retry: RetryPolicy, retries: int, chance: float
 ) -> None:
     wait = retry_policy.wait_ms(retry, retries, chance)
     assert retry_policy.wait_ms(retry, retries, 0) <= wait <= retry.longest_ms

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.broker.retry import Retry
+from delayer.broker.retry import Backoff
 from delayer.core.backoff import LogThrottle, pause
 from delayer.daemon.app import run_loop
 from delayer.daemon.services import Part, ServiceGroup
@@ -169,7 +169,7 @@ async def test_a_pause_ends_when_told_to_stop(before: bool) -> None:
     beat: Callable[[], None] = lambda: beats.append(1)  # noqa: E731
     if before:
         stopping.set()
-    waiting = asyncio.create_task(Retry(stopping, beat).wait(3600))
+    waiting = asyncio.create_task(Backoff(stopping, beat).wait(3600))
     await asyncio.sleep(0)
     stopping.set()
     await waiting

@@ -33,7 +33,7 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
 def overview(
     found: str | None = schema.HEAD,
     lanes: list[LaneOverview] | None = None,
-    packed: catalog.Counted = stats.NO_SEGMENTS,
+    packed: catalog.SegmentTotals = stats.NO_SEGMENTS,
 ) -> StoreOverview:
     """What a look at the store saw."""
     more = {"late": stats.NOT_LATE} if "late" in StoreOverview.__dataclass_fields__ else {}

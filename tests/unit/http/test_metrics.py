@@ -43,7 +43,7 @@ def sight(**more: Any) -> Sight:
     counters.delivered([(40, b"orders.in")])
     counters.took("claim", 0.003)
     counters.batch("claim", 3)
-    packed = catalog.Counted(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
+    packed = catalog.SegmentTotals(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
     lanes = [lane(1, alive=True, waiting=5, next_due_ms=9_000), lane(2, alive=False, waiting=2, next_due_ms=None)]
     store = replace(overview(lanes=lanes, packed=packed), late=Late(2, 50, None))
     counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}

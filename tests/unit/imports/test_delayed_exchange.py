@@ -7,10 +7,10 @@ import base64
 import pytest
 
 from delayer.core.message import Target
-from delayer.imports.files import Plan, Unreadable, read_dumped
+from delayer.imports.files import DumpPlan, Unreadable, read_dumped
 from tests.support.raw import Props, number, text
 
-PLAN = Plan(b"/", {b"orders.delayed": Target(b"orders.out", b""), b"mail.delayed": Target(b"mail", b"outbox")})
+PLAN = DumpPlan(b"/", {b"orders.delayed": Target(b"orders.out", b""), b"mail.delayed": Target(b"mail", b"outbox")})
 HEADERS = Props(headers=((b"x-delay", number("I", 5_000)), (b"tenant", text("acme"))), delivery_mode=2).encode()
 
 
@@ -40,5 +40,5 @@ def test_lines_without_a_message(text: bytes, why: str) -> None:
 
 
 def test_names_that_are_no_text_are_parameters_too() -> None:
-    plan = Plan(b"\xff", {b"\xfe": Target(b"\xfd", b"")})
+    plan = DumpPlan(b"\xff", {b"\xfe": Target(b"\xfd", b"")})
     assert plan.as_dict() == {"vhost": "\\xff", "exchanges": {"\\xfe": ["\\xfd", ""]}}

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from delayer.cli.main import cli
 from delayer.core import importing
-from delayer.core.importing import Meant, Phase, Run, Survey
+from delayer.core.importing import ImportSelection, Phase, Run, Survey
 from delayer.core.message import Target
 from delayer.imports import state_machine
 from delayer.imports.hold_queues import HoldQueues
@@ -63,7 +63,7 @@ async def test_a_broker_that_is_none(url: str) -> None:
     async def now() -> int:
         return 0
 
-    source = HoldQueues(url=url, patterns=["q"], meant=Meant(), now=now)
+    source = HoldQueues(url=url, patterns=["q"], meant=ImportSelection(), now=now)
     with pytest.raises(BadSource, match="the source's broker URL: expected") as raised:
         await source.survey()
     assert "s3c" not in str(raised.value)

@@ -6,7 +6,7 @@ import pytest
 
 from delayer.amqp.properties import Properties
 from delayer.core.message import Delivery, Target
-from delayer.imports.hold_queues import Hold
+from delayer.imports.hold_queues import HoldQueue
 from delayer.imports.queues import fell, fingerprint
 from tests.support.raw import Props, Value, array, number, table, text
 
@@ -18,7 +18,7 @@ def delivery(props: Props, body: bytes = b"body", redelivered: bool = False) -> 
     return Delivery(1, redelivered, b"", b"hold", props.encode(), body)
 
 
-def item(hold: Hold, props: Props, now_ms: int = NOW) -> tuple[int, str]:
+def item(hold: HoldQueue, props: Props, now_ms: int = NOW) -> tuple[int, str]:
     one = delivery(props)
     found = hold.item(one, Properties.parse(one.properties), now_ms)
     return found.parcel.due_ms, "" if found.hold is None else found.hold.text
@@ -34,8 +34,8 @@ def died(
     return ((b"x-death", array(note)),)
 
 
-def hold(**how: bool) -> Hold:
-    return Hold("hold", b"", b"work", 60_000, **how)
+def hold(**how: bool) -> HoldQueue:
+    return HoldQueue("hold", b"", b"work", 60_000, **how)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def hold(**how: bool) -> Hold:
     ],
 )
 def test_due(ttl_ms: int | None, props: Props, due_ms: int) -> None:
-    assert item(Hold("hold", b"", b"work", ttl_ms, stamped=True), props) == (due_ms, "")
+    assert item(HoldQueue("hold", b"", b"work", ttl_ms, stamped=True), props) == (due_ms, "")
 
 
 STAMPED = Props(timestamp=SECOND - 20)
@@ -75,21 +75,21 @@ STAMPED = Props(timestamp=SECOND - 20)
         (hold(stamped=True), Props(timestamp=SECOND - 20, headers=died(SECOND - 20)), False),
         (hold(), Props(headers=died(SECOND - 20)), False),
         # Symfony's workers send with the timestamp of the first time.
-        (Hold("delay_x__60000_retry", b"", b"work", 60_000, stamped=True), STAMPED, False),
-        (Hold("delay_x__60000_delay", b"", b"work", 60_000, stamped=True), STAMPED, True),
+        (HoldQueue("delay_x__60000_retry", b"", b"work", 60_000, stamped=True), STAMPED, False),
+        (HoldQueue("delay_x__60000_delay", b"", b"work", 60_000, stamped=True), STAMPED, True),
     ],
 )
-def test_believed_timestamps(hold: Hold, props: Props, told: bool) -> None:
+def test_believed_timestamps(hold: HoldQueue, props: Props, told: bool) -> None:
     assert item(hold, props) == ((SECOND - 19) * 1000 + 60_000 if told else NOW + 60_000, "")
 
 
 @pytest.mark.words
 def test_a_queue_without_a_known_time() -> None:
-    assert "for how long" in item(Hold("hold", b"", b"work", None), Props())[1]
+    assert "for how long" in item(HoldQueue("hold", b"", b"work", None), Props())[1]
 
 
 def test_messages_behind_others_are_younger() -> None:
-    hold = Hold("hold", b"", b"work", 60_000, stamped=True)
+    hold = HoldQueue("hold", b"", b"work", 60_000, stamped=True)
     first, _ = item(hold, Props(timestamp=SECOND - 5))
     assert item(hold, Props(timestamp=SECOND - 30))[0] == first
     assert item(hold, Props())[0] == NOW + 60_000
@@ -99,9 +99,9 @@ def test_messages_behind_others_are_younger() -> None:
 def test_where_it_goes() -> None:
     one = delivery(Props(expiration=b"5"))
     properties = Properties.parse(one.properties)
-    assert Hold("hold", b"x", b"work", 5).item(one, properties, NOW).parcel.target == Target(b"x", b"work")
-    assert "to itself" in Hold("hold", b"", None, 5).item(one, properties, NOW).hold.text  # type: ignore[union-attr]
-    own = Hold("hold", b"x", None, 5).item(one, properties, NOW).parcel
+    assert HoldQueue("hold", b"x", b"work", 5).item(one, properties, NOW).parcel.target == Target(b"x", b"work")
+    assert "to itself" in HoldQueue("hold", b"", None, 5).item(one, properties, NOW).hold.text  # type: ignore[union-attr]
+    own = HoldQueue("hold", b"x", None, 5).item(one, properties, NOW).parcel
     assert (own.target, own.route, own.properties) == (Target(b"x", b"hold"), b"hold", Props().encode())
 
 
@@ -110,9 +110,9 @@ def test_further_keys_act_where_the_broker_would_let_them() -> None:
     copies, other = (b"CC", array(text("audit"))), (b"mine", text("x"))
     one = delivery(Props(headers=(copies, other), message_id=b"1"))
     properties = Properties.parse(one.properties)
-    rerouted = Hold("hold", b"x", b"work", 5).item(one, properties, NOW).parcel
+    rerouted = HoldQueue("hold", b"x", b"work", 5).item(one, properties, NOW).parcel
     assert rerouted.properties == Props(headers=(other,), message_id=b"1").encode()
-    assert Hold("hold", b"x", None, 5).item(one, properties, NOW).parcel.properties == one.properties
+    assert HoldQueue("hold", b"x", None, 5).item(one, properties, NOW).parcel.properties == one.properties
 
 
 def known(props: Props, body: bytes = b"body") -> str:

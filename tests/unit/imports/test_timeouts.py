@@ -11,7 +11,7 @@ import pytest
 from delayer.amqp.properties import Properties
 from delayer.core.importing import Rewrite, read_rewrite
 from delayer.core.plan import LATEST_MS
-from delayer.imports.timeouts import RELATED, UNREAD, Timeout, epoch_ms, item_of, moment_of, problem_of
+from delayer.imports.timeouts import RELATED, UNREAD, StoredTimeout, epoch_ms, item_of, moment_of, problem_of
 from tests.support.raw import wire_instant
 
 DUE_MS = 1_900_000_000_000
@@ -29,7 +29,7 @@ HEADERS = {
 def made(headers: object = HEADERS, replies: Sequence[Rewrite] = (), **more: object) -> tuple[Properties, str]:
     given = headers if headers is None or isinstance(headers, str) else json.dumps(headers)
     values = {"id": "id-1", "address": "sales", "due_ms": DUE_MS, "headers": given, "body": b"\0body"} | more
-    item = item_of(Timeout(**values), b"nservicebus-sql", str(values["address"]).encode(), replies)  # type: ignore[arg-type]
+    item = item_of(StoredTimeout(**values), b"nservicebus-sql", str(values["address"]).encode(), replies)  # type: ignore[arg-type]
     return Properties.parse(item.parcel.properties), "" if item.hold is None else item.hold.text
 
 
@@ -129,18 +129,18 @@ def test_destinations_that_are_none(address: str) -> None:
 )
 def test_a_rounded_instant_is_exact_in_the_header(expire_ms: int, due_ms: int) -> None:
     headers = json.dumps({"NServiceBus.Timeout.Expire": wire_instant(expire_ms)})
-    item = item_of(Timeout("1", "q", DUE_MS, headers, b""), b"", b"q")
+    item = item_of(StoredTimeout("1", "q", DUE_MS, headers, b""), b"", b"q")
     assert item.parcel.due_ms == due_ms
 
 
 def test_an_expire_that_cannot_be_read_says_nothing() -> None:
     headers = json.dumps({"NServiceBus.Timeout.Expire": "tomorrow"})
-    assert item_of(Timeout("1", "q", DUE_MS, headers, b""), b"", b"q").parcel.due_ms == DUE_MS
+    assert item_of(StoredTimeout("1", "q", DUE_MS, headers, b""), b"", b"q").parcel.due_ms == DUE_MS
 
 
 @pytest.mark.parametrize(("due_ms", "expected"), [(-5, 0), (LATEST_MS, LATEST_MS), (LATEST_MS + 1, LATEST_MS)])
 def test_the_ends_of_time(due_ms: int, expected: int) -> None:
-    assert item_of(Timeout("1", "q", due_ms, None, b""), b"", b"q").parcel.due_ms == expected
+    assert item_of(StoredTimeout("1", "q", due_ms, None, b""), b"", b"q").parcel.due_ms == expected
 
 
 def test_instants_round_up() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.broker.retry import Retry, raise_first
+from delayer.broker.retry import Backoff, raise_first
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
 from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer, Session
@@ -337,7 +337,7 @@ async def test_a_pause_frees_what_stands_in_rings() -> None:
     assert reference() is not None
     stopping = asyncio.Event()
     stopping.set()
-    await Retry(stopping, lambda: None).pause()
+    await Backoff(stopping, lambda: None).pause()
     assert reference() is None
 
 
