@@ -452,7 +452,7 @@ class Channel:
         return self._cancelled_by_broker.pop(tag, None)
 
 
-def seconds_until(schedule: Schedule | None, index: int) -> float:
+def seconds_until_due(schedule: Schedule | None, index: int) -> float:
     """Seconds until this message of the batch is due; 0.0 if it is."""
     return 0.0 if schedule is None else max(0.0, (schedule.due_ms[index] - schedule.now_ms()) / 1000)
 

@@ -22,7 +22,7 @@ from typing import Final
 
 import structlog
 
-from delayer.amqp.channel import TOKEN_HEADER, Channel, seconds_until
+from delayer.amqp.channel import TOKEN_HEADER, Channel, seconds_until_due
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ACCESS_REFUSED, NOT_FOUND, ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.properties import encode_headers, entry, long_string
@@ -128,7 +128,7 @@ class Isolation:
         seconds, because the rest of their batch waits.
         """
         indexes = sorted(indexes)  # Doubtful messages come grouped by destination, and the last one decides the wait.
-        while indexes and (left := seconds_until(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
+        while indexes and (left := seconds_until_due(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
             await asyncio.sleep(left)
         until = min(pending.deadline, _now() + CONNECTING if own else math.inf)
         case = _Case(pending, indexes, until, own, alone or own or self.isolating_until > _now())

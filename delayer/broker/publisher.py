@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from delayer.amqp.channel import Channel, seconds_until
+from delayer.amqp.channel import Channel, seconds_until_due
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.broker.connection import ReconnectingConnection
@@ -86,7 +86,7 @@ class AmqpPublisher:
         if not batch:
             return []
         loop = asyncio.get_running_loop()
-        pending = Pending(batch, loop.time() + self._timeout + seconds_until(schedule, -1), schedule)
+        pending = Pending(batch, loop.time() + self._timeout + seconds_until_due(schedule, -1), schedule)
         lost: Exception | None = None
         try:
             # This bounds every other wait, such as the opening of a channel.

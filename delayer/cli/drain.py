@@ -24,7 +24,7 @@ from delayer.cli.output import Say, note, print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
-from delayer.core.delay_headers import seconds_until
+from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
 from delayer.core.hold import Confirmed
@@ -99,7 +99,7 @@ def left_delayed(delayed: Mapping[str, int | None]) -> list[Left]:
 def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Outgoing:
     """The publish that moves a row, in an envelope, to the daemon's due queue. It keeps its id. A message whose delay
     exceeds the cascade's longest passes the due queue and enters the cascade again."""
-    seconds = min(seconds_until(due.due_ms, now_ms), MAX_SECONDS)
+    seconds = min(whole_seconds_until(due.due_ms, now_ms), MAX_SECONDS)
     token = b"%d" % due.id
     key = routing_key(seconds, due_queue)
     envelope = edits.enveloped(due.parcel, token, rest_ms=max(due.due_ms - now_ms, 0) % 1000)

@@ -133,7 +133,7 @@ def _rfc3339_ms(text: str) -> int | None:
     return seconds * 1000 + math.ceil(Decimal(f"0.{found['fraction'] or 0}") * 1000)
 
 
-def seconds_until(due_ms: int, now_ms: int) -> int:
+def whole_seconds_until(due_ms: int, now_ms: int) -> int:
     """Whole seconds from now to the due time, rounded down; 0 for a due time in the past. The daemon keeps a message
     for the rest of a second."""
     return max(0, (due_ms - now_ms) // 1000)

@@ -27,8 +27,8 @@ from delayer.core.delay_headers import (
     UnreadableDelay,
     due_and_start_ms,
     in_words,
-    seconds_until,
     shown,
+    whole_seconds_until,
 )
 from delayer.core.delay_sources import DEFAULT_FORMS, source_of
 from delayer.core.hold import Hold, too_late
@@ -223,7 +223,7 @@ def _placed(
     if wait_ms > policy.longest_native_ms:
         expected = f"expected at most {policy.longest_native_ms // 1000} s, found {-(-wait_ms // 1000)} s"
         raise Unacceptable(f"the delay is too long for the cascade: {expected}")
-    seconds = seconds_until(due_ms, start_ms)
+    seconds = whole_seconds_until(due_ms, start_ms)
     return EnterCascade(due_ms, seconds, target, wait_ms - seconds * 1000)
 
 

@@ -22,7 +22,7 @@ from delayer.amqp.properties import Properties
 from delayer.broker.ports import Live, Parking
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
-from delayer.core.delay_headers import seconds_until
+from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
@@ -412,7 +412,7 @@ def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Endpoints)
     for ever. Raises MalformedProperties, MalformedTable."""
     id, parcel, held, _ = envelope
     released = edits.released(Properties.parse(parcel.properties), id, parcel.due_ms)
-    seconds = min(seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)
+    seconds = min(whole_seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)
     if seconds:
         rest_ms = (envelope.next_ms - now_ms) % 1000
         return Publication(delivery, into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms))

@@ -16,7 +16,7 @@ from delayer.broker.ports import Live, Parking
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
-from delayer.core.delay_headers import seconds_until
+from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.errors import NotTaken, Unconfirmed
 from delayer.core.hold import Confirmed, Hold, Outcome
 from delayer.core.message import Delivery, Outgoing, Parcel
@@ -83,7 +83,7 @@ class Holding:
             if note.retry_ms is None:
                 batch.append(to_strays(one.parcel, token, note, names))
             else:
-                seconds = seconds_until(note.retry_ms, now_ms)
+                seconds = whole_seconds_until(note.retry_ms, now_ms)
                 batch.append(into_broker(one.parcel, token, note.retry_ms, seconds, names, held=note))
         lost: Unconfirmed | None = None
         outcomes: Sequence[Outcome | None]

@@ -23,8 +23,8 @@ _ID: Final = re.compile(rb"[0-9a-f]{32}")
 
 
 class Doomed(NamedTuple):
-    """``again``: how many stand there more than once. ``wrong``: what is not as it was sent, or is there more often
-    than it was read, in words."""
+    """``again``: how many are there more than once. ``wrong``: in words, what is not as it was sent, or was refused
+    more often than it was read."""
 
     sent: int
     missing: list[int]
@@ -65,7 +65,11 @@ class Judge:
         self._exchange = exchange
 
     def __call__(self, found: Iterable[Delivery], *, faults: bool = False) -> Doomed:
-        """``faults``: whether there was any that may be why one stands there twice."""
+        """``faults``: whether there was any that may be why one is there twice.
+
+        Each reading gives a message an ``x-delayer-id``. Copies with one id are one refusal, whose publish was in doubt
+        and done again: after a fault, and then as often as it was in doubt.
+        """
         counts: Counter[int] = Counter()
         ids: dict[bytes, int] = {}
         wrong = []
@@ -82,16 +86,16 @@ class Judge:
             if ids.setdefault(id, number) != number:
                 wrong.append(f"doomed {number}: its x-delayer-id is that of {ids[id]}")
             counts[number] += 1
-        wrong += self._too_many(counts, faults)
+        wrong += self._too_many(counts, Counter(ids.values()), faults)
         missing = [number for number in range(self._sent) if number not in counts]
         return Doomed(self._sent, missing, sum(count > 1 for count in counts.values()), wrong)
 
-    def _too_many(self, counts: Counter[int], faults: bool) -> Iterator[str]:
+    def _too_many(self, counts: Counter[int], refusals: Counter[int], faults: bool) -> Iterator[str]:
         for number, count in sorted(counts.items()):
-            if count > (read := self._readings.doomed(number)):
-                yield f"doomed {number}: stands there {count} times, and was read {read} times"
+            if refusals[number] > (read := self._readings.doomed(number)):
+                yield f"doomed {number}: was refused {refusals[number]} times, and read {read} times"
             elif count > 1 and not faults:
-                yield f"doomed {number}: stands there {count} times, and nothing broke"
+                yield f"doomed {number}: is there {count} times, and nothing broke"
 
     def _id_of(self, number: int, found: Delivery) -> bytes:
         """Its ``x-delayer-id``. Raises AssertionError if it is another message than was sent, beside what it has to

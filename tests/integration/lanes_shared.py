@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from delayer.amqp.channel import seconds_until
+from delayer.amqp.channel import seconds_until_due
 from delayer.broker.ports import Lane, Store
 from delayer.core.counters import Counters
 from delayer.core.hold import CONFIRMED, Outcome
@@ -34,7 +34,7 @@ class Publisher:
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule) -> list[Outcome]:
         for index, one in enumerate(batch):
-            while left := seconds_until(schedule, index):  # noqa: ASYNC110 - a clock
+            while left := seconds_until_due(schedule, index):  # noqa: ASYNC110 - a clock
                 await asyncio.sleep(left)
             self.note(one)
         return [CONFIRMED] * len(batch)

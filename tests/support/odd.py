@@ -91,8 +91,8 @@ def early() -> None:
     loop.Schedule = consume.Schedule = sooner  # type: ignore[assignment, misc, attr-defined]
     judge = "statement_timestamp()"
     statements.CLAIM = statements.CLAIM.replace(judge, f"{judge} + interval '200 ms'")
-    seconds, init = plan.seconds_until, DueHandler.__init__
-    plan.seconds_until = lambda due_ms, now_ms: max(0, seconds(due_ms, now_ms) - 1)
+    seconds, init = plan.whole_seconds_until, DueHandler.__init__
+    plan.whole_seconds_until = lambda due_ms, now_ms: max(0, seconds(due_ms, now_ms) - 1)
 
     class Ahead:
         def __init__(self, live: Any) -> None:

@@ -1,4 +1,4 @@
-"""Legacy imports in the store: the state of a run, the records of its file, and batches committed with both.
+"""Imports in the store: the state of a run, the records of its file, and batches committed with both.
 
 Each batch goes to the next lane, and messages of limited routes to the lanes of their routes. The owners are notified:
 they release messages that are due soon on time, while the import still runs. Without a daemon the messages wait.

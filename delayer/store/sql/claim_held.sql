@@ -1,6 +1,6 @@
--- Take the held rows of one lane whose time has come again. They stay where they are, locked, until they are settled.
--- What somebody else has locked (a cancel, an operator who hurries them) is left for the next time: a claim that waited
--- here would hold waiting rows meanwhile, and whoever locks many held rows in another order would meet it in a ring.
+-- Take the held rows of one lane whose retry is due. They stay in the table, locked, until they are settled. Rows that
+-- another transaction has locked (a cancel, an operator's retry) are left for the next claim: a claim that waited for
+-- them would form a deadlock with a transaction that locks many held rows in another order.
 --
 -- $1 lane, $2 rows, $3 bytes.
 SELECT h.id, h.due_at, h.checksum, h.format, h.route, h.exchange, h.routing_key,

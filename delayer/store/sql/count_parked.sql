@@ -1,8 +1,8 @@
 -- Add to counters as count.sql does, if lane $4 is still in epoch $5. Returns nothing if it is not.
 --
--- FOR SHARE makes an adopter, who raises the epoch, wait for this transaction, and makes this one see an epoch that was
--- raised: every row that is ever parked under an epoch is visible to the owner of the next one. It stands at the end of
--- the transaction, so that an adopter waits for a commit and not for a COPY.
+-- A process that takes the lane raises the epoch. FOR SHARE makes it wait for this transaction, and makes this
+-- transaction see an epoch that was raised. So the next owner sees every row that was parked under an older epoch. This
+-- statement is the last of its transaction: the next owner waits for a commit, and not for a COPY.
 WITH fence AS (SELECT number FROM lane WHERE number = $4 AND epoch = $5 FOR SHARE)
 INSERT INTO counter AS c (lane, kind, n)
 SELECT added.lane, added.kind, added.n

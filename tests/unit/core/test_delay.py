@@ -20,8 +20,8 @@ from delayer.core.delay_headers import (
     read_delay_ms,
     read_eta_ms,
     read_instant_ms,
-    seconds_until,
     shown,
+    whole_seconds_until,
 )
 from delayer.core.delay_sources import LONGEST_BODY, instant_in_json_ms, steps
 from delayer.core.message import Timestamp
@@ -170,12 +170,12 @@ def test_a_numeric_string_means_what_the_number_means(number: Decimal) -> None:
     [(-(1 << 63), 0), (-1, 0), (0, 0), (1, 0), (999, 0), (1000, 1), (1001, 1), (268_435_455_999, 268_435_455)],
 )
 def test_seconds_until(wait_ms: int, seconds: int) -> None:
-    assert seconds_until(1_700_000_000_000 + wait_ms, 1_700_000_000_000) == seconds
+    assert whole_seconds_until(1_700_000_000_000 + wait_ms, 1_700_000_000_000) == seconds
 
 
 @given(st.integers(), st.integers())
 def test_whole_seconds_are_never_too_many_and_leave_less_than_one(due_ms: int, now_ms: int) -> None:
-    seconds = seconds_until(due_ms, now_ms)
+    seconds = whole_seconds_until(due_ms, now_ms)
     assert seconds >= 0
     assert now_ms + seconds * 1000 <= max(due_ms, now_ms)
     assert now_ms + seconds * 1000 > due_ms - 1000

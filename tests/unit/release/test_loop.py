@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from delayer.amqp.channel import seconds_until
+from delayer.amqp.channel import seconds_until_due
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DelayRequest
@@ -63,7 +63,7 @@ async def test_each_message_has_its_instant_and_rows_that_were_held_before_come_
     [schedule] = it.publisher.schedules
     assert [message.body for message in it.publisher.published] == [b"3", b"1", b"2"]
     assert schedule.due_ms == [NOW - 9_000, NOW + 20, NOW + 30]
-    assert seconds_until(schedule, -1) == 0.03
+    assert seconds_until_due(schedule, -1) == 0.03
 
 
 async def test_the_next_claim_is_made_while_one_is_published_and_published_when_that_one_is_written() -> None:

@@ -147,6 +147,8 @@ def test_missing_foreign_and_repeated_refusals() -> None:
     once, more = Judge(SENT, readings()), Judge(SENT, readings(times=2))
     assert once(deliveries[1:]).missing == [0]
     assert [text[:30] for text in once([*deliveries, stranger]).wrong] == ["refused and none of the doomed"]
-    assert once([*deliveries, twice], faults=True).wrong == ["doomed 0: stands there 2 times, and was read 1 times"]
-    assert more([*deliveries, twice]).wrong == ["doomed 0: stands there 2 times, and nothing broke"]
+    assert once([*deliveries, twice], faults=True).wrong == ["doomed 0: was refused 2 times, and read 1 times"]
+    assert more([*deliveries, twice]).wrong == ["doomed 0: is there 2 times, and nothing broke"]
     assert more([*deliveries, twice], faults=True) == (SENT, [], 1, [])
+    assert once([*deliveries, deliveries[0]], faults=True) == (SENT, [], 1, []), "one refusal, published again in doubt"
+    assert once([*deliveries, deliveries[0]]).wrong == ["doomed 0: is there 2 times, and nothing broke"]
