@@ -135,7 +135,7 @@ class Confirms:
     def written(self, batch: Batch, offset: int, count: int) -> None:
         """Give the next numbers to ``count`` messages of the batch, from index ``offset`` on."""
         last = self._runs[-1] if self._runs else None
-        # Another batch may have taken numbers since, and be settled by now.
+        # Another, already settled batch may have taken numbers since.
         if last is not None and last.batch is batch and last.first + len(last.settled) == self._next:
             last.settled += bytes(count)
             last.unsettled += count
@@ -148,7 +148,7 @@ class Confirms:
     def settle(self, number: int, *, multiple: bool, positive: bool) -> None:
         """Settle the number that the broker acked or nacked; with ``multiple`` all numbers up to it (0: all).
 
-        Raises ProtocolError if the number was never given, or is settled already.
+        Raises ProtocolError for an unassigned number, or a second confirm of one number.
         """
         if number >= self._next or (number == 0 and not multiple):
             raise ProtocolError(UNEXPECTED_FRAME, f"confirm of publish {number}, the last one was {self._next - 1}")
@@ -211,7 +211,7 @@ if TYPE_CHECKING:
 _Reply = TypeVar("_Reply", bound=Frame)
 _CLOSE_SECONDS = 5.0
 CLUMP_MS: Final = 2
-"""Scheduled messages due within so many milliseconds are written together: each wake-up costs more than a message."""
+"""Scheduled messages due within this time are written together, because a wake-up costs more than a message."""
 
 
 class Channel:
@@ -228,7 +228,7 @@ class Channel:
         self.number = number
         self._on_delivery: dict[bytes, Callable[[Delivery], None]] = {}
         self.consumers: Consumers = self._on_delivery
-        self.released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.number_freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[ChannelClosed | ConnectionLost] = asyncio.get_running_loop().create_future()
         self._connection = connection
         self._loss: ChannelClosed | ConnectionLost | None = None
@@ -365,7 +365,7 @@ class Channel:
     async def close(self) -> None:
         """Close and wait at most 5 s for the broker's answer. Unsettled deliveries go back. Idempotent."""
         self.abandon()
-        await asyncio.wait({self.released}, timeout=_CLOSE_SECONDS)
+        await asyncio.wait({self.number_freed}, timeout=_CLOSE_SECONDS)
 
     def abandon(self) -> None:
         """Close without waiting for the broker's answer; the number is free again when it comes. Idempotent."""
@@ -393,8 +393,8 @@ class Channel:
         self.closed.set_result(loss)
 
     def _release(self) -> None:
-        if not self.released.done():
-            self.released.set_result(None)
+        if not self.number_freed.done():
+            self.number_freed.set_result(None)
 
     # The parser calls these methods.
 

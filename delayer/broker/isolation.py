@@ -1,8 +1,8 @@
 """Isolation of failed publishes: finds the message or the destination at fault, on a second connection.
 
 A batch on the shared channel loses some outcomes in two cases. A queue does not confirm, or the broker closes the
-channel or the connection for one message. These messages come here, and so do messages that may end a connection. Each
-case is published in rounds:
+channel or the connection for one message. These messages come here, and so do messages that may end a connection.
+Isolation publishes in rounds:
 
 - A probing round publishes one message of each destination, each on a channel of its own. If a destination stays silent
   while the broker answers, its circuit breaker opens and its messages are held.
@@ -35,23 +35,23 @@ from delayer.core.message import Outgoing, Schedule
 
 log = structlog.get_logger(__name__)
 
-PATIENCE: Final = 2.0
-"""Seconds that a destination has to answer its probe. The broker itself has three quarters of them."""
-BRIEF: Final = 1.0
-"""The same for doubtful destinations beside open breakers, because the whole batch waits."""
-CONNECTING: Final = 2.0
-"""Seconds for the second connection. Also all that the rest of a batch waits for messages that may end a connection."""
-OPENING: Final = 5.0
-"""Seconds to open a channel there. Then the connection is replaced, so this is longer than a busy broker needs."""
-ISOLATING: Final = 10.0
-"""After a message ended a connection, every batch is published here for so many seconds."""
-SPARE: Final = 0.1
-"""Probes end so many seconds before a batch's deadline, because other messages may wait behind them."""
-FEW: Final = 8
+PROBE_SECONDS: Final = 2.0
+"""The timeout of a destination's probe. The broker itself has three quarters of it."""
+SHORT_PROBE_SECONDS: Final = 1.0
+"""The same if every probed destination is suspect, because the whole batch waits."""
+CONNECT_SECONDS: Final = 2.0
+"""For the second connection. Also the longest wait of a batch for messages that may end a connection."""
+OPEN_SECONDS: Final = 5.0
+"""To open a channel there. Then the connection is replaced, so this is longer than a busy broker needs."""
+ISOLATE_SECONDS: Final = 10.0
+"""After a message ended a connection, every batch is published here for this long."""
+MARGIN_SECONDS: Final = 0.1
+"""Probes end this long before a batch's deadline, because other messages may wait behind them."""
+SMALL_PORTION: Final = 8
 """Messages of a portion, if one of them may close a channel or a connection."""
-AT_ONCE: Final = 512
+MAX_PROBES: Final = 512
 """Parallel probes, if the connection allows as many channels."""
-KNOWN: Final = 10_000
+MAX_EXCHANGES: Final = 10_000
 """Exchanges that are remembered."""
 NOT_TRIED: Final = closed_connection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
 
@@ -69,9 +69,9 @@ class Pending:
     schedule: Schedule | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     in_doubt: set[int] = field(default_factory=set)
-    """Published messages without an answer: the broker answered nothing at all, or the isolation was interrupted."""
+    """Messages not to publish again: the broker answered nothing at all, or the isolation was interrupted."""
 
-    def unknown(self, indexes: Sequence[int]) -> list[int]:
+    def publishable(self, indexes: Sequence[int]) -> list[int]:
         """Those of these messages that can be published again."""
         return [index for index in indexes if index not in self.outcomes and index not in self.in_doubt]
 
@@ -100,12 +100,12 @@ class Isolation:
         self.exchanges: set[bytes] = set()
         """Exchanges that accepted a publish. A missing exchange closes the channel, which leaves others in doubt."""
         self.isolating_until = -math.inf
-        """Until this time of the loop every batch is isolated: a message ended a connection less than ISOLATING seconds
-        ago. Such messages often come together."""
+        """Until this time of the loop every batch is isolated: a message ended a connection, and such messages often
+        come together."""
         self._reconnecting = reconnecting
         self._timeout = timeout
         self._connection: Connection | None = None
-        self._spare: list[Channel] = []
+        self._idle_channels: list[Channel] = []
         """Channels of the second connection that earlier rounds left open: another one costs two round trips."""
         self._turns = asyncio.Lock()
         self._users = 0
@@ -130,7 +130,7 @@ class Isolation:
         indexes = sorted(indexes)  # Doubtful messages come grouped by destination, and the last one decides the wait.
         while indexes and (left := seconds_until_due(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
             await asyncio.sleep(left)
-        until = min(pending.deadline, _now() + CONNECTING if own else math.inf)
+        until = min(pending.deadline, _now() + CONNECT_SECONDS if own else math.inf)
         case = _Case(pending, indexes, until, own, alone or own or self.isolating_until > _now())
         try:
             async with asyncio.timeout_at(until):
@@ -141,7 +141,7 @@ class Isolation:
             pending.in_doubt.update(case.written - pending.outcomes.keys())
         for index in indexes if own else ():
             one = pending.batch[index]
-            outcome: Outcome = NACKED  # The reader of a direct reply waits no longer either.
+            outcome: Outcome = NACKED  # The reader of a direct reply has given up by now.
             if one.isolated:
                 silent = unanswered(self._timeout, one.exchange, one.routing_key)
                 outcome = silent if index in case.written else NOT_TRIED
@@ -153,32 +153,32 @@ class Isolation:
         The broker confirms nothing before it closes, so the messages before the one at fault are published twice.
         """
         batch = case.pending.batch
-        probing, size = not case.alone, 1 if case.own else FEW
-        while todo := case.pending.unknown(case.indexes):
+        probing, size = not case.alone, 1 if case.own else SMALL_PORTION
+        while todo := case.pending.publishable(case.indexes):
             some: list[int] = []
             async with self._using(case) as connection:
                 groups = self.breaker.groups(batch, todo) if probing else {}
                 fresh = sorted(groups.keys() - case.probed, key=lambda one: (-len(groups[one]), groups[one][0]))
-                # What waits behind an answered probe goes before the next probes.
+                # Publish the rest of answered groups before the next probes.
                 ready = sorted(index for one in groups.keys() & case.probed for index in groups[one]) or todo
                 if fresh and ready is todo:
-                    at_once = max(1, min(AT_ONCE, connection.free_channels // 2))
+                    at_once = max(1, min(MAX_PROBES, connection.free_channels // 2))
                     lost = await self._probe(case, connection, {one: groups[one] for one in fresh[:at_once]})
                 else:
                     probing = bool(fresh)
                     # Distinct tokens, because a return names only the token.
                     some = list({batch[index].token: index for index in reversed(ready[:size])}.values())[::-1]
-                    lost = await self._published(case, connection, some, min(PATIENCE, case.until - _now()))
+                    lost = await self._published(case, connection, some, min(PROBE_SECONDS, case.until - _now()))
             if isinstance(lost, ConnectionLost) and not (case.alone and len(some) == 1):
-                probing, size = False, 1 if case.alone else FEW
+                probing, size = False, 1 if case.alone else SMALL_PORTION
                 case.alone = True
             elif not some:
-                size = FEW
+                size = SMALL_PORTION
             elif isinstance(lost, ConfirmTimeout):
                 probing = True
                 case.probed.clear()
             elif lost is None:
-                size = min(FEW if case.alone else len(batch), 2 * size)
+                size = min(SMALL_PORTION if case.alone else len(batch), 2 * size)
             elif len(some) == 1:
                 self._enter_objection(case, some[0], lost)
             else:
@@ -186,9 +186,9 @@ class Isolation:
 
     async def _probe(self, case: _Case, connection: Connection, groups: dict[Destination, list[int]]) -> _Loss | None:
         """Publish the first message of each group on a channel of its own, and hold the groups of silent destinations.
-        Returns the end of the connection. A silence counts only if the broker answered early in this round."""
-        patience = BRIEF if all(self.breaker.suspects(one) for one in groups) else PATIENCE
-        seconds = min(patience, case.until - SPARE - _now())
+        Returns the connection's loss, or None. A silence counts only if the broker answered early in this round."""
+        patience = SHORT_PROBE_SECONDS if all(self.breaker.suspects(one) for one in groups) else PROBE_SECONDS
+        seconds = min(patience, case.until - MARGIN_SECONDS - _now())
         case.probed.update(groups)
         before = {one: self.breaker.table.get(one) for one in groups}
         try:
@@ -207,7 +207,7 @@ class Isolation:
                 return lost
             if lost is None:
                 self.breaker.close(one)
-                if len(self.exchanges) >= KNOWN:
+                if len(self.exchanges) >= MAX_EXCHANGES:
                     self.exchanges.clear()
                 self.exchanges.add(one.exchange)
             elif not isinstance(lost, ConfirmTimeout):
@@ -218,7 +218,7 @@ class Isolation:
                     case.pending.in_doubt.update(group)
                     continue
                 outcome = unanswered(self._timeout, one.exchange, one.routing_key or b"")
-                case.pending.outcomes.update(dict.fromkeys(case.pending.unknown(group), outcome))
+                case.pending.outcomes.update(dict.fromkeys(case.pending.publishable(group), outcome))
                 if self.breaker.table.get(one) is before[one]:  # Otherwise a probe at the same time opened it.
                     self.breaker.open(one, outcome)
         if silent:
@@ -259,18 +259,18 @@ class Isolation:
     async def _on_channel(self, connection: Connection, messages: Sequence[Outgoing], seconds: float) -> list[Outcome]:
         """Publish on a channel that no other publish uses. Raises BrokerLost."""
         ours = connection is self._connection
-        self._spare = [one for one in self._spare if not one.closed.done()]
-        if ours and self._spare:
-            channel = self._spare.pop()
+        self._idle_channels = [one for one in self._idle_channels if not one.closed.done()]
+        if ours and self._idle_channels:
+            channel = self._idle_channels.pop()
         else:
-            channel = await self._reconnecting.confirming_channel(connection, OPENING if ours else None)
+            channel = await self._reconnecting.confirming_channel(connection, OPEN_SECONDS if ours else None)
         try:
             outcomes = await channel.publish(messages, timeout=seconds)
-            if ours and len(self._spare) < FEW:
-                self._spare.append(channel)
+            if ours and len(self._idle_channels) < SMALL_PORTION:
+                self._idle_channels.append(channel)
             return outcomes
         finally:
-            if channel not in self._spare:
+            if channel not in self._idle_channels:
                 channel.abandon()
 
     def _enter_objection(self, case: _Case, index: int, lost: _Loss) -> None:
@@ -278,7 +278,7 @@ class Isolation:
         messages for it, a missing permission those with the same key."""
         if isinstance(lost, ConnectionLost):
             if not case.own:  # Known messages end the second connection only, at each retry.
-                self.isolating_until = _now() + ISOLATING
+                self.isolating_until = _now() + ISOLATE_SECONDS
             case.pending.outcomes[index] = closed_connection(lost.code, lost.text)
             return
         batch = case.pending.batch
@@ -297,7 +297,7 @@ class Isolation:
 
     def _hold(self, case: _Case, one: Destination, outcome: Outcome, indexes: Sequence[int]) -> None:
         """Open the breaker, unless another probe of this round did. Enter the outcome for its messages."""
-        if held := case.pending.unknown(indexes):
+        if held := case.pending.publishable(indexes):
             self.breaker.open(one, outcome)
             case.pending.outcomes.update(dict.fromkeys(held, outcome))
 
@@ -332,7 +332,7 @@ class Isolation:
             return connection
         if own or self._refused + 30.0 < _now():
             try:
-                self._connection = await self._reconnecting.another(CONNECTING)
+                self._connection = await self._reconnecting.another(CONNECT_SECONDS)
             except BrokerLost as lost:
                 self._refused = _now()
                 log.warning("no isolation connection", reason=str(lost))
@@ -340,7 +340,7 @@ class Isolation:
                     raise
             else:
                 return self._connection
-        return await self._reconnecting.connection(CONNECTING)
+        return await self._reconnecting.connection(CONNECT_SECONDS)
 
 
 def _now() -> float:

@@ -44,7 +44,7 @@ class Lane(Protocol):
         """The limited route of the lane; None for a lane of all others."""
 
     @property
-    def held_by_us(self) -> bool:
+    def owned(self) -> bool:
         """Whether the connection with the lock is not known to be lost."""
 
     @property
@@ -58,7 +58,7 @@ class Lane(Protocol):
     async def wait(self, seconds: float) -> None:
         """Sleep for ``seconds``, or until a row parked meanwhile is to be claimed."""
 
-    async def release(self) -> None:
+    async def close(self) -> None:
         """Unlock and close. Safe to call twice."""
 
 

@@ -1,8 +1,8 @@
 """The publishing side of the broker: batches on one channel, with confirms and the mandatory flag.
 
-The isolation (delayer/broker/isolation.py) publishes messages that got no confirm in time. It also publishes messages
-in flight when the broker closed the channel or the connection, and messages that may close one. A destination with an
-open circuit breaker gets no message (delayer/broker/circuit_breaker.py).
+The isolation (delayer/broker/isolation.py) publishes messages that got no confirm in time, that were in flight when the
+broker closed the channel or the connection, or that may cause such a close. A destination with an open circuit breaker
+gets no message (delayer/broker/circuit_breaker.py).
 
 A return names a message by its token. Copies of one message share a token, so only one copy at a time takes the shared
 channel.
@@ -29,10 +29,10 @@ from delayer.core.message import Outgoing, Schedule, is_direct_reply
 log = structlog.get_logger(__name__)
 
 CONFIRM_TIMEOUT: Final = 8.0
-"""Seconds to wait for the confirms of a batch. They are fewer than the idle timeout of the store's transaction."""
-SHARED: Final = 0.625
+"""Seconds to wait for the confirms of a batch. It is shorter than the store's idle transaction timeout."""
+SHARED_FRACTION: Final = 0.625
 """The share of that time for the shared channel. The rest is for the isolation of unconfirmed messages."""
-BATCH: Final = 10_000
+MAX_BATCH: Final = 10_000
 """The most messages of a batch."""
 
 
@@ -55,9 +55,9 @@ class AmqpPublisher:
         self._opening = asyncio.Lock()
         self._tokens: set[bytes] = set()  # Tokens in flight on the shared channel.
         self._frame_max = DEFAULT_FRAME_MAX  # That of the last connection.
-        self.batch_limit = BATCH
-        """The recommended size of a batch now: a longer one is more likely to miss the deadline, and then repeated. A
-        batch that misses its time divides it by four, and a quick one doubles it."""
+        self.batch_limit = MAX_BATCH
+        """The recommended size of a batch: a longer batch misses its deadline more often, and is then published again.
+        A late batch divides the limit by four, a quick batch doubles it."""
 
     @property
     def ready(self) -> bool:
@@ -76,11 +76,11 @@ class AmqpPublisher:
         """Publish and wait for every confirm, also while the broker blocks publishers. Returns one outcome for each
         message, in the order of the batch. Messages of one exchange are published in that order.
 
-        With a ``schedule`` each message is published at its instant, in clumps of 2 ms at most. Messages that something
-        is wrong with are published later, up to the last instant of the batch. A cancellation stops the messages that
-        are not due yet.
+        With a ``schedule`` each message is published at its instant, in clumps of 2 ms at most. Messages in
+        isolation are published later, when the last of them is due. A cancellation stops the messages that are not due
+        yet.
 
-        Raises BrokerLost if an outcome is missing ``confirm_timeout`` seconds after the call, or the last instant. Then
+        Raises BrokerLost if an outcome is missing ``confirm_timeout`` seconds after the call and the last instant. Then
         the whole batch is in doubt, except for the outcomes that an Unconfirmed carries.
         """
         if not batch:
@@ -101,9 +101,9 @@ class AmqpPublisher:
         left = pending.deadline - loop.time()
         if len(pending.outcomes) == len(batch):
             if left > self._timeout * 3 / 4:
-                self.batch_limit = min(BATCH, 2 * self.batch_limit)
+                self.batch_limit = min(MAX_BATCH, 2 * self.batch_limit)
             return [pending.outcomes[index] for index in range(len(batch))]
-        if left <= self._timeout * (1 - SHARED):
+        if left <= self._timeout * (1 - SHARED_FRACTION):
             self.batch_limit = max(1, min(self.batch_limit, len(batch)) // 4)
         raise _unconfirmed(batch, pending.outcomes, lost) from lost
 
@@ -115,7 +115,7 @@ class AmqpPublisher:
             channel.abandon()
 
     async def _publish(self, pending: Pending, indexes: Sequence[int], *, tried: bool = False) -> None:
-        """Publish, and enter outcomes as they become known. Silent destinations may leave theirs missing.
+        """Publish, and enter outcomes as they become known. Silent destinations leave outcomes missing.
 
         ``tried``: the first message for each new exchange was published before. Raises BrokerLost.
         """
@@ -129,26 +129,26 @@ class AmqpPublisher:
         new = [index for index in ordinary if batch[index].exchange in unknown] if unknown else []
         ordinary = _without(ordinary, new)
         if not (special or doubtful or new):
-            return await self._together(pending, ordinary)
-        work = [self._together(pending, ordinary)]
+            return await self._publish_ordinary(pending, ordinary)
+        work = [self._publish_ordinary(pending, ordinary)]
         if special:
             work.append(isolation.publish(pending, special, own=True))
         if new and not tried:
-            work.append(self._first(pending, new))
+            work.append(self._publish_new(pending, new))
         elif new:
             doubtful = sorted([*doubtful, *new])
         if doubtful:
             work.append(isolation.publish(pending, doubtful))
         raise_first(await asyncio.gather(*work, return_exceptions=True))
 
-    async def _first(self, pending: Pending, indexes: Sequence[int]) -> None:
+    async def _publish_new(self, pending: Pending, indexes: Sequence[int]) -> None:
         """Publish the first message for each new exchange alone, because a missing exchange closes the channel; then
         the others."""
         firsts = {pending.batch[index].exchange: index for index in reversed(indexes)}
         await self._isolation.publish(pending, sorted(firsts.values()))
-        await self._publish(pending, pending.unknown(indexes), tried=True)
+        await self._publish(pending, pending.publishable(indexes), tried=True)
 
-    async def _together(self, pending: Pending, indexes: Sequence[int]) -> None:
+    async def _publish_ordinary(self, pending: Pending, indexes: Sequence[int]) -> None:
         """Publish on the shared channel. The isolation publishes copies, and messages in doubt. Raises BrokerLost."""
         isolating = self._isolation.isolating_until > asyncio.get_running_loop().time()
         if pending.schedule is not None and (isolating or not indexes):
@@ -163,22 +163,22 @@ class AmqpPublisher:
             self._tokens.add(token)
         try:
             if together:
-                await self._settle(pending, together)
+                await self._publish_shared(pending, together)
         finally:
             self._tokens.difference_update(pending.batch[index].token for index in together)
         if copies:
             await self._isolation.publish(pending, copies)
 
-    async def _settle(self, pending: Pending, indexes: Sequence[int]) -> None:
+    async def _publish_shared(self, pending: Pending, indexes: Sequence[int]) -> None:
         whole = schedule = pending.schedule
         if whole is not None and len(indexes) < len(pending.batch):
             schedule = Schedule([whole.due_ms[index] for index in indexes], whole.now_ms, whole.on_written)
         lost: ChannelClosed | ConnectionLost | None = None
         try:
-            channel = await self._shared(pending)
+            channel = await self._shared_channel(pending)
             messages = [pending.batch[index] for index in indexes]
             answers: Sequence[Outcome | None]
-            answers = await channel.publish(messages, timeout=self._timeout * SHARED, schedule=schedule)
+            answers = await channel.publish(messages, timeout=self._timeout * SHARED_FRACTION, schedule=schedule)
         except (ChannelClosed, ConnectionLost) as error:
             lost, answers = error, error.outcomes
         if whole is not None and schedule is not None and schedule is not whole:
@@ -190,16 +190,16 @@ class AmqpPublisher:
             return
         if not (silent or lost.objects):
             raise lost
-        unknown = pending.unknown(indexes)
+        unknown = pending.publishable(indexes)
         if not silent:
             log.warning("publish channel closed", reason=str(lost), in_doubt=len(unknown))
         await self._isolation.publish(pending, unknown, alone=isinstance(lost, ConnectionLost))
 
-    async def _shared(self, pending: Pending) -> Channel:
+    async def _shared_channel(self, pending: Pending) -> Channel:
         connection = await self._reconnecting.connection(pending.deadline - asyncio.get_running_loop().time())
         async with self._opening:
             if self._channel is None or self._channel.closed.done():
-                self._channel = await self._reconnecting.confirming_channel(connection, self._timeout * SHARED)
+                self._channel = await self._reconnecting.confirming_channel(connection, self._timeout * SHARED_FRACTION)
             return self._channel
 
 

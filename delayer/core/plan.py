@@ -1,4 +1,4 @@
-"""The decision about one message. Total: every input has exactly one answer, and no input raises.
+"""The decision about one message. Every input has exactly one answer, and no input raises.
 
     decide(request, policy, now_ms) -> EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse
 
@@ -194,7 +194,7 @@ def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: in
     due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
     if KEY in headers:
-        # This holds for a message that is due at once too: only the store can delete the waiting one exactly.
+        # A message that is due at once is parked too: only the store can delete exactly the waiting one.
         return Park(due_ms, target, key_of(KEY, request, policy))
     if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms:
         key = nservicebus.timeout_key(headers, request.message_id, due_ms)
@@ -273,7 +273,7 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
     else:
         timeout = _of_timeout(nservicebus.timeout_address, headers) if route.sagas and not route.routing_key else None
         routing_key = route.routing_key or timeout or request.routing_key
-        if routing_key.startswith((b"0.", b"1.")):  # Perhaps the digits of another cascade; its own key is behind them.
+        if routing_key.startswith((b"0.", b"1.")):  # Perhaps another cascade's prefix; the message's key follows.
             routing_key = strip_prefix(routing_key)
     if EXCHANGE in headers:
         # RabbitMQ 4 has no valid reply for a longer name of a missing exchange: it ends the whole connection.

@@ -36,7 +36,7 @@ class AckTracker:
 
     Several parks are in flight, so batches finish out of order, and ``basic.ack multiple`` settles everything up to a
     tag. An acknowledgement therefore waits until every delivery before it is accepted. One frame settles thousands of
-    deliveries that way. In return, a crash repeats the finished batches behind the oldest unfinished one.
+    deliveries that way. The cost: a crash repeats finished batches behind the oldest unfinished batch.
 
     A delivery that is kept for its instant would hold up all behind it. So those are acknowledged one by one.
 
@@ -120,7 +120,7 @@ class Session:
         self._punctual: set[asyncio.Task[None]] = set()
         self._lost: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self.carried = False
+        self.any_succeeded = False
         """Whether some work ended well. The reader sets it back."""
         self.failed = False
         """Whether a failure of the work was raised."""
@@ -143,7 +143,7 @@ class Session:
         if task.cancelled() or task.exception() is not None:
             self._lost.add(task)
         else:
-            self.carried = True
+            self.any_succeeded = True
         self._changed.set()
 
     async def room(self) -> None:
@@ -154,8 +154,8 @@ class Session:
         """Wait until all work is done, and no delivery is kept any more. Raises the first failure."""
         await self._until(lambda: not self.busy)
 
-    async def work_off(self, handler: Handler) -> None:
-        """Carry out all that waits, after other work failed."""
+    async def wait_until_started(self, handler: Handler) -> None:
+        """After a failure, wait until all waiting work has begun."""
         handler.flush()
         while handler.waiting:
             self._changed.clear()
@@ -178,7 +178,7 @@ class Session:
             task.cancel()
 
     async def end(self) -> None:
-        """Wait for the work that was begun. Raises a bug in it; losses are expected here."""
+        """Wait for the work that was begun. Raises every error that is not in LOSSES."""
         while tasks := self._tasks | self._punctual:
             await asyncio.wait(tasks)
             await asyncio.sleep(0)  # The callbacks of the tasks run now.
@@ -332,7 +332,7 @@ class Handler(ABC):
         StoreLost: that ends the session, which returns the rest to the queue."""
 
     def flush(self) -> None:
-        """Start the work that waits for company."""
+        """Start the work that waits for more."""
         return
 
     @property
@@ -350,7 +350,7 @@ class Intake:
     """How a session reads its queue.
 
     A batch gathers for up to ``gather`` seconds since the last one, because each costs some time. ``in_flight`` pieces
-    of work overlap each other's waiting.
+    of work run side by side.
 
     RabbitMQ closes the channel of a consumer that leaves a delivery unacknowledged for 30 minutes. So the subscription
     ends after ``give_back_after`` seconds in which fewer deliveries than ``prefetch`` were begun while more wait. Its
@@ -432,8 +432,8 @@ class QueueConsumer:
                     session.acks.read(batch)
                     self._handler.take(batch)
                 await session.room()
-                if session.carried or not (batch or session.busy):
-                    session.carried = False
+                if session.any_succeeded or not (batch or session.busy):
+                    session.any_succeeded = False
                     retry.succeeded()
             subscription.stop()
             self._handler.flush()
@@ -445,7 +445,7 @@ class QueueConsumer:
         except LOSSES as lost:
             if session.failed and (isinstance(lost, NotTaken) or not isinstance(lost, BrokerLost)):
                 # The broker is there. A message that cannot go on must not keep back the others.
-                await session.work_off(self._handler)
+                await session.wait_until_started(self._handler)
             elif not session.failed:
                 # The deliveries come again, so those that are not due yet are not published.
                 session.cancel(punctual=True)

@@ -1,7 +1,7 @@
-"""Holds messages that a destination did not take: in the store where the daemon has one.
+"""Holds messages that a destination did not take, in the store if there is one.
 
-Without a store such a message goes back into the cascade in its envelope, with its attempts counted. After
-:data:`MOST_ATTEMPTS`, or where only a person can decide, it goes to the strays queue (``delayer strays``).
+Without a store such a message returns to the cascade, in an envelope that counts the attempts. After
+:data:`MAX_ATTEMPTS`, or where only a person can decide, it goes to the strays queue (``delayer strays``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from delayer.core.message import Delivery, Outgoing, Parcel
 
 log = structlog.get_logger(__name__)
 
-MOST_ATTEMPTS: Final = 10
-"""Publishes after which a message that waits in the cascade goes to the strays queue."""
+MAX_ATTEMPTS: Final = 10
+"""Attempts after which a message in the cascade goes to the strays queue."""
 
 
 class Objection(NamedTuple):
@@ -49,7 +49,7 @@ class Holding:
         new_id: Callable[[], bytes],
         pause_ms: Callable[[int, int], int] = pause_ms,
     ) -> None:
-        """``pause_ms``: the pause after so many attempts, spread by a number of the message's own."""
+        """``pause_ms(attempts, number)``: the pause before a retry; ``number`` selects the jitter."""
         self._publisher = publisher
         self._store = store
         self._live = live
@@ -57,23 +57,23 @@ class Holding:
         self.new_id = new_id
         self._pause_ms = pause_ms
 
-    async def hold(self, objections: Sequence[Objection], held: Callable[[Sequence[Objection]], object]) -> None:
-        """Hold these. ``held`` is called with those that the store or the broker has. Raises BrokerLost, StoreLost;
+    async def hold(self, objections: Sequence[Objection], on_held: Callable[[Sequence[Objection]], object]) -> None:
+        """Hold these. ``on_held`` is called with those that the store or the broker has. Raises BrokerLost, StoreLost;
         NotTaken if the cascade or the strays queue does not take one."""
         if self._live.holds_in_store:
             await self._store.hold(
                 [(one.parcel, one.hold.after(one.earlier and one.earlier.hold)) for one in objections]
             )
-            self._settle(objections, held)
+            self._report_held(objections, on_held)
             return
         begin = 0
         while begin < len(objections):
             end = begin + self._publisher.batch_limit
-            await self._back_into_cascade(objections[begin:end], held)
+            await self._hold_in_broker(objections[begin:end], on_held)
             begin = end
 
-    async def _back_into_cascade(
-        self, objections: Sequence[Objection], held: Callable[[Sequence[Objection]], object]
+    async def _hold_in_broker(
+        self, objections: Sequence[Objection], on_held: Callable[[Sequence[Objection]], object]
     ) -> None:
         now_ms, names = self._live.now_lower_ms(), self._live.names()
         batch: list[Outgoing] = []
@@ -92,7 +92,7 @@ class Holding:
         except Unconfirmed as late:
             lost, outcomes = late, late.outcomes
         each = list(zip(objections, outcomes, strict=True))
-        self._settle([one for one, outcome in each if isinstance(outcome, Confirmed)], held)
+        self._report_held([one for one, outcome in each if isinstance(outcome, Confirmed)], on_held)
         if lost is not None:
             raise lost
         for outgoing, outcome in zip(batch, outcomes, strict=True):
@@ -100,16 +100,16 @@ class Holding:
                 exchange = outgoing.exchange.decode()
                 raise NotTaken(f"exchange {exchange} did not take a message to hold: {outcome.text}")
 
-    def _settle(self, objections: Sequence[Objection], held: Callable[[Sequence[Objection]], object]) -> None:
-        """These are held: a failure of others repeats none of them."""
-        held(objections)
+    def _report_held(self, objections: Sequence[Objection], on_held: Callable[[Sequence[Objection]], object]) -> None:
+        """Report these as held: no later failure repeats them."""
+        on_held(objections)
         self._count_held(objections)
 
     def _note(self, one: Objection, token: bytes, now_ms: int) -> Note:
-        """The note of one attempt more."""
+        """A note with one more attempt."""
         attempts = _attempts(one.earlier) + 1
         hold = one.hold.after(one.earlier and one.earlier.hold)
-        if hold.for_a_person or attempts >= MOST_ATTEMPTS:
+        if hold.for_a_person or attempts >= MAX_ATTEMPTS:
             return Note(hold, attempts, None)
         return Note(hold, attempts, now_ms + self._pause_ms(attempts, int.from_bytes(token[-8:], "big")))
 

@@ -307,7 +307,7 @@ class LaneManager:
 
     def _lanes_held(self) -> list[Lane]:
         """The lanes that are ours to keep, in the order in which they were taken."""
-        return [lane for lane, release in self._releases.values() if lane.held_by_us and not release.leaving]
+        return [lane for lane, release in self._releases.values() if lane.owned and not release.leaving]
 
     def _drop(self, lanes: Sequence[Lane], reason: str) -> None:
         """Tell their loops to end, after the open release."""

@@ -1,5 +1,5 @@
-"""Releases one lane: it claims rows shortly before they are due, publishes each when it is due, and commits their
-deletion when every confirm is here."""
+"""Publishes one lane's rows when they are due. A claim takes rows shortly before; a commit deletes them after every
+confirm."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from delayer.core.rate_limit import TokenBucket
 
 log = structlog.get_logger(__name__)
 
-SLICE: Final = 1.0
+SLICE_SECONDS: Final = 1.0
 """Longest single sleep, in seconds. After each one the loop notices a stop and feeds the watchdog."""
 
-BEHIND: Final = 2.0
+BEHIND_SECONDS: Final = 2.0
 """Seconds after which a lane that has not taken all due rows counts as behind. A broker that begins a new log file
 confirms nothing for almost one second."""
 
@@ -39,7 +39,7 @@ confirms nothing for almost one second."""
 class Portion:
     """The bounds of one claim. It must be confirmed well within the deadline. It must also cross a slow line to the
     store before the server ends an idle transaction (4 s). A claim takes at least one message, however large. So each
-    of a lane's two claims has at most ``body_bytes`` and one message in memory."""
+    of a lane's two claims needs at most ``body_bytes`` and one message of memory."""
 
     messages: int = 1000
     body_bytes: int = 256 << 10
@@ -77,20 +77,20 @@ class Release:
     @property
     def behind(self) -> bool:
         """Whether this lane does not keep up: it has claimed without a rest for too long."""
-        return self._busy_since is not None and time.monotonic() - self._busy_since > BEHIND
+        return self._busy_since is not None and time.monotonic() - self._busy_since > BEHIND_SECONDS
 
     def leave(self) -> None:
-        """End this release alone, after its open claims and within a slice of a rest or pause; let go of the lane."""
+        """End only this release: finish open claims, wake within SLICE_SECONDS, close the lane."""
         self.leaving = True
 
-    def _over(self, stopping: asyncio.Event) -> bool:
+    def _should_stop(self, stopping: asyncio.Event) -> bool:
         return self.leaving or stopping.is_set()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then let go of the lane."""
+        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane."""
         name = f"lane {self._lane.number}"
         beat = partial(self._heartbeat.beat, name)
-        loops = {asyncio.create_task(self._release_on(window, beat, stopping)) for window in self._lane.windows}
+        loops = {asyncio.create_task(self._run_window(window, beat, stopping)) for window in self._lane.windows}
         try:
             await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             self.leaving = True
@@ -102,7 +102,7 @@ class Release:
             self._heartbeat.forget(name)
             failures = take_failures(loops)
             try:
-                await self._lane.release()
+                await self._lane.close()
             finally:
                 await self._publisher.close()
         for failure in failures:
@@ -112,12 +112,12 @@ class Release:
                 log.warning("lane given up", lane=self._lane.number, reason=str(failure))
         raise_first(failures, unless=(LaneLost, StoreLost))
 
-    async def _release_on(self, window: Window, beat: Callable[[], None], stopping: asyncio.Event) -> None:
-        """Claim, publish and settle on one window. The loop whose turn it is feeds the watchdog; the work of the other
-        one has deadlines. Raises LaneLost, StoreLost."""
+    async def _run_window(self, window: Window, beat: Callable[[], None], stopping: asyncio.Event) -> None:
+        """Claim, publish and settle on one window. The loop that holds ``_turn`` feeds the watchdog; the work of the
+        other loop has deadlines. Raises LaneLost, StoreLost."""
         retry = Backoff(stopping, beat, lambda: self.leaving)
         failed = False
-        while not self._over(stopping):
+        while not self._should_stop(stopping):
             async with self._turn:
                 if failed:
                     await retry.pause()
@@ -142,15 +142,15 @@ class Release:
 
         Raises LaneLost, StoreLost.
         """
-        while not self._over(stopping):
+        while not self._should_stop(stopping):
             beat()
             if not self._publisher.ready:
                 # A claim now would only keep a transaction open until its idle timeout ends it.
-                await retry.wait(SLICE)
+                await retry.wait(SLICE_SECONDS)
                 continue
             if (seconds := self._lane.sleep_hint()) > 0:
                 self._busy_since = None
-                await self._lane.wait(min(seconds, SLICE))
+                await self._lane.wait(min(seconds, SLICE_SECONDS))
                 continue
             self._busy_since = self._busy_since or time.monotonic()
             if rows := await self._claim(window):
@@ -158,7 +158,7 @@ class Release:
         return []
 
     async def _claim(self, window: Window) -> list[Due]:
-        """Claim a portion, of a limited route as many as it has tokens for. Waits until there are some."""
+        """Claim a portion; of a limited route, one row for each token. Without a token, sleep, and claim nothing."""
         limit = min(self._portion.messages, self._publisher.batch_limit)
         rate, now = self._live.rate(self._lane.route), time.monotonic()
         if rate is None:
@@ -168,7 +168,7 @@ class Release:
         bucket = self._bucket
         if bucket is not None:
             if (wait := bucket.wait(now)) > 0:
-                await asyncio.sleep(min(wait, SLICE))
+                await asyncio.sleep(min(wait, SLICE_SECONDS))
                 return []
             limit = bucket.take(limit, now)
         rows = await window.claim(limit, self._portion.body_bytes)
@@ -182,12 +182,12 @@ class Release:
     async def _publish_and_settle(
         self, window: Window, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
     ) -> None:
-        """Publish each message of a claim when it is due, after those of the claim ``before``; settle the claim."""
+        """Wait until the last claim is written (``before``), publish each message when it is due, settle the claim."""
         try:
             released, held, late = await self._publish(rows, before, written)
         except BaseException:
-            # The rows go back, after a cancellation as well, with those whose confirm came: a settled part of a claim
-            # would need a second transaction.
+            # All rows go back, confirmed ones too, and also after a cancellation: to settle a part of a claim needs a
+            # second transaction.
             await window.give_up()
             raise
         finally:

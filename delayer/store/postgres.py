@@ -202,7 +202,7 @@ class PostgresStore:
         attempt = 0
         while True:
             attempt += 1
-            lane.check_held(doing)
+            lane.check_owned(doing)
             try:
                 async with self._transaction() as connection:
                     result = await work(connection)

@@ -20,7 +20,7 @@ from delayer.amqp.errors import AccessRefused
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation
-from delayer.broker.publisher import BATCH, AmqpPublisher
+from delayer.broker.publisher import MAX_BATCH, AmqpPublisher
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost
 from delayer.core.hold import CONFIRMED, HoldKind, Outcome
@@ -62,7 +62,7 @@ async def all_released(connection: Connection) -> None:
     """Until the broker agreed to the end of every channel that we closed."""
     for one in list(connection.receivers.values()):
         if isinstance(one, Channel) and one.closed.done():
-            await one.released
+            await one.number_freed
 
 
 async def test_forbidden_topics_far_away(place: Place) -> None:
@@ -146,7 +146,7 @@ async def test_isolated_messages_end_no_other_connection(place: Place) -> None:
             ender = poisonous(f"{round_}-bad")._replace(isolated=True)
             outcomes = await publisher.publish([*good[:20], ender, *good[20:]])
             assert codes(outcomes) == [*[CONFIRMED] * 20, 541, *[CONFIRMED] * 30]
-            assert publisher.batch_limit == BATCH
+            assert publisher.batch_limit == MAX_BATCH
             assert isolation.isolating_until == -math.inf
         assert reconnecting.connects == 1
         assert len(await world.hand.drain("q")) == 150

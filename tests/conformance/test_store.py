@@ -162,12 +162,12 @@ async def test_a_lane_is_taken_when_its_owner_is_gone(database: str) -> None:
         await one.park(with_rows, [parcel(one.now_upper_ms() - 1, b"orphan")], [])
         assert await two.take(with_rows.number) is None
         await with_rows.windows[0].claim(MANY, ROOM)
-        await with_rows.release()
-        await with_rows.release()
-        assert not with_rows.held_by_us
+        await with_rows.close()
+        await with_rows.close()
+        assert not with_rows.owned
         again = await taken(two, with_rows.number)
         assert bodies(await release_all(again)) == [b"orphan"]
-        await again.release()
+        await again.close()
 
 
 async def test_a_look_shows_the_live_processes_and_the_owned_lanes(database: str) -> None:
@@ -209,7 +209,7 @@ async def test_messages_of_a_route_with_a_lane_go_there(database: str) -> None:
             await one.hold(lane, [(parcel(now, b"7", route=b"limited"), WHY)])
             await release_all(theirs)
             assert 1.0 < theirs.sleep_hint() <= 10.0
-        await theirs.release()
+        await theirs.close()
 
 
 async def test_messages_without_a_lane_of_ours_are_announced(database: str) -> None:
@@ -228,7 +228,7 @@ async def test_messages_without_a_lane_of_ours_are_announced(database: str) -> N
 async def test_a_lost_lane_takes_nothing(database: str) -> None:
     async with opened(database) as one, opened(database) as two:
         [lane] = await free_lanes(one, 1)
-        await lane.release()
+        await lane.close()
         async with owned(two) as [theirs]:
             assert theirs.number == lane.number
             with pytest.raises(LaneLost):

@@ -218,7 +218,7 @@ async def test_rows_that_nobody_announced_are_found_by_the_scan(database: str, m
         await eventually(lambda: len(one.publisher.published) == 1)
         assert await other.take(one.lanes.numbers[0]) is None
     lane = await taken(other, 1)
-    await lane.release()
+    await lane.close()
 
 
 DUE_MS = 1_000
@@ -227,7 +227,7 @@ DUE_MS = 1_000
 async def test_a_claim_that_waits_for_somebodys_lock_holds_up_only_what_was_parked_before(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("delayer.release.loop.BEHIND", 0.3)
+    monkeypatch.setattr("delayer.release.loop.BEHIND_SECONDS", 0.3)
     await migrated(database)
     async with running(database) as daemon, sql(database) as somebody:
         await daemon.lanes.park([parcel(daemon.now_upper_ms() + DUE_MS, b"locked")], [])

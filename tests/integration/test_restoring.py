@@ -28,7 +28,7 @@ HOUR_MS = 3_600_000
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delayer.release.lane_manager.LOOK_SECONDS", 0.02)
-    monkeypatch.setattr("delayer.release.loop.SLICE", 0.05)
+    monkeypatch.setattr("delayer.release.loop.SLICE_SECONDS", 0.05)
     monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
 
 

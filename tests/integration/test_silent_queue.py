@@ -34,8 +34,8 @@ OTHER_KINDS = ("classic", pytest.param("quorum", marks=pytest.mark.long))
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 1.0)
-    monkeypatch.setattr(module, "BRIEF", 0.5)
+    monkeypatch.setattr(module, "PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "SHORT_PROBE_SECONDS", 0.5)
 
 
 class Scene:

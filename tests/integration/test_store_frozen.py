@@ -109,7 +109,7 @@ async def test_a_process_that_freezes_while_it_is_sent_a_claim_loses_its_lane(da
         lane = await asyncio.wait_for(taken(store, 1), 30.0)
         assert time.monotonic() - frozen < TAKES_SECONDS
         assert len(await release_all(lane)) == 200
-        await lane.release()
+        await lane.close()
 
 
 async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lane(database: str) -> None:
@@ -120,7 +120,7 @@ async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lan
         while (await store.look()).lanes[0].owned:  # noqa: ASYNC110 - the session sets no event
             await asyncio.sleep(0.05)
         lane = await taken(store, 1)
-        await lane.release()
+        await lane.close()
 
 
 async def test_the_upkeep_s_session_ends_when_it_says_nothing(database: str, monkeypatch: pytest.MonkeyPatch) -> None:

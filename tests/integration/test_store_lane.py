@@ -45,7 +45,7 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
         sleeping = asyncio.create_task(lane.wait(50.0))
         await cut(database, application_of(lane.number))
         await sleeping
-        assert not lane.held_by_us
+        assert not lane.owned
         with pytest.raises(LaneLost):
             await lane.windows[0].settle(rows, [])
         await lane.windows[0].give_up()
@@ -55,7 +55,7 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
             await one.park(lane, [parcel(one.now_upper_ms())], [])
         adopted = await taken(two, lane.number)
         assert bodies(await release_all(adopted)) == [b"2", b"1", b"0"]
-        await adopted.release()
+        await adopted.close()
 
 
 async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
@@ -63,13 +63,13 @@ async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
         await store.park(lane, [parcel(store.now_upper_ms())], [])
         rows = await lane.windows[0].claim(MANY, ROOM)
         await lane.wait(3.5)
-        assert lane.held_by_us, "its broker is slow, and the process lives"
+        assert lane.owned, "its broker is slow, and the process lives"
         await lane.wait(30.0)
         with pytest.raises(LaneLost):
             await lane.windows[0].settle(rows, [])
         again = await taken(store, lane.number)
         assert len(await release_all(again)) == 1
-        await again.release()
+        await again.close()
 
 
 async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(database: str) -> None:
@@ -85,7 +85,7 @@ async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(datab
             proxy.resume()
         adopted = await taken(other, lane.number)
         assert len(await release_all(adopted)) == 1
-        await adopted.release()
+        await adopted.close()
 
 
 async def test_a_fed_lane_outlives_its_idle_timeout(database: str) -> None:
@@ -119,7 +119,7 @@ async def test_an_adopter_waits_for_parks_in_flight(database: str) -> None:
         await transaction.start()
         fence = "SELECT FROM lane WHERE number = $1 AND epoch = $2 FOR SHARE"
         assert await slow.fetch(fence, lane.number, lane.epoch)
-        await lane.release()
+        await lane.close()
         adopting = asyncio.create_task(two.take(lane.number))
         async with sql(database) as admin:
             waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'UPDATE lane%'"
@@ -129,7 +129,7 @@ async def test_an_adopter_waits_for_parks_in_flight(database: str) -> None:
         adopted = await adopting
         assert adopted is not None
         assert adopted.epoch == lane.epoch + 1
-        await adopted.release()
+        await adopted.close()
 
 
 async def test_a_stepped_clock_moves_the_watermark_to_the_beginning(database: str) -> None:
@@ -178,10 +178,10 @@ async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
                     pass
             claiming.cancel()
             assert isinstance((await asyncio.gather(claiming, return_exceptions=True))[0], asyncio.CancelledError)
-            assert not lane.held_by_us
+            assert not lane.owned
         adopted = await taken(two, lane.number)
         assert len(await release_all(adopted)) == 1
-        await adopted.release()
+        await adopted.close()
 
 
 async def test_a_refused_statement_is_not_the_end_of_the_lane(database: str) -> None:
@@ -222,10 +222,10 @@ async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str, monkey
             patch.setattr(envelope, "read", None)
             with pytest.raises(TypeError):
                 await lane.windows[0].claim(MANY, ROOM)
-        assert not lane.held_by_us
+        assert not lane.owned
         adopted = await taken(two, lane.number)
         assert len(await release_all(adopted)) == 1
-        await adopted.release()
+        await adopted.close()
 
 
 async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
@@ -238,13 +238,13 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
             server.kill()
             for lane in lanes:
                 await lane.wait(30.0)
-                assert not lane.held_by_us
+                assert not lane.owned
                 with pytest.raises(LaneLost):
                     await lane.windows[0].settle(rows, [])
                 with pytest.raises(LaneLost):
                     await store.park(lane, [parcel(store.now_upper_ms())], [])
                 await lane.windows[0].give_up()
-                await lane.release()
+                await lane.close()
             for doing in (store.look(), store.take(1), store.maintain()):
                 with pytest.raises(StoreLost):
                     await doing
@@ -256,7 +256,7 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
                 assert bodies(await release_all(lane)) == [b"0", b"1", b"2"]
                 rows = await lane.windows[0].claim(MANY, ROOM)
                 assert rows == []
-                await lane.release()
+                await lane.close()
 
 
 async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> None:
@@ -359,7 +359,7 @@ async def test_the_loss_of_either_connection_ends_the_lane_and_an_open_claim_set
         pid = windows[0].connection.get_server_pid()
         assert await admin.fetchval("SELECT pg_terminate_backend($1, 5000)", pid)
         await sleeping
-        assert not lane.held_by_us
+        assert not lane.owned
         with pytest.raises(LaneLost):
             lane.sleep_hint()
         with pytest.raises(LaneLost):
@@ -373,11 +373,11 @@ async def test_the_loss_of_either_connection_ends_the_lane_and_an_open_claim_set
             await adopted.windows[0].settle(rows[0], [])
         else:
             await windows[1].settle(rows[1], [])
-            await lane.release()
+            await lane.close()
             adopted = await taken(two, lane.number)
             assert await release_all(adopted) == rows[0]
         assert (await conserved(admin))["released"] == 6
-        await adopted.release()
+        await adopted.close()
 
 
 async def test_a_claim_waits_for_a_cancel_that_is_rolled_back_and_takes_its_row_beside_an_open_claim(

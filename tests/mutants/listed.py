@@ -212,7 +212,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/store/lanes/lane.py",
         "tests/integration/test_store_lane.py",
-        ("next-claim-waits-for-an-open-one", "            if claim.last > place\n", "            if False\n"),
+        ("next-claim-waits-for-an-open-one", "            if claim.next_start > place\n", "            if False\n"),
         ("watermark-passes-open-claims", "now_lower_ms(), *starts)", "now_lower_ms())"),
     ),
     *of(

@@ -192,13 +192,13 @@ class ScriptedLane:
     def __init__(self, number: int = 1, claims: Iterable[Sequence[Due] | Exception] = (), hint: float = 3600.0) -> None:
         self.number = number
         self.route: bytes | None = None
-        self.held_by_us = True
+        self.owned = True
         self.hint = hint
         self.fail_settle: Exception | None = None
         self.events: list[str] = []
         self.limits: list[int] = []
         self.settled: list[tuple[list[Due], list[tuple[Due, str]]]] = []
-        self.released = asyncio.Event()
+        self.closed = asyncio.Event()
         self.sleeping = asyncio.Event()
         self.windows = [self]
         self._claims = deque(claims)
@@ -236,10 +236,10 @@ class ScriptedLane:
                 async with asyncio.timeout(left):
                     await self._woken.wait()
 
-    async def release(self) -> None:
+    async def close(self) -> None:
         self.events.append("release")
-        self.held_by_us = False
-        self.released.set()
+        self.owned = False
+        self.closed.set()
 
 
 Parked = tuple[int, list[Parcel], list[bytes]]
@@ -294,7 +294,7 @@ class ScriptedStore:
 
     @property
     def ours(self) -> set[int]:
-        return {lane.number for lane in self.made if lane.held_by_us}
+        return {lane.number for lane in self.made if lane.owned}
 
     async def look(self) -> Look:
         self.looks += 1

@@ -1,9 +1,8 @@
-"""A lane: a partition of the waiting messages that this process owns while its connections live. Its windows: the
-claims of a release.
+"""A lane: a partition of the waiting messages that this process owns while its connections live.
 
-A lane has two connections. The first holds the lane's advisory lock. Each can have one claim open, so that the next
-claim begins while the last one is published and settled. The loss of either connection ends the lane. A claim that is
-still open then on the other one may settle: its rows are locked, so the lane's next owner waits for it.
+A lane has two connections, its windows. The first holds the lane's advisory lock. Each can have one claim open, so that
+the next claim begins while the last one is published and settled. The loss of either connection ends the lane. A claim
+that is still open then on the other one may settle: its rows are locked, so the lane's next owner waits for it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from delayer.store.rows import envelope, keys
 
 log = structlog.get_logger()
 
-FEED_SECONDS: Final = 1.0
+KEEPALIVE_SECONDS: Final = 1.0
 WRITE_SECONDS: Final = 5.0
 FIRST_SCAN_SECONDS: Final = 5.0
 LONGEST_SLEEP: Final = 60.0
@@ -47,8 +46,8 @@ class PostgresWindow:
         self.connection = connection
         self.turn = asyncio.Lock()  # One statement or transaction of ours at a time.
         self.opened: Claim | None = None
-        self.fed_until = math.inf
-        """Until when the server's idle timeout is kept from an open claim, in seconds of the clock."""
+        self.kept_alive_until = math.inf
+        """Until this time, in monotonic seconds, the lane keeps an open claim from the server's idle timeout."""
         self._lane = lane
         self._clock = clock
 
@@ -58,26 +57,26 @@ class PostgresWindow:
         if self.opened is not None:
             raise RuntimeError(f"lane {lane.number}: claim before the last one was settled or given up")
         began = self._clock.monotonic()
-        lane.check_held("claim")
-        async with self.talking("claim") as connection:
+        lane.check_owned("claim")
+        async with self.locked_connection("claim") as connection:
             try:
                 claim = await self._claim_once(connection, limit, max_bytes)
             except asyncpg.DeadlockDetectedError:
                 # Against a park that replaces several keyed messages at once. It wins; then it is our turn.
                 await connection.execute("ROLLBACK")
                 claim = await self._claim_once(connection, limit, max_bytes)
-            if claim.rows and self._clock.monotonic() - began > FEED_SECONDS:
-                # For the server the release was idle while its rows travelled, perhaps for too long. Then it is rolled
-                # back, and its published messages come twice.
+            if claim.rows and self._clock.monotonic() - began > KEEPALIVE_SECONDS:
+                # For the server the transaction was idle while its rows travelled, perhaps for too long. Ask now: had
+                # the server rolled it back, its messages would be published twice.
                 await session.sample(connection, self._clock)
         if claim.rows:
-            self.fed_until = self._clock.monotonic() + lane.release_seconds
+            self.kept_alive_until = self._clock.monotonic() + lane.release_seconds
             reach("release.claimed")
         return claim.rows
 
     async def _claim_once(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
-        """Begin a transaction and take waiting or held rows. They take turns; one of a kind takes the other's turn if
-        that has none."""
+        """Begin a transaction and take waiting or held rows. The two kinds alternate. If one kind has no rows, it takes
+        the other kind."""
         if connection.is_in_transaction():
             raise RuntimeError(f"lane {self._lane.number}: a transaction is open that no claim began")
         await connection.execute("BEGIN")
@@ -108,18 +107,18 @@ class PostgresWindow:
         cursor.claiming()
         horizon_ms, start = clock.now_upper_ms() + HORIZON_MS, cursor.place
         before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
-        others = lane.claimed_after(start)
+        claimed = lane.claimed_after(start)
         records = await connection.fetch(
-            statements.CLAIM, lane.number, *start, horizon_ms, others, WINDOW_MS, limit, max_bytes
+            statements.CLAIM, lane.number, *start, horizon_ms, claimed, WINDOW_MS, limit, max_bytes
         )
         rows = sorted(map(envelope.read, records), key=_place)
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
-            # A row may be missing because it was cancelled while the claim waited for it, and more rows may follow. And
-            # the clock by which the rows are published may have been set.
+            # A cancel may have removed a row while the claim waited for its lock, so more rows may follow. And the
+            # store's clock, by which the rows are published, may have been set.
             asked = clock.monotonic()
-            next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, others)
+            next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, claimed)
             clock.observe(asked, server_ms, clock.monotonic())
             next_ms = NEVER_MS if next_ms is None else next_ms
             if not rows:
@@ -132,15 +131,15 @@ class PostgresWindow:
         rest."""
         lane, claim = self._lane, self.opened
         if claim is None:
-            lane.check_held("settle")
+            lane.check_owned("settle")
             if released or held:
                 raise LaneLost(f"lane {lane.number}: its release was rolled back")
             return
         if len(released) + len(held) != len(claim.rows):
             await self.give_up()
             raise ValueError(f"claimed {len(claim.rows)}, settled {len(released)} released and {len(held)} held")
-        async with self.talking("settle") as connection:
-            retry_ms = await self._write(connection, claim, released, held)
+        async with self.locked_connection("settle") as connection:
+            retry_ms = await self._write_results(connection, claim, released, held)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
@@ -148,7 +147,7 @@ class PostgresWindow:
             lane.cursor.expect_retry(retry_ms)
         reach("release.committed")
 
-    async def _write(
+    async def _write_results(
         self,
         connection: asyncpg.Connection,
         claim: Claim,
@@ -198,14 +197,14 @@ class PostgresWindow:
             await self._roll_back()
 
     @asynccontextmanager
-    async def talking(self, doing: str) -> AsyncIterator[asyncpg.Connection]:
+    async def locked_connection(self, doing: str) -> AsyncIterator[asyncpg.Connection]:
         """The connection, for one caller at a time. Raises LaneLost when it is gone, StoreLost when the store refused.
 
         After a failure the transaction is rolled back. If that is uncertain, the connection is cut, and the server
         rolls back. Otherwise the next transaction would commit deletions that it does not know of.
         """
         async with self.turn:
-            if self._lane.released or self.connection.is_closed():
+            if self._lane.closed or self.connection.is_closed():
                 self._forget()
                 raise LaneLost(f"lane {self._lane.number}: {doing}: its connection is gone")
             try:
@@ -215,7 +214,7 @@ class PostgresWindow:
                 if isinstance(error, TimeoutError):
                     self.connection.terminate()  # The server is silent, so the result of the statement is unknown.
                 await self._roll_back()
-                lost = StoreLost if self._lane.held_by_us else LaneLost
+                lost = StoreLost if self._lane.owned else LaneLost
                 raise lost(f"lane {self._lane.number}: {doing}: {describe(error)}") from error
             except BaseException:
                 # Cancelled between two statements or inside one, or a bug.
@@ -224,7 +223,7 @@ class PostgresWindow:
                 raise
 
     def _end(self) -> Claim | None:
-        claim, self.opened, self.fed_until = self.opened, None, math.inf
+        claim, self.opened, self.kept_alive_until = self.opened, None, math.inf
         if claim is not None and claim.retries:
             self._lane.cursor.retrying = False
         return claim
@@ -269,25 +268,25 @@ class PostgresLane:
         self.windows = [PostgresWindow(self, connection, clock) for connection in connections]
         self.cursor = cursor
         self.release_seconds = release_seconds
-        self.released = False
+        self.closed = False
         self._clock = clock
         self._pool = pool
-        self._releasing = asyncio.Event()
-        self._written: int | None = None
-        self._written_at = clock.monotonic()
+        self._closing = asyncio.Event()
+        self._last_watermark: int | None = None
+        self._watermark_at = clock.monotonic()
         for connection in connections:
             connection.add_termination_listener(lambda _: self.cursor.woken.set())
         self._keeper = asyncio.create_task(self._keep(), name=f"lane {number}: keep")
         self._scanner = asyncio.create_task(self._scan_on(), name=f"lane {number}: scan")
 
     @property
-    def held_by_us(self) -> bool:
+    def owned(self) -> bool:
         """See the port."""
-        return not self.released and not any(window.connection.is_closed() for window in self.windows)
+        return not self.closed and not any(window.connection.is_closed() for window in self.windows)
 
-    def check_held(self, doing: str) -> None:
+    def check_owned(self, doing: str) -> None:
         """Raises LaneLost if a connection of the lane is gone."""
-        if not self.held_by_us:
+        if not self.owned:
             raise LaneLost(f"lane {self.number}: {doing}: one of its connections is gone")
 
     def claimed_after(self, place: Place) -> list[int]:
@@ -296,7 +295,7 @@ class PostgresLane:
         return [
             due.id
             for claim in open_claims
-            if claim.last > place
+            if claim.next_start > place
             for due in claim.rows
             if not due.attempts and (due.due_ms, due.id) > place
         ]
@@ -309,7 +308,7 @@ class PostgresLane:
 
     def sleep_hint(self) -> float:
         """See the port."""
-        self.check_held("sleep hint")
+        self.check_owned("sleep hint")
         self.cursor.forget_after_step()
         if self.cursor.more:
             return 0.0
@@ -319,31 +318,31 @@ class PostgresLane:
         """See the port. Also returns when the lane is lost, and when the store's clock was set: rests that follow from
         the old time are worth nothing then."""
         deadline = self._clock.monotonic() + seconds
-        while self.held_by_us and not self.cursor.clock_stepped:
+        while self.owned and not self.cursor.clock_stepped:
             self.cursor.woken.clear()
             left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(self.cursor.wake_ms()))
             if left <= 0.0:
                 return
-            # Loops round to milliseconds, some of them down: waking early costs a claim that finds nothing.
+            # Some event loops round a timeout down to milliseconds: an early wake-up costs an empty claim.
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.cursor.woken.wait(), math.ceil(left * 1000) / 1000)
 
-    async def release(self) -> None:
+    async def close(self) -> None:
         """See the port. The server rolls back open claims and frees the lock."""
-        if self._releasing.is_set():
+        if self._closing.is_set():
             return
-        self._releasing.set()
+        self._closing.set()
         self.cursor.woken.set()
         self._scanner.cancel()
         await asyncio.wait([self._keeper, self._scanner])
         first = self.windows[0]
-        if self.held_by_us and not first.turn.locked() and not first.connection.is_in_transaction():
+        if self.owned and not first.turn.locked() and not first.connection.is_in_transaction():
             try:
-                async with first.talking("release") as connection:
-                    await self._write_down(connection, at_once=True)
+                async with first.locked_connection("close") as connection:
+                    await self._write_watermark(connection, at_once=True)
             except StoreLost as error:
                 log.warning("lane connection broken", lane=self.number, error=str(error))
-        self.released = True
+        self.closed = True
         for window in self.windows:
             window.opened = None
         await asyncio.gather(*(session.close(window.connection) for window in self.windows))
@@ -351,37 +350,37 @@ class PostgresLane:
     async def _keep(self) -> None:
         """Keep the sessions from their idle timeout, by asking for the store's time.
 
-        A process whose event loop hangs stops feeding, and loses the lane. An open claim is fed as well, as its broker
-        may be slow to confirm, but not for longer than it may take.
+        A process whose event loop hangs stops asking, and loses the lane. An open claim is kept alive too, because its
+        broker may confirm slowly, but only for ``release_seconds``.
         """
-        while not await self._released_within(FEED_SECONDS) and self.held_by_us:
+        while not await self._closed_within(KEEPALIVE_SECONDS) and self.owned:
             for window in self.windows:
-                await self._feed(window)
+                await self._keep_alive(window)
             if self.cursor.clock_stepped:
                 self.cursor.woken.set()
 
-    async def _feed(self, window: PostgresWindow) -> None:
-        if window.turn.locked() or self._clock.monotonic() > window.fed_until:
+    async def _keep_alive(self, window: PostgresWindow) -> None:
+        if window.turn.locked() or self._clock.monotonic() > window.kept_alive_until:
             return
         try:
-            async with window.talking("feed") as connection:
-                await session.sample(connection, self._clock, timeout=5 * FEED_SECONDS)
+            async with window.locked_connection("keep alive") as connection:
+                await session.sample(connection, self._clock, timeout=5 * KEEPALIVE_SECONDS)
                 # Only the connection with the lock writes: another process may have the lane when it is gone.
                 if window is self.windows[0] and not connection.is_in_transaction():
-                    await self._write_down(connection)
+                    await self._write_watermark(connection)
         except StoreLost as error:
             log.warning("lane connection broken", lane=self.number, error=str(error))
 
-    async def _write_down(self, connection: asyncpg.Connection, *, at_once: bool = False) -> None:
+    async def _write_watermark(self, connection: asyncpg.Connection, *, at_once: bool = False) -> None:
         """Write the watermark for the next owner. Not now, if a park holds the row: there is no hurry."""
         now, watermark = self._clock.monotonic(), self.watermark
-        if (at_once or now >= self._written_at + WRITE_SECONDS) and self._written != watermark:
-            self._written, self._written_at = watermark, now
+        if (at_once or now >= self._watermark_at + WRITE_SECONDS) and self._last_watermark != watermark:
+            self._last_watermark, self._watermark_at = watermark, now
             await connection.execute(statements.WRITE_WATERMARK, self.number, watermark)
 
     async def _scan_on(self) -> None:
         pause = FIRST_SCAN_SECONDS
-        while not await self._released_within(pause) and self.held_by_us:
+        while not await self._closed_within(pause) and self.owned:
             pause = LONGEST_SLEEP
             try:
                 await self.scan()
@@ -399,10 +398,10 @@ class PostgresLane:
             retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
         self.cursor.scanned(watermark, first_ms, retry_ms)
 
-    async def _released_within(self, seconds: float) -> bool:
+    async def _closed_within(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
-                await self._releasing.wait()
+                await self._closing.wait()
         except TimeoutError:
             return False
         return True
@@ -414,7 +413,7 @@ class Claim:
 
     start: Place
     """Where it began; the next claim begins there again if this one is rolled back."""
-    last: Place
+    next_start: Place
     """Where the next claim begins."""
     rows: list[Due]
     retries: bool = False

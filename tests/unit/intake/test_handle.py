@@ -18,7 +18,7 @@ from delayer.core.message import WINDOW_MS, Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.intake.consume import AckTracker, Dispatch, Publication, Session
 from delayer.intake.handle import SLOT_MS, DueHandler
-from delayer.intake.holding import MOST_ATTEMPTS, Holding, Objection
+from delayer.intake.holding import MAX_ATTEMPTS, Holding, Objection
 from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
@@ -311,7 +311,7 @@ async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays() -> No
     assert (kept.next_ms, kept.rest_ms) == (NOW + 10_000, WINDOW_MS)
 
 
-@pytest.mark.parametrize("attempts", range(MOST_ATTEMPTS))
+@pytest.mark.parametrize("attempts", range(MAX_ATTEMPTS))
 async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_counted(
     attempts: int,
 ) -> None:
@@ -324,7 +324,7 @@ async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_c
     assert (envelope.id, envelope.parcel.due_ms, envelope.held and envelope.held.attempts) == (
         b"id", NOW - 60_000, attempts + 1,
     )  # fmt: skip
-    if attempts + 1 < MOST_ATTEMPTS:
+    if attempts + 1 < MAX_ATTEMPTS:
         seconds = 10 * (attempts + 1)
         assert (again.exchange, again.routing_key) == (
             Cascade().entry(seconds).encode(), routing_key(seconds, b"delays.due"),

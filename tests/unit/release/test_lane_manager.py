@@ -140,8 +140,8 @@ async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
             it.store.look = broken  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError):
             await it.running
-        assert first.released.is_set()
-        assert second.released.is_set()
+        assert first.closed.is_set()
+        assert second.closed.is_set()
         assert it.store.closed
 
 
@@ -161,7 +161,7 @@ async def test_a_forced_stop_while_a_loop_does_not_end() -> None:
         await asyncio.wait({it.running}, timeout=0.02)
         it.running.cancel()
         await asyncio.wait({it.running})
-        assert lane.released.is_set()
+        assert lane.closed.is_set()
         assert it.store.closed
 
 

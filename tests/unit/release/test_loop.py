@@ -180,7 +180,7 @@ async def running(it: Scene) -> AsyncIterator[None]:
 
 
 async def test_the_loop_beats_while_it_sleeps_and_stops_within_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLICE", 0.002)
+    monkeypatch.setattr(module, "SLICE_SECONDS", 0.002)
     stopping = asyncio.Event()
     it = Scene(ScriptedLane(hint=3600.0))
     task = asyncio.create_task(it.release.run(stopping))
@@ -209,7 +209,7 @@ async def test_a_bug_is_not_swallowed() -> None:
     it = Scene(ScriptedLane(claims=[ZeroDivisionError()]))
     with pytest.raises(ZeroDivisionError):
         await it.release.run(asyncio.Event())
-    assert it.lane.released.is_set()
+    assert it.lane.closed.is_set()
     assert it.publisher.closed == 1
 
 
@@ -229,14 +229,14 @@ class Gated(ScriptedPublisher):
 
 
 async def test_a_lane_is_behind_until_it_took_all_that_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEHIND", 0.0)
+    monkeypatch.setattr(module, "BEHIND_SECONDS", 0.0)
     publisher = Gated()
     it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]), publisher)
     assert not it.release.behind
     async with running(it):
         await publisher.asked.wait()
         assert it.release.behind
-        monkeypatch.setattr(module, "BEHIND", 60.0)
+        monkeypatch.setattr(module, "BEHIND_SECONDS", 60.0)
         assert not it.release.behind
         it.release._busy_since -= 3600.0
         publisher.asked.clear()
@@ -247,7 +247,7 @@ async def test_a_lane_is_behind_until_it_took_all_that_was_due(monkeypatch: pyte
         assert it.release.behind, "since its first turn: the second one came without a rest"
         publisher.gate.set()
         await it.lane.sleeping.wait()
-        monkeypatch.setattr(module, "BEHIND", -1.0)
+        monkeypatch.setattr(module, "BEHIND_SECONDS", -1.0)
         assert not it.release.behind
 
 
@@ -260,7 +260,7 @@ async def test_told_to_leave_in_a_long_pause(monkeypatch: pytest.MonkeyPatch) ->
     it.release.leave()
     async with asyncio.timeout(10.0):
         await task
-    assert it.lane.released.is_set()
+    assert it.lane.closed.is_set()
 
 
 # How late is too late, and for whom.
