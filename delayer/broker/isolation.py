@@ -137,7 +137,7 @@ class Isolation:
                 await self._settle(case)
         except (BrokerLost, TimeoutError) as lost:
             log.warning("isolation interrupted", messages=len(indexes), reason=str(lost) or "no answer in time")
-            # Not published once more: that is for whoever reads or claims them again.
+            # The daemon publishes these again only when it reads or claims them again.
             pending.in_doubt.update(case.written - pending.outcomes.keys())
         for index in indexes if own else ():
             one = pending.batch[index]

@@ -30,10 +30,6 @@ RISKY_POLICY_KEYS = frozenset(
 )
 
 
-DOWN = "down: it gives and takes nothing"
-"""What is found of a queue whose process has ended."""
-
-
 @dataclass(frozen=True, slots=True)
 class TopologyFinding:
     """One finding. "error" must be corrected, "note" is for information, "unknown" could not be checked."""
@@ -43,6 +39,7 @@ class TopologyFinding:
     expected: str
     found: str
     severity: Severity = "error"
+    state: Literal["missing", "down", "different"] = "different"
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.kind} {self.name}: expected {self.expected}, found {self.found}"
@@ -64,7 +61,7 @@ class Verifier:
         things = [await self._thing(exchange) for exchange in self._topology.exchanges]
         things += [await self._thing(queue) for queue in self._topology.queues]
         found = [finding for finding in things if finding is not None]
-        missing = {finding.name for finding in found if finding.found == "nothing"}
+        missing = {finding.name for finding in found if finding.state == "missing"}
         if self._management is not None:
             try:
                 told = await self._told(self._management, missing) + await self._governed(self._management)
@@ -82,7 +79,7 @@ class Verifier:
         except BrokerRefused as error:
             return TopologyFinding(kind, wanted.name, str(wanted), str(error), "unknown")
         if isinstance(answer, ChannelNotFoundEntity):
-            return TopologyFinding(kind, wanted.name, str(wanted), "nothing")
+            return TopologyFinding(kind, wanted.name, str(wanted), "nothing", state="missing")
         return TopologyFinding(kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
@@ -124,7 +121,9 @@ class Verifier:
         path = f"health/checks/quorum-queues-without-elected-leaders/vhost/{management.vhost}/pattern/.*"
         down = {row["name"] for row in (await management.get(path, 503)).get("queues", ())}
         return [
-            TopologyFinding("queue", one.name, "running", DOWN) for one in self._topology.queues if one.name in down
+            TopologyFinding("queue", one.name, "running", "down: it gives and takes nothing", state="down")
+            for one in self._topology.queues
+            if one.name in down
         ]
 
     def _compared(
@@ -132,7 +131,7 @@ class Verifier:
     ) -> list[TopologyFinding]:
         wanted = {binding for binding in self._topology.bindings if binding.source == source}
         found = [
-            TopologyFinding("binding", source, str(binding), "nothing")
+            TopologyFinding("binding", source, str(binding), "nothing", state="missing")
             for binding in self._topology.bindings
             if binding in wanted - present and binding.destination not in missing
         ]

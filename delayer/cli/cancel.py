@@ -173,16 +173,16 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, FoundIn], 
 def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: bool, as_json: bool) -> int:
     verb, do, new = change
     test = reading.header_test(wanted)
-    meant = ask_store(url, f"count for {verb}", lambda connection: actions.count(connection, wanted, test))
-    if meant.broken:
-        note(f"{meant.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")
-    about = counted(meant.messages, "message")
+    matched = ask_store(url, f"count for {verb}", lambda connection: actions.count(connection, wanted, test))
+    if matched.broken:
+        note(f"{matched.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")
+    about = counted(matched.messages, "message")
     target = f" to {iso(new['at_ms'])}" if "at_ms" in new else ""
     if "by_ms" in new:
         target = f" by {'-' if new['by_ms'] < 0 else ''}{duration_text(abs(new['by_ms']))}"
-    if dry_run or not meant.messages:
+    if dry_run or not matched.messages:
         if as_json:
-            print_json({"matched": meant.messages, "done": 0, "broken_segments": meant.broken})
+            print_json({"matched": matched.messages, "done": 0, "broken_segments": matched.broken})
         else:
             click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "No messages match.")
         return DONE
@@ -196,13 +196,13 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
             with progress() as say:
                 step = f"{verb.capitalize()} messages"
                 return await actions.every(
-                    connection, do, wanted, test, act=act, say=lambda done: say(step, done, meant.messages)
+                    connection, do, wanted, test, act=act, say=lambda done: say(step, done, matched.messages)
                 )
 
     done = asyncio.run(work())
     if as_json:
         doubtful = {"unreadable": done[FoundIn.UNREADABLE]} if done[FoundIn.UNREADABLE] else {}
-        figures = {"matched": meant.messages, "done": actions.met(done), "too_late": done[FoundIn.NOWHERE]}
+        figures = {"matched": matched.messages, "done": actions.met(done), "too_late": done[FoundIn.NOWHERE]}
         print_json(figures | doubtful)
     else:
         click.echo(" ".join([f"{PAST[verb]}: {actions.met(done):,}{target}.", *actions.unmet(done)]))

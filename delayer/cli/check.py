@@ -11,7 +11,7 @@ import click
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.verify import DOWN
+from delayer.broker.verify import TopologyFinding
 from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
@@ -152,15 +152,14 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
 async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> None:
     findings = await admin.verify(topology_of(settings))
     wrong = [one for one in findings if one.severity == "error"]
-    missing = [f"{one.kind} {one.name}" for one in wrong if one.found == "nothing"]
+    missing = [f"{one.kind} {one.name}" for one in wrong if one.state == "missing"]
     if missing:
         names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         advice = "nothing: the daemon declares it at its start or reload (or you: `delayer topology apply`)"
         report.add("topology", "note", f"{len(missing)} missing: {names}", advice)
     for one in wrong:
-        if one.found != "nothing":
-            found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
-            report.add("topology", "off", *(await _different(admin, one.kind, one.name, found)))
+        if one.state != "missing":
+            report.add("topology", "off", *(await _different(admin, one)))
     if not wrong:
         report.add("topology", "ok", "everything that could be seen is as it should be")
     for one in findings:
@@ -168,17 +167,18 @@ async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> No
             report.add("topology", "note", one.found if one.name == "*" else f"{one.name}: {one.found}")
 
 
-async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[str, str]:
+async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:
     """The difference, and the next step, which never deletes a queue with messages."""
-    if kind == "policy":
+    found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
+    if one.kind == "policy":
         return found, "give the policy a pattern that does not match this queue (docs/versions.md)"
-    if found.endswith(DOWN):
+    if one.state == "down":
         return found, "see the broker's log; docs/versions.md says which messages end a queue"
-    state = await admin.state(name) if kind == "queue" else None
+    state = await admin.state(one.name) if one.kind == "queue" else None
     if state is not None and state.messages:
         advice = 'choose another name; bring them over (docs/operations.md, "An existing queue with other arguments")'
         return f"{found}; messages in it, which deleting it loses: {state.messages}", advice
-    how = "delete it while it is empty and has no consumer," if kind == "queue" else "delete it"
+    how = "delete it while it is empty and has no consumer," if one.kind == "queue" else "delete it"
     return found, f"{how} or choose another name; the broker names the first difference only"
 
 

@@ -227,7 +227,7 @@ async def _publish(
     outcomes = await publisher.publish([into_cascade(row, levels, queue, now_ms) for row in rows])
     refused = [outcome for outcome in outcomes if not isinstance(outcome, Confirmed)]
     if refused:
-        raise BrokerLost(f"the cascade did not take {len(refused)} of {len(rows)} messages: {refused[0]}; they stay")
+        raise BrokerLost(f"the cascade did not take {len(refused)} of {len(rows)}, which stay: {refused[0].text}")
 
 
 @click.command(short_help="Move waiting messages into the cascade, or into the store.")

@@ -55,7 +55,7 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
     Examples:
       delayer held list
       delayer held list --to orders.out --limit 200
-      delayer held list --json | jq -r '.messages[].reason' | sort | uniq -c
+      delayer held list --json | jq -r '.messages[].held.reason' | sort | uniq -c
     """
     wanted = filter_of(given)
     test = reading.header_test(wanted)
@@ -139,11 +139,11 @@ def _act(
     wanted = selected(tokens, given, everything=everything)
     url = store_url(request_of(context).settings())
     ids = {token.id for token in tokens}
-    meant = ChosenHeld(wanted, ids)
-    messages, last, missing = ask_store(url, "look at held messages", lambda connection: _count(connection, meant))
+    chosen = ChosenHeld(wanted, ids)
+    messages, last, missing = ask_store(url, "look at held messages", lambda connection: _count(connection, chosen))
     question = f"{verb.capitalize()} {counted(messages, 'held message')}"
     go_on(context, question, map(str, missing), some=messages > 0, named=bool(tokens), dry_run=dry_run, yes=yes)
-    click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
+    click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, chosen._replace(last=last))):,}.")
     if missing:
         context.exit(FOUND)
 
@@ -156,23 +156,23 @@ class ChosenHeld(NamedTuple):
     last: int = MAX_ID
 
 
-async def _pages(connection: asyncpg.Connection, meant: ChosenHeld) -> AsyncIterator[list[HeldEntry]]:
+async def _pages(connection: asyncpg.Connection, chosen: ChosenHeld) -> AsyncIterator[list[HeldEntry]]:
     """The messages page by page, because there may be millions."""
-    if meant.ids:
-        yield await detail.held_named(connection, meant.ids)
+    if chosen.ids:
+        yield await detail.held_named(connection, chosen.ids)
         return
-    test = reading.header_test(meant.wanted)
+    test = reading.header_test(chosen.wanted)
     after: int | None = 0
-    while after is not None and after < meant.last:
-        page = await detail.held_page(connection, meant.wanted, test, detail.AT_ONCE, after)
-        yield [one for one in page.messages if one.entry.place.id <= meant.last]
+    while after is not None and after < chosen.last:
+        page = await detail.held_page(connection, chosen.wanted, test, detail.AT_ONCE, after)
+        yield [one for one in page.messages if one.entry.place.id <= chosen.last]
         after = page.after
 
 
-async def _count(connection: asyncpg.Connection, meant: ChosenHeld) -> tuple[int, int, Set[int]]:
+async def _count(connection: asyncpg.Connection, chosen: ChosenHeld) -> tuple[int, int, Set[int]]:
     """The number of matches, the last id, and the ids that are not held."""
-    messages, last, missing = 0, 0, set(meant.ids)
-    async for page in _pages(connection, meant):
+    messages, last, missing = 0, 0, set(chosen.ids)
+    async for page in _pages(connection, chosen):
         numbers = [one.entry.place.id for one in page]
         messages += len(numbers)
         last = max([last, *numbers])
@@ -180,12 +180,12 @@ async def _count(connection: asyncpg.Connection, meant: ChosenHeld) -> tuple[int
     return messages, last, missing
 
 
-async def _do(url: str, verb: str, meant: ChosenHeld) -> int:
+async def _do(url: str, verb: str, chosen: ChosenHeld) -> int:
     """Retry or drop all counted messages that are still held, and no later ones."""
-    asked = {"ids": sorted(meant.ids)} if meant.ids else meant.wanted.as_dict()
+    asked = {"ids": sorted(chosen.ids)} if chosen.ids else chosen.wanted.as_dict()
     done = 0
     async with actions.recorded(url, whoami(), f"held {verb}", asked) as (connection, act):
-        async for some in _pages(connection, meant):
+        async for some in _pages(connection, chosen):
             work: Callable[[], Any] = partial(actions.drop_held, connection, some, act)
             if verb == "retry":
                 work = partial(actions.retry_held, connection, [one.entry.place.id for one in some], act)

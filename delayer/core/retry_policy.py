@@ -58,7 +58,7 @@ class NoFailure(ValueError):
 def wait_ms(retry: RetryPolicy, retries: int, chance: float) -> int:
     """The wait before the ``retries``-th retry in ms; ``chance`` is 0 to 1.
 
-    >>> wait_ms(Retry(5_000, 2, 3_600_000, 0.1, 10, b"parked"), 3, 0.5)
+    >>> wait_ms(RetryPolicy(5_000, 2, 3_600_000, 0.1, 10, b"parked"), 3, 0.5)
     21000
     """
     try:

@@ -62,7 +62,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "cascaded_total": _counter("route", "messages published into the cascade, or delayed by the broker, and confirmed"),
     "refused_total": _counter("route", "messages set aside in the refused queue"),
     "held_total": _counter("route", "messages held because their destination did not take them"),
-    "returned_total": _counter("route", "publishes for which the broker found no queue"),
+    "returned_total": _counter("route", "publishes that the broker returned or answered by a close"),
     "nacked_total": _counter("route", "publishes that a queue refused"),
     "restored_total": _counter("", "messages restored from segments"),
     "broken_segments_total": _counter("", "segments that did not read back", "segments"),

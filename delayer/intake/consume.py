@@ -132,7 +132,7 @@ class Session:
 
     def start(self, work: Coroutine[None, None, None], *, punctual: bool = False) -> None:
         """Carry out ``work``, which accepts its deliveries. The first failure ends the session. ``punctual`` work does
-        not count against the batches in flight."""
+        not count against the batches in flight, and a loss cancels it."""
         tasks = self._punctual if punctual else self._tasks
         task = asyncio.create_task(work, name="deliveries")
         tasks.add(task)

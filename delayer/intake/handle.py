@@ -287,7 +287,7 @@ class IntakeHandler(Keeping):
             self._gather(stored, size, urgent=urgent)
 
     def _policy(self) -> Policy:
-        """Where kept messages would fill half of the prefetch or of the memory for them, the others are not kept."""
+        """The policy of the next batch. It keeps none if kept messages fill half of the prefetch, or of KEPT_BYTES."""
         policy, acks = self._live.policy(), self._session.acks
         crowded = acks.kept * 2 > self._session.prefetch or acks.kept_bytes * 2 > KEPT_BYTES
         return replace(policy, keep_ms=0) if crowded and policy.keep_ms else policy
@@ -345,8 +345,8 @@ class IntakeHandler(Keeping):
             self._counters.batch("park", len(step.parcels) + len(step.cancels))
             self._counters.add("parked", [parcel.route for parcel in step.parcels])
             acks.accept(delivery.tag for delivery in step.deliveries)
-            if step.asked:
-                await self._reply(step.asked, taken_out)
+            if step.asked:  # A queue that does not confirm its replies delays no batch.
+                self._session.start(self._reply(step.asked, taken_out), punctual=True)
 
     async def _reply(self, asked: Sequence[replies.CancelToAnswer], taken_out: frozenset[bytes]) -> None:
         """Answer cancels, except into delayer's own queues."""

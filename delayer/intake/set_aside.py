@@ -15,12 +15,12 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from delayer.amqp import reading
 from delayer.amqp.address import Address
 from delayer.amqp.edits import Envelope, NoEnvelope, Note, enveloped, opened
-from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.errors import NOT_FOUND, ChannelClosed, MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
-from delayer.broker.errors import QueueMissing
+from delayer.broker.errors import BrokerRefused, QueueMissing
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
 from delayer.core.hold import Confirmed, Hold, HoldKind
@@ -187,9 +187,11 @@ class SetAside(Generic[T]):
 
     @asynccontextmanager
     async def _consuming(self, prefetch: int) -> AsyncIterator[tuple[AmqpSubscription, AmqpPublisher, Result[T]]]:
-        async with await Admin.connect(self.url, name=f"delayer {self.queue}") as admin:
+        async with pipelined_admin(self.url, f"delayer {self.queue}") as admin:
             depth = (await admin.depths([self.queue]))[self.queue]
-        if depth is None:
+        if isinstance(depth, ChannelClosed):
+            if depth.code != NOT_FOUND:
+                raise BrokerRefused(f"queue {self.queue}: {depth}")
             raise QueueMissing(f'queue "{self.queue}" does not exist. Next: `delayer topology apply`.')
         # Two connections: a paused consumer must not delay the confirms.
         connections = [

@@ -92,8 +92,8 @@ def settings(application: str, more: Mapping[str, str] | None = None) -> dict[st
         "tcp_keepalives_idle": "5",
         "tcp_keepalives_interval": "2",
         "tcp_keepalives_count": "3",
-        # The same while the server is sending to who takes nothing any more, frozen or gone. Neither keepalives nor any
-        # of the server's timeouts act then: a lane was kept for a quarter of an hour.
+        # The same while the server sends to a client that no longer reads, frozen or gone. Neither keepalives nor
+        # any of the server's timeouts act then: a lane was kept for a quarter of an hour.
         "tcp_user_timeout": "10s",
         **(more or {}),
     }

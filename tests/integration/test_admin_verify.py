@@ -68,7 +68,7 @@ async def test_a_declared_topology_has_no_findings(rabbitmq: RabbitMQ, vhost: st
 @pytest.mark.parametrize("told", [True, False])
 async def test_an_empty_vhost_lacks_everything_and_stays_empty(rabbitmq: RabbitMQ, vhost: str, told: bool) -> None:
     errors = [finding for finding in await look(rabbitmq, vhost, told=told) if finding.severity == "error"]
-    assert {finding.found for finding in errors} == {"nothing"}
+    assert {finding.state for finding in errors} == {"missing"}
     names = [thing.name for thing in WHOLE.exchanges] + [thing.name for thing in WHOLE.queues]
     assert [finding.name for finding in errors] == names
 
@@ -290,5 +290,5 @@ async def test_wrong_arguments_of_a_shared_cascade_are_found(rabbitmq: RabbitMQ,
     classic = Topology(queues=(Queue(cascade.level(4), arguments({"x-queue-type": "classic"})),))
     await declare(vhost, classic)
     findings = await look(rabbitmq, vhost, cascade.topology(), told=True)
-    (wrong,) = [finding for finding in findings if finding.found != "nothing"]
+    (wrong,) = [finding for finding in findings if finding.state != "missing"]
     assert (wrong.kind, wrong.name) == ("queue", cascade.level(4))

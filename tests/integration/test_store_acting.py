@@ -183,7 +183,7 @@ async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database:
         now = place.now_upper_ms()
         await place.hold(lane, [(parcel(now - DAY_MS, b"late"), hold), (parcel(now + DAY_MS, b"imported"), hold)])
         late_one, imported = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
-        assert "until somebody says so" in await fate(admin, late_one)
+        assert "until an operator runs" in await fate(admin, late_one)
         await reschedule(admin, [late_one, imported], when=When(by_ms=600))
         soon, after = [ms for (ms,) in await admin.fetch("SELECT retry_at FROM held ORDER BY due_at")]
         assert (now + 600 <= soon < now + 60_000, after) == (True, now + DAY_MS + 600)

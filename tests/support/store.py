@@ -55,7 +55,7 @@ async def owned(store: Store, count: int = 1) -> AsyncIterator[list[Lane]]:
     async with AsyncExitStack() as stack:
         lanes = await free_lanes(store, count)
         for lane in lanes:
-            stack.push_async_callback(lane.release)
+            stack.push_async_callback(lane.close)
         yield lanes
 
 

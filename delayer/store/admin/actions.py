@@ -44,7 +44,7 @@ LOOKS: Final = 10
 def met(found: Mapping[int, FoundIn] | Counter[FoundIn]) -> int:
     """The number of messages that were met, so cancelled or moved.
 
-    >>> met({1: Found.HELD, 2: Found.NOWHERE}), met(Counter({Found.WAITING: 4, Found.UNREADABLE: 2}))
+    >>> met({1: FoundIn.HELD, 2: FoundIn.NOWHERE}), met(Counter({FoundIn.WAITING: 4, FoundIn.UNREADABLE: 2}))
     (1, 4)
     """
     places = found if isinstance(found, Counter) else Counter(found.values())
@@ -94,7 +94,7 @@ and whether every row was still there when it was locked."""
 async def _until_quiet(
     connection: asyncpg.Connection, ids: Collection[int], dues: Dues, act: int | None, work: Work
 ) -> dict[int, FoundIn]:
-    """Do it to the messages of ``ids``, until nothing moves while we look."""
+    """Apply ``work`` to ``ids``. Repeat until no message moved between two looks."""
     found = dict.fromkeys(ids, FoundIn.NOWHERE)
     for _ in range(LOOKS):
         missing = [number for number, where in found.items() if where in ABSENT]
@@ -177,7 +177,7 @@ async def lock_keys_of(connection: asyncpg.Connection, places: listing.Places, m
 async def _cancel_rows(
     connection: asyncpg.Connection, ids: Sequence[int], dues: Dues
 ) -> tuple[dict[int, FoundIn], Changes, bool]:
-    """Waiting and held rows."""
+    """Cancel the waiting and held rows of these ids."""
     places = await listing.find_rows(connection, ids, dues)
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
@@ -225,7 +225,7 @@ async def reschedule(
 async def _move_rows(
     connection: asyncpg.Connection, ids: Sequence[int], when: When, dues: Dues
 ) -> tuple[dict[int, FoundIn], Changes, bool]:
-    """Waiting and held rows."""
+    """Move the waiting and held rows of these ids."""
     places = await listing.find_rows(connection, ids, dues)
     held = [number for (number,) in await connection.fetch("SELECT id FROM held WHERE id = ANY($1) ORDER BY id", ids)]
     await lock_keys_of(connection, places)
@@ -271,7 +271,7 @@ Do = Callable[[asyncpg.Connection, Collection[int], Dues, int], Awaitable[dict[i
 
 
 class CountedMessages(NamedTuple):
-    """How many messages are meant. ``broken``: segments that do not read back and may hold more."""
+    """How many messages match. ``broken``: segments that do not read back and may hold more."""
 
     messages: int
     broken: int
@@ -356,7 +356,8 @@ async def patiently(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
 
 
 async def count(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> CountedMessages:
-    """How many messages are meant, on one snapshot where SQL can say it. Raises the driver's errors."""
+    """Count the messages that match: on one snapshot, unless the filter names a key or a header. Raises the driver's
+    errors."""
     if wanted.key is not None or test is not None:
         return await _count_one_by_one(connection, wanted, test)
     first_ms = pool.BEGINNING_MS if wanted.due_from_ms is None else wanted.due_from_ms
@@ -447,8 +448,8 @@ _RETRY: Final = (
 
 
 async def retry_held(connection: asyncpg.Connection, ids: Collection[int], act: int) -> int:
-    """Try these again now, or as soon as they are due. How many there were; one that is being tried at this moment is
-    waited for. Raises the driver's errors; then nothing is changed."""
+    """Retry these now, or when they are due. Returns their number. Waits for a message that is being released.
+    Raises the driver's errors; then nothing is changed."""
     async with pool.transaction(connection):
         rows = await connection.fetch(_RETRY, list(ids))
         await audit_log.add(connection, act, len(rows))

@@ -132,7 +132,7 @@ def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> st
     if found.sound is False:
         return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
     if found.held is not None and found.held.retry_ms is None:
-        return f"nothing, until somebody says so (`delayer held retry`): then it is published to {to}"
+        return f"nothing until an operator runs `delayer held retry`; then it is published to {to}"
     if found.held is not None and found.held.retry_ms is not None:
         return f"it is published to {to} again at {instant(found.held.retry_ms)}: attempt {found.held.attempts + 1}"
     who = f"by {owner}" if found.owned else "by the daemon that takes its lane"

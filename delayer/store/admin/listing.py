@@ -74,10 +74,10 @@ class Rows:
         self._limit = limit
         self._left = scan
         self._each = limit + 1
-        """Rows of each lane that are read at once: few first, as the first may be those that are meant."""
+        """Rows of each lane that are read at once: few first, as the first may match."""
 
     async def read(self, after: tuple[int, int]) -> tuple[int, int] | None:
-        """Read behind ``after``. The last place up to which everything that is meant was found; None for the end."""
+        """Read behind ``after``. The last place up to which all matches were found; None for the end."""
         lanes = [lane for (lane,) in await self._connection.fetch(_LANES)]
         last_ms = catalog.FOREVER_MS if self._wanted.due_before_ms is None else self._wanted.due_before_ms
         if self._wanted.due_from_ms is not None:
@@ -145,7 +145,7 @@ def conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
 LONG_SECONDS: Final = 3_600.0
 """For statements over the whole store that have no statement_timeout. For the driver, None means COMMAND_SECONDS."""
 SCAN: Final = 10_000
-"""Rows that one page reads at most, of all lanes together, to find those that are meant."""
+"""Rows that one page reads at most, of all lanes together, to find those that match."""
 SEGMENTS: Final = 4
 """Segments that begin behind a page's first place and that the page unpacks at most: some 50 ms each. A page also
 unpacks every segment that reaches over its first place: one more for each compaction of the same days."""
@@ -193,10 +193,10 @@ class Entry(NamedTuple):
 
 
 class FoundPage(NamedTuple):
-    """The next messages that are meant. ``after`` is where to go on, None where nothing is left.
+    """The next messages that match. ``after`` is where to go on, None where nothing is left.
 
     ``bounded``: reading ended at its limit, before enough were found. ``broken``: segments that do not read back and
-    may hold messages that are meant.
+    may hold messages that match.
     """
 
     places: Sequence[Place]

@@ -1,6 +1,5 @@
--- Where the waiting messages $1 are: lane, due instant, id; in the order that a release
--- locks them in. Only the indexes are read, but all of them; and once, where "id = ANY" as a condition of the index would
--- read them once for every id.
+-- The places of the waiting messages $1: lane, due instant, id; in the order in which a release locks them. This reads every
+-- index once. "id = ANY" as a condition of the index would read each index once for every id.
 SELECT lane, due_at, id
 FROM message
 WHERE id + 0 = ANY($1::bigint[])

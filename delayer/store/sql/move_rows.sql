@@ -1,10 +1,10 @@
 -- Give the waiting messages at the places ($1 lanes, $2 due instants to the millisecond, $3 ids) another due instant: $4,
 -- or if that is null, $5 milliseconds more. $6 and $7 are bounds of all of $2, which prune partitions while planning.
--- Who moves something into the past wants it now: it is due now, and neither late nor too late. What was due before stays
--- where it was, and is no later than that.
+-- An instant in the past becomes now, so that late_limit does not hold the message. A message that was due already keeps
+-- its instant.
 --
--- Deleted and written again, not updated: a row that an update takes to another partition makes everybody who waits for
--- it fail, a release as well as a cancel; one that is deleted is just gone. Id and instant of parking stay.
+-- The rows are deleted and inserted again. An UPDATE into another partition makes each transaction that waits for the row
+-- fail; after a DELETE such a transaction finds no row. Id and instant of parking stay.
 WITH moved AS (
     DELETE FROM message AS m
     USING unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)

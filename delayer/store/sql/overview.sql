@@ -1,4 +1,4 @@
--- Every lane with its owner, whether that one lives, and its counters. A few rows; messages are not looked at.
+-- Every lane with its owner, whether the owner is alive, and its counters. A few rows; no message is read.
 SELECT l.number, l.owner, l.broker, l.route,
        EXISTS (
            SELECT FROM pg_locks AS k

@@ -65,4 +65,4 @@ def test_a_command_that_looks_loads_only_what_it_needs(
 
 def test_the_measure_works(tmp_path: Path) -> None:
     """What topology needs is seen, and it needs the driver."""
-    assert {"delayer.cli.main", "aio_pika", "structlog"} <= loaded(tmp_path, *NOWHERE, "refused", "list")
+    assert {"delayer.cli.main", "aio_pika", "structlog"} <= loaded(tmp_path, *NOWHERE, "topology", "verify")

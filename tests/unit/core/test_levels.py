@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
-from types import ModuleType
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core import delay_headers, levels, nservicebus
+from delayer.core import levels
 from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, delay_in_key, routing_key
 from delayer.core.levels import X_DEATH, due_at_level, longest_wait_seconds
 from delayer.core.message import Timestamp
@@ -19,11 +16,6 @@ from tests.support.raw import wire_instant
 NOW = 1_800_000_000_000
 NSB = Cascade("nservicebus-v2")
 HOUR = 3600
-
-
-@pytest.mark.parametrize("module", [levels, delay_headers, nservicebus], ids=lambda one: one.__name__)
-def test_the_examples_in_the_module_are_true(module: ModuleType) -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(

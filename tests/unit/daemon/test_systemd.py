@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 import os
 import socket
 import time
@@ -123,10 +122,6 @@ def test_trouble_stands_behind_the_status_and_is_said_once(systemd: tuple[str, s
 
 
 WELL = {"connected": True, "blocked": False, "store": True, "usable": True, "consuming": True}
-
-
-def test_examples() -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,10 +13,6 @@ import pytest
 
 from delayer import headers
 from delayer.core.delay_headers import CANCEL, DELAY, DELIVER_AT, KEY, read_delay_ms, read_instant_ms
-
-
-def test_the_examples_hold() -> None:
-    assert doctest.testmod(headers).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from delayer.amqp.properties import Properties, encode_headers, entry, int64, lo
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.core.hold import Hold, returned
-from delayer.core.message import Delivery, KeyGroup, Parcel, Target
+from delayer.core.hold import CONFIRMED, Hold, Outcome, returned
+from delayer.core.message import Delivery, KeyGroup, Outgoing, Parcel, Schedule, Target
 from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.intake import replies
 from delayer.intake.consume import Dispatch, Session
@@ -259,6 +259,28 @@ async def test_an_answer_that_does_not_get_through_keeps_nobody(failure: Hold | 
     publisher.ready = failure is not None
     acks = await carried(publisher, Parking(b"a"), cancel(1, b"a"))
     assert acks.acked == [(1, True)]
+
+
+async def test_a_queue_that_does_not_confirm_its_replies_delays_no_batch() -> None:
+    it = Gathered()
+    silent = asyncio.Event()
+
+    async def publish(batch: list[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
+        await silent.wait()
+        return [CONFIRMED] * len(batch)
+
+    it.publisher.publish = publish  # type: ignore[method-assign, assignment]
+    for tag in range(1, 5):
+        await it.take(cancel(tag, b"%d" % tag)._replace(exchange=b"orders.in"))
+        it.handler.flush()
+    await it.session.room()
+    await it.take(asks(5, 5_000))
+    it.handler.flush()
+    await it.take()
+    assert it.cancels == [b"1", b"2", b"3", b"4"]
+    assert it.parks[-1] == [b"5"]
+    silent.set()
+    await it.session.settled()
 
 
 # What waits for company, and what waits for its instant.
