@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 import asyncpg
 import click
 
-from delayer.amqp import edits
 from delayer.amqp.address import Address
+from delayer.amqp.edits import Endpoints, into_cascade
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.connection import ReconnectingConnection
@@ -23,7 +23,7 @@ from delayer.cli.options import agreed, as_json, dry_run_option, request_of, who
 from delayer.cli.output import Say, note, print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
-from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
+from delayer.core.cascade import MAX_SECONDS, Cascade
 from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
@@ -96,14 +96,12 @@ def left_delayed(delayed: Mapping[str, int | None]) -> list[Left]:
     return [Left(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items() if count]
 
 
-def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Outgoing:
-    """The publish that moves a row, in an envelope, to the daemon's due queue. It keeps its id. A message whose delay
-    exceeds the cascade's longest passes the due queue and enters the cascade again."""
+def row_into_cascade(due: Due, names: Endpoints, now_ms: int) -> Outgoing:
+    """The publish that moves a row into the cascade, with its id. A message whose delay exceeds the cascade's longest
+    passes the due queue and enters the cascade again."""
     seconds = min(whole_seconds_until(due.due_ms, now_ms), MAX_SECONDS)
-    token = b"%d" % due.id
-    key = routing_key(seconds, due_queue)
-    envelope = edits.enveloped(due.parcel, token, rest_ms=max(due.due_ms - now_ms, 0) % 1000)
-    return Outgoing(levels.entry(seconds).encode(), key, envelope, due.parcel.body, token)
+    rest_ms = max(due.due_ms - now_ms, 0) % 1000
+    return into_cascade(due.parcel, b"%d" % due.id, seconds, names, rest_ms=rest_ms)
 
 
 LOWEST: Final = 5
@@ -223,8 +221,9 @@ async def _publish(
     connection: asyncpg.Connection, rows: Sequence[Due], publisher: AmqpPublisher, settings: Settings
 ) -> None:
     now_ms = await connection.fetchval("SELECT clock_timestamp()")
-    queue, levels = settings.native.due_queue.encode(), cascade_of(settings)
-    outcomes = await publisher.publish([into_cascade(row, levels, queue, now_ms) for row in rows])
+    due_queue = settings.native.due_queue.encode()
+    names = Endpoints(cascade_of(settings), due_queue, b"", publisher.max_properties)
+    outcomes = await publisher.publish([row_into_cascade(row, names, now_ms) for row in rows])
     refused = [outcome for outcome in outcomes if not isinstance(outcome, Confirmed)]
     if refused:
         raise BrokerLost(f"the cascade did not take {len(refused)} of {len(rows)}, which stay: {refused[0].text}")

@@ -12,7 +12,7 @@ log = structlog.get_logger(__name__)
 
 GRACE: Final = 6.5
 """Seconds for the parts to settle messages in flight after an order to stop. A stop takes ten at most:
-CUT_OFF, the farewell (wiring.py), the end of the loop (app.py) and the log come on top."""
+CUT_OFF, the closing (wiring.py), the end of the loop (app.py) and the log come on top."""
 CUT_OFF: Final = 0.5
 """Seconds for a cancelled part to end; after that it ends with the process."""
 

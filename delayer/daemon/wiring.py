@@ -144,8 +144,8 @@ class Daemon:
             await self.services.run()
         finally:
             # Together, and bounded: a broker that hangs answers no close, and a stop takes ten seconds at most.
-            farewells = self.connections.closings()
-            await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=1.0)
+            closings = self.connections.closings()
+            await asyncio.wait([asyncio.create_task(closing) for closing in closings], timeout=1.0)
             log.info("stopped", **self.counters.as_dict())
 
     def stop(self) -> None:

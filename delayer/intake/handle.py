@@ -39,8 +39,8 @@ GATHER_MS: Final = 50
 """How long messages wait for company before they are parked, because a commit costs the same for one message as for
 many."""
 URGENT_MS: Final = 10
-"""The same where one of them has a key, cancels another message, or is due soon, and where they are COMPANY already."""
-COMPANY: Final = 200
+"""The same for a SMALL_BATCH, and if one of them has a key, cancels another message, or is due soon."""
+SMALL_BATCH: Final = 200
 """Messages that share a commit well enough."""
 KEEP_MS: Final = WINDOW_MS + GATHER_MS
 """A message that is due sooner is kept in memory in store mode: a claim takes rows WINDOW_MS before they are due, and a
@@ -299,7 +299,7 @@ class IntakeHandler(Keeping):
         self._bytes += size
         loop = asyncio.get_running_loop()
         full = len(self._parcels) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
-        urgent = urgent or len(self._parcels) >= COMPANY
+        urgent = urgent or len(self._parcels) >= SMALL_BATCH
         if full or self._session.acks.outstanding >= self._session.prefetch:
             self.flush()
         elif self._timer is None or (urgent and self._timer.when() > loop.time() + URGENT_MS / 1000):

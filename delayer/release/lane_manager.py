@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-LOOK_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 1.0
 ONE_BROKER: Final = "give each broker and virtual host a database of its own; stop daemons with the wrong store.url"
 AWAY_SECONDS: Final = 10.0
 """How long a process without its broker keeps its lanes."""
@@ -43,7 +43,7 @@ BULK_BYTES: Final = 1 << 20
 """Messages, or bytes, of a park that goes to the lanes in turn, so that all lanes release in parallel. With one lane a
 process releases a fifth less in bulk. Smaller parks stay in one lane, so that messages that are due together share one
 claim, publish and commit."""
-STAY_SECONDS: Final = 300.0
+SMALL_BATCH_LANE_SECONDS: Final = 300.0
 """How long small parks stay in one lane while it keeps up: what gathers for one instant is in all lanes by then."""
 
 
@@ -175,7 +175,7 @@ class LaneManager:
             raise StoreLost("no lane of ours to park into")
         if not bulk:
             behind = {lane for lane, release in self._releases.values() if release.behind}
-            first = int((time.monotonic() - self._began) / STAY_SECONDS) % len(self._lanes)
+            first = int((time.monotonic() - self._began) / SMALL_BATCH_LANE_SECONDS) % len(self._lanes)
             for lane in self._lanes[first:] + self._lanes[:first]:
                 if lane not in behind:
                     return lane
@@ -238,7 +238,7 @@ class LaneManager:
                 await retry.pause()
             stop = asyncio.create_task(stopping.wait(), name="stopping")
             loops = [stop, *self._releases]
-            await asyncio.wait(loops, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(loops, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
             self._collect()
 

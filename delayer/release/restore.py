@@ -25,7 +25,7 @@ from delayer.release.lane_manager import LaneManager
 
 log = structlog.get_logger(__name__)
 
-LOOK_SECONDS: Final = 60.0
+POLL_SECONDS: Final = 60.0
 """Seconds between two looks that found nothing to restore. Compaction packs messages that are due in days."""
 LOOK_AGAIN_SECONDS: Final = 2.0
 """Seconds until the next look while other daemons restore the due segments. One of them may die at it."""
@@ -84,7 +84,7 @@ class Restoring:
         took = running.time() - began
         match found:
             case None:
-                return LOOK_SECONDS
+                return POLL_SECONDS
             case Restored():
                 self._counters.restored += found.messages
                 log.info("segment restored", **found._asdict(), seconds=round(took, 3))

@@ -23,8 +23,7 @@ from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import KeyGroup, Look, Parcel
 from delayer.core.segment import Locked, Restoration
-from delayer.store import pool as session
-from delayer.store import schema, statements
+from delayer.store import pool, schema, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lanes.lane import PostgresLane
@@ -102,21 +101,21 @@ class PostgresStore:
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         timeout = f"{transaction_timeout * 1000:.0f}ms"
         size = parkers + 1  # One more for restores.
-        pool = await session.open_pool(url, "delayer park", size, {"idle_in_transaction_session_timeout": timeout})
+        parking = await pool.open_pool(url, "delayer park", size, {"idle_in_transaction_session_timeout": timeout})
         clock = StoreClock()
         try:
             with translated("connect"):
-                async with session.borrowed(pool) as connection:
+                async with pool.borrowed(parking) as connection:
                     await schema.check(connection)
-                    await session.sample(connection, clock)
+                    await pool.sample(connection, clock)
                     days = Days(await existing(connection))
         except BaseException:
-            pool.terminate()
+            parking.terminate()
             raise
         locks = LaneLocks(
-            url, pool, clock, owner=owner, idle=idle_timeout, releasing=transaction_timeout, broker=broker
+            url, parking, clock, owner=owner, idle=idle_timeout, releasing=transaction_timeout, broker=broker
         )
-        return cls(pool, clock, locks, days)
+        return cls(parking, clock, locks, days)
 
     async def close(self) -> None:
         """End the presence, and close the connections that park, after the parks that run. The lanes are released by
@@ -170,7 +169,7 @@ class PostgresStore:
     async def restore(self, horizon_ms: int) -> Restoration:
         """See the port."""
         with translated("restore"):
-            async with session.borrowed(self._pool) as connection:
+            async with pool.borrowed(self._pool) as connection:
                 soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms)
             if soonest is None:
                 return None
@@ -182,7 +181,7 @@ class PostgresStore:
             # Days that are passed, or too far, have no partition in any case.
             first_ms, last_ms = soonest
             await self._ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
-            async with session.borrowed(self._pool) as connection:
+            async with pool.borrowed(self._pool) as connection:
                 restored = await restore.restore_one(
                     connection, horizon_ms, portion_bytes=restore.SMALL_PORTION_BYTES, pause=restore.PAUSE
                 )
@@ -194,7 +193,7 @@ class PostgresStore:
         today, at = self._clock.now_upper_ms() // DAY_MS, self._clock.monotonic()
         if self._days.missing(days, today, at):
             with translated("make partitions"):
-                async with session.borrowed(self._pool) as connection:
+                async with pool.borrowed(self._pool) as connection:
                     await self._days.ensure(connection, days, today, at, partitions.PARK_SECONDS)
 
     async def _write(self, doing: str, lane: PostgresLane, work: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
@@ -218,7 +217,7 @@ class PostgresStore:
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[asyncpg.Connection]:
         """A transaction on a pooled connection. After any failure the connection does not return with it open."""
-        async with session.borrowed(self._pool) as connection:
+        async with pool.borrowed(self._pool) as connection:
             try:
                 await connection.execute("BEGIN")
                 yield connection
@@ -227,7 +226,7 @@ class PostgresStore:
                 await connection.execute("ROLLBACK")
                 raise
             except BaseException:
-                session.end(connection)
+                pool.end(connection)
                 raise
             if status != "COMMIT":
                 raise StoreLost(f"the store answered COMMIT by {status}")
@@ -253,7 +252,7 @@ class PostgresStore:
     async def maintain(self) -> None:
         """See the port. Raises StoreLost."""
         with translated("maintain"):
-            async with session.borrowed(self._pool) as connection:
+            async with pool.borrowed(self._pool) as connection:
                 await partitions.keep_up(connection, self._clock, self._days)
 
 

@@ -27,9 +27,9 @@ HOUR_MS = 3_600_000
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.release.lane_manager.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("delayer.release.lane_manager.POLL_SECONDS", 0.02)
     monkeypatch.setattr("delayer.release.loop.SLICE_SECONDS", 0.05)
-    monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(service, "POLL_SECONDS", 0.1)
 
 
 @asynccontextmanager
@@ -101,10 +101,10 @@ async def test_a_broken_segment_is_said_once_and_stands_in_nobodys_way(database:
         async with restoring(database) as (daemon, counters):
             await eventually(lambda: len(daemon.publisher.published) >= 200)
             await eventually(lambda: counters.as_dict()["broken_segments"] >= 1)
-            await asyncio.sleep(5 * service.LOOK_SECONDS)  # a time in which nothing must happen
+            await asyncio.sleep(5 * service.POLL_SECONDS)  # a time in which nothing must happen
             assert counters.as_dict()["broken_segments"] == 1
         async with restoring(database) as (_, later):
-            await asyncio.sleep(3 * service.LOOK_SECONDS)
+            await asyncio.sleep(3 * service.POLL_SECONDS)
             assert (later.as_dict()["restored"], later.as_dict()["broken_segments"]) == (0, 0), "it is no news"
     [said] = [line for line in logged if line["event"] == "segment broken"]
     assert "delayer restore --all" in said["next_step"]

@@ -22,8 +22,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import WINDOW_MS, Due
-from delayer.store import pool as session
-from delayer.store import statements
+from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.lanes.cursor import NEVER_MS, Place, ReleaseCursor
@@ -68,7 +67,7 @@ class PostgresWindow:
             if claim.rows and self._clock.monotonic() - began > KEEPALIVE_SECONDS:
                 # For the server the transaction was idle while its rows travelled, perhaps for too long. Ask now: had
                 # the server rolled it back, its messages would be published twice.
-                await session.sample(connection, self._clock)
+                await pool.sample(connection, self._clock)
         if claim.rows:
             self.kept_alive_until = self._clock.monotonic() + lane.release_seconds
             reach("release.claimed")
@@ -345,7 +344,7 @@ class PostgresLane:
         self.closed = True
         for window in self.windows:
             window.opened = None
-        await asyncio.gather(*(session.close(window.connection) for window in self.windows))
+        await asyncio.gather(*(pool.close(window.connection) for window in self.windows))
 
     async def _keep(self) -> None:
         """Keep the sessions from their idle timeout, by asking for the store's time.
@@ -364,7 +363,7 @@ class PostgresLane:
             return
         try:
             async with window.locked_connection("keep alive") as connection:
-                await session.sample(connection, self._clock, timeout=5 * KEEPALIVE_SECONDS)
+                await pool.sample(connection, self._clock, timeout=5 * KEEPALIVE_SECONDS)
                 # Only the connection with the lock writes: another process may have the lane when it is gone.
                 if window is self.windows[0] and not connection.is_in_transaction():
                     await self._write_watermark(connection)
@@ -391,10 +390,8 @@ class PostgresLane:
         """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. It uses a connection of the
         pool, because it reads dead entries, at some 4 us each. Raises the driver's errors."""
         watermark, horizon_ms = self.watermark, self._clock.now_upper_ms() + HORIZON_MS
-        async with session.borrowed(self._pool) as connection:
-            first_ms = await connection.fetchval(
-                statements.NEXT_DUE, self.number, session.BEGINNING_MS, 0, horizon_ms, []
-            )
+        async with pool.borrowed(self._pool) as connection:
+            first_ms = await connection.fetchval(statements.NEXT_DUE, self.number, pool.BEGINNING_MS, 0, horizon_ms, [])
             retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
         self.cursor.scanned(watermark, first_ms, retry_ms)
 

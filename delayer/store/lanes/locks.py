@@ -14,15 +14,14 @@ from typing import Final
 import asyncpg
 
 from delayer.core.message import Look, SeenLane
-from delayer.store import pool as session
-from delayer.store import statements
+from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
 from delayer.store.lanes.cursor import ReleaseCursor
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.notify import listen
 
-LOOK_SECONDS: Final = 5.0
+LOOK_TIMEOUT: Final = 5.0
 """How long a look may take."""
 
 _PRESENCE = "SELECT pg_try_advisory_lock_shared('lane'::regclass::oid::int, 0), pg_backend_pid()"
@@ -98,13 +97,13 @@ class LaneLocks:
     async def look(self) -> Look:
         """Look at lanes and live processes. The first look makes this process present. Raises StoreLost."""
         if self._presence is None or self._presence.is_closed():
-            self._presence, self._pid = await session.connect(self._url, "delayer presence", self._idle), 0
+            self._presence, self._pid = await pool.connect(self._url, "delayer presence", self._idle), 0
         try:
             with translated("look at lanes"):
                 if not self._pid:
                     self._pid = await self._presence.fetchval(_PRESENCE, column=1)
-                await self._presence.execute(_END_FROZEN, self._idle_seconds, FROZEN_SECONDS, timeout=LOOK_SECONDS)
-                rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_SECONDS)
+                await self._presence.execute(_END_FROZEN, self._idle_seconds, FROZEN_SECONDS, timeout=LOOK_TIMEOUT)
+                rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_TIMEOUT)
         except BaseException:
             self.leave()
             raise
@@ -120,20 +119,20 @@ class LaneLocks:
 
     async def take(self, number: int) -> PostgresLane | None:
         """Take a lane; None if another process was quicker. Raises StoreLost."""
-        connection = await session.connect(self._url, application_of(number), self._lane_settings)
+        connection = await pool.connect(self._url, application_of(number), self._lane_settings)
         second: asyncpg.Connection | None = None
         cursor = ReleaseCursor(self._clock)
         try:
             with translated(f"take lane {number}"):
                 if not await connection.fetchval(_LOCK, number):
-                    await session.close(connection)
+                    await pool.close(connection)
                     return None
                 # Before anything is read: a row that others put into the lane from here on is either notified or seen.
                 await listen(connection, number, cursor.notified)
-                second = await session.connect(self._url, application_of(number), self._lane_settings)
+                second = await pool.connect(self._url, application_of(number), self._lane_settings)
                 # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
                 epoch, watermark, route = await connection.fetchrow(_TAKE, number, self._owner, self._broker())
-                await session.sample(connection, self._clock)
+                await pool.sample(connection, self._clock)
                 cursor.begin(watermark, await connection.fetchval(statements.NEXT_RETRY, number))
         except BaseException:
             connection.terminate()
@@ -154,6 +153,6 @@ class LaneLocks:
     async def add_routes(self, routes: Collection[bytes]) -> None:
         """Make lanes for limited routes that have none. Raises StoreLost."""
         with translated("make lanes of routes"):
-            async with session.borrowed(self._pool) as connection:
+            async with pool.borrowed(self._pool) as connection:
                 for route in sorted(routes):
                     await connection.execute(ADD, route)

@@ -12,7 +12,6 @@ tried without the lock first, and is bounded under it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Collection, Iterable
 from datetime import date, timedelta
@@ -20,13 +19,14 @@ from enum import Enum
 from typing import Final
 
 import asyncpg
+import structlog
 
-from delayer.store import pool as session
+from delayer.store import pool
 from delayer.store.clock import StoreClock
 from delayer.store.errors import describe
 from delayer.store.schema import CHURN_OPTIONS
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 DAY_MS: Final = 86_400_000
 
@@ -65,7 +65,7 @@ WHERE oid = 'message'::regclass AND relowner <> current_user::regrole
 """
 """Whom the partitions belong to, unless it is us."""
 _OWNED = "ALTER TABLE {} OWNER TO the role that owns the table message"
-LOOK_SECONDS = 0.2
+LONGEST_LOCK_SECONDS = 0.2
 """How long everything is locked while a partition is looked through once more, whether it is empty, and dropped."""
 IDLE: Final = "15s"
 
@@ -120,7 +120,7 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
     Raises the driver's errors if they end the connection.
     """
     try:
-        async with session.transaction(connection):
+        async with pool.transaction(connection):
             # Daemons that need the same day take turns. None waits behind another that waits for its turn.
             await connection.execute("SET LOCAL lock_timeout = '1s'")
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
@@ -129,17 +129,17 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
             # A caller that made several may have begun the day before.
             await _attach(connection, day, max(today, await connection.fetchval(_TODAY)))
     except _NotNow as error:
-        log.warning("partition not made", extra={"partition": name_of(day), "reason": str(error), "next_step": _STAY})
+        log.warning("partition not made", partition=name_of(day), reason=str(error), next_step=_STAY)
         return Making.NOT_NOW
     except asyncpg.QueryCanceledError:
-        log.warning("partition not made", extra={"partition": name_of(day), "reason": _SLOW, "next_step": _SHRINK})
+        log.warning("partition not made", partition=name_of(day), reason=_SLOW, next_step=_SHRINK)
         return Making.SLOW
     except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         if connection.is_closed():
             raise
-        log.warning("partition not made", extra={"partition": name_of(day), "reason": describe(error)})
+        log.warning("partition not made", partition=name_of(day), reason=describe(error))
         return Making.LOCKED if isinstance(error, asyncpg.LockNotAvailableError) else Making.NOT_NOW
-    log.info("partition made", extra={"partition": name_of(day)})
+    log.info("partition made", partition=name_of(day))
     return Making.DONE
 
 
@@ -266,7 +266,7 @@ class Days:
         if not self._said:
             self._said = True
             reason = "no time for more; the next parks go on"
-            log.warning("partition not made", extra={"days": days, "reason": reason})
+            log.warning("partition not made", days=days, reason=reason)
 
 
 async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
@@ -276,50 +276,46 @@ async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
     for position, name in enumerate(passed, 1):
         try:
             if await drop_empty(connection, name):
-                log.info("partition dropped", extra={"partition": name})
+                log.info("partition dropped", partition=name)
                 dropped.append(name)
         except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
             # A dump locks all of them, and each try keeps the traffic waiting for 200 ms.
-            log.info(
-                "partition not dropped",
-                extra={"partition": name, "reason": describe(error), "skipped": len(passed) - position},
-            )
+            skipped = len(passed) - position
+            log.info("partition not dropped", partition=name, reason=describe(error), skipped=skipped)
             break
         # It was made by hand under another role; the others are ours.
         except asyncpg.InsufficientPrivilegeError as error:
-            log.warning(
-                "partition not dropped",
-                extra={"partition": name, "reason": describe(error), "next_step": _OWNED.format(name)},
-            )
+            next_step = _OWNED.format(name)
+            log.warning("partition not dropped", partition=name, reason=describe(error), next_step=next_step)
     return dropped
 
 
 async def drop_empty(
-    connection: asyncpg.Connection, name: str, lock_ms: int = 200, look_seconds: float = LOOK_SECONDS
+    connection: asyncpg.Connection, name: str, lock_ms: int = 200, longest_lock: float = LONGEST_LOCK_SECONDS
 ) -> bool:
     """Drop the partition ``name`` if it is empty; False if it is not, or is gone, or if it takes longer than
-    ``look_seconds`` to see. Raises LockNotAvailableError, and the driver's other errors."""
+    ``longest_lock`` to see. Raises LockNotAvailableError, and the driver's other errors."""
     try:
         if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
             return False
-        async with session.transaction(connection):
+        async with pool.transaction(connection):
             # The traffic waits behind us while we wait for it, so not for long; and in its own order of locking.
             await connection.execute(f"SET LOCAL lock_timeout = '{lock_ms}ms'")
             await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")
             await connection.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
-            await bound(connection, look_seconds)  # It has many empty pages, which VACUUM did not cut off.
+            await bound(connection, longest_lock)  # It has many empty pages, which VACUUM did not cut off.
             if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
                 return False
             await connection.execute(f"DROP TABLE {name}")
     except (asyncpg.UndefinedTableError, asyncpg.QueryCanceledError) as error:
-        log.info("partition not dropped", extra={"partition": name, "reason": describe(error)})
+        log.info("partition not dropped", partition=name, reason=describe(error))
         return False
     return True
 
 
 async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days) -> None:
     """One round, unless another daemon is at it. Raises the driver's errors."""
-    await session.sample(connection, clock)
+    await pool.sample(connection, clock)
     try:
         # The lock belongs to the session. A process that froze with it would stop the upkeep of all others.
         await connection.execute(f"SET idle_session_timeout = '{IDLE}'")
@@ -331,5 +327,5 @@ async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days)
             await connection.execute(f"SELECT pg_advisory_unlock{_LOCK}")
         await connection.execute("RESET idle_session_timeout")
     except BaseException:
-        session.end(connection)  # This ends the lock and the settings, too.
+        pool.end(connection)  # This ends the lock and the settings, too.
         raise

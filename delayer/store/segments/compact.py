@@ -178,7 +178,7 @@ log = structlog.get_logger()
 
 LOCK_MS = 50
 """How long the traffic may stand behind a drop that waits for a release, a park or a pack."""
-LOOK_SECONDS = 0.05
+LONGEST_LOCK_SECONDS = 0.05
 """And behind one that looks through the pages of an empty partition, before there was a VACUUM."""
 TRIES = 5
 PAUSE_SECONDS = 0.25
@@ -300,7 +300,7 @@ async def _drop(connection: asyncpg.Connection, name: str, attempts: int, pause:
     for attempt in range(attempts):
         await asyncio.sleep(PAUSE_SECONDS * attempt or pause)
         try:
-            dropped = await partitions.drop_empty(connection, name, LOCK_MS, LOOK_SECONDS)
+            dropped = await partitions.drop_empty(connection, name, LOCK_MS, LONGEST_LOCK_SECONDS)
         except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
             if attempt + 1 == TRIES:
                 log.info("partition not dropped", partition=name, reason=describe(error))

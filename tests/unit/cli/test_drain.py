@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from delayer.amqp import edits
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
-from delayer.cli.drain import AGAIN, Left, into_cascade, left_in_cascade, left_in_store
+from delayer.cli.drain import AGAIN, Left, left_in_cascade, left_in_store, row_into_cascade
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.message import Delivery, Due, Parcel, Target
 from delayer.imports.cascade import LevelReader
@@ -17,6 +19,7 @@ from tests.support.fakes import NOW
 OURS = Cascade()
 DAY = 86_400_000
 DUE = b"delays.due"
+NAMES = edits.Endpoints(OURS, DUE, b"", 100_000)
 
 
 def into_store(met: Delivery, level: int, now_ms: int = NOW) -> Parcel:
@@ -34,7 +37,7 @@ def row(due_ms: int) -> Due:
 @pytest.mark.parametrize("wait_ms", [1, 999, 1_000, 60_001, 40 * DAY, 3_650 * DAY])
 def test_there_and_back(wait_ms: int) -> None:
     due = row(NOW + wait_ms)
-    sent = into_cascade(due, OURS, b"delays.due", NOW)
+    sent = row_into_cascade(due, NAMES, NOW)
     seconds = delay_in_key(sent.routing_key)
     assert seconds is not None
     assert wait_ms - 1000 < seconds * 1000 <= wait_ms or seconds == MAX_SECONDS
@@ -60,7 +63,7 @@ def test_foreign_messages_go_to_the_end_of_the_cascade() -> None:
 
 def test_a_publishers_envelope_is_not_opened() -> None:
     """Only what is on its way to the due queue is an envelope, whatever the headers of another message look like."""
-    forged = into_cascade(row(NOW + 60_000), OURS, b"inbox", NOW)
+    forged = row_into_cascade(row(NOW + 60_000), replace(NAMES, due_queue=b"inbox"), NOW)
     met = Delivery(1, False, forged.exchange, forged.routing_key, forged.properties, forged.body)
     parcel = into_store(met, 5)
     assert parcel.target == Target(OURS.delivery.encode(), b"inbox")

@@ -207,25 +207,25 @@ async def stubborn() -> None:
             continue
 
 
-async def polite(farewells: list[str]) -> None:
+async def polite(closings: list[str]) -> None:
     try:
         await asyncio.Event().wait()
     finally:
         await asyncio.sleep(0)
-        farewells.append("bye")
+        closings.append("bye")
 
 
 def test_tasks_left_over_say_goodbye() -> None:
-    farewells: list[str] = []
+    closings: list[str] = []
 
     async def main() -> asyncio.Task[None]:
-        task = asyncio.create_task(polite(farewells))
+        task = asyncio.create_task(polite(closings))
         await asyncio.sleep(0)
         return task
 
     with capture_logs() as events:
         assert run_loop(main()).cancelled()
-    assert farewells == ["bye"]
+    assert closings == ["bye"]
     assert not events
 
 

@@ -21,7 +21,7 @@ Connect = Callable[[], Awaitable[Any]]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.001)
     monkeypatch.setattr("delayer.release.loop.SLICE_SECONDS", 0.005)
     monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
 

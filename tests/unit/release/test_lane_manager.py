@@ -54,7 +54,7 @@ async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
     async with at_work() as it:
         for _ in range(4):
             await it.lanes.park([due(1).parcel], [])
-            it.lanes._began -= module.STAY_SECONDS
+            it.lanes._began -= module.SMALL_BATCH_LANE_SECONDS
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
 
 

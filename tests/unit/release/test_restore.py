@@ -64,7 +64,7 @@ def far(segment: int, messages: int = 10) -> Restored:
 
 async def test_segments_due_within_restore_ahead_are_restored() -> None:
     async with scene() as it:
-        assert await it.restoring.look() == module.LOOK_SECONDS
+        assert await it.restoring.look() == module.POLL_SECONDS
         it.ahead_ms = 2 * DAY_MS  # as by SIGHUP
         await it.restoring.look()
         assert it.store.horizons == [NOW + DAY_MS, NOW + 2 * DAY_MS]
