@@ -78,7 +78,8 @@ async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
         waiting.assert_kept()
         judgement.assert_kept()
         kept(ledger.verdict())
-        assert counters["released"] == await fleet.rows_back()
+        # A row that came, and whose commit a fault prevented, may be replaced before its next release.
+        assert counters["released"] <= await fleet.rows_back() <= counters["released"] + counters["cancelled"]
         assert counters["cancelled"] >= live - keys.KEYS - len(refused)
 
 

@@ -93,7 +93,7 @@ async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -
         await asyncio.to_thread(postgres.kill)
         crash = iso(now_ms())
         await daemon.event("store unreachable")
-        await ledger.publish(200, delay_ms=100, absolute=True)
+        await ledger.publish(200, delay_ms=1_000, absolute=True)
         await asyncio.to_thread(copy.recover, f"cp {wal}/%f %p")
         await asyncio.to_thread(copy.start)
         assert await daemon.stop() == 0, daemon.tail()

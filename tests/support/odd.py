@@ -276,19 +276,26 @@ def at_the_border() -> None:
     """What is too short for the store does not wait at all."""
     from delayer.core import plan
 
-    plan._cascade = lambda due_ms, _now_ms, target, _policy: plan.AtOnce(due_ms, target)  # type: ignore[assignment]
+    placed = plan._placed
+
+    def broken(due_ms: int, start_ms: int, target: Any, *more: Any, **named: Any) -> Any:
+        found = placed(due_ms, start_ms, target, *more, **named)
+        return plan.AtOnce(due_ms, target) if isinstance(found, plan.EnterCascade) else found
+
+    plan._placed = broken
 
 
 def unlimited() -> None:
     """A limited route goes twice as fast as it may."""
-    from delayer.core.rate_limit import TokenBucket as Bucket
+    from delayer.daemon.live_settings import LiveSettings
 
-    init = Bucket.__init__
+    rate = LiveSettings.rate
 
-    def broken(self: Bucket, rate: float, now: float) -> None:
-        init(self, 2 * rate, now)
+    def broken(self: LiveSettings, route: bytes | None) -> float | None:
+        found = rate(self, route)
+        return None if found is None else 2 * found
 
-    Bucket.__init__ = broken  # type: ignore[method-assign]
+    LiveSettings.rate = broken  # type: ignore[method-assign]
 
 
 def never_too_late() -> None:
@@ -302,7 +309,7 @@ def lenient_at_intake() -> None:
     """What is too late when it is published is delivered all the same."""
     from delayer.core import plan
 
-    plan._due_already = lambda due_ms, _now_ms, target, _route, _ask: plan.AtOnce(due_ms, target)
+    plan.too_late = lambda *_: None
 
 
 _PLANTED: Final = (

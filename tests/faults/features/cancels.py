@@ -105,7 +105,8 @@ async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
 
 @dataclass(frozen=True)
 class Judgement:
-    """``lost``: owed, and did not come: nobody cancelled it. ``denied``: told to be gone, and did not come.
+    """``lost``: owed, and did not come: nobody cancelled it. ``denied``: told to be gone, and did not come, without a
+    fault.
     ``delivered``: told to be cancelled, and came, without a fault. With one: ``out`` already, and not committed;
     or ``read`` again, as the broker had not heard that it was parked. ``silent``: asked, and never answered, without a
     fault."""
@@ -150,7 +151,9 @@ def judged(
         elif arrivals or number in refused or "unknown" in words:
             continue
         elif words:
-            denied.append(number)
+            # A fault may cost the answer to the first reading of a cancel, which took the message out.
+            if not excused(account, number, last_ms):
+                denied.append(number)
         elif number not in asked:
             lost.append(number)
         elif not excused(account, number, float("inf")):
