@@ -298,6 +298,24 @@ async def test_the_next_claim_begins_behind_an_open_one_and_neither_waits(databa
             assert (await conserved(admin))["released"] == 5
 
 
+async def test_a_row_beyond_the_horizon_is_claimed_when_it_is_due(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else happens in the lane, and the release looks at it in slices of its sleep."""
+    monkeypatch.setattr("delayer.store.lanes.lane.HORIZON_MS", 300)
+    async with opened(database) as store, owned(store) as [lane]:
+        due_ms = store.now_upper_ms() + 1_000
+        await store.park(lane, [parcel(due_ms - 980), parcel(due_ms, b"far")], [])
+        assert len(await release_all(lane)) == 1, "now the lane has forgotten that a row was parked"
+        async with asyncio.timeout(5.0):
+            while not (rows := await lane.windows[0].claim(MANY, ROOM)):
+                while (seconds := lane.sleep_hint()) > 0.0:
+                    await lane.wait(min(seconds, 0.05))
+        assert bodies(rows) == [b"far"]
+        assert store.now_lower_ms() < due_ms + 500
+        await lane.windows[0].settle(rows, [])
+
+
 @pytest.mark.parametrize("back_ms", [0, 5, 60_000])
 async def test_a_row_that_is_parked_among_those_of_an_open_claim_is_claimed_beside_it(
     database: str, back_ms: int

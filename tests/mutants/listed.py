@@ -214,6 +214,7 @@ MUTANTS: Sequence[Mutant] = (
         "tests/integration/test_store_lane.py",
         ("next-claim-waits-for-an-open-one", "            if claim.next_start > place\n", "            if False\n"),
         ("watermark-passes-open-claims", "now_lower_ms(), *starts)", "now_lower_ms())"),
+        ("nothing-is-claimed-beyond-the-horizon", "horizon_ms if next_ms is None", "NEVER_MS if next_ms is None"),
     ),
     *of(
         "delayer/store/lanes/cursor.py",

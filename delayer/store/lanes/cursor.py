@@ -51,7 +51,7 @@ class ReleaseCursor:
         """Whether rows may be due already: the last claim was full, or was rolled back."""
         self.retrying = False
         """Whether an open claim has held rows: the others take none."""
-        self._next = NEVER_MS  # The due instant of the first row after the last claim.
+        self._next = NEVER_MS  # The due instant of the first row after the last claim, or the horizon of that claim.
         self._passed_over_ms = pool.BEGINNING_MS  # Claims take no held rows before this instant.
         self._held_turn = False
 
@@ -86,8 +86,8 @@ class ReleaseCursor:
         return self._held_turn
 
     def claimed(self, last: Place, *, next_ms: int | None, more: bool) -> None:
-        """Waiting rows were claimed, up to ``last``. ``next_ms``: the due instant of the first row after it, if that
-        was asked for; ``more``: that row is due within the window, or may be."""
+        """Waiting rows were claimed, up to ``last``. ``next_ms``: the due instant of the first row after it, or the
+        horizon, if that was asked for; ``more``: that row is due within the window, or may be."""
         self.place = min(last, (self.noted, 0))
         self.more = more
         self._next = NEVER_MS if next_ms is None else next_ms

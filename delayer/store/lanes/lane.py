@@ -35,7 +35,7 @@ WRITE_SECONDS: Final = 5.0
 FIRST_SCAN_SECONDS: Final = 5.0
 LONGEST_SLEEP: Final = 60.0
 HORIZON_MS: Final = 61_000
-"""The time until an owner wakes that sleeps for LONGEST_SLEEP, and a second more."""
+"""How far a claim looks ahead for the next row. Without one the lane claims again at that instant."""
 
 
 class PostgresWindow:
@@ -119,7 +119,7 @@ class PostgresWindow:
             asked = clock.monotonic()
             next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, claimed)
             clock.observe(asked, server_ms, clock.monotonic())
-            next_ms = NEVER_MS if next_ms is None else next_ms
+            next_ms = horizon_ms if next_ms is None else next_ms  # Rows beyond the horizon are found then.
             if not rows:
                 last = max(start, (min(before, next_ms), 0))
         cursor.claimed(last, more=full or next_ms is None or next_ms <= before + WINDOW_MS, next_ms=next_ms)
