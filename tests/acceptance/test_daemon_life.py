@@ -387,3 +387,18 @@ async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_pat
         assert [look["store"]["waiting"] for look in looks] == [1, 1, 1]
         assert await daemon.stop() == 0
     assert "no daemon answers" in await command(config, "status")
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(150)
+@pytest.mark.parametrize("mode", ["store", "native"])
+async def test_more_than_a_minute_in_which_nothing_else_happens(place: Place, store: str, mode: str) -> None:
+    async with await place.raw() as raw, DaemonProcess(place.environ(mode, store)) as daemon:
+        await daemon.ready()
+        inbox = await raw.inbox("inbox")
+        sent_ms = time.time() * 1000
+        await raw.publish(delayed("soon", 2_000), delayed("far", 68_000))
+        assert await inbox.until(lambda: len(inbox.arrivals) == 2, timeout=90)
+        assert [arrival.delivery.body for arrival in inbox.arrivals] == [b"soon", b"far"]
+        assert 68_000 <= inbox.arrivals[1].at_ms - sent_ms < 71_000
+        assert await daemon.stop() == 0
