@@ -12,6 +12,7 @@ tried without the lock first, and is bounded under it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection, Iterable
 from datetime import date, timedelta
@@ -19,14 +20,13 @@ from enum import Enum
 from typing import Final
 
 import asyncpg
-import structlog
 
 from delayer.store import pool
 from delayer.store.clock import StoreClock
 from delayer.store.errors import describe
 from delayer.store.schema import CHURN_OPTIONS
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)  # Not structlog: commands that list load this module, and structlog takes time.
 
 DAY_MS: Final = 86_400_000
 
@@ -129,17 +129,17 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
             # A caller that made several may have begun the day before.
             await _attach(connection, day, max(today, await connection.fetchval(_TODAY)))
     except _NotNow as error:
-        log.warning("partition not made", partition=name_of(day), reason=str(error), next_step=_STAY)
+        log.warning("partition not made", extra={"partition": name_of(day), "reason": str(error), "next_step": _STAY})
         return Making.NOT_NOW
     except asyncpg.QueryCanceledError:
-        log.warning("partition not made", partition=name_of(day), reason=_SLOW, next_step=_SHRINK)
+        log.warning("partition not made", extra={"partition": name_of(day), "reason": _SLOW, "next_step": _SHRINK})
         return Making.SLOW
     except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         if connection.is_closed():
             raise
-        log.warning("partition not made", partition=name_of(day), reason=describe(error))
+        log.warning("partition not made", extra={"partition": name_of(day), "reason": describe(error)})
         return Making.LOCKED if isinstance(error, asyncpg.LockNotAvailableError) else Making.NOT_NOW
-    log.info("partition made", partition=name_of(day))
+    log.info("partition made", extra={"partition": name_of(day)})
     return Making.DONE
 
 
@@ -266,7 +266,7 @@ class Days:
         if not self._said:
             self._said = True
             reason = "no time for more; the next parks go on"
-            log.warning("partition not made", days=days, reason=reason)
+            log.warning("partition not made", extra={"days": days, "reason": reason})
 
 
 async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
@@ -276,17 +276,21 @@ async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
     for position, name in enumerate(passed, 1):
         try:
             if await drop_empty(connection, name):
-                log.info("partition dropped", partition=name)
+                log.info("partition dropped", extra={"partition": name})
                 dropped.append(name)
         except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
             # A dump locks all of them, and each try keeps the traffic waiting for 200 ms.
-            skipped = len(passed) - position
-            log.info("partition not dropped", partition=name, reason=describe(error), skipped=skipped)
+            log.info(
+                "partition not dropped",
+                extra={"partition": name, "reason": describe(error), "skipped": len(passed) - position},
+            )
             break
         # It was made by hand under another role; the others are ours.
         except asyncpg.InsufficientPrivilegeError as error:
-            next_step = _OWNED.format(name)
-            log.warning("partition not dropped", partition=name, reason=describe(error), next_step=next_step)
+            log.warning(
+                "partition not dropped",
+                extra={"partition": name, "reason": describe(error), "next_step": _OWNED.format(name)},
+            )
     return dropped
 
 
@@ -308,7 +312,7 @@ async def drop_empty(
                 return False
             await connection.execute(f"DROP TABLE {name}")
     except (asyncpg.UndefinedTableError, asyncpg.QueryCanceledError) as error:
-        log.info("partition not dropped", partition=name, reason=describe(error))
+        log.info("partition not dropped", extra={"partition": name, "reason": describe(error)})
         return False
     return True
 
