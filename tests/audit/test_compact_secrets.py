@@ -77,7 +77,7 @@ async def test_errors_do_not_quote_the_url(database: str) -> None:
         await compact.plan(nowhere, WEEK_MS, ROWS)
     with pytest.raises(StoreLost) as listed:
         await restore.plan(nowhere, None)
-    window = compact.Window(1, 0, 1, 1)
+    window = compact.CompactionWindow(1, 0, 1, 1)
     [packed] = await asyncio.to_thread(compact.work, nowhere, ROWS, [window])
     [back] = await asyncio.to_thread(restore.work, nowhere, [(1, 0)])
     assert "no_such_database" in str(packed.lost)
