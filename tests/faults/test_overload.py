@@ -263,7 +263,7 @@ async def test_large_messages_into_a_slow_store_come_once(rabbitmq: RabbitMQ, po
         assert not await place.standing()
     told = [event for event in daemon.events if event["event"] in ("deliveries given back", "broker connection lost")]
     print(f"{len(inbox.arrivals)} arrivals of {len(bodies)}; {before:.0f} → {largest:.0f} MB; {told}")
-    assert {event["event"] for event in told} == {"deliveries given back"}
+    assert {event["event"] for event in told} <= {"deliveries given back"}, "the connection is kept"
     assert len(inbox.arrivals) == len(bodies)
     assert largest - before < GROWN_MB
 
