@@ -3,7 +3,7 @@ port, and every adapter passes it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from delayer.amqp.edits import Endpoints
@@ -120,6 +120,10 @@ class Live(Protocol):
 
     def late_limits(self) -> Limits:
         """The late limits of the routes that have one."""
+
+    @property
+    def rates(self) -> Mapping[bytes, float]:
+        """The rate limits of all limited routes, messages a second."""
 
     def rate(self, route: bytes | None) -> float | None:
         """The rate limit of this route's lane, messages a second; None: no limit."""

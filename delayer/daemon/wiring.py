@@ -105,10 +105,9 @@ class Daemon:
         self._publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)
         self.lanes = LaneManager(
             self._release,
-            limited=lambda: self.live.rates,
             heartbeat=self.watchdog,
             counters=self.counters,
-            reaching=lambda: self.connections["publish"].current is not None,
+            connection=self.connections["publish"],
             broker=self.connections.broker_mark,
         )
         self.live = LiveSettings(settings, self._cascade, self._publisher, self.lanes)
@@ -165,7 +164,7 @@ class Daemon:
                     await self.connections["publish"].connection(1.0)
                 return await PostgresStore.connect(url, broker=self.connections.broker_mark)
 
-            self.lanes.configure(connect)
+            self.lanes.configure(connect, self.live)
             self.services.add("lanes", self.lanes.run, last=True)
             restoring = Restoring(self.lanes, ahead_ms=self.live.restore_ahead_ms, counters=self.counters)
             self.services.add("restoring", restoring.run)

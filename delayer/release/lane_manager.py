@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Final, TypeVar
 
 import structlog
 
-from delayer.broker.ports import Heartbeat, Lane, Store
+from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.ports import Heartbeat, Lane, Live, Store
 from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
@@ -63,14 +64,12 @@ class LaneManager:
         self,
         release: Callable[[Lane], Release],
         *,
-        limited: Callable[[], Collection[bytes]] = tuple,
         heartbeat: Heartbeat,
         counters: Counters,
-        reaching: Callable[[], bool] = lambda: True,
+        connection: ReconnectingConnection | None = None,
         broker: Callable[[], str] = str,
     ) -> None:
-        """``limited``: the routes with a limit, which get lanes of their own. ``reaching``: whether the broker is
-        reached, even if it takes no publishes. ``broker``: its mark (store/lanes/locks.py)."""
+        """``connection``: to the broker that the lanes publish to. ``broker``: its mark (store/lanes/locks.py)."""
         self.configured = False
         self.ready = asyncio.Event()
         """Set while there is a lane to park into."""
@@ -79,10 +78,10 @@ class LaneManager:
         self.spare = asyncio.Event()
         """Set while there are more processes than lanes, and this one has no share."""
         self._release = release
-        self._limited = limited
         self._heartbeat = heartbeat
         self._counters = counters
-        self._reaching = reaching
+        self._connection = connection
+        self._live: Live | None = None
         self._broker = broker
         self._away_since: float | None = None
         self._connect: Callable[[], Awaitable[Store]] | None = None
@@ -94,9 +93,9 @@ class LaneManager:
         self._turn = count()
         self._began = time.monotonic()
 
-    def configure(self, connect: Callable[[], Awaitable[Store]]) -> None:
-        """There is a store: :meth:`run` will connect to it."""
-        self.configured, self._connect = True, connect
+    def configure(self, connect: Callable[[], Awaitable[Store]], live: Live) -> None:
+        """There is a store: :meth:`run` will connect to it. Limited routes of ``live`` get lanes of their own."""
+        self.configured, self._connect, self._live = True, connect, live
 
     @property
     def usable(self) -> bool:
@@ -261,7 +260,7 @@ class LaneManager:
     def _away(self) -> bool:
         """Whether the broker has been out of reach for AWAY_SECONDS."""
         now = time.monotonic()
-        if self._reaching():
+        if self._connection is None or self._connection.current is not None:
             self._away_since = None
             return False
         self._away_since = self._away_since or now
@@ -270,7 +269,7 @@ class LaneManager:
     async def _take_share(self, store: Store, stopping: asyncio.Event) -> None:
         """Raises StoreLost."""
         look = await store.look()
-        if missing := set(self._limited()) - set(look.routes):
+        if missing := set(self._live.rates if self._live else ()) - set(look.routes):
             await store.add_routes(missing)
             look = await store.look()
         ordinary = [lane.number for lane in look.lanes if lane.route is None]

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 from delayer.amqp.channel import seconds_until_due
 from delayer.broker.ports import Lane, Store
@@ -59,17 +60,16 @@ class Process:
     def __init__(self, url: str, name: str, rates: Mapping[bytes, float], publisher: Publisher | None = None) -> None:
         self._url, self._name, self.live = url, name, StoreLive(rates=rates)
         self.publisher = publisher or Publisher()
-        self.reaching = True
+        self.connection = SimpleNamespace(current=True)
         self.store: PostgresStore | None = None
         self.lanes = LaneManager(
             self._release,
-            limited=lambda: self.live.rates,
             heartbeat=Heartbeat(),
             counters=Counters(),
-            reaching=lambda: self.reaching,
+            connection=self.connection,  # type: ignore[arg-type]
         )
         self.live.lanes = self.lanes
-        self.lanes.configure(self._connect)
+        self.lanes.configure(self._connect, self.live)
 
     async def _connect(self) -> Store:
         self.store = await PostgresStore.connect(self._url, owner=self._name)

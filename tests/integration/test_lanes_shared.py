@@ -187,10 +187,10 @@ async def test_without_its_broker_a_process_leaves_its_lanes_to_others(
     await migrated(database)
     async with running(database, "one") as one, running(database, "two") as two:
         await eventually(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
-        one.reaching = False
+        one.connection.current = None
         await eventually(lambda: len(two.lanes.numbers) == 4)
         assert not one.lanes.usable
-        one.reaching = True
+        one.connection.current = True
         await eventually(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Scene:
         self.heartbeat = Heartbeat()
         self.counters = Counters()
         self.stopping = asyncio.Event()
-        self.reaching = True
+        self.connection = SimpleNamespace(current=True)
 
         async def at_once() -> ScriptedStore:
             return store
@@ -41,10 +42,10 @@ class Scene:
             self.release,
             heartbeat=self.heartbeat,
             counters=self.counters,
-            reaching=lambda: self.reaching,
+            connection=self.connection,  # type: ignore[arg-type]
             broker=lambda: "ours",
         )
-        self.lanes.configure(connect or at_once)
+        self.lanes.configure(connect or at_once, ScriptedLive())
         self.running = asyncio.create_task(self.lanes.run(self.stopping))
 
     def release(self, lane: Lane) -> Release:

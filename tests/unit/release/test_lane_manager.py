@@ -226,11 +226,11 @@ async def test_lanes_that_were_let_go_of_without_a_broker_are_waited_for(monkeyp
     """They are taken again with the first look that sees the broker, and keys may come before it."""
     monkeypatch.setattr(module, "AWAY_SECONDS", 0.01)
     async with at_work() as it:
-        it.reaching = False
+        it.connection.current = None
         await until(lambda: not it.lanes.usable)
         waiting = asyncio.create_task(it.lanes.wait_known(FOR_EVER))
         await asyncio.sleep(0)
         assert not waiting.done()
-        it.reaching = True
+        it.connection.current = True
         await asyncio.wait_for(waiting, 5)
         assert it.lanes.usable
