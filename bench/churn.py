@@ -12,6 +12,7 @@ from bench.figures import median
 from bench.run import Bench
 from bench.servers import Place
 from bench.steady import once, report
+from delayer.core.units import DAY_MS
 from delayer.store.rows import partitions
 
 LOOKS = 60
@@ -51,7 +52,7 @@ async def watch(place: Place, every: float, looks: list[Look]) -> None:
     connection = await asyncpg.connect(place.store_url)
     try:
         began, before = time.monotonic(), await connection.fetchrow(_CLAIMS)
-        today = partitions.name_of(int(time.time() * 1000) // partitions.DAY_MS)
+        today = partitions.name_of(int(time.time() * 1000) // DAY_MS)
         while True:
             await asyncio.sleep(every)
             claims, size = await connection.fetchrow(_CLAIMS), await connection.fetchrow(_SIZE, today, OTHERS)

@@ -15,9 +15,9 @@ import asyncpg
 from bench.plain import number, properties
 from bench.servers import IN, OUT
 from delayer.core.message import Parcel, Target
+from delayer.core.units import DAY_MS
 from delayer.store import pool
 from delayer.store.rows import envelope, partitions
-from delayer.store.rows.partitions import DAY_MS
 
 CHUNK = 250_000
 WRITERS = 2

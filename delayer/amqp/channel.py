@@ -14,8 +14,6 @@ from pamqp.frame import marshal
 
 from delayer.amqp import framing
 from delayer.amqp.errors import (
-    REPLY_SUCCESS,
-    UNEXPECTED_FRAME,
     ChannelClosed,
     ConfirmTimeout,
     ConnectionLost,
@@ -23,6 +21,7 @@ from delayer.amqp.errors import (
     MalformedProperties,
     MalformedTable,
     ProtocolError,
+    ReplyCode,
     again,
 )
 from delayer.amqp.framing import WRITE_BYTES, Consumers, Replies, ReturnedMessage, fail
@@ -151,7 +150,9 @@ class Confirms:
         Raises ProtocolError for an unassigned number, or a second confirm of one number.
         """
         if number >= self._next or (number == 0 and not multiple):
-            raise ProtocolError(UNEXPECTED_FRAME, f"confirm of publish {number}, the last one was {self._next - 1}")
+            raise ProtocolError(
+                ReplyCode.UNEXPECTED_FRAME, f"confirm of publish {number}, the last was {self._next - 1}"
+            )
         runs = self._runs
         if multiple:
             upto = number or self._next - 1
@@ -169,7 +170,7 @@ class Confirms:
                         del runs[at]
                     return
                 break
-        raise ProtocolError(UNEXPECTED_FRAME, f"second confirm of publish {number}")
+        raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"second confirm of publish {number}")
 
     def note_returned(self, message: ReturnedMessage) -> None:
         """Record that the broker found no queue for a message. The message's confirm follows.
@@ -178,7 +179,7 @@ class Confirms:
         """
         token = _token(message.properties)
         if token is None:
-            raise ProtocolError(UNEXPECTED_FRAME, "a returned message carries no x-delayer-id")
+            raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, "a returned message carries no x-delayer-id")
         found = [
             (batch, position)
             for batch in {run.batch for run in self._runs}
@@ -186,7 +187,7 @@ class Confirms:
         ]
         if len(found) != 1:
             text = f"a returned message's x-delayer-id is that of {len(found)} publishes in flight"
-            raise ProtocolError(UNEXPECTED_FRAME, text)
+            raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, text)
         batch, position = found[0]
         batch.returned[position] = returned(message.code, message.text)
 
@@ -201,7 +202,7 @@ def _token(properties: bytes) -> bytes | None:
     try:
         field = Properties.parse(properties).get(TOKEN_HEADER)
     except (MalformedProperties, MalformedTable) as broken:
-        raise ProtocolError(UNEXPECTED_FRAME, f"a returned message cannot be read: {broken}") from broken
+        raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"a returned message cannot be read: {broken}") from broken
     return None if field is None else field.content
 
 
@@ -369,12 +370,12 @@ class Channel:
 
     def abandon(self) -> None:
         """Close without waiting for the broker's answer; the number is free again when it comes. Idempotent."""
-        self._end(ChannelClosed(REPLY_SUCCESS, "closed by us"))
+        self._end(ChannelClosed(ReplyCode.SUCCESS, "closed by us"))
 
     def _end(self, loss: ChannelClosed) -> None:
         """Close from our side, without waiting. The number stays in use until the broker answers."""
         if self._loss is None:
-            close = commands.Channel.Close(loss.code or REPLY_SUCCESS, framing.clipped(loss.text), 0, 0)
+            close = commands.Channel.Close(loss.code or ReplyCode.SUCCESS, framing.clipped(loss.text), 0, 0)
             self._connection.write(marshal(close, self.number))
             self.fail(loss)
 
@@ -412,7 +413,7 @@ class Channel:
         elif isinstance(method, commands.Basic.Cancel):
             self._on_cancel(method)
         elif not self._replies.take(method):
-            raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel {self.number}")
+            raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"unexpected {method.name} on channel {self.number}")
 
     def _forget_number(self) -> None:
         self._connection.receivers.pop(self.number, None)

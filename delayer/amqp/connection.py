@@ -19,15 +19,7 @@ from pamqp.frame import marshal
 from delayer.amqp import framing, handshake
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
-from delayer.amqp.errors import (
-    REPLY_SUCCESS,
-    UNEXPECTED_FRAME,
-    AccessRefused,
-    ConnectionLost,
-    NoFreeChannel,
-    ProtocolError,
-    again,
-)
+from delayer.amqp.errors import AccessRefused, ConnectionLost, NoFreeChannel, ProtocolError, ReplyCode, again
 from delayer.amqp.framing import (
     DEFAULT_FRAME_MAX,
     HEARTBEAT_FRAME,
@@ -249,7 +241,7 @@ class Connection(asyncio.Protocol):
     def abandon(self) -> None:
         """Send the close, and wait for nothing. Idempotent."""
         if self._loss is None:
-            self._end(ConnectionLost(REPLY_SUCCESS, "closed by us"))
+            self._end(ConnectionLost(ReplyCode.SUCCESS, "closed by us"))
 
     def drop(self, why: str) -> None:
         """Cut the connection without a close: an unresponsive broker would not read it."""
@@ -358,13 +350,13 @@ class Connection(asyncio.Protocol):
             self._unblocked.set()
             self._on_alarm("")
         elif not self._replies.take(method):
-            raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel 0")
+            raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"unexpected {method.name} on channel 0")
 
     def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
-        raise ProtocolError(UNEXPECTED_FRAME, "a confirm on channel 0")
+        raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, "a confirm on channel 0")
 
     def on_returned(self, returned: ReturnedMessage) -> None:
-        raise ProtocolError(UNEXPECTED_FRAME, "a return on channel 0")
+        raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, "a return on channel 0")
 
     def _on_close(self, close: commands.Connection.Close) -> None:
         if self._loss is None:

@@ -6,18 +6,23 @@ A loss is also a delayer.core.errors.BrokerLost: messages in flight are in doubt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Outcome
 
-REPLY_SUCCESS = 200
-ACCESS_REFUSED = 403
-NOT_FOUND = 404
-RESOURCE_LOCKED = 405
-PRECONDITION_FAILED = 406
-FRAME_ERROR = 501
-SYNTAX_ERROR = 502
-UNEXPECTED_FRAME = 505
+
+class ReplyCode(IntEnum):
+    """Reply codes of AMQP 0-9-1 (section 1.4 of its definition)."""
+
+    SUCCESS = 200
+    ACCESS_REFUSED = 403
+    NOT_FOUND = 404
+    RESOURCE_LOCKED = 405
+    PRECONDITION_FAILED = 406
+    FRAME_ERROR = 501
+    SYNTAX_ERROR = 502
+    UNEXPECTED_FRAME = 505
 
 
 class MalformedProperties(Exception):
@@ -87,7 +92,7 @@ class ChannelClosed(_Closed):
     @property
     def objects(self) -> bool:
         """Whether the broker closed it because of what this side sent."""
-        return self.code > REPLY_SUCCESS
+        return self.code > ReplyCode.SUCCESS
 
 
 class ConfirmTimeout(ChannelClosed):

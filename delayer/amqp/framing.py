@@ -16,15 +16,7 @@ from pamqp import commands, frame
 from pamqp.base import Frame
 from pamqp.exceptions import UnmarshalingException
 
-from delayer.amqp.errors import (
-    FRAME_ERROR,
-    SYNTAX_ERROR,
-    UNEXPECTED_FRAME,
-    ChannelClosed,
-    ConnectionLost,
-    ProtocolError,
-    again,
-)
+from delayer.amqp.errors import ChannelClosed, ConnectionLost, ProtocolError, ReplyCode, again
 from delayer.core.message import Delivery, Outgoing
 
 PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
@@ -137,10 +129,12 @@ class Parser:
             if stop >= end:
                 break
             if data[stop] != FRAME_END:
-                raise ProtocolError(FRAME_ERROR, f"frame end is {data[stop]:#04x} on channel {channel}")
+                raise ProtocolError(ReplyCode.FRAME_ERROR, f"frame end is {data[stop]:#04x} on channel {channel}")
             receiver = receivers.get(channel)
             if receiver is None:
-                raise ProtocolError(UNEXPECTED_FRAME, f"frame of type {kind} for channel {channel}, which is not open")
+                raise ProtocolError(
+                    ReplyCode.UNEXPECTED_FRAME, f"frame of type {kind} for the closed channel {channel}"
+                )
             if kind == METHOD:
                 at = self._method(data, at, stop, channel, receiver)
                 continue
@@ -149,7 +143,7 @@ class Parser:
             elif kind == HEADER:
                 self._header(data, at + 7, stop, channel)
             elif kind != HEARTBEAT or channel or size:
-                raise ProtocolError(FRAME_ERROR, f"frame type {kind} with {size} bytes on channel {channel}")
+                raise ProtocolError(ReplyCode.FRAME_ERROR, f"frame type {kind} with {size} bytes on channel {channel}")
             at = stop + 1
         if at < end and not self.stopped:
             self._hold_back(data, at, end)
@@ -162,21 +156,21 @@ class Parser:
     def _not_amqp(self, data: bytes, at: int, size: int) -> ProtocolError:
         if data[at : at + 4] == PROTOCOL_HEADER[:4]:
             version = ".".join(map(str, data[at + 5 : at + 8]))
-            return ProtocolError(FRAME_ERROR, f"the server speaks AMQP {version}, expected 0.9.1")
-        return ProtocolError(FRAME_ERROR, f"frame of {size + OVERHEAD} bytes, at most {self.frame_max} were agreed")
+            return ProtocolError(ReplyCode.FRAME_ERROR, f"the server speaks AMQP {version}, expected 0.9.1")
+        return ProtocolError(ReplyCode.FRAME_ERROR, f"frame of {size + OVERHEAD} bytes, the limit is {self.frame_max}")
 
     def _method(self, data: bytes, at: int, stop: int, channel: int, receiver: Receiver) -> int:
         """Read the method frame at ``at``, with the content of a delivery if it is there. Return the next offset."""
         if channel in self._contents:
-            raise ProtocolError(UNEXPECTED_FRAME, f"a method on channel {channel} where content was expected")
+            raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"a method on channel {channel} where content was expected")
         if stop - at < 11:
-            raise ProtocolError(FRAME_ERROR, f"method frame of {stop - at - 7} bytes on channel {channel}")
+            raise ProtocolError(ReplyCode.FRAME_ERROR, f"method frame of {stop - at - 7} bytes on channel {channel}")
         method = _U32.unpack_from(data, at + 7)[0]
         if method == BASIC_DELIVER:
             return self._deliver(data, at, stop, channel, receiver)
         if method in (BASIC_ACK, BASIC_NACK):
             if stop - at != 20:
-                raise ProtocolError(FRAME_ERROR, f"confirm of {stop - at - 7} bytes on channel {channel}")
+                raise ProtocolError(ReplyCode.FRAME_ERROR, f"confirm of {stop - at - 7} bytes on channel {channel}")
             tag, bits = _TAG_AND_BIT.unpack_from(data, at + 11)
             receiver.on_confirm(tag, multiple=bits & 1 == 1, positive=method == BASIC_ACK)
         elif method == BASIC_RETURN:
@@ -194,12 +188,12 @@ class Parser:
             key_at = exchange_at + data[name_end + 9] + 1
             key_end = key_at + data[key_at - 1]
         except (IndexError, struct.error) as cut:
-            raise ProtocolError(FRAME_ERROR, f"delivery cut short on channel {channel}") from cut
+            raise ProtocolError(ReplyCode.FRAME_ERROR, f"delivery cut short on channel {channel}") from cut
         if key_end != stop:
-            raise ProtocolError(FRAME_ERROR, f"delivery of the wrong length on channel {channel}")
+            raise ProtocolError(ReplyCode.FRAME_ERROR, f"delivery of the wrong length on channel {channel}")
         if callback is None:
             name = data[at + 12 : name_end].decode("utf-8", "replace")
-            raise ProtocolError(UNEXPECTED_FRAME, f"delivery for the unknown consumer {name!r}")
+            raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"delivery for the unknown consumer {name!r}")
         exchange, routing_key = data[exchange_at : key_at - 1], data[key_at:key_end]
 
         whole = self._whole_content(data, stop + 1, channel)
@@ -248,12 +242,14 @@ class Parser:
     def _header(self, data: bytes, at: int, stop: int, channel: int) -> None:
         content = self._contents.get(channel)
         if content is None or content.properties is not None:
-            raise ProtocolError(UNEXPECTED_FRAME, f"content header on channel {channel} where none was expected")
+            raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"unexpected content header on channel {channel}")
         if stop - at < _CONTENT_BYTES + 2:
-            raise ProtocolError(FRAME_ERROR, f"content header of {stop - at} bytes on channel {channel}")
+            raise ProtocolError(ReplyCode.FRAME_ERROR, f"content header of {stop - at} bytes on channel {channel}")
         basic, _, content.missing = _CONTENT.unpack_from(data, at)
         if basic != CLASS_BASIC:
-            raise ProtocolError(FRAME_ERROR, f"content of class {basic} on channel {channel}, expected {CLASS_BASIC}")
+            raise ProtocolError(
+                ReplyCode.FRAME_ERROR, f"content of class {basic} on channel {channel}, expected {CLASS_BASIC}"
+            )
         content.properties = data[at + _CONTENT_BYTES : stop]
         if not content.missing:
             del self._contents[channel]
@@ -262,10 +258,10 @@ class Parser:
     def _body(self, piece: bytes, channel: int) -> None:
         content = self._contents.get(channel)
         if content is None or content.properties is None:
-            raise ProtocolError(UNEXPECTED_FRAME, f"body on channel {channel} where none was expected")
+            raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"body on channel {channel} where none was expected")
         content.missing -= len(piece)
         if content.missing < 0:
-            raise ProtocolError(FRAME_ERROR, f"{-content.missing} bytes too many in a body on channel {channel}")
+            raise ProtocolError(ReplyCode.FRAME_ERROR, f"{-content.missing} bytes too many on channel {channel}")
         content.pieces.append(piece)
         if not content.missing:
             del self._contents[channel]
@@ -279,9 +275,9 @@ def _returned(receiver: Receiver, arguments: bytes) -> Callable[[bytes, bytes], 
         text_end = 3 + arguments[2]
         key_at = text_end + 1 + arguments[text_end]
         if key_at + 1 + arguments[key_at] != len(arguments):
-            raise ProtocolError(FRAME_ERROR, "basic.return of the wrong length")
+            raise ProtocolError(ReplyCode.FRAME_ERROR, "basic.return of the wrong length")
     except IndexError as cut:
-        raise ProtocolError(FRAME_ERROR, "basic.return cut short") from cut
+        raise ProtocolError(ReplyCode.FRAME_ERROR, "basic.return cut short") from cut
     text = arguments[3:text_end].decode("utf-8", "replace")
 
     def complete(properties: bytes, body: bytes) -> None:
@@ -423,20 +419,20 @@ def unmarshal(whole: bytes) -> Frame:
     """The method in a method frame. Raises ProtocolError for an unreadable frame."""
     index = int.from_bytes(whole[7:11], "big")
     if index == commands.Basic.RecoverAsync.index:  # Refused here: pamqp would read it, and warn of a deprecation.
-        raise ProtocolError(UNEXPECTED_FRAME, "Basic.RecoverAsync, which only clients send")
+        raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, "Basic.RecoverAsync, which only clients send")
     close = _CLOSES.get(index)
     if close is not None and len(whole) > 13:
         # Brokers clip the text at 255 bytes, perhaps inside a character. pamqp could not read that.
         text_end = 14 + whole[13]
         if len(whole) != text_end + 5:
-            raise ProtocolError(SYNTAX_ERROR, f"close of {len(whole) - 12} bytes")
+            raise ProtocolError(ReplyCode.SYNTAX_ERROR, f"close of {len(whole) - 12} bytes")
         text = whole[14:text_end].decode("utf-8", "replace")
         class_id, method_id = _ORIGIN.unpack_from(whole, text_end)
         return close(int.from_bytes(whole[11:13], "big"), text, class_id, method_id)
     try:
         _, _, method = frame.unmarshal(whole)
     except _UNREADABLE as broken:
-        raise ProtocolError(SYNTAX_ERROR, f"unreadable method {whole[7:11].hex()}: {broken}") from broken
+        raise ProtocolError(ReplyCode.SYNTAX_ERROR, f"unreadable method {whole[7:11].hex()}: {broken}") from broken
     if not isinstance(method, Frame):
-        raise ProtocolError(SYNTAX_ERROR, f"expected a method, found {type(method).__name__}")
+        raise ProtocolError(ReplyCode.SYNTAX_ERROR, f"expected a method, found {type(method).__name__}")
     return method

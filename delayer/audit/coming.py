@@ -9,12 +9,11 @@ from delayer.audit.extract import Extract
 from delayer.audit.findings import HELD, Bar, Calendar, Finding, Peak, Share
 from delayer.broker.route_check import CheckedTarget
 from delayer.core.readable import instant
-from delayer.store.rows.partitions import DAY_MS
+from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 
 RELEASE_RATE: Final = 14_000.0
 """Messages a second that one daemon released on two cores shared with broker and database, 512 bytes each
 (docs/performance.md). ``--release-rate`` replaces it by a measured one."""
-SECOND_MS, MINUTE_MS, HOUR_MS = 1_000, 60_000, 3_600_000
 
 
 def calendar(store: Extract, release_rate: float) -> Calendar:
@@ -27,7 +26,7 @@ def calendar(store: Extract, release_rate: float) -> Calendar:
     minutes = (now - HOUR_MS) // MINUTE_MS * MINUTE_MS, now + DAY_MS
     hours = (now - DAY_MS) // HOUR_MS * HOUR_MS, now + 31 * DAY_MS
     due = {
-        SECOND_MS: _due(store, SECOND_MS),
+        1_000: _due(store, 1_000),
         MINUTE_MS: _due(store, MINUTE_MS, *minutes),
         HOUR_MS: _due(store, HOUR_MS, *hours),
     }

@@ -22,9 +22,9 @@ from delayer.audit.errors import JobMisused
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
 from delayer.core.segment import SegmentBroken
+from delayer.core.units import DAY_MS
 from delayer.store import pool, schema
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted, CompactionWindow
 

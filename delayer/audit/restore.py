@@ -19,10 +19,10 @@ from delayer.audit import tasks
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
+from delayer.core.units import DAY_MS
 from delayer.store.admin.actions import make_missing
 from delayer.store.admin.listing import looking
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog as segments
 from delayer.store.segments.catalog import Listed
 

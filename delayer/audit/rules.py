@@ -38,13 +38,14 @@ from delayer.audit.findings import (
     shown,
 )
 from delayer.broker.route_check import CheckedTarget, RouteVerdict, RouteVerdicts, Verdict
+from delayer.core.units import HOUR_MS, MINUTE_MS
 from delayer.store.admin.stats import KINDS, RESTORED_MS, waiting
 
-GRACE_MS: Final = 60_000
+GRACE_MS: Final = MINUTE_MS
 """A message counts as overdue from this time on, because a release may be at work before."""
-STUCK_MS: Final = 3_600_000
+STUCK_MS: Final = HOUR_MS
 """From this time on an overdue message is a violation even in a lane with an owner."""
-ADOPTED_MS: Final = 60_000
+ADOPTED_MS: Final = MINUTE_MS
 """A free lane is a finding if a message is due within this time. Daemons take such a lane within 10 s."""
 EXAMPLES: Final = 5
 """Ids that a finding names."""

@@ -40,8 +40,9 @@ from delayer.audit.connection import Reading
 from delayer.audit.findings import HELD, PACKED, WAITING
 from delayer.core.secret import SecretUrl
 from delayer.core.segment import SegmentBroken
+from delayer.core.units import DAY_MS
 from delayer.store.rows.envelope import FORMAT, checksum
-from delayer.store.rows.partitions import DAY_MS, day_of
+from delayer.store.rows.partitions import day_of
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from delayer.amqp.errors import ACCESS_REFUSED, ChannelClosed
+from delayer.amqp.errors import ChannelClosed, ReplyCode
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.pipelined_admin import PipelinedAdmin
 from delayer.core.cascade import LEVELS, Cascade
@@ -64,4 +64,4 @@ async def cascade_depths(broker: PipelinedAdmin, cascade: Cascade, queues: Itera
 
 
 def _forbidden(answer: int | ChannelClosed) -> bool:
-    return isinstance(answer, ChannelClosed) and answer.code == ACCESS_REFUSED
+    return isinstance(answer, ChannelClosed) and answer.code == ReplyCode.ACCESS_REFUSED

@@ -24,7 +24,7 @@ import structlog
 
 from delayer.amqp.channel import TOKEN_HEADER, Channel, seconds_until_due
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import ACCESS_REFUSED, NOT_FOUND, ChannelClosed, ConfirmTimeout, ConnectionLost
+from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost, ReplyCode
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination
 from delayer.broker.connection import ReconnectingConnection
@@ -285,11 +285,11 @@ class Isolation:
         one = destination(batch[index])
         everywhere = Destination(one.exchange, None)
         outcome = closed_channel(lost.code, lost.text)
-        if lost.code == NOT_FOUND:
+        if lost.code == ReplyCode.NOT_FOUND:
             self.exchanges.discard(one.exchange)
             return self._hold(case, everywhere, outcome, [i for i in case.indexes if batch[i].exchange == one.exchange])
         self.breaker.close(everywhere)  # The exchange exists by now.
-        if lost.code == ACCESS_REFUSED:
+        if lost.code == ReplyCode.ACCESS_REFUSED:
             same_key = [i for i in case.indexes if batch[i][:2] == one[:2]]
             return self._hold(case, one, outcome, [i for i in same_key if destination(batch[i]) == one])
         self.breaker.close(one)

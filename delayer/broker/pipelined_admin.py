@@ -19,7 +19,7 @@ from pamqp.commands import Queue as QueueMethods
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import PRECONDITION_FAILED, RESOURCE_LOCKED, AccessRefused, ChannelClosed
+from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
 from delayer.amqp.framing import Unjudged
 from delayer.amqp.properties import encode_headers, entry, int64
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
@@ -113,7 +113,7 @@ class PipelinedAdmin:
         for part, answer in zip(parts, await self._ask([declaration(one) for one in parts]), strict=True):
             if isinstance(answer, ChannelClosed):
                 kind, name = type(part).__name__.lower(), part.source if isinstance(part, Binding) else part.name
-                if answer.code not in (PRECONDITION_FAILED, RESOURCE_LOCKED):
+                if answer.code not in (ReplyCode.PRECONDITION_FAILED, ReplyCode.RESOURCE_LOCKED):
                     raise BrokerRefused(f"{kind} {name!r}: {answer.text}") from answer
                 depth = (await self.depths([name]))[name] if isinstance(part, Queue) else None
                 messages = depth if isinstance(depth, int) else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from delayer.cli.errors import DONE, FOUND, Misused
+from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.options import as_json, conf_option, master_option, request_of, store_url, store_url_of_hosts, url_of
 from delayer.cli.output import note, progress
 from delayer.config.model import Settings
@@ -125,8 +125,8 @@ def audit(
     for one in failures:
         note(f"delayer: {one.message}")
     if audited.report.violations:
-        context.exit(FOUND)
-    context.exit(failures[0].exit_code if failures else DONE)
+        context.exit(ExitCode.FOUND)
+    context.exit(failures[0].exit_code if failures else ExitCode.DONE)
 
 
 def _store(settings: Settings, url: str | None, url_file: Path | None) -> SecretUrl:

@@ -12,7 +12,7 @@ import click
 
 from delayer.amqp import reading
 from delayer.amqp.reading import iso
-from delayer.cli.errors import DONE, FOUND
+from delayer.cli.errors import ExitCode
 from delayer.cli.list import say_native
 from delayer.cli.options import (
     agreed,
@@ -152,7 +152,7 @@ def _named(url: str, change: Change, tokens: Sequence[Token], *, dry_run: bool, 
                 note(absent(token, where))
         if new and not dry_run and len(tokens) <= 10:
             _say_moved(url, tokens, found, new)
-    return DONE if set(found.values()).isdisjoint(ABSENT) else FOUND
+    return ExitCode.DONE if set(found.values()).isdisjoint(ABSENT) else ExitCode.FOUND
 
 
 def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, FoundIn], new: Mapping[str, Any]) -> None:
@@ -185,11 +185,11 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
             print_json({"matched": matched.messages, "done": 0, "broken_segments": matched.broken})
         else:
             click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "No messages match.")
-        return DONE
+        return ExitCode.DONE
     note(f"{about} match.")
     if not agreed(f"{verb.capitalize()} {about}{target}?", yes=yes):
         note("Nothing was changed.")
-        return DONE
+        return ExitCode.DONE
 
     async def work() -> Counter[FoundIn]:
         async with actions.recorded(url, whoami(), verb, {**wanted.as_dict(), **new}) as (connection, act):
@@ -206,4 +206,4 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
         print_json(figures | doubtful)
     else:
         click.echo(" ".join([f"{PAST[verb]}: {actions.met(done):,}{target}.", *actions.unmet(done)]))
-    return DONE
+    return ExitCode.DONE

@@ -12,7 +12,7 @@ from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.verify import TopologyFinding
-from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
+from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config.model import Settings
@@ -85,13 +85,13 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     if not offline:
         asyncio.run(_servers(report, settings))
     results = {row.result for row in report}
-    code = OUT_OF_REACH if "out of reach" in results else FOUND if "off" in results else DONE
+    code = ExitCode.OUT_OF_REACH if "out of reach" in results else ExitCode.FOUND if "off" in results else ExitCode.DONE
     if as_json:
-        print_json({"ok": code == DONE, "checks": [row._asdict() for row in report]})
+        print_json({"ok": code == ExitCode.DONE, "checks": [row._asdict() for row in report]})
     else:
         print_table(["check", "result", "found", "next step"], report)
-    if code != DONE:
-        note("Not all is well." if code == FOUND else "Something is out of reach.")
+    if code != ExitCode.DONE:
+        note("Not all is well." if code == ExitCode.FOUND else "Something is out of reach.")
     context.exit(code)
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import click
 
-from delayer.cli.errors import FOUND, Misused
+from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.options import Request, as_json, request_of, store_url
 from delayer.cli.output import json_of_lane, note, print_json, print_lanes
 from delayer.store import schema
@@ -75,7 +75,7 @@ def current(context: click.Context, as_json: bool) -> None:
         click.echo(f"The schema is {found or 'missing'}; this program needs {needed}.")
     if wrong is not None:
         note(f"Next: {wrong.advice}.")
-        context.exit(FOUND)
+        context.exit(ExitCode.FOUND)
 
 
 @db.command()

@@ -17,7 +17,7 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
-from delayer.cli.errors import DONE, FOUND, Misused
+from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.importing import import_failures
 from delayer.cli.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
 from delayer.cli.output import Say, note, print_json, print_table, progress
@@ -30,6 +30,7 @@ from delayer.core.filters import Filter
 from delayer.core.hold import Confirmed
 from delayer.core.importing import ImportSelection
 from delayer.core.message import Due, Outgoing
+from delayer.core.units import MINUTE_MS
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.cascade import CascadeLevels
@@ -163,7 +164,7 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
     return report.run.committed
 
 
-MARGIN_MS: Final = 60_000
+MARGIN_MS: Final = MINUTE_MS
 """The daemon is about to release messages that are due sooner."""
 
 
@@ -271,7 +272,7 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
         into = "cascade" if target == "native" else "store"
         if not agreed(f"Move {count:,} messages into the {into}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
             note("Nothing was changed.")
-            context.exit(DONE)
+            context.exit(ExitCode.DONE)
         with import_failures():
             done, left = asyncio.run(_moved(settings, url, keys_too=keys_too))
     context.exit(_tell(target, count, done, left, dry_run=dry_run, as_json=as_json))
@@ -316,4 +317,4 @@ def _tell(target: str, count: int, done: int, left: Sequence[Left], *, dry_run: 
             print_table(["messages", "where", "because", "next step"], cells, right=(0,))
         else:
             click.echo(f"Nothing {'would be' if dry_run else 'is'} left in the {other}.")
-    return DONE if dry_run or all(one.by_itself for one in left) else FOUND
+    return ExitCode.DONE if dry_run or all(one.by_itself for one in left) else ExitCode.FOUND

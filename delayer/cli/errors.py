@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import IO, Any
 
 import click
@@ -15,12 +16,19 @@ from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.readable import readable
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
-DONE, FOUND, USAGE, OUT_OF_REACH = 0, 1, 2, 3
-"""The exit codes: done; a check found something; usage or configuration; broker or store out of reach."""
 BROKER_RUNS = "check broker.url, and that the broker runs"
 BROKER_RIGHTS = "check user, password, vhost and permissions"
 STORE_RUNS = "check store.url, and that Postgres runs"
 """Advice about a store that is out of reach."""
+
+
+class ExitCode(IntEnum):
+    """The exit codes: done; a check found something; usage or configuration; broker or store out of reach."""
+
+    DONE = 0
+    FOUND = 1
+    USAGE = 2
+    OUT_OF_REACH = 3
 
 
 def broker_advice(lost: Exception) -> str:
@@ -40,19 +48,19 @@ class CommandError(click.ClickException):
 class Off(CommandError):
     """A defect that a command found, or work that it could not do."""
 
-    exit_code = FOUND
+    exit_code = ExitCode.FOUND
 
 
 class Misused(CommandError):
     """A mistake in the usage or the configuration."""
 
-    exit_code = USAGE
+    exit_code = ExitCode.USAGE
 
 
 class Unreached(CommandError):
     """Broker or store out of reach."""
 
-    exit_code = OUT_OF_REACH
+    exit_code = ExitCode.OUT_OF_REACH
 
 
 EXPECTED_ERRORS = (

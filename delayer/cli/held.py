@@ -12,7 +12,7 @@ import click
 
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
-from delayer.cli.errors import FOUND
+from delayer.cli.errors import ExitCode
 from delayer.cli.list import json_of
 from delayer.cli.options import (
     as_json,
@@ -145,7 +145,7 @@ def _act(
     go_on(context, question, map(str, missing), some=messages > 0, named=bool(tokens), dry_run=dry_run, yes=yes)
     click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, chosen._replace(last=last))):,}.")
     if missing:
-        context.exit(FOUND)
+        context.exit(ExitCode.FOUND)
 
 
 class ChosenHeld(NamedTuple):

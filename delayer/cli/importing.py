@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import click
 
 from delayer.amqp.reading import address, iso
-from delayer.cli.errors import DONE, FOUND, Misused, Off, Unreached
+from delayer.cli.errors import ExitCode, Misused, Off, Unreached
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, read_as, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
@@ -255,7 +255,7 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
         note("Interrupted. Next: the same command, which goes on where it stopped; or `abort` in place of `run`.")
         raise
     tell_report(report, json)
-    context.exit(DONE if report.clean else FOUND)
+    context.exit(ExitCode.DONE if report.clean else ExitCode.FOUND)
 
 
 def _preview(context: click.Context, make: Make, given: dict[str, Any], again: bool = False) -> NoReturn:
@@ -263,7 +263,7 @@ def _preview(context: click.Context, make: Make, given: dict[str, Any], again: b
     json = given.pop("as_json")
     seen = _with(context, make, given, functools.partial(state_machine.preview, again=again))
     tell_preview(seen, json)
-    context.exit(DONE if seen.clean else FOUND)
+    context.exit(ExitCode.DONE if seen.clean else ExitCode.FOUND)
 
 
 def _abort(context: click.Context, make: Make, given: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import click
 
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
-from delayer.cli.errors import FOUND, Misused
+from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.options import (
     as_json,
     ask_store,
@@ -189,7 +189,7 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
     if isinstance(found, FoundIn):
         note(detail.absent(asked, found))
         say_native(settings)
-        context.exit(FOUND)
+        context.exit(ExitCode.FOUND)
     if whole_body:
         click.echo(found.body, nl=False)
     elif as_json:

@@ -182,7 +182,7 @@ def _open_closed_streams() -> None:
 
 def _end(unwritten: OSError) -> NoReturn:
     """End after output that could not be written: a full disk (3), or a reader that has gone (1)."""
-    from delayer.cli.errors import FOUND, OUT_OF_REACH  # noqa: PLC0415 - as above
+    from delayer.cli.errors import ExitCode  # noqa: PLC0415 - as above
 
     if unwritten.errno not in NO_ROOM and unwritten.errno != errno.EPIPE:
         raise unwritten
@@ -191,4 +191,6 @@ def _end(unwritten: OSError) -> NoReturn:
         what = "The command may have done its work; its output is cut off."
         with suppress(OSError):  # stderr may be on the same disk.
             click.echo(f"delayer: nothing more can be written{where}: {unwritten.strerror}. {what}", err=True)
-    os._exit(OUT_OF_REACH if unwritten.errno in NO_ROOM else FOUND)  # The interpreter would try to write the rest.
+    os._exit(
+        ExitCode.OUT_OF_REACH if unwritten.errno in NO_ROOM else ExitCode.FOUND
+    )  # The interpreter would try to write the rest.

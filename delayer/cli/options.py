@@ -18,7 +18,7 @@ import asyncpg
 import click
 
 from delayer.amqp.reading import raw
-from delayer.cli.errors import DONE, FOUND, Misused
+from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.output import note, quoted
 from delayer.config import loading, texts, values
 from delayer.config.errors import Expected, show
@@ -221,10 +221,10 @@ def go_on(
         note(f"{quoted(name)} was not found.")
     if dry_run or not some:
         click.echo(f"{question.partition(' ')[2]} match.")
-        context.exit(FOUND if absent or cut else DONE)
+        context.exit(ExitCode.FOUND if absent or cut else ExitCode.DONE)
     if not named and not agreed(f"{question}?", yes=yes):
         note("Nothing was changed.")
-        context.exit(DONE)
+        context.exit(ExitCode.DONE)
 
 
 def store_url(settings: Settings) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from delayer.cli.errors import FOUND, Misused, Unreached
+from delayer.cli.errors import ExitCode, Misused, Unreached
 from delayer.cli.options import as_json, conf_option, duration, master_option, request_of, store_url
 from delayer.cli.output import Say, note, per_second, print_json, progress, when
 from delayer.core.readable import size
@@ -52,7 +52,7 @@ def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kep
             "stopped."
         )
     if broken:
-        context.exit(FOUND)
+        context.exit(ExitCode.FOUND)
 
 
 @click.command(short_help="Pack messages of the far future into compressed segments.")

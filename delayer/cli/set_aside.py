@@ -14,7 +14,7 @@ from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
 from delayer.broker.errors import QueueMissing
 from delayer.broker.pipelined_admin import pipelined_admin
-from delayer.cli.errors import FOUND
+from delayer.cli.errors import ExitCode
 from delayer.cli.options import as_json, change_options, go_on, request_of, whoami
 from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
@@ -174,7 +174,7 @@ def _change(
     for one, why in done.left:
         note(f"{one.names[0] or 'a message without an id'} stays {kind.stays}: {why}.")
     if seen.cut or missing or len(done.found) < len(seen.found):
-        context.exit(FOUND)
+        context.exit(ExitCode.FOUND)
 
 
 def _selection(ids: Sequence[str], reason: str, exchange: str | None) -> Selection:

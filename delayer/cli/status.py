@@ -15,7 +15,7 @@ import click
 from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.pipelined_admin import pipelined_admin
-from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
+from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import json_of_lane, note, print_json, print_lanes, print_queues, print_table, quoted, when
 from delayer.config.model import Settings
@@ -163,11 +163,11 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
         advice = part.get("advice")
         note(f"The {name} is out of reach: {part['error']}" + (f". Next: {advice}." if advice else ""))
     if unreached:
-        return OUT_OF_REACH
+        return ExitCode.OUT_OF_REACH
     if store is not None and store["advice"]:
         note(f"The store's schema is {store['schema'] or 'missing'}; needed: {schema.HEAD}. Next: {store['advice']}.")
-        return FOUND
-    return DONE
+        return ExitCode.FOUND
+    return ExitCode.DONE
 
 
 async def _look(

@@ -11,7 +11,7 @@ import click
 from delayer.broker.admin import Admin, Removal
 from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.pipelined_admin import pipelined_admin
-from delayer.cli.errors import FOUND
+from delayer.cli.errors import ExitCode
 from delayer.cli.options import Request, as_json, request_of
 from delayer.cli.output import note, print_json, print_queues, print_table, quoted
 from delayer.config.model import Settings
@@ -97,7 +97,7 @@ def verify(context: click.Context, as_json: bool) -> None:
         )
     if off:
         note("Next: `delayer topology apply` declares missing ones; remove different ones first.")
-        context.exit(FOUND)
+        context.exit(ExitCode.FOUND)
     if not as_json:
         click.echo("Everything that could be seen is as it should be.")
 
@@ -161,4 +161,4 @@ def remove(context: click.Context, only_cascade: bool, force: bool) -> None:
     shared |= {f"queue {one.name}" for one in whole.queues if one.shared}
     if not result.left.keys() <= shared:
         note("Next: let the queues drain (`delayer topology show`), stop the daemon, and call this again.")
-        context.exit(FOUND)
+        context.exit(ExitCode.FOUND)

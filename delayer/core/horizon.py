@@ -6,25 +6,25 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-MINUTE: Final = 60_000
-HOUR: Final = 60 * MINUTE
-DAY: Final = 24 * HOUR
-MONTH: Final = 30 * DAY
-YEAR: Final = 365 * DAY
+from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
+
+MONTH_MS: Final = 30 * DAY_MS
+YEAR_MS: Final = 365 * DAY_MS
 
 OFFSETS: Final = (
     0,
-    *range(MINUTE, HOUR + 1, MINUTE),
-    *range(2 * HOUR, 2 * DAY + 1, HOUR),
-    *range(3 * DAY, 60 * DAY + 1, DAY),
-    *range(3 * MONTH, 24 * MONTH + 1, MONTH),
-    *range(2 * YEAR, 10 * YEAR + 1, YEAR),
+    *range(MINUTE_MS, HOUR_MS + 1, MINUTE_MS),
+    *range(2 * HOUR_MS, 2 * DAY_MS + 1, HOUR_MS),
+    *range(3 * DAY_MS, 60 * DAY_MS + 1, DAY_MS),
+    *range(3 * MONTH_MS, 24 * MONTH_MS + 1, MONTH_MS),
+    *range(2 * YEAR_MS, 10 * YEAR_MS + 1, YEAR_MS),
 )
 """Bucket 0 has overdue messages. Bucket i has those due from OFFSETS[i-1] to before OFFSETS[i] from now, the last
 bucket the rest. The years begin more than five days after the last month, so OFFSETS ascends."""
 
 CLASSES: Final = {
-    "overdue": 0, "minute": MINUTE, "hour": HOUR, "day": DAY, "week": 7 * DAY, "month": MONTH, "year": 12 * MONTH,
+    "overdue": 0, "minute": MINUTE_MS, "hour": HOUR_MS, "day": DAY_MS, "week": 7 * DAY_MS, "month": MONTH_MS,
+    "year": 12 * MONTH_MS,
 }  # fmt: skip
 """The classes of metrics. Each has the messages due within its limit and not within the previous one. A month is 30
 days, a year 360."""
@@ -40,10 +40,10 @@ class Series(NamedTuple):
 
 
 SERIES: Final = (
-    Series("minutes", MINUTE, 60),
-    Series("hours", HOUR, 48),
-    Series("days", DAY, 60),
-    Series("months", MONTH, 24),
+    Series("minutes", MINUTE_MS, 60),
+    Series("hours", HOUR_MS, 48),
+    Series("days", DAY_MS, 60),
+    Series("months", MONTH_MS, 24),
 )
 
 

@@ -18,8 +18,9 @@ from typing import Final, NamedTuple
 
 from delayer.core.hold import Hold
 from delayer.core.message import Parcel, Target
+from delayer.core.units import MINUTE_MS
 
-SOON_MS: Final = 60_000
+SOON_MS: Final = MINUTE_MS
 """Messages that are overdue or due within this time may already be processed by their system."""
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from delayer.amqp import reading
 from delayer.amqp.address import Address
 from delayer.amqp.edits import Envelope, NoEnvelope, Note, enveloped, opened
-from delayer.amqp.errors import NOT_FOUND, ChannelClosed, MalformedProperties, MalformedTable
+from delayer.amqp.errors import ChannelClosed, MalformedProperties, MalformedTable, ReplyCode
 from delayer.amqp.properties import Properties
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
@@ -190,7 +190,7 @@ class SetAside(Generic[T]):
         async with pipelined_admin(self.url, f"delayer {self.queue}") as admin:
             depth = (await admin.depths([self.queue]))[self.queue]
         if isinstance(depth, ChannelClosed):
-            if depth.code != NOT_FOUND:
+            if depth.code != ReplyCode.NOT_FOUND:
                 raise BrokerRefused(f"queue {self.queue}: {depth}")
             raise QueueMissing(f'queue "{self.queue}" does not exist. Next: `delayer topology apply`.')
         # Two connections: a paused consumer must not delay the confirms.

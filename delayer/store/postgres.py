@@ -23,6 +23,7 @@ from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import KeyGroup, Look, Parcel
 from delayer.core.segment import Locked, Restoration
+from delayer.core.units import DAY_MS
 from delayer.store import pool, schema, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
@@ -30,7 +31,7 @@ from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify
 from delayer.store.rows import envelope, keys, partitions
-from delayer.store.rows.partitions import DAY_MS, Days, existing
+from delayer.store.rows.partitions import Days, existing
 
 ATTEMPTS: Final = 3
 """How often a park is tried when it loses against another transaction."""

@@ -16,8 +16,8 @@ import psutil
 from pyspark.sql import SparkSession
 
 from delayer.audit import compact, restore
+from delayer.core.units import DAY_MS
 from delayer.store.postgres import PostgresStore
-from delayer.store.rows.partitions import DAY_MS
 from tests.support import rows
 from tests.support.store import opened, owned, parcel, sql
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncpg
 
 from delayer.audit import rules
+from delayer.core.units import DAY_MS
 from delayer.store.rows import envelope
-from delayer.store.rows.partitions import DAY_MS, bounds_of, name_of
+from delayer.store.rows.partitions import bounds_of, name_of
 from delayer.store.segments import compact
 from tests.audit.compacting import fill
 from tests.audit.rows import properties

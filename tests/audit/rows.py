@@ -11,7 +11,7 @@ from delayer.audit import rules
 from delayer.audit.extract import Extract, LaneState
 from delayer.audit.findings import HELD, PACKED, WAITING, AuditReport, Finding
 from delayer.audit.source import RELATIONS
-from delayer.store.rows.partitions import DAY_MS
+from delayer.core.units import DAY_MS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

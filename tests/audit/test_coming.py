@@ -11,7 +11,7 @@ import pytest
 from delayer.audit import coming
 from delayer.audit.coming import calendar
 from delayer.audit.findings import Bar, Finding, Peak, run_of
-from delayer.store.rows.partitions import DAY_MS
+from delayer.core.units import DAY_MS
 from tests.audit.rows import NOW, held, judged, message, packed, store
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from delayer.audit import restore, spark
+from delayer.core.units import DAY_MS
 from delayer.store.admin import actions
-from delayer.store.rows.partitions import DAY_MS, name_of
+from delayer.store.rows.partitions import name_of
 from delayer.store.segments import catalog
 from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, everything, filled, lawful, pack, run_delayer
 from tests.faults.place import compact_all

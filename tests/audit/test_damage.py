@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from delayer.audit import job
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
-from delayer.store.rows.partitions import DAY_MS
+from delayer.core.units import DAY_MS
 from tests.audit.test_reading import execute, fetch
 from tests.support.fakes import WHY
 from tests.support.postgres import Postgres

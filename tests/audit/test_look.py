@@ -9,8 +9,9 @@ import pytest
 from delayer.amqp.properties import encode_headers
 from delayer.audit import source
 from delayer.audit.source import StoredMessage, look, misplaced
+from delayer.core.units import DAY_MS
 from delayer.store.rows.envelope import FORMAT, checksum
-from delayer.store.rows.partitions import DAY_MS, name_of
+from delayer.store.rows.partitions import name_of
 from tests.audit.rows import DAY, NOW, properties
 
 

@@ -13,9 +13,9 @@ from pyspark.sql import SparkSession
 from bench.rows import put_backlog
 from delayer.audit import compact, restore
 from delayer.audit.findings import AuditReport
+from delayer.core.units import DAY_MS
 from delayer.store import upgrades
 from delayer.store.admin import actions, detail
-from delayer.store.rows.partitions import DAY_MS
 from tests.audit.rows import said
 from tests.audit.test_job import audit
 from tests.support.store import sql

@@ -17,7 +17,7 @@ from delayer.audit.extract import Extract
 from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
-from delayer.store.rows.partitions import DAY_MS
+from delayer.core.units import DAY_MS
 from tests.support import rows
 from tests.support.fakes import LATE, WHY
 from tests.support.postgres import Postgres

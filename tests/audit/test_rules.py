@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from delayer.audit import rules
 from delayer.audit.findings import PACKED, LaneFigures
+from delayer.core.units import DAY_MS
 from delayer.store.admin.stats import KINDS, RESTORED_MS
-from delayer.store.rows.partitions import DAY_MS
 from tests.audit.rows import NOW, Row, held, judged, key, message, packed, said, segment, store
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from delayer.audit import rules
 from delayer.audit.extract import LaneState
 from delayer.audit.findings import LaneFigures
 from delayer.audit.rules import ADOPTED_MS, GRACE_MS, STUCK_MS
-from delayer.store.rows.partitions import DAY_MS
+from delayer.core.units import DAY_MS
 from tests.audit.rows import NOW, Row, held, judged, message, packed, said, store
 
 if TYPE_CHECKING:

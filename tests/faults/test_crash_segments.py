@@ -17,8 +17,8 @@ import pytest
 from delayer.audit import compact as compact_job
 from delayer.audit import restore as restore_job
 from delayer.audit import tasks
+from delayer.core.units import DAY_MS
 from delayer.store import pool
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
 from tests.faults.place import Place, eventually, stopped

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pytest
 
 from delayer.core.segment import Broken, Restored
+from delayer.core.units import DAY_MS
 from delayer.store.admin import actions, listing
 from delayer.store.admin.detail import FoundIn
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog, restore
 from tests.support.fakes import NOW
 from tests.support.postgres import Postgres

@@ -9,8 +9,8 @@ from typing import Any
 import asyncpg
 
 from delayer.core.segment import Broken, Restored
+from delayer.core.units import DAY_MS
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import restore
 from delayer.store.segments.catalog import FOREVER_MS
 from tests.support.store import sql

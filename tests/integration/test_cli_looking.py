@@ -18,9 +18,9 @@ from delayer.config.loading import load
 from delayer.core import cascade
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.units import DAY_MS
 from delayer.intake import set_aside
 from delayer.store.admin import detail
-from delayer.store.rows.partitions import DAY_MS
 from tests.faults.place import eventually
 from tests.integration.cli import Run, ids, take
 from tests.support.raw import Message, Props, Raw, number, text

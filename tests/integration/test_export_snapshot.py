@@ -12,11 +12,11 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.cli.errors import DONE
+from delayer.cli.errors import ExitCode
 from delayer.core.filters import Filter
+from delayer.core.units import DAY_MS
 from delayer.store.admin import exporting
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog, restore
 from tests.support.daemon import EXECUTABLE
 from tests.support.rows import compact, everything, put, rows
@@ -139,6 +139,6 @@ async def _export_beside_a_compaction(database: str, pipe: Path, closing: ExitSt
             await admin.execute("ALTER SYSTEM RESET idle_in_transaction_session_timeout")
             await admin.execute("SELECT pg_reload_conf()")
         _, told = await export.communicate()
-        assert (export.returncode, f"{len(there):,} messages" in told.decode()) == (DONE, True), told
+        assert (export.returncode, f"{len(there):,} messages" in told.decode()) == (ExitCode.DONE, True), told
         assert json.loads(lines[-1]) == {"v": 1, "messages": len(there)}
         assert len({json.loads(line)["body"] for line in lines[:-1]}) == len(there)

@@ -21,13 +21,13 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, USAGE
+from delayer.cli.errors import ExitCode
 from delayer.core import importing
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Exchange, Topology
+from delayer.core.units import DAY_MS
 from delayer.imports import files
-from delayer.store.rows.partitions import DAY_MS
 from tests.integration.cli import Run
 from tests.integration.test_export_snapshot import hold
 from tests.support.daemon import EXECUTABLE
@@ -226,11 +226,11 @@ async def test_a_disk_that_takes_no_more_keeps_nothing_of_it(delayer: Run, datab
     line = f'ulimit -f 16; exec "{EXECUTABLE}" --config /dev/null --store-url "{database}" export --force "{file}"'
     done = await asyncio.create_subprocess_exec("sh", "-c", line, stderr=asyncio.subprocess.PIPE)
     _, said = await done.communicate()
-    assert done.returncode == OUT_OF_REACH
+    assert done.returncode == ExitCode.OUT_OF_REACH
     assert said.decode().startswith(f"delayer: {file}: File too large: nothing of it is kept. Next: make room")
     assert (names(tmp_path), file.read_text()) == ([file.name], "of yesterday")
     elsewhere = tmp_path / "nowhere" / "backlog.jsonl"
-    assert "No such file or directory" in delayer("export", str(elsewhere), expect=USAGE).stderr
+    assert "No such file or directory" in delayer("export", str(elsewhere), expect=ExitCode.USAGE).stderr
 
 
 async def test_a_file_that_changes_meanwhile_brings_nothing_of_the_change(
@@ -252,8 +252,8 @@ async def test_a_file_that_changes_meanwhile_brings_nothing_of_the_change(
     words = ("import", "delayed-exchange", "run", str(file), "--vhost", "v", "--unverified", "--yes")
     with monkeypatch.context() as patch:
         patch.setattr(files.FileSource, "resume", resume)
-        assert "it changed since it was staged" in delayer(*words, expect=FOUND).stderr
-    assert "begun with other parameters (sha256" in delayer(*words, expect=FOUND).stderr
+        assert "it changed since it was staged" in delayer(*words, expect=ExitCode.FOUND).stderr
+    assert "begun with other parameters (sha256" in delayer(*words, expect=ExitCode.FOUND).stderr
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT count(*) FROM message") == 0
 
@@ -271,7 +271,7 @@ CLEAN = {
 
 
 def test_a_look_ends_as_the_run_will(delayer: Run, tmp_path: Path) -> None:
-    for code, some in ((FOUND, UNFIT), (FOUND, UNREADABLE), (DONE, CLEAN)):
+    for code, some in ((ExitCode.FOUND, UNFIT), (ExitCode.FOUND, UNREADABLE), (ExitCode.DONE, CLEAN)):
         for source, content in some.items():
             file = tmp_path / source
             file.write_bytes(content)
@@ -297,7 +297,7 @@ def test_the_soonest_of_a_file_are_told_of_and_no_others(delayer: Run, tmp_path:
     seen = json.loads(delayer(*words, "1").stdout)
     assert ([one["routing_key"] for one in seen["destinations"]], seen["would_be_held"]) == (["299"], 0)
     assert (seen["messages"], seen["left"], seen["first_due_ms"]) == (1, {"beyond the limit": 299}, rows[-1]["due_ms"])
-    seen = json.loads(delayer(*words, "250", expect=FOUND).stdout)
+    seen = json.loads(delayer(*words, "250", expect=ExitCode.FOUND).stdout)
     assert seen["would_be_held"] == sum(seen["held_because"].values()) == 249
     assert seen["held_because"]["for other reasons"] == 149
 
@@ -324,12 +324,12 @@ async def test_a_waiting_message_wins_over_an_imported_one_of_its_key(
         await place.park(lane, new[:1], [])
         await place.park(lane, new[1:], [])
         await admin.execute("UPDATE message_key SET id = -1 WHERE key = 'order-1'")  # and one that stands for nothing
-        seen = json.loads(delayer("import", "jsonl", "preview", *words, expect=FOUND).stdout)
+        seen = json.loads(delayer("import", "jsonl", "preview", *words, expect=ExitCode.FOUND).stdout)
         assert seen["superseded"] == 1
         assert seen["remarks"][-1] == "line 1: will not be imported: a message waits under its key 'order-0'"
-        told = delayer("import", "jsonl", "preview", str(file), "--unverified", expect=FOUND).stdout
+        told = delayer("import", "jsonl", "preview", str(file), "--unverified", expect=ExitCode.FOUND).stdout
         assert "1 of them would not be imported: because a message waits under their key already" in told
-        report = json.loads(delayer("import", "jsonl", "run", *words, "--yes", expect=FOUND).stdout)
+        report = json.loads(delayer("import", "jsonl", "run", *words, "--yes", expect=ExitCode.FOUND).stdout)
         assert (report["parked"], report["held"], report["superseded"], report["staged"]) == (3, 0, 2, 5)
         waiting = await admin.fetch("SELECT right(encode(key, 'escape'), 1), body FROM message ORDER BY key, body")
         assert [key.encode() + b" " + body for key, body in waiting] == [
@@ -343,7 +343,7 @@ async def test_a_waiting_message_wins_over_an_imported_one_of_its_key(
         assert (verb, messages) == ("import superseded", 2)
         assert json.loads(asked) == {"import": report["id"], "keys": ["order-0", "order-3"]}
         assert (await conserved(admin))["cancelled"] == 0
-        again = json.loads(delayer("import", "jsonl", "run", *words, "--yes", "--again", expect=FOUND).stdout)
+        again = json.loads(delayer("import", "jsonl", "run", *words, "--yes", "--again", expect=ExitCode.FOUND).stdout)
         assert (again["parked"], again["superseded"]) == (0, 5)
 
 
@@ -355,7 +355,7 @@ async def test_a_held_message_keeps_its_key_from_an_imported_one(delayer: Run, d
         await admin.execute("UPDATE message SET body = 'waits'")
         await hold(admin)
         run = ("import", "jsonl", "run", str(file), "--unverified", "--yes", "--again")
-        told = delayer(*run, expect=FOUND).stderr
+        told = delayer(*run, expect=ExitCode.FOUND).stderr
         assert "Not imported: 1, because a message waits under their key already, and stays" in told
         assert await admin.fetchval("SELECT count(*) FROM held WHERE body = 'waits'") == 1
 

@@ -13,11 +13,11 @@ from structlog.testing import capture_logs
 from delayer.core.counters import Counters
 from delayer.core.message import Parcel
 from delayer.core.segment import Locked, Restored
+from delayer.core.units import DAY_MS
 from delayer.release import restore as service
 from delayer.release.restore import Restoring
 from delayer.store.admin.stats import overview
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS
 from tests.faults.place import compact_all, eventually
 from tests.integration.lanes_shared import Process, running
 from tests.support.store import cut, opened, owned, parcel, sql

@@ -14,6 +14,7 @@ from delayer.core import backoff
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
+from delayer.core.units import DAY_MS
 from delayer.store import upgrades
 from delayer.store.admin import actions, audit_log, detail, setup
 from delayer.store.admin.actions import When
@@ -22,7 +23,6 @@ from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS
 from tests.integration.rights import (
     DAEMON,
     DATABASE,

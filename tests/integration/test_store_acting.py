@@ -13,10 +13,10 @@ import pytest
 
 from delayer.core.filters import Filter, Token
 from delayer.core.hold import Hold, unfit
+from delayer.core.units import DAY_MS
 from delayer.store.admin import actions, audit_log, detail
 from delayer.store.admin.actions import When, cancel, reschedule
 from delayer.store.admin.detail import FoundIn
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog, restore
 from tests.faults.place import eventually
 from tests.integration.segments_store import START_MS, restore_all, store

@@ -12,11 +12,11 @@ import pytest
 
 from delayer.amqp import reading
 from delayer.core.filters import Filter, Token
+from delayer.core.units import DAY_MS
 from delayer.store.admin import actions, audit_log, detail, listing
 from delayer.store.admin.actions import When
 from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.listing import BEGINNING
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from tests.integration.segments_store import START_MS, store
 from tests.support.fakes import WHY

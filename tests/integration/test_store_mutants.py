@@ -14,9 +14,9 @@ import asyncpg
 import pytest
 
 from delayer.core.message import WINDOW_MS
+from delayer.core.units import DAY_MS
 from delayer.store import postgres
 from delayer.store.rows import keys, partitions
-from delayer.store.rows.partitions import DAY_MS
 from tests.support.rows import put, row
 from tests.support.store import blocked, opened, owned, parcel, release_all, sql
 

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from delayer.core.units import DAY_MS
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS, Making, name_of
+from delayer.store.rows.partitions import Making, name_of
 from tests.support.logged import capture_logs
 from tests.support.store import bodies, opened, owned, parcel, release_all, sql
 

@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
+from delayer.core.units import DAY_MS
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import overview
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS
 from tests.support.fakes import WHY
 from tests.support.servers import Postgres
 from tests.support.store import ROOM, opened, owned, parcel, sql

@@ -14,9 +14,9 @@ import asyncpg
 import pytest
 
 from delayer.core.segment import Broken, Restored, SegmentBroken
+from delayer.core.units import DAY_MS
 from delayer.store import statements
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog, restore
 from delayer.store.segments import compact as compacting
 from delayer.store.segments.catalog import FOREVER_MS

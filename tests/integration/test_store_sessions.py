@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 
 import asyncpg
 
+from delayer.core.units import DAY_MS
 from delayer.store import pool, statements
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
-from delayer.store.rows.partitions import DAY_MS
 from tests.integration.test_store_plan import FEW, fill
 from tests.support.fakes import WHY
 from tests.support.store import ROOM, opened, owned, parcel, sql

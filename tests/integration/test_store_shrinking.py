@@ -10,9 +10,10 @@ import asyncpg
 import pytest
 
 from delayer.broker.ports import Lane
+from delayer.core.units import DAY_MS
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS, DAYS_AHEAD, name_of
+from delayer.store.rows.partitions import DAYS_AHEAD, name_of
 from delayer.store.segments import compact
 from tests.faults.place import compact_all, eventually
 from tests.integration.segments_store import apart

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from delayer.core import horizon
-from delayer.core.horizon import DAY, HOUR, MINUTE
+from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import RESTORED_MS, overview, restored_ms
-from delayer.store.rows.partitions import DAY_MS
 from tests.faults.place import compact_all
 from tests.support.fakes import WHY
 from tests.support.store import MANY, ROOM, opened, owned, parcel, sql
@@ -70,9 +69,9 @@ async def test_little_is_counted_exactly(database: str) -> None:
     async with opened(database) as store, owned(store, 2) as [one, other]:
         now = store.now_upper_ms()
         assert (await counted(database)).counts == {}
-        await store.park(one, [parcel(now + HOUR // 2)._replace(route=b"a") for _ in range(5)], [])
+        await store.park(one, [parcel(now + HOUR_MS // 2)._replace(route=b"a") for _ in range(5)], [])
         await store.park(
-            other, [parcel(now - 1)._replace(route=b"b"), parcel(now + 900 * DAY)._replace(route=b"b")], []
+            other, [parcel(now - 1)._replace(route=b"b"), parcel(now + 900 * DAY_MS)._replace(route=b"b")], []
         )
         found = await counted(database)
         assert found.exact
@@ -85,8 +84,8 @@ async def test_much_is_estimated_and_adds_up(database: str, monkeypatch: pytest.
     monkeypatch.setattr(stats, "FEWEST", 20)
     async with opened(database) as store, owned(store, 1) as [lane]:
         now = store.now_upper_ms()
-        rows = [parcel(now + 2 * DAY + n * 1000)._replace(route=b"a" if n % 4 else b"b") for n in range(12_000)]
-        soon = [parcel(now + 5 * MINUTE + n)._replace(route=b"soon") for n in range(300)]
+        rows = [parcel(now + 2 * DAY_MS + n * 1000)._replace(route=b"a" if n % 4 else b"b") for n in range(12_000)]
+        soon = [parcel(now + 5 * MINUTE_MS + n)._replace(route=b"soon") for n in range(300)]
         await store.park(lane, rows + soon, [])
         found = await counted(database)
         assert not found.exact
@@ -98,8 +97,8 @@ async def test_much_is_estimated_and_adds_up(database: str, monkeypatch: pytest.
 
 async def test_segments_are_spread_without_being_read(database: str) -> None:
     async with opened(database) as store, owned(store, 1) as [lane], sql(database) as admin:
-        first = store.now_upper_ms() + 3 * DAY
-        await store.park(lane, [parcel(first + n * MINUTE) for n in range(500)], [])
+        first = store.now_upper_ms() + 3 * DAY_MS
+        await store.park(lane, [parcel(first + n * MINUTE_MS) for n in range(500)], [])
         assert await compact_all(admin) >= 1
         found = await counted(database)
         assert {route for route, _ in found.counts} == {stats.COMPACTED}

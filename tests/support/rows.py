@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import asyncpg
 import pyarrow as pa
 
+from delayer.core.units import DAY_MS
 from delayer.store.rows import envelope
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import compact as packing
 

@@ -27,6 +27,7 @@ import asyncpg
 
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken
+from delayer.core.units import DAY_MS
 from delayer.store import pool, statements
 from delayer.store.admin import audit_log, listing
 from delayer.store.admin.detail import ABSENT, FoundIn, HeldEntry
@@ -34,7 +35,7 @@ from delayer.store.admin.listing import BEGINNING, NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.notify import notify
 from delayer.store.rows.keys import forget, lock_keys
-from delayer.store.rows.partitions import DAY_MS, PARK_SECONDS, Days, existing
+from delayer.store.rows.partitions import PARK_SECONDS, Days, existing
 from delayer.store.segments import catalog
 
 LOOKS: Final = 10

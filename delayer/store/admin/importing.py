@@ -22,13 +22,14 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.importing import ImportBatch, Phase, Run
 from delayer.core.message import Parcel
+from delayer.core.units import DAY_MS
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
 from delayer.store.admin.actions import make_missing
 from delayer.store.admin.listing import LONG_SECONDS
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.rows import keys, partitions
-from delayer.store.rows.partitions import DAY_MS, Days, existing
+from delayer.store.rows.partitions import Days, existing
 
 ATTEMPTS: Final = 20
 """How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""

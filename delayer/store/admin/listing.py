@@ -16,9 +16,9 @@ import asyncpg
 
 from delayer.core.filters import MAX_ID, Filter, Token
 from delayer.core.segment import SegmentBroken
+from delayer.core.units import DAY_MS
 from delayer.store import pool, schema, statements
 from delayer.store.errors import translated
-from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 
 _LANES: Final = (

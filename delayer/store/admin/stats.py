@@ -15,13 +15,14 @@ from typing import Final, NamedTuple
 import asyncpg
 
 from delayer.core import horizon
+from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import schema, statements
 from delayer.store.admin.listing import opened
-from delayer.store.rows.partitions import DAY_MS, day_of, existing, name_of
+from delayer.store.rows.partitions import day_of, existing, name_of
 from delayer.store.segments import catalog as segments
 
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
-RESTORED_MS = 3_600_000
+RESTORED_MS = HOUR_MS
 """The time before its first due instant by which a segment should have been restored. Daemons begin a day before, and
 take seconds for a million messages."""
 NO_SEGMENTS = segments.SegmentTotals(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
@@ -276,7 +277,7 @@ async def counters(connection: asyncpg.Connection) -> dict[str, int]:
 
 async def _due_soon(connection: asyncpg.Connection, now_ms: int) -> Counts | None:
     """The messages due within the hour, counted row by row; None if they are too many for that."""
-    rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + horizon.HOUR, NEAR)
+    rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR)
     if any(of_lane >= NEAR for _, _, _, of_lane in rows):
         return None
     return {(route, bucket): float(count) for route, bucket, count, _ in rows}
@@ -298,5 +299,5 @@ def corrected(sampled: Counts, certain: Counts, total: int) -> Counts:
 
 def with_near(counts: Counts, near: Counts) -> Counts:
     """The buckets of the coming hour from ``near``, and the others as they are. A difference is not spread. Pure."""
-    last = horizon.OFFSETS.index(horizon.HOUR)
+    last = horizon.OFFSETS.index(HOUR_MS)
     return {place: count for place, count in counts.items() if place[1] > last} | near

@@ -21,6 +21,7 @@ from typing import Final
 
 import asyncpg
 
+from delayer.core.units import DAY_MS
 from delayer.store import pool
 from delayer.store.clock import StoreClock
 from delayer.store.errors import describe
@@ -28,7 +29,6 @@ from delayer.store.schema import CHURN_OPTIONS
 
 log = logging.getLogger(__name__)  # Not structlog: commands that list load this module, and structlog takes time.
 
-DAY_MS: Final = 86_400_000
 
 _PREFIX = "message_p"
 _EPOCH = date(1970, 1, 1)

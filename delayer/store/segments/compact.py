@@ -18,11 +18,12 @@ import structlog
 from delayer.core.faultpoint import reach
 from delayer.core.filters import MAX_ID
 from delayer.core.segment import FORMAT, SegmentBroken
+from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool, statements
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import describe, translated
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import DAY_MS, DAYS_AHEAD, existing, name_of
+from delayer.store.rows.partitions import DAYS_AHEAD, existing, name_of
 
 if TYPE_CHECKING:
     from delayer.store.segments.packing import Packed
@@ -45,7 +46,6 @@ SETTINGS: Final = (
 )
 
 
-_HOUR_MS: Final = 3_600_000
 _HOURS: Final = """
 SELECT lane, date_trunc('hour', due_at), count(*) FROM message WHERE due_at > $1 GROUP BY 1, 2 ORDER BY 1, 2
 """
@@ -76,7 +76,7 @@ async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROW
     rows at most, unless one hour has more. Raises the driver's errors."""
     found: list[CompactionWindow] = []
     for lane, hour_ms, count in await connection.fetch(_HOURS, after_ms):
-        window = CompactionWindow(lane, max(hour_ms, after_ms + 1), hour_ms + _HOUR_MS - 1, count)
+        window = CompactionWindow(lane, max(hour_ms, after_ms + 1), hour_ms + HOUR_MS - 1, count)
         last = found[-1] if found else window
         fits = last.rows + count <= rows and window.last_ms - last.first_ms < SPAN_MS
         if found and last.lane == lane and fits:

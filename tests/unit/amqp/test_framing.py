@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pamqp import body, commands, frame, header
 
 from delayer.amqp import framing
-from delayer.amqp.errors import FRAME_ERROR, UNEXPECTED_FRAME, ProtocolError
+from delayer.amqp.errors import ProtocolError, ReplyCode
 from delayer.amqp.framing import OVERHEAD, ReturnedMessage
 from delayer.core.message import Delivery, Outgoing
 from tests.unit.amqp.recorded import EVERYTHING, FRAME_MAX, TAG, content, conversation, deliver, method, reading
@@ -90,39 +90,43 @@ BODY = frame.marshal(body.ContentBody(b"abc"), 1)
 @pytest.mark.parametrize(
     ("wire", "code", "why"),
     [
-        (DELIVER[:-1] + b"\0", FRAME_ERROR, "frame end"),
-        (DELIVER + HEADER[:-1] + b"\0" + BODY, FRAME_ERROR, "frame end"),
-        (DELIVER + HEADER + BODY[:-1] + b"\0", FRAME_ERROR, "frame end"),
-        (DELIVER + frame_of(2, 1, struct.pack(">HHQH", 50, 0, 3, 0)) + BODY, FRAME_ERROR, "class 50"),
-        (DELIVER + frame_of(2, 1, struct.pack(">HHQ", 60, 0, 3)) + BODY, FRAME_ERROR, "header of 12 bytes"),
-        (DELIVER + HEADER + HEADER, UNEXPECTED_FRAME, "header"),
-        (DELIVER + BODY, UNEXPECTED_FRAME, "body"),
-        (DELIVER + DELIVER, UNEXPECTED_FRAME, "content was expected"),
-        (DELIVER + HEADER + DELIVER, UNEXPECTED_FRAME, "content was expected"),
-        (DELIVER + HEADER + method(commands.Basic.Ack(1)), UNEXPECTED_FRAME, "content was expected"),
-        (DELIVER + HEADER + frame.marshal(body.ContentBody(b"abcd"), 1), FRAME_ERROR, "1 bytes too many"),
-        (HEADER, UNEXPECTED_FRAME, "header"),
-        (BODY, UNEXPECTED_FRAME, "body"),
-        (frame_of(1, 1, b"\0\x3c\0"), FRAME_ERROR, "method frame of 3"),
-        (frame_of(1, 1, b"\0\x3c\0\x50\0"), FRAME_ERROR, "confirm of 5"),
-        (frame_of(1, 1, b"\0\x3c\0\x3c\x05abc"), FRAME_ERROR, "delivery cut short"),
-        (frame_of(1, 1, DELIVER[7:-1] + b"\0") + HEADER, FRAME_ERROR, "wrong length"),
-        (frame_of(1, 1, DELIVER[7:-3] + b"\x09q") + HEADER, FRAME_ERROR, "wrong length"),
-        (method(commands.Basic.Deliver("other", 1, False, "", "q")), UNEXPECTED_FRAME, "unknown consumer 'other'"),
-        (frame_of(1, 1, b"\0\x3c\0\x32\x01\x38\x09abc"), FRAME_ERROR, "return cut short"),
-        (frame_of(1, 1, b"\0\x3c\0\x32\x01\x38\0\0\0\0"), FRAME_ERROR, "return of the wrong length"),
+        (DELIVER[:-1] + b"\0", ReplyCode.FRAME_ERROR, "frame end"),
+        (DELIVER + HEADER[:-1] + b"\0" + BODY, ReplyCode.FRAME_ERROR, "frame end"),
+        (DELIVER + HEADER + BODY[:-1] + b"\0", ReplyCode.FRAME_ERROR, "frame end"),
+        (DELIVER + frame_of(2, 1, struct.pack(">HHQH", 50, 0, 3, 0)) + BODY, ReplyCode.FRAME_ERROR, "class 50"),
+        (DELIVER + frame_of(2, 1, struct.pack(">HHQ", 60, 0, 3)) + BODY, ReplyCode.FRAME_ERROR, "header of 12 bytes"),
+        (DELIVER + HEADER + HEADER, ReplyCode.UNEXPECTED_FRAME, "header"),
+        (DELIVER + BODY, ReplyCode.UNEXPECTED_FRAME, "body"),
+        (DELIVER + DELIVER, ReplyCode.UNEXPECTED_FRAME, "content was expected"),
+        (DELIVER + HEADER + DELIVER, ReplyCode.UNEXPECTED_FRAME, "content was expected"),
+        (DELIVER + HEADER + method(commands.Basic.Ack(1)), ReplyCode.UNEXPECTED_FRAME, "content was expected"),
+        (DELIVER + HEADER + frame.marshal(body.ContentBody(b"abcd"), 1), ReplyCode.FRAME_ERROR, "1 bytes too many"),
+        (HEADER, ReplyCode.UNEXPECTED_FRAME, "header"),
+        (BODY, ReplyCode.UNEXPECTED_FRAME, "body"),
+        (frame_of(1, 1, b"\0\x3c\0"), ReplyCode.FRAME_ERROR, "method frame of 3"),
+        (frame_of(1, 1, b"\0\x3c\0\x50\0"), ReplyCode.FRAME_ERROR, "confirm of 5"),
+        (frame_of(1, 1, b"\0\x3c\0\x3c\x05abc"), ReplyCode.FRAME_ERROR, "delivery cut short"),
+        (frame_of(1, 1, DELIVER[7:-1] + b"\0") + HEADER, ReplyCode.FRAME_ERROR, "wrong length"),
+        (frame_of(1, 1, DELIVER[7:-3] + b"\x09q") + HEADER, ReplyCode.FRAME_ERROR, "wrong length"),
+        (
+            method(commands.Basic.Deliver("other", 1, False, "", "q")),
+            ReplyCode.UNEXPECTED_FRAME,
+            "unknown consumer 'other'",
+        ),
+        (frame_of(1, 1, b"\0\x3c\0\x32\x01\x38\x09abc"), ReplyCode.FRAME_ERROR, "return cut short"),
+        (frame_of(1, 1, b"\0\x3c\0\x32\x01\x38\0\0\0\0"), ReplyCode.FRAME_ERROR, "return of the wrong length"),
         (frame_of(1, 1, b"\0\x63\0\x01"), 502, "unreadable method 00630001"),
         (frame_of(1, 1, b"\0\x3c\0\x15\x01\xff"), 502, "unreadable method 003c0015"),
         (frame_of(1, 1, b"\0\x14\0\x28"), 502, "unreadable method 00140028"),
         (frame_of(1, 1, b"\0\x14\0\x28\x01\x94\5abcd\0\0\0"), 502, "close of"),
-        (frame_of(4, 1, b""), FRAME_ERROR, "frame type 4"),
-        (frame_of(8, 1, b""), FRAME_ERROR, "frame type 8"),
-        (frame_of(8, 0, b"a"), FRAME_ERROR, "frame type 8"),
-        (frame_of(1, 9, b"\0\x3c\0\x50"), UNEXPECTED_FRAME, "channel 9"),
-        (b"AMQP\0\1\0\0", FRAME_ERROR, r"speaks AMQP 1\.0\.0"),
-        (b"HTTP/1.1 400 Bad Request\r\n", FRAME_ERROR, "frame of"),
-        (struct.pack(">BHI", 3, 1, FRAME_MAX - 7) + b"a", FRAME_ERROR, "frame of 1025 bytes"),
-        (DELIVER + struct.pack(">BHI", 2, 1, FRAME_MAX - 7) + b"a", FRAME_ERROR, "frame of 1025 bytes"),
+        (frame_of(4, 1, b""), ReplyCode.FRAME_ERROR, "frame type 4"),
+        (frame_of(8, 1, b""), ReplyCode.FRAME_ERROR, "frame type 8"),
+        (frame_of(8, 0, b"a"), ReplyCode.FRAME_ERROR, "frame type 8"),
+        (frame_of(1, 9, b"\0\x3c\0\x50"), ReplyCode.UNEXPECTED_FRAME, "channel 9"),
+        (b"AMQP\0\1\0\0", ReplyCode.FRAME_ERROR, r"speaks AMQP 1\.0\.0"),
+        (b"HTTP/1.1 400 Bad Request\r\n", ReplyCode.FRAME_ERROR, "frame of"),
+        (struct.pack(">BHI", 3, 1, FRAME_MAX - 7) + b"a", ReplyCode.FRAME_ERROR, "frame of 1025 bytes"),
+        (DELIVER + struct.pack(">BHI", 2, 1, FRAME_MAX - 7) + b"a", ReplyCode.FRAME_ERROR, "frame of 1025 bytes"),
     ],
 )
 def test_not_amqp(wire: bytes, code: int, why: str) -> None:
@@ -170,7 +174,7 @@ def test_a_callback_may_close_the_channel() -> None:
     receivers = dict(parser.receivers)
     parser.receivers = receivers
     receivers[1].consumers[TAG.encode()] = lambda _: receivers.pop(1)  # type: ignore[index]
-    with pytest.raises(ProtocolError, match="channel 1, which is not open"):
+    with pytest.raises(ProtocolError, match="for the closed channel 1"):
         parser.feed(deliver(1, b"a") + deliver(2, b"b", channel=2) + deliver(3, b"c"))
     assert len(events) == 1
 

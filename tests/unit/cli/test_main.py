@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 import delayer
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
 from delayer.cli import importing
-from delayer.cli.errors import FOUND, OUT_OF_REACH, USAGE, failure
+from delayer.cli.errors import ExitCode, failure
 from delayer.cli.main import cli
 from delayer.cli.send import MessageToSend, ask, prepared
 from delayer.config import loading
@@ -117,7 +117,7 @@ def test_help_reads_no_configuration_and_shows_no_secret(path: list[str]) -> Non
 )
 def test_usage_and_configuration_exit_2(arguments: list[str]) -> None:
     result = call(*arguments)
-    assert result.exit_code == USAGE, result.output
+    assert result.exit_code == ExitCode.USAGE, result.output
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert result.stderr
@@ -145,7 +145,7 @@ def test_an_instant_is_of_one_place_or_a_date_in_utc(text: str, found: int | Non
 
 def test_a_misspelt_verb_is_answered_with_what_may_be_meant() -> None:
     told = call("statsu")
-    assert told.exit_code == USAGE
+    assert told.exit_code == ExitCode.USAGE
     assert "No such command 'statsu'. Did you mean status?" in told.stderr
     assert "Did you mean" not in call("nonsense").stderr
 
@@ -154,7 +154,7 @@ def test_every_mistake_at_once_with_its_place(tmp_path: Path) -> None:
     file = tmp_path / "f.toml"
     file.write_text('mode = "stor"\n[broker]\nurl = "http://u:hunter2@h"\n')
     result = call("--config", str(file), "--set", "intake.prefetch=0", "check", env={"DELAYER_LOG__LEVEL": "loud"})
-    assert result.exit_code == USAGE
+    assert result.exit_code == ExitCode.USAGE
     first, *others = result.stderr.splitlines()
     assert first == "delayer: the configuration has 4 mistakes:"
     places = [f"{file}: mode", f"{file}: broker.url", "flag --set: intake.prefetch"]
@@ -166,7 +166,7 @@ def test_every_mistake_at_once_with_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", [["cancel"], ["reschedule", "--at", "1h"], ["held", "retry"], ["held", "drop"]])
 def test_ids_that_are_none_are_named(verb: list[str]) -> None:
     result = call(*verb, "5", "nosuch", "99", "7@x")
-    assert result.exit_code == USAGE
+    assert result.exit_code == ExitCode.USAGE
     assert "expected an id as `delayer list` prints it" in result.stderr
     assert result.stderr.splitlines()[-1].endswith("found 'nosuch', '7@x'")
 
@@ -174,7 +174,7 @@ def test_ids_that_are_none_are_named(verb: list[str]) -> None:
 def test_unknown_route_lists_the_routes() -> None:
     routes = 'route=[{"from": "orders.in", "to": "o"}, {"from": ""}]'
     result = call("--set", routes, "send", "--to", "order.in")
-    assert result.exit_code == USAGE
+    assert result.exit_code == ExitCode.USAGE
     assert result.stderr == ('delayer: no route comes from exchange "order.in"; expected one of "orders.in", ""\n')
 
 
@@ -192,7 +192,7 @@ def test_unknown_route_lists_the_routes() -> None:
 )
 def test_out_of_reach_exits_3_and_says_so_without_a_traceback(verb: list[str]) -> None:
     result = call(*NOWHERE, *verb)
-    assert result.exit_code == OUT_OF_REACH, result.output
+    assert result.exit_code == ExitCode.OUT_OF_REACH, result.output
     assert "out of reach" in result.stderr.lower()
     assert "Traceback" not in result.output
     assert "hunter2" not in result.output
@@ -201,25 +201,29 @@ def test_out_of_reach_exits_3_and_says_so_without_a_traceback(verb: list[str]) -
 def test_json_is_all_there_is_on_stdout() -> None:
     for verb in ("check", "status"):
         result = call(*NOWHERE, verb, "--json")
-        assert result.exit_code == OUT_OF_REACH
+        assert result.exit_code == ExitCode.OUT_OF_REACH
         assert isinstance(json.loads(result.stdout), dict)
 
 
 @pytest.mark.parametrize(
     ("error", "code", "next_step"),
     [
-        (ConfigError([Problem("f", "k", "a", "b")]), USAGE, "f: k: expected a, found b"),
-        (BrokerUnreachable("h:1: refused"), OUT_OF_REACH, "check broker.url"),
-        (BrokerRefused("h:1: login"), OUT_OF_REACH, "permissions"),
-        (TopologyMismatch([Mismatch("queue", "q", "x", "y")]), FOUND, "delayer topology apply"),
-        (StoreLost("connect: refused"), OUT_OF_REACH, "check store.url"),
-        (lost("connect", asyncpg.InvalidPasswordError("no")), OUT_OF_REACH, "check user and password"),
-        (lost("connect", asyncpg.InvalidAuthorizationSpecificationError("no")), OUT_OF_REACH, "user and password"),
-        (lost("upgrade", asyncpg.InsufficientPrivilegeError("no")), OUT_OF_REACH, "docs/security.md"),
-        (lost("connect", asyncpg.InvalidCatalogNameError("no")), OUT_OF_REACH, "createdb -O"),
-        (SchemaOutdated(None, "0001"), FOUND, "delayer db upgrade"),
-        (SchemaOutdated("0002", "0001", newer=True), FOUND, "use that version of delayer, or a newer one"),
-        (BadStoreUrl("store.url cannot be read"), USAGE, "store.url"),
+        (ConfigError([Problem("f", "k", "a", "b")]), ExitCode.USAGE, "f: k: expected a, found b"),
+        (BrokerUnreachable("h:1: refused"), ExitCode.OUT_OF_REACH, "check broker.url"),
+        (BrokerRefused("h:1: login"), ExitCode.OUT_OF_REACH, "permissions"),
+        (TopologyMismatch([Mismatch("queue", "q", "x", "y")]), ExitCode.FOUND, "delayer topology apply"),
+        (StoreLost("connect: refused"), ExitCode.OUT_OF_REACH, "check store.url"),
+        (lost("connect", asyncpg.InvalidPasswordError("no")), ExitCode.OUT_OF_REACH, "check user and password"),
+        (
+            lost("connect", asyncpg.InvalidAuthorizationSpecificationError("no")),
+            ExitCode.OUT_OF_REACH,
+            "user and password",
+        ),
+        (lost("upgrade", asyncpg.InsufficientPrivilegeError("no")), ExitCode.OUT_OF_REACH, "docs/security.md"),
+        (lost("connect", asyncpg.InvalidCatalogNameError("no")), ExitCode.OUT_OF_REACH, "createdb -O"),
+        (SchemaOutdated(None, "0001"), ExitCode.FOUND, "delayer db upgrade"),
+        (SchemaOutdated("0002", "0001", newer=True), ExitCode.FOUND, "use that version of delayer, or a newer one"),
+        (BadStoreUrl("store.url cannot be read"), ExitCode.USAGE, "store.url"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
@@ -239,7 +243,7 @@ def test_every_expected_error_has_a_code_and_a_next_step(error: Exception, code:
 )
 def test_an_option_behind_its_verb_is_told_where_it_stands(arguments: list[str], told: str) -> None:
     result = call(*arguments)
-    assert result.exit_code == USAGE
+    assert result.exit_code == ExitCode.USAGE
     assert f"Error: {told}\n" in result.stderr
 
 

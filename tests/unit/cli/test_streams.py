@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, USAGE
+from delayer.cli.errors import ExitCode
 from tests.support.daemon import EXECUTABLE
 
 NOWHERE = ("--broker-url", "amqp://127.0.0.1:1", "--store-url", "postgresql://127.0.0.1:1/nothing")
@@ -31,19 +31,19 @@ def shell(redirected: str, *arguments: str, unbuffered: bool = False) -> subproc
 @pytest.mark.parametrize("arguments", [HELP, STATUS], ids=lambda value: value[-1])
 def test_a_full_disk_is_told_in_one_line(arguments: tuple[str, ...], unbuffered: bool) -> None:
     done = shell(">/dev/full", *arguments, unbuffered=unbuffered)
-    assert done.returncode == OUT_OF_REACH
+    assert done.returncode == ExitCode.OUT_OF_REACH
     assert done.stderr.splitlines()[-1].startswith("delayer: nothing more can be written: No space left on device")
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("redirected", ["2>/dev/full", ">/dev/full 2>/dev/full"])
 def test_a_full_disk_that_cannot_be_told_is_an_exit_code(redirected: str) -> None:
-    assert shell(redirected, *WRONG).returncode == OUT_OF_REACH
+    assert shell(redirected, *WRONG).returncode == ExitCode.OUT_OF_REACH
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(HELP, DONE), (WRONG, USAGE), (STATUS, OUT_OF_REACH)],
+    [(HELP, ExitCode.DONE), (WRONG, ExitCode.USAGE), (STATUS, ExitCode.OUT_OF_REACH)],
     ids=lambda value: str(value[-1]) if isinstance(value, tuple) else "",
 )
 @pytest.mark.parametrize("redirected", [">&-", "2>&-", "<&- >&- 2>&-"])
@@ -58,7 +58,7 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
         ["sh", "-c", '{ "$0" --help; echo $? >&2; } | true', str(EXECUTABLE)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.stderr in (f"{DONE}\n", f"{FOUND}\n"), "it may have been there for long enough"
+    assert done.stderr in (f"{ExitCode.DONE}\n", f"{ExitCode.FOUND}\n"), "it may have been there for long enough"
 
 
 UNFLUSHED = """
@@ -72,16 +72,16 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize(("redirected", "code"), [("", DONE), (">/dev/full", OUT_OF_REACH)])
+@pytest.mark.parametrize(("redirected", "code"), [("", ExitCode.DONE), (">/dev/full", ExitCode.OUT_OF_REACH)])
 def test_a_failed_last_write_is_reported(redirected: str, code: int) -> None:
     line = f'PYTHONUNBUFFERED= "$0" -c "$1" {redirected}'
     done = subprocess.run(
         ["sh", "-c", line, sys.executable, UNFLUSHED], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == code
-    assert done.stdout == ("x" if code == DONE else "")
+    assert done.stdout == ("x" if code == ExitCode.DONE else "")
     assert "Exception" not in done.stderr
-    assert ("nothing more can be written" in done.stderr) == (code == OUT_OF_REACH)
+    assert ("nothing more can be written" in done.stderr) == (code == ExitCode.OUT_OF_REACH)
 
 
 def led_nowhere(pid: int) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from delayer.core import horizon
-from delayer.core.horizon import DAY, HOUR, MINUTE, MONTH, OFFSETS, SERIES, bars, bucket_of, by_class, spread
+from delayer.core.horizon import MONTH_MS, OFFSETS, SERIES, bars, bucket_of, by_class, spread
+from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 from delayer.store.admin.stats import corrected, with_near
 
 NOW = 1_800_000_000_000
@@ -16,9 +17,9 @@ NOW = 1_800_000_000_000
 @pytest.mark.parametrize(
     ("wait", "name"),
     [
-        (-1, "overdue"), (0, "minute"), (MINUTE - 1, "minute"), (MINUTE, "hour"), (HOUR - 1, "hour"), (HOUR, "day"),
-        (DAY - 1, "day"), (DAY, "week"), (7 * DAY - 1, "week"), (7 * DAY, "month"), (MONTH, "year"),
-        (12 * MONTH - 1, "year"), (12 * MONTH, "later"), (5000 * DAY, "later"),
+        (-1, "overdue"), (0, "minute"), (MINUTE_MS - 1, "minute"), (MINUTE_MS, "hour"), (HOUR_MS - 1, "hour"),
+        (HOUR_MS, "day"), (DAY_MS - 1, "day"), (DAY_MS, "week"), (7 * DAY_MS - 1, "week"), (7 * DAY_MS, "month"),
+        (MONTH_MS, "year"), (12 * MONTH_MS - 1, "year"), (12 * MONTH_MS, "later"), (5000 * DAY_MS, "later"),
     ],
 )  # fmt: skip
 def test_classes(wait: int, name: str) -> None:
@@ -38,14 +39,14 @@ def test_a_message_is_in_the_bar_of_its_instant(series: horizon.Series) -> None:
 def test_overdue_and_very_late_messages_are_in_no_bar() -> None:
     for series in SERIES:
         assert sum(bars({0: 5.0, len(OFFSETS): 7.0}, series)) == 0
-    assert sum(bars({bucket_of(NOW + 3 * DAY, NOW): 1.0}, SERIES[0])) == 0
+    assert sum(bars({bucket_of(NOW + 3 * DAY_MS, NOW): 1.0}, SERIES[0])) == 0
 
 
 def test_a_segment_is_spread_without_loss() -> None:
     chance = random.Random(12)
     for _ in range(200):
-        first = NOW + chance.randrange(-DAY, 400 * DAY)
-        last = first + chance.choice([0, 1, chance.randrange(90 * DAY)])
+        first = NOW + chance.randrange(-DAY_MS, 400 * DAY_MS)
+        last = first + chance.choice([0, 1, chance.randrange(90 * DAY_MS)])
         found = spread(first, last, 1000, NOW)
         assert sum(found.values()) == pytest.approx(1000)
         assert min(found) == bucket_of(first, NOW)
@@ -59,6 +60,6 @@ def test_samples_are_corrected_to_the_exact_sum() -> None:
 
 
 def test_the_counted_hour_replaces_the_estimate() -> None:
-    last = bucket_of(NOW + HOUR - 1, NOW)
+    last = bucket_of(NOW + HOUR_MS - 1, NOW)
     found = with_near({(b"a", 0): 1.0, (b"a", last): 2.0, (b"a", last + 1): 3.0}, {(b"a", 1): 9.0})
     assert found == {(b"a", 1): 9.0, (b"a", last + 1): 3.0}

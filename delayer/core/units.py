@@ -1,0 +1,7 @@
+"""Units of time in milliseconds."""
+
+from typing import Final
+
+MINUTE_MS: Final = 60_000
+HOUR_MS: Final = 3_600_000
+DAY_MS: Final = 86_400_000
