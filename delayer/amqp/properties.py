@@ -74,8 +74,8 @@ def end_of_value(buffer: bytes, at: int, end: int) -> int:
 def entries(
     buffer: bytes, start: int, end: int, wanted: Collection[bytes] | None = None
 ) -> list[tuple[bytes, int, int]]:
-    """The entries of a table whose content is ``buffer[start:end]``: (name, offset of the type byte, end). Of these the
-    ``wanted`` names only, unless that is None.
+    """The entries of a table whose content is ``buffer[start:end]``: (name, offset of the type byte, end). Unless
+    ``wanted`` is None, only entries with these names are returned.
 
     Raises MalformedTable if the bytes are not exactly a sequence of entries. It does not look inside values.
     """
@@ -84,7 +84,7 @@ def entries(
     widths, length = _WIDTHS, _U32.unpack_from
     while at < end:
         type_at = at + 1 + buffer[at]
-        # A value of fixed width, or with its length, that fits needs no call. That halves the time of this loop.
+        # A value of fixed width, or with its length, that fits needs no call: the loop takes half the time.
         stop = type_at + widths[buffer[type_at]] if type_at < end else at
         if stop < type_at and type_at + 5 <= end:
             stop = type_at + 5 + length(buffer, type_at + 1)[0]

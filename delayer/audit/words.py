@@ -29,7 +29,7 @@ def destination(exchange: bytes, key: bytes) -> str:
 
 
 class Badge(NamedTuple):
-    """What the broker would do. ``tone`` is good, warn, bad or empty."""
+    """A label for what the broker would do. ``tone`` is good, warn, bad or empty."""
 
     tone: str
     text: str
@@ -50,7 +50,7 @@ def badge(share: Share) -> Badge:
 
 
 def destinations(report: AuditReport) -> list[Share]:
-    """The destinations to show. Those that would not take their messages stand first, even the smallest."""
+    """The destinations to show. Destinations that would not take their messages come first, even the smallest."""
     return sorted(report.calendar.destinations, key=lambda one: badge(one).tone != "bad")
 
 

@@ -72,7 +72,7 @@ class Pending:
     """Messages not to publish again: the broker answered nothing at all, or the isolation was interrupted."""
 
     def publishable(self, indexes: Sequence[int]) -> list[int]:
-        """Those of these messages that can be published again."""
+        """Return the indexes of messages that can be published again."""
         return [index for index in indexes if index not in self.outcomes and index not in self.in_doubt]
 
 

@@ -45,7 +45,7 @@ class Management:
         self.where = f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
         self._base = self.where + parts.path.rstrip("/") + "/api"
         self.vhost = quote(vhost, safe="")
-        """As it stands in paths."""
+        """The virtual host, quoted for paths."""
         self._timeout = timeout
         login = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
         self._authorization = "Basic " + base64.b64encode(login.encode()).decode()

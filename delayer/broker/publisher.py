@@ -54,7 +54,7 @@ class AmqpPublisher:
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
         self._tokens: set[bytes] = set()  # Tokens in flight on the shared channel.
-        self._frame_max = DEFAULT_FRAME_MAX  # That of the last connection.
+        self._frame_max = DEFAULT_FRAME_MAX  # As agreed on the last connection.
         self.batch_limit = MAX_BATCH
         """The recommended size of a batch: a longer batch misses its deadline more often, and is then published again.
         A late batch divides the limit by four, a quick batch doubles it."""

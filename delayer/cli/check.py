@@ -96,7 +96,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
 
 
 def _configuration(report: CheckReport, settings: Settings) -> None:
-    """What the settings alone show: a page that others reach, and rates that make messages late or have no effect."""
+    """Notes about the settings alone: others reach the page, a rate makes messages late, or a rate has no effect."""
     listen = settings.http.listen
     if listen and not is_loopback(listen.rpartition(":")[0]):
         found = f"listening on {listen}: anyone who can reach this address can read messages without a token"
@@ -221,8 +221,8 @@ BYTES_DELAYED: Final = 1_200
 
 
 async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
-    """Messages that RabbitMQ itself delays. In the due queue they are envelopes. In other queues they are publishers'
-    messages, and nobody can list, cancel or bound them."""
+    """Messages that RabbitMQ itself delays. In the due queue they are envelopes. Those in other
+    queues come from publishers, and nobody can list, cancel or bound them."""
     delayed = await admin.delayed(queues_at_work(settings), fresh=False)
     if None in delayed.values():
         found = "RabbitMQ 4.3 and later can delay messages in these queues, and only its management API shows them"

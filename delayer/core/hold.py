@@ -105,7 +105,7 @@ class Confirmed:
 
 
 Outcome = Confirmed | Hold
-"""What became of a publish: confirmed, or why its message is held."""
+"""The result of a publish: confirmed, or the reason why its message is held."""
 CONFIRMED: Final = Confirmed()
 NACKED: Final = Hold(HoldKind.NACKED, "nacked: the destination refused it")
 

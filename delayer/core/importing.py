@@ -85,7 +85,7 @@ class ImportSelection:
         return self.cutoff_ms is None or due_ms >= self.cutoff_ms
 
     def as_dict(self) -> dict[str, object]:
-        """As parameters of a run."""
+        """Return the selection as parameters of a run."""
         said = {"cutoff_ms": self.cutoff_ms, "limit": self.limit}
         return {name: value for name, value in said.items() if value is not None} | rewriting(self.rewrites)
 

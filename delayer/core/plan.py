@@ -243,7 +243,7 @@ def _retried(
 
 
 def _asked(request: DelayRequest, route: Route) -> Asked:
-    """What the message asks for in the first form that it has, or else the route's default."""
+    """Return what the message asks for: by the first form that it has, or else by the route's default."""
     for form, read in route.sources:
         try:
             asked = read(request)

@@ -316,7 +316,7 @@ def _route(publication: Publication) -> bytes:
 
 
 class Handler(ABC):
-    """What a consumer does with its deliveries. One session follows another."""
+    """The behaviour of a consumer: what happens to its deliveries. One session follows another."""
 
     over = False
     """Whether the consumption ends for good."""

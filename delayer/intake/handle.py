@@ -145,7 +145,7 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
                 work.park(delivery, parcel(delivery, plan.due_ms, plan.target, plan.key))
             case Cancel():
                 ask = None
-                # NServiceBus sets reply_to on what it sends, and expects no answer when a saga's timeouts end.
+                # NServiceBus always sets reply_to, and expects no answer to a cancel of a saga's timeouts.
                 if properties is not None and not isinstance(plan.key, KeyGroup):
                     ask = replies.asked(properties, plan.key)
                 work.cancel(delivery, plan.key, ask)

@@ -94,8 +94,8 @@ class PostgresStore:
 
         ``owner`` names this process in the table of lanes (default: host and process id). ``broker`` is the mark of the
         broker that it publishes to (locks.broker_mark). After ``idle_timeout`` seconds the server takes the lanes of a
-        process that hangs. After ``transaction_timeout`` seconds it ends a release, and rolls back a silent park. That
-        must be longer than the slowest publish. ``parkers`` is the number of parallel parks.
+        process that hangs. After ``transaction_timeout`` seconds (more than the slowest publish takes) it ends a release,
+        and rolls back a silent park. ``parkers`` is the number of parallel parks.
 
         Raises StoreLost, BadStoreUrl, SchemaOutdated.
         """
@@ -281,8 +281,8 @@ async def park_keyed(
     """Park messages, some of them with keys, and cancel keys or groups of keys. The cancels act before the messages.
     Returns the keys whose waiting messages were cancelled.
 
-    Of several messages with one key the last is parked. The earlier ones count as parked and cancelled, and are not
-    written.
+    If several messages have one key, the last is parked. The earlier ones count as parked and cancelled, and are
+    not written.
     """
     last = {parcel.key: parcel for parcel in parcels if parcel.key is not None}
     kept = [parcel for parcel in parcels if parcel.key is None or last[parcel.key] is parcel]

@@ -1,5 +1,5 @@
-"""The statements of the hot paths, one a file under sql/, as they stand for EXPLAIN. Those without a constant here are
-only read by commands."""
+"""The statements of the hot paths, one a file under sql/, as they stand for EXPLAIN. Only commands read
+the statements that have no constant here."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class ImportStore:
                 "SELECT id, parked + held AS messages FROM import_run WHERE ended_at IS NOT NULL AND source = $1"
                 " AND parked + held > 0 AND strpos(parameters, $2) > 0 ORDER BY id",
                 source,
-                f'"sha256": "{sha256}"',  # As begin() writes it. The name of a file may not be valid in jsonb.
+                f'"sha256": "{sha256}"',  # begin() writes it so. The name of a file may not be valid in jsonb.
             )
         return [(row["id"], row["messages"]) for row in rows]
 

@@ -128,7 +128,7 @@ class LockNeed(NamedTuple):
 
 
 async def lock_need(url: str) -> LockNeed:
-    """What the lock table has and needs. Raises StoreLost, BadStoreUrl."""
+    """Return the size of the lock table, and the size that it needs. Raises StoreLost, BadStoreUrl."""
     async with opened(url, "delayer check", "look at the locks") as connection:
         return LockNeed(*await connection.fetchrow(_LOCK_TABLE))
 

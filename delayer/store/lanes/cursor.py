@@ -28,7 +28,7 @@ NEVER_MS: Final = 1 << 60
 LOCKED_MS: Final = 1_000
 """How long a claim leaves held rows alone that another transaction has locked: no event says when they are free."""
 LEAD_MS: Final = 40
-"""A claim begins so long before its first message is due. That is the time for the claim itself, on a busy machine."""
+"""A claim begins this long before its first message is due. The claim itself takes as long on a busy machine."""
 
 Place = tuple[int, int]
 """A due instant in epoch milliseconds, and an id."""

@@ -409,9 +409,9 @@ class Claim:
     """The rows that an open release transaction took."""
 
     start: Place
-    """Where it began; the next claim begins there again if this one is rolled back."""
+    """The place where this claim began. The next claim begins there if this one is rolled back."""
     next_start: Place
-    """Where the next claim begins."""
+    """The place where the next claim begins after a commit."""
     rows: list[Due]
     retries: bool = False
     """Whether some of the rows were held before."""
