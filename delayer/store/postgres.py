@@ -94,8 +94,8 @@ class PostgresStore:
 
         ``owner`` names this process in the table of lanes (default: host and process id). ``broker`` is the mark of the
         broker that it publishes to (locks.broker_mark). After ``idle_timeout`` seconds the server takes the lanes of a
-        process that hangs. After ``transaction_timeout`` seconds (more than the slowest publish takes) it ends a release,
-        and rolls back a silent park. ``parkers`` is the number of parallel parks.
+        process that hangs. After ``transaction_timeout`` seconds (longer than any publish takes) it ends a release, and
+        rolls back a silent park. ``parkers`` is the number of parallel parks.
 
         Raises StoreLost, BadStoreUrl, SchemaOutdated.
         """

@@ -75,8 +75,8 @@ class Whole(NamedTuple):
 
 
 async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 31) - 1) -> Whole | FoundIn:
-    """The message of this name, on one snapshot; NOWHERE, or UNREADABLE if its segment does not read back. Of a body
-    larger than ``most`` bytes only the beginning. Raises the driver's errors."""
+    """The message of this name, on one snapshot; NOWHERE, or UNREADABLE if its segment does not read back. A body
+    larger than ``most`` bytes is cut. Raises the driver's errors."""
     dues = {} if token.due_ms is None else {token.id: token.due_ms}
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         held = await connection.fetchrow(_HELD, token.id, most)
