@@ -14,11 +14,7 @@ connection = context.config.attributes.get("connection")
 if connection is None:
     raise RuntimeError("run schema upgrades by `delayer db upgrade`: Alembic's own command line has no connection here")
 
-context.configure(
-    connection=connection,
-    version_table=VERSION_TABLE,
-    transaction_per_migration=False,
-)
+context.configure(connection=connection, version_table=VERSION_TABLE, transaction_per_migration=False)
 with context.begin_transaction():
     connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('delayer schema upgrade'))"))
     context.run_migrations()

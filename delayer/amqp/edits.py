@@ -225,7 +225,7 @@ def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
         return turned
     try:
         positive = read_delay_ms(value_at(raw, type_at, stop)) > 0
-    except UnreadableDelay:
+    except (UnreadableDelay, MalformedTable):
         return b""
     return negated(raw[type_at], raw[type_at + 1 : stop]) if positive else b""
 
@@ -236,7 +236,7 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
     ``expiration``, ``user_id`` and an integer ``x-opt-delivery-time`` become headers of ours. The first would delete
     the message from the refused queue, the second would make the broker close the channel, and the third would delay
     the message. If the header table is malformed, or the result exceeds the frame's limit, one header carries the
-    original properties. If they do not fit in a header, they go without the note. Malformed properties that do not fit
+    original properties. If they do not fit in a header, they go without the note. Properties that fit in neither way
     are dropped, and only the note goes.
     """
     notes = (
@@ -245,6 +245,7 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
         + entry(EXCHANGE, long_string(delivery.exchange))
         + entry(ROUTING_KEY, long_string(delivery.routing_key))
     )
+    fallback = b""
     try:
         kept = _with_notes(Properties.parse(delivery.properties), notes)
         if len(kept) <= max_properties:
@@ -253,10 +254,12 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
             delivery.properties, remove=_OF_THE_REFUSED | {ID, X_DEATH, OPT_TIME}, drop=("user_id", "expiration")
         )
     except (MalformedProperties, MalformedTable):
-        fallback = encode_headers(notes)
+        pass
     wrapped = encode_headers(notes + entry(PROPERTIES, byte_array(delivery.properties)))
+    if len(wrapped) <= max_properties:
+        return wrapped, id
     # The fallback needs no token: the refused exchange always has its queue, so there are no returns.
-    return (wrapped, id) if len(wrapped) <= max_properties else (fallback, b"")
+    return (fallback, b"") if 0 < len(fallback) <= max_properties else (encode_headers(notes), id)
 
 
 def _with_notes(properties: Properties, notes: bytes) -> bytes:

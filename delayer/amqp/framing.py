@@ -26,6 +26,9 @@ OVERHEAD = 8
 """Bytes of a frame around its payload: type, channel and size before it, the end byte after it."""
 DEFAULT_FRAME_MAX = 131072
 MIN_FRAME_MAX = 4096
+MAX_HEADER = 16 << 20
+"""Bytes of the longest content header that is read. RabbitMQ adds headers to messages (``x-death``), so it sends longer
+ones than a frame takes. 16 MiB is its default limit for a whole message."""
 CLASS_BASIC = 60
 
 # Methods: class and number in one integer, as in a method frame.
@@ -88,8 +91,8 @@ class Parser:
     """A parser of frames, fed with pieces of a byte stream.
 
     The parser looks up ``receivers`` for every frame, so a callback may add and remove channels. It raises
-    ProtocolError for a frame of more than ``frame_max`` bytes, for a channel without a receiver, and for bytes that are
-    not AMQP. Feed it nothing after that.
+    ProtocolError for a frame of more than ``frame_max`` bytes (a content header: MAX_HEADER), for a channel without a
+    receiver, and for bytes that are not AMQP. Feed it nothing after that.
     """
 
     def __init__(self, receivers: Mapping[int, Receiver], frame_max: int = DEFAULT_FRAME_MAX) -> None:
@@ -123,7 +126,7 @@ class Parser:
         head = FRAME_HEAD.unpack_from
         while end - at >= OVERHEAD and not self.stopped:
             kind, channel, size = head(data, at)
-            if size > self.frame_max - OVERHEAD:
+            if size > self.frame_max - OVERHEAD and (kind != HEADER or size > MAX_HEADER):
                 raise self._not_amqp(data, at, size)
             stop = at + 7 + size
             if stop >= end:

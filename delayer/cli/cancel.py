@@ -186,7 +186,7 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
         else:
             click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "No messages match.")
         return ExitCode.DONE
-    note(f"{about} match.")
+    note(f"{about} {'matches' if matched.messages == 1 else 'match'}.")
     if not agreed(f"{verb.capitalize()} {about}{target}?", yes=yes):
         note("Nothing was changed.")
         return ExitCode.DONE

@@ -259,7 +259,7 @@ async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> N
     }
     for name, depth in depths.items():
         if depth:
-            report.add("set aside", "note", f"{depth} in {quoted(name)}", advice[name])
+            report.add("refused, strays", "note", f"{depth} in {quoted(name)}", advice[name])
 
 
 UNOWNED_MS: Final = 30_000
@@ -297,7 +297,7 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
     _lanes(report, seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
-        report.add("set aside", "note", f"{seen.held} held in the store", advice)
+        report.add("held", "note", f"{seen.held} in the store", advice)
     if seen.late.segments:
         found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"
         report.add("segments", "off", found, "see the daemons' logs, or run `delayer restore`")

@@ -22,7 +22,7 @@ def db() -> None:
 @db.command()
 @click.pass_obj
 def upgrade(request: Request) -> None:
-    """Apply every schema upgrade that the store lacks, and make its first lanes (store.lanes). Safe to repeat.
+    """Make the tables, or upgrade them. Also makes the first lanes (store.lanes). Safe to repeat.
 
     The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. If one role owns
     the schema and another one runs the daemon (docs/security.md), run this as the owner. A store that a newer delayer
@@ -57,7 +57,7 @@ def upgrade(request: Request) -> None:
 @as_json
 @click.pass_context
 def current(context: click.Context, as_json: bool) -> None:
-    """Say which schema the store has, and which one this program needs. Exit code 1 if they differ.
+    """Show the schema of the store, and the one needed. Exit code 1 if they differ.
 
     \b
     Examples:
@@ -123,7 +123,7 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 )
 @click.pass_obj
 def skip_ids(request: Request, by: int) -> None:
-    """Give the next messages ids that this store never gave: after a restore of an older copy, before a daemon starts.
+    """Skip ids after a restore of an older copy, before a daemon starts. New messages then get ids never used before.
 
     A backup or a lagging standby does not know the latest messages. It would give their numbers, as x-delayer-id, to
     new messages, and consumers that recognize copies by it would drop these. Waiting messages do not change. Needs the

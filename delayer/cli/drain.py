@@ -10,7 +10,7 @@ import asyncpg
 import click
 
 from delayer.amqp.address import Address
-from delayer.amqp.edits import Endpoints, into_cascade
+from delayer.amqp.edits import ROOM, Endpoints, into_cascade
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.connection import ReconnectingConnection
@@ -56,7 +56,7 @@ class Left(NamedTuple):
 
 
 def left_in_store(now: draining.Standing, unsound: int, *, keys_too: bool) -> list[Left]:
-    """The messages that a drain into the cascade leaves, or would leave. ``unsound``: rows with a wrong checksum."""
+    """The messages that a drain into the cascade leaves, or would leave. ``unsound``: rows that must not be sent."""
     keyed = Left(
         now.keyed,
         "store",
@@ -68,7 +68,7 @@ def left_in_store(now: draining.Standing, unsound: int, *, keys_too: bool) -> li
     found = [
         Left(0, "", "", "") if keys_too else keyed,
         Left(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
-        Left(unsound, "store", "their bytes do not fit their checksum", "delayer audit"),
+        Left(unsound, "store", "their checksum is wrong, or their properties are too long", "delayer audit"),
         Left(others, "store", "they came in meanwhile, or another session had them locked", AGAIN),
         Left(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
         Left(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
@@ -177,7 +177,7 @@ async def standing(url: str, *, keys_too: bool) -> draining.Standing:
 
 async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, int]:
     """Move rows into the cascade. The broker confirms a portion before it leaves the store. Returns the numbers of
-    moved messages, and of rows that stay because of a wrong checksum. Raises BrokerLost."""
+    moved messages, and of rows that must not be sent. Raises BrokerLost."""
     async with pipelined_admin(settings.broker_url, NAME) as broker:
         await broker.declare(native_of(settings))
     reconnecting = ReconnectingConnection(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
@@ -185,6 +185,7 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tu
     publisher = AmqpPublisher(reconnecting)
     asked = {"keys_too": True} if keys_too else {}
     try:
+        await reconnecting.connection(timeout=10.0)  # The broker says how large properties may be.
         async with actions.recorded(url, whoami(), "drain to native", asked) as (connection, act):
             with progress("draining") as say:
                 return await _portions_out(connection, publisher, settings, act, say, keys_too=keys_too)
@@ -198,6 +199,7 @@ async def _portions_out(
 ) -> tuple[int, int]:
     done = 0
     left: set[int] = set()
+    longest = publisher.max_properties - ROOM
     now_ms = await connection.fetchval("SELECT now()")
     wanted = Filter(due_from_ms=now_ms + MARGIN_MS)
     after: tuple[int, int] | None = listing.BEGINNING
@@ -206,7 +208,7 @@ async def _portions_out(
         places = [place for place in found.places if place.segment is None]
         while places:
             try:
-                async with draining.taken(connection, places, act, keys_too=keys_too) as rows:
+                async with draining.taken(connection, places, act, longest, keys_too=keys_too) as rows:
                     await _publish(connection, rows, publisher, settings)
                     done += len(rows)
                 break

@@ -96,7 +96,7 @@ def failure(error: Exception) -> CommandError:
         case StoreLost(advice=advice) if advice:
             made = Unreached(f"the store refused: {text}. Next: {advice}.")
         case StoreLost():
-            made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
+            made = Unreached(f"the store is out of reach: {text}. Next: {STORE_RUNS}.")
         case _:
             made = Off(f"{text}.")  # The other texts contain the advice.
     return made

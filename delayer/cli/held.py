@@ -49,7 +49,7 @@ def held() -> None:
 @as_json
 @click.pass_context
 def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, **given: Any) -> None:
-    """List held messages in the order of their arrival, with the reason and the next attempt.
+    """List held messages in the order of their arrival. Shows the reason and the next attempt.
 
     \b
     Examples:
@@ -114,7 +114,7 @@ def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -
 @filter_options
 @change_options
 def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
-    """Drop held messages for good, by their ids or by a filter. They count as cancelled.
+    """Drop held messages for good, by their ids or by a filter. They count as cancelled. Only a filter asks first.
 
     A message without an answer ("no confirm") may have a copy in its queue, which delivers it when it answers.
 

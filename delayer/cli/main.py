@@ -130,7 +130,7 @@ def cli(
     \b
     The first time:
       delayer db upgrade               make the tables (store mode)
-      delayer check                    name everything that is off or missing
+      delayer check                    name everything that is wrong or missing
       delayer run                      run the daemon; it declares its queues, and each [[destination]]
       delayer send --key hello --delay 10s --body 'in ten seconds'
       delayer status                   the backlog, and the next due instant

@@ -51,7 +51,9 @@ def _on_terminal(columns: Sequence[str], rows: Sequence[Sequence[str]], right: C
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if number in right else "left", overflow="fold")
+        # An id that is broken over two lines cannot be copied.
+        width = max((len(row[number]) for row in rows), default=0) if column == "id" else None
+        table.add_column(Text(column), justify="right" if number in right else "left", overflow="fold", min_width=width)
     for row in rows:
         table.add_row(*map(Text, row))
     Console(highlight=False).print(table)

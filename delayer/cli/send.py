@@ -149,7 +149,9 @@ _TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "
 
 
 @click.command(short_help="Publish a message that asks for a delay.")
-@click.option("--to", "route_name", metavar="ROUTE", help="The route: its `from` exchange. Not needed if there is one.")
+@click.option(
+    "--to", "route_name", metavar="ROUTE", help="The route: its `from` exchange. Not needed if there is only one."
+)
 @click.option("--key", default="", help="The routing key at the destination.")
 @click.option("--delay", "delay_ms", callback=duration, metavar="DURATION", help="Such as 250ms, 10s, 5m, 12h, 30d.")
 @click.option(
@@ -195,9 +197,9 @@ def send(
       delayer send --key load --delay 5m --count 1000
     """
     if delay_ms is not None and at_ms is not None:
-        raise click.UsageError("--delay and --at say the same thing: give one of them")
+        raise click.UsageError("give either --delay or --at, not both")
     if text is not None and file is not None:
-        raise click.UsageError("--body and --body-file say the same thing: give one of them")
+        raise click.UsageError("give either --body or --body-file, not both")
     settings = request.settings()
     route = _route(settings, route_name)
     body = file.read() if file is not None else (text or "").encode()
@@ -218,7 +220,7 @@ def send(
         return
     longest_ms = settings.intake.max_delay_ms
     if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
-        note(f"That is longer than intake.max_delay, {duration_text(longest_ms)}: see `delayer refused list`.")
+        note(f"delayer refuses it: intake.max_delay is {duration_text(longest_ms)}. Next: `delayer refused list`.")
     ids = ", and `delayer list` the ids that `delayer show` takes" if settings.mode == "store" else ""
     note(f"Next: `delayer status` shows the backlog{ids}.")
 
@@ -288,7 +290,7 @@ def ask(message: MessageToSend, route: RouteTable, delay_ms: int | None, at_ms: 
     relative = next((form for form in _RELATIVE if form in forms), None)
     absolute = next((form for form in _ABSOLUTE if form in forms), None)
     if clash := sorted(forms & set(message.headers)):
-        raise Misused(f"--header {clash[0]} and --delay or --at say the same thing: give one of them")
+        raise Misused(f"--header {clash[0]} gives the delay too: leave out --delay and --at, or this header")
     message.due_ms = due_ms = at_ms if at_ms is not None else now_ms + (delay_ms or 0)
     if delay_ms is not None and relative is not None:
         message.headers[relative] = delay_ms

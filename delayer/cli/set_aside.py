@@ -107,7 +107,7 @@ REFUSED: Final = SetAsideQueue(
 
     An ID is the x-delayer-id that `refused list` prints, or the message's own message_id.
     """,
-    """Publish refused messages again to the exchange that they came in by, without the headers of the refusal.
+    """Publish refused messages again. They go to the exchange that they came in by, without the headers of the refusal.
 
     Correct the cause first, because the daemon refuses a message again that it still cannot delay. A relative delay
     counts from now. A message leaves the refused queue when the broker has confirmed it elsewhere.
@@ -122,7 +122,7 @@ STRAYS: Final = SetAsideQueue(
 
     An ID is the x-delayer-id, which `strays list` prints. The audit log does not show changes of strays.
     """,
-    """Retry strays: the daemon tries them now, late ones too, and up to ten times more.
+    """Retry strays. The daemon tries them now, late ones too, and up to ten times more.
     """,
     "--reason late:",
 )  # fmt: skip

@@ -32,8 +32,8 @@ _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
-    """Rates a second and lateness in seconds over the last minutes, of the daemon at ``[http] listen``; or why they are
-    unknown. It raises no error, because that daemon may run on another machine, or without HTTP."""
+    """The mode, rates a second and lateness in seconds of the daemon at ``[http] listen``, over the last minutes;
+    or why they are unknown. It raises no error, because that daemon may run on another machine, or without HTTP."""
     listen = settings.http.listen
     if not listen:
         return {"error": "[http] listen is off", "last": {}}
@@ -49,7 +49,7 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         if said["service"] != service_of(settings):
             # Another service of this host may have this address, if a configuration was copied.
             return {"error": f"the daemon at {listen} works with another broker or virtual host", "last": {}}
-        return {"error": None, "last": said["last"], "blocked": said["blocked"]}
+        return {"error": None, **{name: said[name] for name in ("mode", "last", "blocked")}}
     except (ValueError, KeyError, TypeError):
         return {"error": f"the program at {listen} is no daemon of this version", "last": {}}
 
@@ -102,6 +102,15 @@ def show(live: dict[str, Any]) -> None:
         )
 
 
+def mode_text(mode: str, live: dict[str, Any]) -> str:
+    """The mode of the configuration, and that of the daemon at work if it differs."""
+    if live.get("mode", mode) == mode:
+        return f"mode: {mode}"
+    return (
+        f"mode: {mode} in the file; the daemon works in {live['mode']} mode. Next: systemctl reload delayer, or SIGHUP"
+    )
+
+
 def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
     """Look every so many seconds until the user interrupts. On a terminal each look takes the place of the last one."""
     code = 0
@@ -147,7 +156,7 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
     elif as_json:
         print_json(answer)
     else:
-        click.echo(f"mode: {settings.mode}")
+        click.echo(mode_text(settings.mode, now))
         _print_store(store)
         show(now)
         if depths is not None:
@@ -231,7 +240,8 @@ def _print_store(store: dict[str, Any] | None) -> None:
     if store["error"] is not None or store["advice"]:
         return
     now_ms = store["store_now_ms"]
-    click.echo(f"parked: {store['waiting']}   held: {store['held']}   next due: {when(store['next_due_ms'], now_ms)}")
+    next_due = when(store["next_due_ms"], now_ms)
+    click.echo(f"parked: {store['waiting']}   held: {store['held']}   next due in the store: {next_due}")
     if store["segments"]["count"]:
         _print_segments(store["segments"], now_ms)
     if store["brokers"] > 1:

@@ -74,7 +74,7 @@ def apply(request: Request) -> None:
 @as_json
 @click.pass_context
 def verify(context: click.Context, as_json: bool) -> None:
-    """Compare the broker with the configured topology, and change nothing. Exit code 1 if anything is off.
+    """Compare the broker with the configured topology. Changes nothing. Exit code 1 if anything is wrong or missing.
 
     Only the management API shows bindings and policies: set broker.management_url.
 

@@ -59,7 +59,7 @@ def env_name(key: Key) -> str:
 
 def unknown_key(source: str, key: str, name: str, candidates: Iterable[str], hint: str = "") -> Problem:
     """The problem of an unknown key. It never shows the value: that may be a password under a wrong name."""
-    near = difflib.get_close_matches(name, list(candidates), n=1)
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.7)
     return Problem(source, key, "a known key", "an unknown one", f"did you mean {near[0]}?" if near else hint)
 
 
@@ -126,7 +126,7 @@ class File(SettingsSource):
         except ValueError as error:  # TOML allows a number of thousands of digits, and Python does not convert it.
             found = str(error).partition(":")[0]
         except OSError as error:
-            expected, found = "a readable configuration file", error.strerror or str(error)
+            expected, found = "a file that can be read", error.strerror or str(error)
         self.problems.append(Problem(place, "", expected, found))
         return {}
 

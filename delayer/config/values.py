@@ -23,7 +23,7 @@ _DURATION = re.compile(r"([0-9]{1,15})(ms|s|m|h|d)")
 
 def duration_ms(value: object) -> int:
     """Milliseconds of a text like "0s", "250ms", "10s", "5m", "12h" or "3650d". Raises Expected."""
-    wanted = 'a duration such as "250ms", "10s", "5m", "12h" or "30d"'
+    wanted = 'a duration in whole numbers such as "250ms", "10s", "5m", "12h" or "30d"'
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise Expected(f'{wanted} (a bare number has no unit: write "{value:g}s" or "{value:g}ms")')
     if isinstance(value, str) and re.fullmatch("[0-9]{1,15}", value):

@@ -143,10 +143,7 @@ class Cascade:
         """All levels from 27 down to 0, in the order of a message's path."""
         for number in reversed(range(LEVELS)):
             yield Level(
-                number,
-                self.level(number),
-                (1 << number) * 1000,
-                self.level(number - 1) if number else self.delivery,
+                number, self.level(number), (1 << number) * 1000, self.level(number - 1) if number else self.delivery
             )
 
     def entry(self, seconds: int) -> str:

@@ -105,8 +105,4 @@ class Topology:
 
     def __add__(self, other: Topology) -> Topology:
         """Both together. Raises ValueError if they declare one name differently."""
-        return Topology(
-            self.exchanges + other.exchanges,
-            self.queues + other.queues,
-            self.bindings + other.bindings,
-        )
+        return Topology(self.exchanges + other.exchanges, self.queues + other.queues, self.bindings + other.bindings)

@@ -29,7 +29,7 @@ from delayer.store.admin.detail import ABSENT, FoundIn, absent
 
 SHOWN: Final = 20
 """Messages that a question names; it counts the others."""
-_LOCKED: Final = "To change something, say the token first."
+_LOCKED: Final = "This needs the token: give it on the page, or send the header `Authorization: Bearer TOKEN`."
 _WRONG: Final = "That is not the token: expected `Authorization: Bearer TOKEN`."
 
 

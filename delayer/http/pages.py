@@ -83,7 +83,7 @@ class Pages:
         }
 
     async def live_json(self, _request: Request) -> Response:
-        """Rates and lateness of the last minutes, for the chart and for `delayer status`."""
+        """Rates and lateness of the last minutes, and the mode, for the chart and for `delayer status`."""
         state = self.answers.inside.state()
         steps = state["recent"]
         summaries = {str(seconds): recent.summary(steps, seconds)._asdict() for seconds in (60, 300, 900)}
@@ -93,6 +93,7 @@ class Pages:
                 "last": summaries,
                 "blocked": render.blocked(state),
                 "service": service_of(self.answers.inside.settings),
+                "mode": self.answers.inside.settings.mode,
             }
         )
 

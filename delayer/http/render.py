@@ -112,10 +112,10 @@ def backlog_note(census: Census | None, error: str) -> str:
     if census is None:
         return f"Not counted yet: {error}" if error else "Not counted yet."
     counts = census.together()
-    classes = horizon.by_class(counts)
+    classes, total = horizon.by_class(counts), sum(counts.values())
     how = "Counted" if census.exact else "Estimated from samples"
     return (
-        f"{how} at {iso(census.taken_ms)}: {number(sum(counts.values()))} messages, "
+        f"{how} at {iso(census.taken_ms)}: {number(total)} message{'' if total == 1 else 's'}, "
         f"{number(classes['overdue'])} of them overdue, {number(classes[horizon.LATER])} due in more "
         f"than a year.{f' Now: {error}.' if error else ''}"
     )

@@ -121,14 +121,14 @@ def classify(
     try:
         properties = Properties.parse(delivery.properties)
         ask = edits.asked(delivery, properties, dead=retry is not None)
+        plan = decide(ask, policy, now_ms, now_lower_ms)
+        if retry is not None and not isinstance(plan, Refuse):
+            noted = edits.failed(properties, failure(ask.headers, retry), max_properties)
+            delivery, properties = delivery._replace(properties=noted), Properties.parse(noted)
     except MalformedProperties as broken:
         return _unusable(delivery, f"malformed properties: {broken}")
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
-    plan = decide(ask, policy, now_ms, now_lower_ms)
-    if retry is not None and not isinstance(plan, Refuse):
-        noted = edits.failed(properties, failure(ask.headers, retry), max_properties)
-        return delivery._replace(properties=noted), Properties.parse(noted), plan
     return delivery, properties, plan
 
 

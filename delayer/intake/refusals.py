@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from delayer.amqp.edits import DELIVERY_TIME, EXPIRATION, ID, USER_ID
 from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.amqp.properties import Properties, changed, long_string, splice
+from delayer.amqp.properties import Field, Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
 from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME
 from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes
@@ -85,7 +85,7 @@ def _reason_and_origin(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str,
     return (both, exchange, key) if exchange == death[1] else (both, None, None)
 
 
-def again(delivery: Delivery, entries: EntryPoints) -> Outgoing | str:
+def again(delivery: Delivery, entries: EntryPoints, max_properties: int) -> Outgoing | str:
     """How the message goes back to where it came in; or why it cannot."""
     refusal = refusal_of(delivery, entries)
     if refusal.mangled:
@@ -103,15 +103,27 @@ def again(delivery: Delivery, entries: EntryPoints) -> Outgoing | str:
         append, remove = append + header(USER_ID, long_string(user_id)), remove | {USER_ID}
     delivery_time = properties.get(DELIVERY_TIME) if was_refused else None
     if delivery_time is not None:
-        when = delivery_time.value
-        if isinstance(when, int) and int(when) * (1000 if isinstance(when, Timestamp) else 1) > LONGEST_TIMER_MS:
-            return "its x-opt-delivery-time is too far ahead: RabbitMQ 4.4 would end the queue that it comes to"
+        if why := _unfit_time(delivery_time):
+            return why
         append += header(OPT_TIME, delivery_time.type_and_value)
     raw = splice(properties, remove=remove, append=append, drop=("user_id",))
     expiration = _expiration(properties) if was_refused else None
     if expiration is not None:
         raw = with_short(raw, "expiration", expiration)
+    if len(raw) > max_properties:
+        return f"its properties are too long: expected at most {max_properties} bytes, found {len(raw)}"
     return Outgoing(refusal.exchange, refusal.routing_key, raw, delivery.body, token)
+
+
+def _unfit_time(delivery_time: Field) -> str:
+    """Why the message cannot get its ``x-opt-delivery-time`` back. Empty if it can."""
+    try:
+        when = delivery_time.value
+    except MalformedTable as broken:
+        return f"its x-opt-delivery-time cannot be read: {broken}"
+    if isinstance(when, int) and int(when) * (1000 if isinstance(when, Timestamp) else 1) > LONGEST_TIMER_MS:
+        return "its x-opt-delivery-time is too far ahead: RabbitMQ 4.4 would end the queue that it comes to"
+    return ""
 
 
 def _expiration(properties: Properties) -> bytes | None:

@@ -229,7 +229,7 @@ def refused_queue(url: str, queue: str, entries: EntryPoints) -> SetAside[Refuse
     def read(delivery: Delivery, _most: int) -> RefusedMessage:
         return RefusedMessage(refusal_of(delivery, entries), delivery.properties, _head(delivery), len(delivery.body))
 
-    return SetAside(url, queue, read, lambda delivery, _most: again(delivery, entries))
+    return SetAside(url, queue, read, lambda delivery, most: again(delivery, entries, most))
 
 
 def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:

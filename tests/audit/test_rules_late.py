@@ -52,11 +52,7 @@ def test_overdue_says_how_late_and_of_which_routes(spark: SparkSession) -> None:
     ]
     (found,) = judged(spark, messages).findings
     assert (found.count, found.first_due_ms) == (3, NOW - 8 * DAY_MS)
-    assert found.details == {
-        "longest_seconds": 8 * 86_400,
-        "owned": True,
-        "routes": {"\\xff": 2, "delayer.in": 1},
-    }
+    assert found.details == {"longest_seconds": 8 * 86_400, "owned": True, "routes": {"\\xff": 2, "delayer.in": 1}}
 
 
 def test_overdue_rows_of_a_limited_route_are_a_warning(spark: SparkSession) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from tests.support.rabbitmq import OfAVersion
-from tests.support.raw import VOID, Header, Message, Props, Value, array, decimal, number, octets, table, text
+from tests.support.raw import VOID, Header, Message, Props, Value, array, decimal, nested, number, octets, table, text
 
 STORE, NATIVE = "store", "native"
 MODES = (STORE, NATIVE)
@@ -90,13 +90,6 @@ def x_delay(value: Value) -> Header:
 
 def deliver_at(value: Value) -> Header:
     return (b"x-deliver-at", value)
-
-
-def nested(levels: int) -> Value:
-    value = table()
-    for _ in range(levels):
-        value = table((b"t", value))
-    return value
 
 
 def cc(*keys: str) -> Header:

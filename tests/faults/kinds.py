@@ -104,26 +104,13 @@ KINDS: Final[Mapping[str, Kind]] = {
         [f"{point} {loss}" for point in _POINTS for loss in ("broker-cut", "store-cut")],
     ),
     "broker dies while daemon is at": Kind(
-        daemons.losing_at,
-        [*ONE_OF_TWO, "broker"],
-        (0.0, 1.0),
-        1,
-        [f"{point} broker" for point in _POINTS],
+        daemons.losing_at, [*ONE_OF_TWO, "broker"], (0.0, 1.0), 1, [f"{point} broker" for point in _POINTS]
     ),
     "store dies while daemon is at": Kind(
-        daemons.losing_at,
-        [*ONE_OF_TWO, "store"],
-        (0.0, 1.0),
-        2,
-        [f"{point} store" for point in _POINTS],
+        daemons.losing_at, [*ONE_OF_TWO, "store"], (0.0, 1.0), 2, [f"{point} store" for point in _POINTS]
     ),
     "clock stepped": Kind(
-        daemons.clock_stepped,
-        ["daemon", "store"],
-        (2.0, 6.0),
-        4,
-        [str(HOUR_MS), str(-HOUR_MS)],
-        may_repeat=never,
+        daemons.clock_stepped, ["daemon", "store"], (2.0, 6.0), 4, [str(HOUR_MS), str(-HOUR_MS)], may_repeat=never
     ),
     "broker killed": Kind(broker.killed, ["broker"], (0.0, 1.0), 2),
     "broker stopped": Kind(broker.stopped, ["broker"], (2.0, 8.0), 2, brief=of_the_broker),

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.faults.scenes import (
-    BROKER,
-    BROKER_CUT,
-    DAEMON,
-    ONCE,
-    PERHAPS_TWICE,
-    POSTGRES,
-    STORE_CUT,
-    TWICE,
-    Copies,
-    Row,
-)
+from tests.faults.scenes import BROKER, BROKER_CUT, DAEMON, ONCE, PERHAPS_TWICE, POSTGRES, STORE_CUT, TWICE, Copies, Row
 
 
 def native(fault: str, copies: tuple[Copies, ...], after: Mapping[str, int], **more: Any) -> Row:
@@ -57,12 +46,7 @@ NATIVE: Mapping[str, Row] = {
     "reading it when due": native("intake.read:2", READ, {"delays": 0, "delays.due": 1, "out": 0}, **AT_THE_END),
     # A broker that delays keeps the rest of a second itself.
     "keeping it when due": native(
-        "intake.kept",
-        READ,
-        {"delays": 0, "delays.due": 1, "out": 0},
-        **AT_THE_END,
-        delay_ms=1_900,
-        strategy="cascade",
+        "intake.kept", READ, {"delays": 0, "delays.due": 1, "out": 0}, **AT_THE_END, delay_ms=1_900, strategy="cascade"
     ),
     "the publish when due": native("publish.written:4", PUBLISHED, {"delays": 0, "delays.due": 1}, **AT_THE_END),
     "the confirm when due": native(
@@ -81,10 +65,7 @@ STORE: Mapping[str, Row] = {
         "park.committed", (TWICE, TWICE, ONCE, TWICE, ONCE), {"delays": 1, "store": 1, "out": 0}, delay_ms=5_000
     ),
     "claim before the publish": store(
-        "release.claimed",
-        (ONCE, PERHAPS_TWICE, TWICE, ONCE, TWICE),
-        {"delays": 0, "store": 1, "out": 0},
-        same_id=True,
+        "release.claimed", (ONCE, PERHAPS_TWICE, TWICE, ONCE, TWICE), {"delays": 0, "store": 1, "out": 0}, same_id=True
     ),
     # Messages of several claims. The daemon comes to this point when it has written a part of one. A broker that comes
     # back may leave a second publish without a confirm, and so may a store that ends the claim of a daemon that waits.

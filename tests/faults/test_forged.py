@@ -24,10 +24,7 @@ from tests.support.store import sql
 ATTACKER = "delayer-attacker"
 """May write to delayer.in and nowhere else. The password is its name."""
 ROUTES = json.dumps([{"from": "delayer.in", "to": ""}, {"from": "other.in", "to": "h.private"}])
-BY_US: tuple[Header, ...] = (
-    (b"x-delayer-id", text("1")),
-    (b"x-delayer-due", number("l", 4_000_000_000_000)),
-)
+BY_US: tuple[Header, ...] = ((b"x-delayer-id", text("1")), (b"x-delayer-due", number("l", 4_000_000_000_000)))
 
 
 @pytest.fixture(autouse=True)

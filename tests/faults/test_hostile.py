@@ -68,10 +68,7 @@ async def scene(
     """A daemon among good and bad destinations, and a villain who knows them."""
     via = furnish(rabbitmq, vhost)
     place = await Place(mode, rabbitmq.url(unquote(vhost)), store if mode == STORE else None, via_broker=via).declare()
-    async with (
-        place.working(ROUTE=json.dumps(ROUTES), **more) as daemon,
-        Villain.at(rabbitmq, vhost, place) as villain,
-    ):
+    async with place.working(ROUTE=json.dumps(ROUTES), **more) as daemon, Villain.at(rabbitmq, vhost, place) as villain:
         yield place, daemon, villain
 
 

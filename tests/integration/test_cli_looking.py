@@ -92,7 +92,7 @@ async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
     assert delayer("show", of[b"far"], "--body").stdout_bytes == b"far"
     assert "nobody is bound" in delayer("show", of[b"held"]).stdout
     assert "is not in the store" in delayer("show", "999", expect=1).stderr
-    assert "the id without @" in delayer("show", of[b"far"].partition("@")[0] + "@5", expect=1).stderr
+    assert "the part before the @" in delayer("show", of[b"far"].partition("@")[0] + "@5", expect=1).stderr
     delayer("show", "nonsense", expect=2)
 
 
@@ -150,7 +150,7 @@ async def test_reschedule(delayer: Run, database: str) -> None:
         of[b"keyed"].partition("@")[0]: now + DAY_MS,
         of[b"far"].partition("@")[0]: now + 500 * DAY_MS,
     }
-    assert "try the id without" in delayer("reschedule", of[b"soon"], "--by", "1h", expect=1).stderr
+    assert "try the part before the @" in delayer("reschedule", of[b"soon"], "--by", "1h", expect=1).stderr
     async with sql(database) as admin:
         await conserved(admin)
 

@@ -14,7 +14,7 @@ import pytest
 from delayer.core.filters import Filter, Token
 from delayer.core.hold import Hold, unfit
 from delayer.core.units import DAY_MS
-from delayer.store.admin import actions, audit_log, detail
+from delayer.store.admin import actions, audit_log, detail, draining, listing
 from delayer.store.admin.actions import When, cancel, reschedule
 from delayer.store.admin.detail import FoundIn
 from delayer.store.segments import catalog, restore
@@ -31,6 +31,21 @@ async def test_cancel_of_a_row_between_two_milliseconds(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(1, START_MS)._replace(due_us=START_MS * 1000 + 999)])
         assert await cancel(admin, [1]) == {1: FoundIn.WAITING}
+
+
+async def test_a_drain_leaves_messages_whose_properties_are_too_long(database: str) -> None:
+    async with store(database) as admin:
+        await put(admin, [row(1, START_MS), row(2, START_MS)._replace(properties=b"\0" * 1_001)])
+        async with actions.recorded(database, "tester", "drain to native", {}) as (connection, act):
+            places = (await listing.find(connection, Filter(), None, 10, listing.BEGINNING)).places
+            with pytest.raises(draining.Unsound) as left:
+                async with draining.taken(connection, places, act, 1_000):
+                    pytest.fail("a message that fits in no envelope was taken")
+            assert left.value.ids == {2}
+            others = [place for place in places if place.id not in left.value.ids]
+            async with draining.taken(connection, others, act, 1_000) as taken:
+                assert [one.id for one in taken] == [1]
+        assert list(await waiting(admin)) == [2]
 
 
 async def test_cancel_of_held_and_keyed_ones(database: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,7 +13,7 @@ from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed
 from delayer.amqp.properties import entry, long_string, splice
-from delayer.core.message import Outgoing
+from delayer.core.message import Delivery, Outgoing
 from tests.support.servers import RabbitMQ
 
 TIMEOUT = 30.0
@@ -55,6 +56,26 @@ async def test_a_long_name_that_is_not_ascii_in_the_reason(rabbitmq: RabbitMQ, v
                 await channel.publish([message("1", "q")._replace(exchange=name.encode())], timeout=TIMEOUT)
             channel = await publisher(connection)
         await declare(other, "q")
+
+
+async def test_a_dead_letter_whose_headers_are_longer_than_a_frame(vhost: str) -> None:
+    """The broker adds x-death without a look at the frame size. The delivery after it comes as well."""
+    to_grave = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "grave", "x-message-ttl": 0}
+    came: asyncio.Queue[Delivery] = asyncio.Queue()
+    async with connected(vhost) as connection:
+        channel, consumer = await publisher(connection), await connection.channel()
+        await declare(channel, "grave")
+        await channel.call(commands.Queue.Declare(queue="dying", arguments=to_grave), commands.Queue.DeclareOk)
+        large = entry(b"large", long_string(b"v" * (connection.frame_max - 200)))
+        one = message("1", "dying")
+        await channel.publish([one._replace(properties=splice(one.properties, append=large))], timeout=TIMEOUT)
+        await channel.publish([message("2", "grave")], timeout=TIMEOUT)
+        await consumer.consume("grave", came.put_nowait, lambda: None)
+        first, second = [await asyncio.wait_for(came.get(), TIMEOUT) for _ in range(2)]
+        if len(first.properties) < len(second.properties):
+            first, second = second, first
+        assert len(first.properties) > connection.frame_max
+        assert b"x-death" in first.properties and (first.body, second.body) == (b"body", b"body")
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ async def watch(stack: Stack, ledger: Shown) -> Audit:
     def phase(text: str) -> None:
         ledger.console.print(f"[cyan]— {text}[/]")
 
-    phase(f"store mode: {LEFT} messages that are due in weeks and months are parked first")
+    phase(f"store mode: {LEFT} messages that are due in days, weeks and months are parked first")
     async with await aio_pika.connect(stack.broker_url) as connection:
         await park_far_ahead(stack, await connection.channel())
     phase("store mode: delays wait in Postgres")
@@ -132,7 +132,7 @@ async def watch(stack: Stack, ledger: Shown) -> Audit:
     stack.daemon.reload()
     await stack.daemon.event("mode switched")
 
-    phase("native mode: new delays wait in the broker's cascade, in whole seconds; Postgres gives back what it holds")
+    phase("native mode: new delays wait in the broker's cascade; Postgres gives back what it holds")
     await ledger.publish(COUNT["native"], longest_ms=LONGEST_MS["native"])
     await ledger.all_back(timeout=max(LONGEST_MS.values()) / 1000 + SLACK)
     phase("auditing what is left parked: a Spark job beside the daemon")
@@ -165,7 +165,7 @@ async def main() -> int:
         running_stack("store") as stack,
         Shown.open(stack.broker_url, random.Random(), into=b"orders.in", exchange="orders.out") as ledger,
     ):
-        sent = f"sending {sum(COUNT.values())} messages, and {LEFT} that are due in weeks and months"
+        sent = f"sending {sum(COUNT.values())} messages, and {LEFT} that are due in days, weeks and months"
         console.print(f"up after {time.monotonic() - started:.1f} s; {sent}\n")
         found = await watch(stack, ledger)
         code = max(show_verdict(ledger.verdict(), console, time.monotonic() - started), show_audit(found, console))

@@ -65,6 +65,14 @@ def table(*headers: Header) -> Value:
     return _sized(b"F", entries(headers))
 
 
+def nested(levels: int) -> Value:
+    """A table with so many tables in each other."""
+    value = table()
+    for _ in range(levels):
+        value = table((b"t", value))
+    return value
+
+
 def entries(headers: Iterable[Header]) -> bytes:
     return b"".join(bytes((len(name),)) + name + kind + raw for name, (kind, raw) in headers)
 

@@ -44,8 +44,8 @@ def absent(token: Token, found: FoundIn) -> str:
     """Why the message of this name is not here, in a sentence. Pure."""
     if found is FoundIn.UNREADABLE:
         return f"{token} may be in a segment that does not read back: see docs/backlog.md."
-    moved = " (or moved: try the id without @…)" if token.due_ms is not None else ""
-    return f"{token} is not in the store: it was delivered or cancelled{moved}, or never parked."
+    moved = " If it was rescheduled, try the part before the @." if token.due_ms is not None else ""
+    return f"{token} is not in the store: it was delivered, cancelled or never parked.{moved}"
 
 
 class HeldState(NamedTuple):

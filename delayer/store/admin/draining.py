@@ -29,11 +29,11 @@ RETURNING m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_k
 
 
 class Unsound(Exception):
-    """The messages of these ids do not fit their checksum, or their format is unknown here. Such messages must not be
-    sent."""
+    """The messages of these ids must not be sent: their checksum is wrong, their format is unknown here, or their
+    properties do not fit in an envelope."""
 
     def __init__(self, ids: frozenset[int]) -> None:
-        super().__init__(f"{len(ids)} messages do not fit their checksum")
+        super().__init__(f"{len(ids)} messages must not be sent")
         self.ids = ids
 
 
@@ -78,14 +78,15 @@ async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bo
 
 @asynccontextmanager
 async def taken(
-    connection: asyncpg.Connection, places: Sequence[Place], act: int, *, keys_too: bool = False
+    connection: asyncpg.Connection, places: Sequence[Place], act: int, max_properties: int, *, keys_too: bool = False
 ) -> AsyncIterator[list[Due]]:
     """The messages that are still at these places, without a key unless ``keys_too``. They are deleted, and count as
-    released, if the block ends well; otherwise they stay. Raises Unsound, the driver's errors."""
+    released, if the block ends well; otherwise they stay. Raises Unsound, also for properties of more than
+    ``max_properties`` bytes, and the driver's errors."""
     async with pool.transaction(connection):
         rows = await connection.fetch(_TAKE, *Places.of(places), keys_too)
         found = [envelope.read(row) for row in rows]
-        unsound = frozenset(one.id for one in found if not one.sound)
+        unsound = frozenset(one.id for one in found if not one.sound or len(one.parcel.properties) > max_properties)
         if unsound:
             raise Unsound(unsound)
         reach("drain.taken")

@@ -147,11 +147,7 @@ class PostgresWindow:
         reach("release.committed")
 
     async def _write_results(
-        self,
-        connection: asyncpg.Connection,
-        claim: Claim,
-        released: Sequence[Due],
-        held: Sequence[tuple[Due, Hold]],
+        self, connection: asyncpg.Connection, claim: Claim, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]
     ) -> int:
         """Write what became of the claim, in its open transaction: held rows, keys, counters last. Returns when the
         first of the held rows is retried.

@@ -80,10 +80,7 @@ class LaneLocks:
         self._presence: asyncpg.Connection | None = None
         self._pid = 0
         self._idle_seconds = idle
-        self._idle = {
-            "idle_session_timeout": f"{idle * 1000:.0f}ms",
-            "tcp_user_timeout": f"{idle * 1000:.0f}ms",
-        }
+        self._idle = {"idle_session_timeout": f"{idle * 1000:.0f}ms", "tcp_user_timeout": f"{idle * 1000:.0f}ms"}
         self._lane_settings = self._idle | {
             "idle_in_transaction_session_timeout": f"{idle * 1000:.0f}ms",
             # The claim's plan must be an index range and a join by place, also with wrong statistics of a partition

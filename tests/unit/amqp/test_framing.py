@@ -82,6 +82,16 @@ def frame_of(kind: int, channel: int, payload: bytes, end: bytes = b"\xce") -> b
     return struct.pack(">BHI", kind, channel, len(payload)) + payload + end
 
 
+def test_a_content_header_may_be_longer_than_a_frame() -> None:
+    """RabbitMQ adds x-death to a message and cannot split its header: the next delivery is read as well."""
+    properties = bytes(3 * FRAME_MAX)
+    long = frame_of(2, 1, struct.pack(">HHQ", 60, 0, 3) + properties)
+    wire = DELIVER + long + BODY + DELIVER + HEADER + BODY
+    for cut in (0, 1, len(DELIVER) + 3, len(DELIVER) + FRAME_MAX):
+        first, second = (event[1] for event in events_of(wire[:cut], wire[cut:]))
+        assert (first.properties, first.body, second.body) == (properties, b"abc", b"abc")
+
+
 DELIVER = method(commands.Basic.Deliver(TAG, 1, False, "", "q"))
 HEADER = frame_of(2, 1, struct.pack(">HHQH", 60, 0, 3, 0))
 BODY = frame.marshal(body.ContentBody(b"abc"), 1)
@@ -126,7 +136,11 @@ BODY = frame.marshal(body.ContentBody(b"abc"), 1)
         (b"AMQP\0\1\0\0", ReplyCode.FRAME_ERROR, r"speaks AMQP 1\.0\.0"),
         (b"HTTP/1.1 400 Bad Request\r\n", ReplyCode.FRAME_ERROR, "frame of"),
         (struct.pack(">BHI", 3, 1, FRAME_MAX - 7) + b"a", ReplyCode.FRAME_ERROR, "frame of 1025 bytes"),
-        (DELIVER + struct.pack(">BHI", 2, 1, FRAME_MAX - 7) + b"a", ReplyCode.FRAME_ERROR, "frame of 1025 bytes"),
+        (
+            DELIVER + struct.pack(">BHI", 2, 1, framing.MAX_HEADER + 1) + b"a",
+            ReplyCode.FRAME_ERROR,
+            "frame of 16777225 bytes",
+        ),
     ],
 )
 def test_not_amqp(wire: bytes, code: int, why: str) -> None:

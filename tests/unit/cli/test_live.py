@@ -42,6 +42,13 @@ async def test_another_service_at_that_address(ours: dict[str, Any], theirs: dic
         assert bool(found["last"]) == same
 
 
+async def test_a_changed_mode_that_was_not_reloaded_is_told() -> None:
+    async with served(Inside(mode="native")) as web:
+        found = await status.look(settings(web.address))
+    assert status.mode_text("native", found) == "mode: native"
+    assert status.mode_text("store", found).startswith("mode: store in the file; the daemon works in native mode.")
+
+
 @pytest.mark.parametrize("listens", [True, False], ids=["silent", "refused"])
 async def test_a_daemon_that_does_not_answer_is_told(listens: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -23,18 +23,7 @@ from delayer.core.nservicebus import (
     SAGA_ID,
     TIME_SENT,
 )
-from delayer.core.plan import (
-    AtOnce,
-    Cancel,
-    EnterCascade,
-    Mode,
-    Park,
-    Policy,
-    Refuse,
-    Route,
-    TooLate,
-    decide,
-)
+from delayer.core.plan import AtOnce, Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route, TooLate, decide
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt, RetryPolicy
 from tests.support.raw import wire_instant
 

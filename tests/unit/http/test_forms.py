@@ -6,19 +6,7 @@ import pytest
 
 from delayer.amqp.reading import iso
 from delayer.core.filters import Filter
-from delayer.http.forms import (
-    Wrong,
-    back,
-    fixed,
-    instant,
-    later,
-    meant,
-    number,
-    place,
-    place_text,
-    searched,
-    token,
-)
+from delayer.http.forms import Wrong, back, fixed, instant, later, meant, number, place, place_text, searched, token
 
 NOW = 1_800_000_000_000
 HOUR = 3_600_000

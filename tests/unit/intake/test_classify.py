@@ -20,13 +20,14 @@ from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.hold import CONFIRMED, Hold, Outcome, returned
 from delayer.core.message import Delivery, KeyGroup, Outgoing, Parcel, Schedule, Target
 from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
+from delayer.core.retry_policy import RetryPolicy
 from delayer.intake import replies
 from delayer.intake.consume import Dispatch, Session
 from delayer.intake.handle import BatchPlan, Classified, IntakeHandler, batch_plan, classify
 from delayer.intake.holding import Holding
 from delayer.intake.refusals import with_short
 from tests.support.fakes import NOW, Acks, ScriptedLive, ScriptedPublisher, delivery, ids
-from tests.support.raw import wire_instant
+from tests.support.raw import Header, Props, Value, array, nested, number, table, text, wire_instant
 from tests.unit.amqp.tables import properties
 
 ORDERS = Route(b"orders.in", b"orders.out")
@@ -46,6 +47,22 @@ def says(name: bytes, value: int | bytes) -> bytes:
 
 
 LATER = says(b"x-delay", 5000)
+
+
+def test_a_dead_letter_with_broken_headers_ends_no_daemon() -> None:
+    retry = RetryPolicy(5_000, 2, 3_600_000, 0.1, 10, b"parked")
+    policy = replace(STORE, routes={b"orders.in": replace(ORDERS, retry=retry)})
+    death = table((b"count", number("l", 1)), (b"reason", text("rejected")), (b"queue", text("work")))
+    dead = (b"x-death", array(death)), (b"x-delayer-failed-in", text("work"))
+
+    def plan_of(*headers: Header) -> BatchPlan:
+        return work(delivery(1)._replace(properties=Props(headers=(*dead, *headers)).encode()), policy=policy)
+
+    [exhausted] = plan_of((b"x-delay", nested(70)), (b"x-delayer-retries", number("l", 10))).publications
+    assert exhausted.outgoing.routing_key == b"parked"
+    history = (b"x-delayer-history", Value(b"A", b"\0\0\0\1?"))
+    [broken] = plan_of(history, (b"x-delayer-retries", number("l", 5))).publications
+    assert broken.refusal.startswith("malformed header table: ")
 
 
 def test_parked_as_it_was_received() -> None:

@@ -87,10 +87,7 @@ async def test_confirmed_publishes_are_accepted_and_counted() -> None:
 async def test_returned_messages_are_held_and_accepted() -> None:
     it = Scene({b"gone": NO_ROUTE, b"full": NACKED})
     await it.run(publication(1, b"gone"), publication(2), publication(3, b"full"))
-    assert it.holder.held == [
-        (PARCEL._replace(token=b"1"), NO_ROUTE),
-        (PARCEL._replace(token=b"3"), NACKED),
-    ]
+    assert it.holder.held == [(PARCEL._replace(token=b"1"), NO_ROUTE), (PARCEL._replace(token=b"3"), NACKED)]
     assert it.acks.acked == [(3, True)]
     assert it.tracker.outstanding == 0
 
@@ -312,9 +309,7 @@ async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays() -> No
 
 
 @pytest.mark.parametrize("attempts", range(MAX_ATTEMPTS))
-async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_counted(
-    attempts: int,
-) -> None:
+async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_counted(attempts: int) -> None:
     it = Scene({b"gone": NACKED})
     it.live.holds_in_store = False
     earlier = Note(WHY, attempts, NOW - 1) if attempts else None

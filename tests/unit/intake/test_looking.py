@@ -106,13 +106,7 @@ def test_short_strings_stand_in_their_place() -> None:
 
 @pytest.mark.parametrize(
     ("payload", "expected"),
-    [
-        ("waiting 5", (WAITING, 5)),
-        ("held -1", (HELD, -1)),
-        ("", None),
-        ("waiting", None),
-        ("other 5", None),
-    ],
+    [("waiting 5", (WAITING, 5)), ("held -1", (HELD, -1)), ("", None), ("waiting", None), ("other 5", None)],
 )
 def test_notifications_of_lanes(payload: str, expected: tuple[str, int] | None) -> None:
     assert parsed(payload) == expected

@@ -87,12 +87,7 @@ async def test_objections_hold_the_message_with_the_reason() -> None:
     rows = [due(1), due(2, key=b"gone"), due(3, key=b"full", attempts=4)]
     it = Scene(ScriptedLane(claims=[rows]), publisher)
     await run_dry(it)
-    assert it.lane.settled == [
-        (
-            [rows[0]],
-            [(rows[1], returned(312, "NO_ROUTE")), (rows[2], NACKED)],
-        )
-    ]
+    assert it.lane.settled == [([rows[0]], [(rows[1], returned(312, "NO_ROUTE")), (rows[2], NACKED)])]
     assert it.count("released") == 1
     assert it.count("held") == 1  # the third was held before
 
