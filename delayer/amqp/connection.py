@@ -34,7 +34,7 @@ from delayer.core.message import Delivery
 _Reply = TypeVar("_Reply", bound=Frame)
 
 
-class Pulse:
+class HeartbeatTimer:
     """The heartbeats. It sends one if nothing was written for half of ``heartbeat`` seconds. It calls ``lost`` once if
     nothing was read for twice ``heartbeat`` seconds. The connection sets ``read_at`` and ``written_at``, in seconds of
     the loop, and ``reading``.
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         self._room = asyncio.Event()
         self._room.set()
         self._soon: list[bytes | memoryview] = []
-        self._pulse = Pulse(loop, self._write, self.drop)
+        self._pulse = HeartbeatTimer(loop, self._write, self.drop)
         self._alarm: str | None = None  # The broker's reason, while it accepts no publishes.
         self._on_alarm: Callable[[str], object] = lambda _reason: None
         self._unblocked = asyncio.Event()

@@ -310,7 +310,7 @@ def nack(channel: int, tag: int, *, multiple: bool, requeue: bool) -> bytes:
     return _SETTLE.pack(METHOD, channel, 13, BASIC_NACK, tag, bits, FRAME_END)
 
 
-class Unjudged:
+class UncheckedMethod:
     """A method without pamqp's check of names: it accepts only those that AMQP 0-9-1 allows. RabbitMQ accepts any 255
     bytes of UTF-8, and users need them, so the broker judges them."""
 
@@ -318,7 +318,7 @@ class Unjudged:
         return
 
 
-class Consume(Unjudged, commands.Basic.Consume): ...
+class Consume(UncheckedMethod, commands.Basic.Consume): ...
 
 
 def header_limit(frame_max: int) -> int:

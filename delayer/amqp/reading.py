@@ -28,7 +28,7 @@ class Header(NamedTuple):
     value: Any
 
 
-class Read(NamedTuple):
+class DecodedProperties(NamedTuple):
     """Decoded properties. ``broken`` describes the part that could not be read; the rest is there."""
 
     properties: dict[str, str | int]
@@ -36,12 +36,12 @@ class Read(NamedTuple):
     broken: str = ""
 
 
-def read(raw: bytes) -> Read:
+def read(raw: bytes) -> DecodedProperties:
     """Decode the properties of a message as far as possible."""
     try:
         found = Properties.parse(raw)
     except MalformedProperties as error:
-        return Read({}, (), str(error))
+        return DecodedProperties({}, (), str(error))
     values: dict[str, str | int] = {}
     for name in NAMES:
         if name == "headers" or name not in found.spans:
@@ -55,8 +55,8 @@ def read(raw: bytes) -> Read:
         fields = found.headers_items()
         headers = [Header(text(one.name), TYPES.get(chr(one.type), "?"), plain(one.value)) for one in fields]
     except MalformedTable as error:
-        return Read(values, (), str(error))
-    return Read(values, headers)
+        return DecodedProperties(values, (), str(error))
+    return DecodedProperties(values, headers)
 
 
 def text(raw: bytes) -> str:

@@ -19,7 +19,7 @@ import asyncpg
 
 from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
-from delayer.audit.tasks import Say, Turns
+from delayer.audit.tasks import ExecutorTurns, Say
 from delayer.core.errors import StoreLost
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS
@@ -31,7 +31,7 @@ from delayer.store.segments.compact import Compacted, CompactionWindow
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from delayer.store.segments.compact import Shrunk
+    from delayer.store.segments.compact import ShrinkResult
 
 
 class PackedWindow(NamedTuple):
@@ -65,7 +65,7 @@ def _lost(window: CompactionWindow, one: PackedWindow | None, reason: str) -> Pa
 async def pack_window(connection: asyncpg.Connection, window: CompactionWindow, rows: int) -> PackedWindow:
     """Make segments of ``window`` until no row in it can be taken."""
     made: list[Compacted] = []
-    ours = Turns(connection)
+    ours = ExecutorTurns(connection)
     lost = broken = None
     attempts = 0
     # A window that loses against other transactions is tried five times.
@@ -147,7 +147,7 @@ class CompactionResult:
     """The result of a job. ``seconds`` is the packing, without the start of Spark and without giving room back."""
 
     packed: Sequence[PackedWindow]
-    shrunk: Shrunk
+    shrunk: ShrinkResult
     seconds: float
     shrink_seconds: float
 

@@ -14,7 +14,7 @@ from delayer.audit import spark as sessions
 from delayer.audit.coming import RELEASE_RATE
 from delayer.audit.errors import JobFailed
 from delayer.audit.findings import AuditReport
-from delayer.audit.tasks import Say, Watching
+from delayer.audit.tasks import Say, StageWatcher
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
 from delayer.store.admin import setup
@@ -72,7 +72,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     """One audit. Raises StoreLost, JobMisused, JobFailed."""
     began = time.monotonic()
     sessions.check_work(spark.sparkContext.master, options.work)  # Only now is spark-submit's master known.
-    watching = Watching(spark, say)
+    watching = StageWatcher(spark, say)
     with extract.workplace(options.work, spark) as place:
         store = extract.take(spark, options.store, place, watching, sample=options.sample, seed=options.seed)
         with watching("judging"):
@@ -101,7 +101,7 @@ def add_findings(spark: SparkSession, report: AuditReport, out: str) -> None:
 
 
 def _asked(
-    report: AuditReport, store: Extract, options: Options, watching: Watching
+    report: AuditReport, store: Extract, options: Options, watching: StageWatcher
 ) -> tuple[AuditReport, tuple[str, ...]]:
     """The report with the broker's answers, and the reasons why some are missing."""
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import asyncpg
 
 from delayer.audit import tasks
-from delayer.audit.tasks import Say, Turns
+from delayer.audit.tasks import ExecutorTurns, Say
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
@@ -24,13 +24,13 @@ from delayer.store.admin.actions import make_missing
 from delayer.store.admin.listing import looking
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe
 from delayer.store.segments import catalog as segments
-from delayer.store.segments.catalog import Listed
+from delayer.store.segments.catalog import SegmentEntry
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-class Back(NamedTuple):
+class SegmentRestore(NamedTuple):
     """The result of a segment. ``gone``: a daemon or another job was quicker. ``lost``, ``broken``: reasons."""
 
     segment: int
@@ -44,42 +44,46 @@ class Back(NamedTuple):
         return not (self.gone or self.lost or self.broken)
 
 
-def work(url: str, portion: Iterable[tuple[int, int]]) -> list[Back]:
+def work(url: str, portion: Iterable[tuple[int, int]]) -> list[SegmentRestore]:
     """On an executor: restore segments (id, first due instant) one after the other. Segments that are due soon take no
     turns."""
     return asyncio.run(tasks.each(url, "delayer restore", list(portion), restore_segment, _lost))
 
 
-def _lost(of: tuple[int, int], one: Back | None, reason: str) -> Back:
+def _lost(of: tuple[int, int], one: SegmentRestore | None, reason: str) -> SegmentRestore:
     """A segment that was not begun, or whose commit is uncertain: it counts in no total."""
     if one is not None and not one.restored:
         return one
     perhaps = f"; perhaps its {one.messages} messages are restored" if one is not None else ""
-    return Back(of[0], 0, lost=reason + perhaps)
+    return SegmentRestore(of[0], 0, lost=reason + perhaps)
 
 
-async def restore_segment(connection: asyncpg.Connection, of: tuple[int, int]) -> Back:
+async def restore_segment(connection: asyncpg.Connection, of: tuple[int, int]) -> SegmentRestore:
     """Restore a segment (id, first due instant). A transaction that lost against another one is tried again."""
     segment, first_due_ms = of
     lost = ""
     # This machine's clock is exact enough for that.
-    ours = Turns(connection, hurried=first_due_ms < time.time() * 1000 + 600_000)
+    ours = ExecutorTurns(connection, hurried=first_due_ms < time.time() * 1000 + 600_000)
     for _ in range(5):
         try:
             async with ours.turn() as beside_traffic:
                 found = await _restored(connection, segment, beside_traffic)
             if found is None:
-                return Back(segment, 0, gone=True)
-            return Back(segment, 0, broken=found.reason) if isinstance(found, Broken) else Back(segment, found.messages)
+                return SegmentRestore(segment, 0, gone=True)
+            return (
+                SegmentRestore(segment, 0, broken=found.reason)
+                if isinstance(found, Broken)
+                else SegmentRestore(segment, found.messages)
+            )
         except WORTH_REPEATING as error:
             lost = describe(error)
         except DAMAGED as error:  # One damaged segment does not end the others' work.
-            return Back(segment, 0, broken=f"the store cannot read it, or write its rows: {describe(error)}")
+            return SegmentRestore(segment, 0, broken=f"the store cannot read it, or write its rows: {describe(error)}")
         except DRIVER_ERRORS as error:
-            return Back(segment, 0, lost=describe(error))
+            return SegmentRestore(segment, 0, lost=describe(error))
         except StoreLost as error:  # The store is gone.
-            return Back(segment, 0, lost=str(error))
-    return Back(segment, 0, lost=lost)
+            return SegmentRestore(segment, 0, lost=str(error))
+    return SegmentRestore(segment, 0, lost=lost)
 
 
 async def _restored(connection: asyncpg.Connection, segment: int, beside_traffic: bool) -> Restored | Broken | None:
@@ -95,7 +99,7 @@ class RestorePlan(NamedTuple):
     """The segments to restore, soonest first. ``now_ms``: by the store's clock, epoch milliseconds."""
 
     now_ms: int
-    segments: Sequence[Listed]
+    segments: Sequence[SegmentEntry]
 
     @property
     def messages(self) -> int:
@@ -106,7 +110,7 @@ class RestorePlan(NamedTuple):
 class RestoreResult:
     """The result of a job. ``seconds`` without the start of Spark."""
 
-    back: Sequence[Back]
+    back: Sequence[SegmentRestore]
     seconds: float
 
     @property
@@ -143,7 +147,7 @@ def run(spark: SparkSession, url: str, planned: RestorePlan, say: Say) -> Restor
     """Restore the ``planned`` segments, some hundred at a time, until the store is lost. ``say`` hears the progress in
     segments. Raises JobFailed, StoreLost."""
     began = time.monotonic()
-    back: list[Back] = []
+    back: list[SegmentRestore] = []
     for start in range(0, len(planned.segments), 240):
         part = planned.segments[start : start + 240]
         asyncio.run(_make_days(url, part))
@@ -158,7 +162,7 @@ def run(spark: SparkSession, url: str, planned: RestorePlan, say: Say) -> Restor
     return RestoreResult(back, time.monotonic() - began)
 
 
-async def _make_days(url: str, part: Sequence[Listed]) -> None:
+async def _make_days(url: str, part: Sequence[SegmentEntry]) -> None:
     """Make partitions for restored rows."""
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
     async with looking(url, "make partitions", "delayer restore plan", {}) as connection:

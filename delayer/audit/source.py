@@ -55,7 +55,7 @@ PARTITION: Final = "it is due outside its partition"
 _FINGERPRINT = Struct(">qIII")
 
 
-class Looked(NamedTuple):
+class MessageFacts(NamedTuple):
     """The facts of a message that the rules use. ``size``: bytes of body and properties. ``faults``: nearly always
     none. ``fingerprint``: 16 bytes that equal messages share; None if equality cannot be told. A message with a key has
     none, because the key identifies it."""
@@ -80,23 +80,23 @@ class StoredMessage(NamedTuple):
     body: bytes
 
 
-def look(message: StoredMessage) -> Looked:
+def look(message: StoredMessage) -> MessageFacts:
     """Check one message, and gather its facts."""
     format_, stored, due_ms, exchange, routing_key, to_exchange, to_key, key, properties, body = message
     size = len(properties) + len(body)
     if not 1 <= format_ <= FORMAT:  # The meaning of its columns is unknown too.
-        return Looked(size, [UNKNOWN_FORMAT], None)
+        return MessageFacts(size, [UNKNOWN_FORMAT], None)
     faults = [] if checksum(exchange, routing_key, properties, body) == stored else [CHECKSUM]
     try:
         parsed = Properties.parse(properties)
         parsed.entries()
     except (MalformedProperties, MalformedTable):
-        return Looked(size, [*faults, PROPERTIES], None)
+        return MessageFacts(size, [*faults, PROPERTIES], None)
     if key is not None or not (message_id := parsed.short("message_id")):
-        return Looked(size, faults, None)
+        return MessageFacts(size, faults, None)
     lengths = _FINGERPRINT.pack(due_ms, len(message_id), len(to_exchange), len(to_key))
     told = lengths + message_id + to_exchange + to_key
-    return Looked(size, faults, blake2b(told + blake2b(body).digest(), digest_size=16).digest())
+    return MessageFacts(size, faults, blake2b(told + blake2b(body).digest(), digest_size=16).digest())
 
 
 _INT, _LONG, _TEXT, _BYTES = pa.int32(), pa.int64(), pa.string(), pa.binary()
@@ -172,7 +172,7 @@ def _messages(columns: Mapping[str, Any], rows: int, home: str = "", days: Colle
     for one, due_ms in zip(looked, columns["due_ms"].to_pylist(), strict=True):
         if home and misplaced(due_ms, home, days):
             one.faults.append(PARTITION)
-    told = {name: [getattr(one, name) for one in looked] for name in Looked._fields}
+    told = {name: [getattr(one, name) for one in looked] for name in MessageFacts._fields}
     return made(MESSAGES, rows, {"kind": WAITING if home else HELD, **columns, **told})
 
 
@@ -199,7 +199,7 @@ CHUNK_BYTES: Final = 1 << 20
 """The bytes that a sample reads at one place. Neighbours were parked together, so a sample needs many places."""
 
 
-class Heap(NamedTuple):
+class HeapTable(NamedTuple):
     """A table with rows: one of RELATIONS, or a partition. ``size``: bytes, with values stored out of line."""
 
     name: str
@@ -211,7 +211,7 @@ class Heap(NamedTuple):
         return self.size / self.pages
 
 
-class Piece(NamedTuple):
+class PageRange(NamedTuple):
     """The pages ``first`` to ``after`` (not included) of a table; to its end where ``after`` is None."""
 
     heap: str
@@ -224,16 +224,16 @@ class Piece(NamedTuple):
         return low if self.after is None else f"{low} AND ctid < '({self.after},0)'::tid"
 
 
-Split = tuple[Piece, ...]
+Split = tuple[PageRange, ...]
 """The pieces that one task reads, on one connection."""
 
 
 def plan_splits(
-    heaps: Iterable[Heap], *, split_bytes: int = SPLIT_BYTES, sample: float = 1.0, seed: int = 0
+    heaps: Iterable[HeapTable], *, split_bytes: int = SPLIT_BYTES, sample: float = 1.0, seed: int = 0
 ) -> list[Split]:
     """Everything, or a share ``sample`` of the pages, as tasks of about ``split_bytes``; small tables share one."""
     splits: list[Split] = []
-    gathered: list[Piece] = []
+    gathered: list[PageRange] = []
     filled = 0.0
     for heap in heaps:
         for piece, size in _pieces(heap, split_bytes, sample, seed):
@@ -247,7 +247,7 @@ def plan_splits(
     return splits
 
 
-def _pieces(heap: Heap, split_bytes: int, sample: float, seed: int) -> Iterator[tuple[Piece, float]]:
+def _pieces(heap: HeapTable, split_bytes: int, sample: float, seed: int) -> Iterator[tuple[PageRange, float]]:
     """The pieces of a table, each with its bytes. In a sample each chunk has the same chance. The caller gives the
     seed, so that a repeated task reads the same pages."""
     if heap.pages == 0:
@@ -258,9 +258,9 @@ def _pieces(heap: Heap, split_bytes: int, sample: float, seed: int) -> Iterator[
         after = min(first + step, heap.pages)
         if sample >= 1.0:
             # The last one has no end: the table may have grown between the snapshot and the look at its size.
-            yield Piece(heap.name, first, after if after < heap.pages else None), (after - first) * heap.page_size
+            yield PageRange(heap.name, first, after if after < heap.pages else None), (after - first) * heap.page_size
         elif chance.random() < sample:
-            yield Piece(heap.name, first, after), (after - first) * heap.page_size
+            yield PageRange(heap.name, first, after), (after - first) * heap.page_size
 
 
 NAME: Final = "delayer"
@@ -331,7 +331,7 @@ class StoreReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """The tasks. An empty relation gives one task without pieces, because Spark wants one. Raises StoreLost."""
         with self._reading() as reading:
-            found = [Heap(*row) for row in reading.rows(_HEAPS.format(table=RELATIONS[self._name].table))]
+            found = [HeapTable(*row) for row in reading.rows(_HEAPS.format(table=RELATIONS[self._name].table))]
         days = frozenset(day for heap in found if (day := day_of(heap.name)) is not None)
         planned = plan_splits(found, split_bytes=self._split_bytes, sample=self._sample, seed=self._seed)
         return [Task(split, days) for split in planned or [()]]
@@ -345,7 +345,7 @@ class StoreReader(DataSourceReader):
             for piece in partition.split:
                 yield from self._piece(reading, piece, partition.days)
 
-    def _piece(self, reading: Reading, piece: Piece, days: frozenset[int]) -> Iterator[pa.RecordBatch]:
+    def _piece(self, reading: Reading, piece: PageRange, days: frozenset[int]) -> Iterator[pa.RecordBatch]:
         """The rows of one piece. Raises StoreLost."""
         name, relation = self._name, RELATIONS[self._name]
         for found in reading.batches(f"SELECT {relation.columns} FROM ONLY {piece.heap} WHERE {piece.condition()}"):

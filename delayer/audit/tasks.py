@@ -52,7 +52,7 @@ _CALL: Final = "An error occurred while calling "
 """The beginning of the first line of every Py4J error, which has no information."""
 
 
-class Watching:
+class StageWatcher:
     """``with watching("reading messages"):`` shows the stages of the Spark jobs that the block starts in its thread."""
 
     def __init__(self, spark: SparkSession, say: Say) -> None:
@@ -151,11 +151,11 @@ _traffic = Traffic()
 
 def step_back() -> None:
     """Lower the priority of this process and its children. The database's work for it keeps its priority: see
-    :class:`Turns`."""
+    :class:`ExecutorTurns`."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
-class Turns:
+class ExecutorTurns:
     """The turns of the executor behind ``connection``. Beside traffic one executor works at a time, and rests after
     each piece for as long as the piece took."""
 
@@ -207,7 +207,7 @@ def run(
     """
     if not tasks:
         return []
-    with Watching(spark, say)(name):
+    with StageWatcher(spark, say)(name):
         found: list[R] = spark.sparkContext.parallelize(tasks, len(tasks)).flatMap(partial(_last, work)).collect()
         return found
 

@@ -64,7 +64,7 @@ class Group(NamedTuple):
     """The findings of one rule and severity. ``unlisted``: the number of further ones."""
 
     severity: Severity
-    advice: Advice
+    advice: RuleAdvice
     findings: tuple[Finding, ...]
     unlisted: int
 
@@ -129,7 +129,7 @@ def _detail(value: Any) -> str:
     return readable(value if isinstance(value, str | bytes) else str(value))
 
 
-class Advice(NamedTuple):
+class RuleAdvice(NamedTuple):
     """``title`` of the rule, what a finding ``means``, and the ``next`` step."""
 
     title: str
@@ -137,15 +137,15 @@ class Advice(NamedTuple):
     next: str
 
 
-ADVICE: Final[dict[str, Advice]] = {
-    "conservation": Advice(
+ADVICE: Final[dict[str, RuleAdvice]] = {
+    "conservation": RuleAdvice(
         "Conservation",
         "The messages that left and those that are here do not add up to those that came in. Counters and rows of one "
         "snapshot disagree.",
         "Keep the store as it is and find out who changed rows or counters besides delayer (psql, a restore of a "
         "backup, replication). Fewer rows than expected mean missing messages. If you know why, correct `counter`.",
     ),
-    "segments": Advice(
+    "segments": RuleAdvice(
         "Segments",
         "The content of a segment differs from its header (count, digest or ranges), or it does not read back. Or "
         "no daemon restored it in time.",
@@ -153,47 +153,47 @@ ADVICE: Final[dict[str, Advice]] = {
         "backup or a replica, or ask for help with its id. Late ones: is a daemon running, and what does its log say? "
         "`delayer restore` brings them back at once.",
     ),
-    "integrity": Advice(
+    "integrity": RuleAdvice(
         "Integrity",
         "Rows whose bytes differ from the parked ones, cannot be decoded, are of an unknown format, or lie in the "
         "wrong partition: a daemon holds such a message and does not send it.",
         "Check the disks and the checksums of Postgres (`pg_amcheck`); changed bytes come back from a backup "
         "or a replica only. An unknown format is a daemon that is older than its store: upgrade it.",
     ),
-    "overdue": Advice(
+    "overdue": RuleAdvice(
         "Overdue",
         "Messages are past their due time and still here.",
         "See `delayer status` and the daemon's log: is a daemon running, does it reach the broker, does the "
         "broker block publishers? After an outage this drains by itself. Of routes with max_rate it "
         "takes as long as their number divided by that rate.",
     ),
-    "lanes": Advice(
+    "lanes": RuleAdvice(
         "Lanes without an owner",
         "No daemon owns these lanes. Their messages stay until a daemon takes them. A running daemon does that within "
         "seconds when a message is due soon.",
         "Start a daemon on this store, if none runs. If no message of the lane is due soon, do nothing.",
     ),
-    "repeats": Advice(
+    "repeats": RuleAdvice(
         "Repeats",
         "The same message is here more than once (same `message_id`, destination, due time and body), and will be "
         "delivered as often. One id of the store must never be in two places.",
         "After a crash or a cut connection a few equal messages are expected; many, or without a fault, are a "
         "publisher that sends twice. One id in two places: keep the store as it is, and report it.",
     ),
-    "destinations": Advice(
+    "destinations": RuleAdvice(
         "Destinations that cannot take them",
         "If these messages were due now, the broker would not take them: they would be held and tried again, not "
         "lost. Some may be held already.",
         "Declare the exchange or the queue, or bind it, before the first of them is due; or cancel the messages. Held "
         "ones are tried again by themselves, or at once by `delayer held retry`.",
     ),
-    "keys": Advice(
+    "keys": RuleAdvice(
         "Keys",
         "A key (`x-delay-key`) stands for a message that is not there, or not for the message that has it. A "
         "replacement or a cancel by that key would miss.",
         "These messages are delivered like any other. Please report this with the details.",
     ),
-    "peaks": Advice(
+    "peaks": RuleAdvice(
         "Peaks",
         "More messages are due at one time than daemons can release at once.",
         "See how long it takes to drain. If that is too late, spread the due times where they are made, or add "

@@ -17,7 +17,7 @@ from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
 from delayer.amqp.address import Address
-from delayer.amqp.framing import Unjudged
+from delayer.amqp.framing import UncheckedMethod
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import COUNTS_AGE, Management
@@ -29,13 +29,13 @@ Delayed = Callable[[Collection[str]], Awaitable[dict[str, int | None]]]
 """See :meth:`Admin.delayed`."""
 
 
-class ExchangeDelete(Unjudged, ExchangeMethods.Delete): ...
+class ExchangeDelete(UncheckedMethod, ExchangeMethods.Delete): ...
 
 
-class ExchangeUnbind(Unjudged, ExchangeMethods.Unbind): ...
+class ExchangeUnbind(UncheckedMethod, ExchangeMethods.Unbind): ...
 
 
-class QueueUnbind(Unjudged, QueueMethods.Unbind): ...
+class QueueUnbind(UncheckedMethod, QueueMethods.Unbind): ...
 
 
 class QueueState(NamedTuple):

@@ -20,7 +20,7 @@ from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
-from delayer.amqp.framing import Unjudged
+from delayer.amqp.framing import UncheckedMethod
 from delayer.amqp.properties import encode_headers, entry, int64
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
 from delayer.core.delay_headers import OPT_TIME
@@ -28,19 +28,19 @@ from delayer.core.message import Delivery, Outgoing
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 
 
-class ExchangeDeclare(Unjudged, ExchangeMethods.Declare): ...
+class ExchangeDeclare(UncheckedMethod, ExchangeMethods.Declare): ...
 
 
-class ExchangeBind(Unjudged, ExchangeMethods.Bind): ...
+class ExchangeBind(UncheckedMethod, ExchangeMethods.Bind): ...
 
 
-class QueueDeclare(Unjudged, QueueMethods.Declare): ...
+class QueueDeclare(UncheckedMethod, QueueMethods.Declare): ...
 
 
-class QueueDelete(Unjudged, QueueMethods.Delete): ...
+class QueueDelete(UncheckedMethod, QueueMethods.Delete): ...
 
 
-class QueueBind(Unjudged, QueueMethods.Bind): ...
+class QueueBind(UncheckedMethod, QueueMethods.Bind): ...
 
 
 _ANSWERS: Final[dict[type[Frame], type[Frame]]] = {

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from delayer.amqp.edits import Endpoints
 from delayer.core.hold import Hold, Limits
-from delayer.core.message import Due, Look, Parcel
+from delayer.core.message import Due, LaneTable, Parcel
 from delayer.core.plan import Policy
 from delayer.core.segment import Restoration
 
@@ -92,7 +92,7 @@ class Store(Protocol):
         Raises StoreLost; then nothing is changed.
         """
 
-    async def look(self) -> Look:
+    async def look(self) -> LaneTable:
         """Read lanes and live processes. This process counts as live from its first call on. Raises StoreLost."""
 
     async def take(self, number: int) -> Lane | None:
@@ -111,7 +111,7 @@ class Store(Protocol):
         """Close every connection except those of lanes. Safe to call twice."""
 
 
-class Live(Protocol):
+class LivePolicy(Protocol):
     """The current settings, and the clock. Callers ask for every batch, so a reload applies from the next batch on."""
 
     def policy(self) -> Policy: ...

@@ -54,7 +54,7 @@ class RouteVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class RouteMatch:
     """The queues and exchanges to which one exchange routes a key. ``depends``: only headers decide some bindings."""
 
     queues: frozenset[str] = frozenset()
@@ -83,7 +83,7 @@ _DELAYED: Final = "x-delayed-message"
 Bindings = Iterable[tuple[Binding, Mapping[str, Any]]]
 
 
-def matcher(exchange: ExchangeInfo, bindings: Bindings) -> Callable[[bytes], Matched] | None:
+def matcher(exchange: ExchangeInfo, bindings: Bindings) -> Callable[[bytes], RouteMatch] | None:
     """A function that routes a key like ``exchange``, without visiting every binding. None for an unknown
     type."""
     kind = str(exchange.arguments.get("x-delayed-type", "")) if exchange.type == _DELAYED else exchange.type
@@ -93,7 +93,7 @@ def matcher(exchange: ExchangeInfo, bindings: Bindings) -> Callable[[bytes], Mat
             for binding, _ in bindings:
                 by_key.setdefault(binding.key.encode(), []).append(binding)
             targets = {one: _targets(some) for one, some in by_key.items()}
-            return lambda key: targets.get(key, Matched())
+            return lambda key: targets.get(key, RouteMatch())
         case "fanout":
             everywhere = _targets(binding for binding, _ in bindings)
             return lambda _: everywhere
@@ -106,15 +106,15 @@ def matcher(exchange: ExchangeInfo, bindings: Bindings) -> Callable[[bytes], Mat
             return None
 
 
-def _targets(bindings: Iterable[Binding], *, depends: bool = False) -> Matched:
+def _targets(bindings: Iterable[Binding], *, depends: bool = False) -> RouteMatch:
     queues: set[str] = set()
     exchanges: set[str] = set()
     for binding in bindings:
         (queues if binding.destination_kind == "queue" else exchanges).add(binding.destination)
-    return Matched(frozenset(queues), frozenset(exchanges), depends)
+    return RouteMatch(frozenset(queues), frozenset(exchanges), depends)
 
 
-def _headers(bindings: Bindings) -> Matched:
+def _headers(bindings: Bindings) -> RouteMatch:
     """The targets of a headers exchange. Without a message's headers, only bindings without wanted headers are certain:
     they match every message (``all``) or none (``any``)."""
     certain, depends = [], False
@@ -148,7 +148,7 @@ class Topics:
                 node = node.next.setdefault(word, _Node(hash=word == b"#"))
             node.bindings.append(binding)
 
-    def matched(self, key: bytes) -> Matched:
+    def matched(self, key: bytes) -> RouteMatch:
         nodes = _with_hashes([self._root])
         for word in _words(key):
             after: list[_Node] = []
@@ -184,7 +184,7 @@ class Stop:
     may route messages to."""
 
     exchange: ExchangeInfo
-    matched: Callable[[bytes], Matched] | None
+    matched: Callable[[bytes], RouteMatch] | None
     leads: frozenset[str] = frozenset()
 
     @classmethod

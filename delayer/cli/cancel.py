@@ -33,7 +33,7 @@ from delayer.config.texts import duration_text, shift_ms
 from delayer.core.filters import Filter, Token
 from delayer.core.readable import counted
 from delayer.store.admin import actions, listing
-from delayer.store.admin.actions import PAST, Do, When
+from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
 
 
@@ -107,7 +107,7 @@ def reschedule(
     if (at_ms is None) == (by_ms is None):
         raise click.UsageError("expected a new instant: either --at or --by")
     new: dict[str, Any] = {"at_ms": at_ms} if at_ms is not None else {"by_ms": by_ms}
-    change = Change("reschedule", partial(actions.reschedule, when=When(at_ms, by_ms or 0)), new)
+    change = Change("reschedule", partial(actions.reschedule, when=NewDue(at_ms, by_ms or 0)), new)
     _act(context, change, tokens, as_json=as_json, **given)
 
 

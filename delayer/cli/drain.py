@@ -45,7 +45,7 @@ PORTION: Final = 500
 AGAIN: Final = "the same once more"
 
 
-class Left(NamedTuple):
+class LeftBehind(NamedTuple):
     """Messages that stay, and why. ``next_step``: how they leave. ``by_itself``: they leave without help."""
 
     messages: int
@@ -55,9 +55,9 @@ class Left(NamedTuple):
     by_itself: bool = False
 
 
-def left_in_store(now: draining.Standing, unsound: int, *, keys_too: bool) -> list[Left]:
+def left_in_store(now: draining.DrainBacklog, unsound: int, *, keys_too: bool) -> list[LeftBehind]:
     """The messages that a drain into the cascade leaves, or would leave. ``unsound``: rows that must not be sent."""
-    keyed = Left(
+    keyed = LeftBehind(
         now.keyed,
         "store",
         "they have a key, and the cascade knows no keys",
@@ -66,35 +66,37 @@ def left_in_store(now: draining.Standing, unsound: int, *, keys_too: bool) -> li
     )
     others = now.rows - now.soon - unsound - (0 if keys_too else now.keyed)
     found = [
-        Left(0, "", "", "") if keys_too else keyed,
-        Left(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
-        Left(unsound, "store", "their checksum is wrong, or their properties are too long", "delayer audit"),
-        Left(others, "store", "they came in meanwhile, or another session had them locked", AGAIN),
-        Left(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
-        Left(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
-        Left(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
+        LeftBehind(0, "", "", "") if keys_too else keyed,
+        LeftBehind(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
+        LeftBehind(unsound, "store", "their checksum is wrong, or their properties are too long", "delayer audit"),
+        LeftBehind(others, "store", "they came in meanwhile, or another session had them locked", AGAIN),
+        LeftBehind(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
+        LeftBehind(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
+        LeftBehind(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
     ]
     return [one for one in found if one.messages > 0]
 
 
-def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: int) -> list[Left]:
+def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: int) -> list[LeftBehind]:
     """The messages that a drain into the store leaves. ``levels`` are depths by number; the drain emptied those from
     ``lowest`` on."""
     below = sum(depth for level, depth in levels.items() if level < lowest)
     above = sum(depth for level, depth in levels.items() if level >= lowest)
     found = [
-        Left(below, "cascade", "they are due within a minute", "none: they come out by themselves", by_itself=True),
-        Left(above, "cascade", "they came in, or down a level, meanwhile", AGAIN),
-        Left(due, "due queue", "they are due", "none: the daemon delivers them", by_itself=True),
-        Left(strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"),
+        LeftBehind(
+            below, "cascade", "they are due within a minute", "none: they come out by themselves", by_itself=True
+        ),
+        LeftBehind(above, "cascade", "they came in, or down a level, meanwhile", AGAIN),
+        LeftBehind(due, "due queue", "they are due", "none: the daemon delivers them", by_itself=True),
+        LeftBehind(strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"),
     ]
     return [one for one in found if one.messages > 0]
 
 
-def left_delayed(delayed: Mapping[str, int | None]) -> list[Left]:
+def left_delayed(delayed: Mapping[str, int | None]) -> list[LeftBehind]:
     """The messages of each queue that the broker itself delays, so that a drain cannot read them."""
     why, step = "the broker itself delays them", "none: they come out when they are due"
-    return [Left(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items() if count]
+    return [LeftBehind(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items() if count]
 
 
 def row_into_cascade(due: Due, names: Endpoints, now_ms: int) -> Outgoing:
@@ -109,7 +111,7 @@ LOWEST: Final = 5
 """The lowest level that a drain empties, of 32 seconds. Messages below leave the cascade before the drain ends."""
 
 
-class Around(NamedTuple):
+class BrokerDepths(NamedTuple):
     """Depths in the broker: of the levels by number, of the due queue, of the strays. A missing queue has none."""
 
     levels: dict[int, int]
@@ -117,7 +119,7 @@ class Around(NamedTuple):
     strays: int
 
 
-async def look_around(settings: Settings, levels: Cascade) -> Around:
+async def look_around(settings: Settings, levels: Cascade) -> BrokerDepths:
     """Look at the depths. Raises BrokerLost, BrokerRefused."""
     due = settings.native.due_queue
     async with pipelined_admin(settings.broker_url, NAME) as broker:
@@ -126,10 +128,10 @@ async def look_around(settings: Settings, levels: Cascade) -> Around:
         # A hidden queue may hold messages, and the operator removes the cascade next.
         raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
     depths = {name: depth or 0 for name, depth in seen.queues.items()}
-    return Around({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays, 0))
+    return BrokerDepths({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays, 0))
 
 
-async def left_of(settings: Settings, levels: Cascade, around: Around) -> list[Left]:
+async def left_of(settings: Settings, levels: Cascade, around: BrokerDepths) -> list[LeftBehind]:
     """The messages that do not go into the store, and why."""
     names = [*(level.name for level in levels.levels()), settings.native.due_queue, levels.strays]
     async with await Admin.connect(settings.broker_url, management_url=settings.management_url, name=NAME) as admin:
@@ -168,7 +170,7 @@ MARGIN_MS: Final = MINUTE_MS
 """The daemon is about to release messages that are due sooner."""
 
 
-async def standing(url: str, *, keys_too: bool) -> draining.Standing:
+async def standing(url: str, *, keys_too: bool) -> draining.DrainBacklog:
     """The backlog of the store."""
     async with listing.looking(url, "count the backlog") as connection:
         now_ms = await connection.fetchval("SELECT now()")
@@ -280,7 +282,7 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
     context.exit(_tell(target, count, done, left, dry_run=dry_run, as_json=as_json))
 
 
-async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[Left]]:
+async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[LeftBehind]]:
     """The number of messages that would move, and those that would stay."""
     if settings.mode == "native":
         rows = await standing(url, keys_too=keys_too)
@@ -292,7 +294,7 @@ async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int
     return count, await left_of(settings, cascade_of(settings), below)
 
 
-async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[Left]]:
+async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[LeftBehind]]:
     """Move them. Returns the number of moved messages, and those that stay."""
     if settings.mode == "native":
         moved, unsound = await rows_to_cascade(settings, url, keys_too=keys_too)
@@ -302,7 +304,7 @@ async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, 
     return done, await left_of(settings, levels, await look_around(settings, levels))
 
 
-def _tell(target: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool, as_json: bool) -> int:
+def _tell(target: str, count: int, done: int, left: Sequence[LeftBehind], *, dry_run: bool, as_json: bool) -> int:
     """Print the moved messages, and those that stay with their reasons. Returns the exit code."""
     into, other = ("cascade", "store") if target == "native" else ("store", "cascade")
     if as_json:

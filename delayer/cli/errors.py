@@ -45,7 +45,7 @@ class CommandError(click.ClickException):
         click.echo(f"delayer: {self.message}", file=file, err=True)
 
 
-class Off(CommandError):
+class CommandFailed(CommandError):
     """A defect that a command found, or work that it could not do."""
 
     exit_code = ExitCode.FOUND
@@ -57,7 +57,7 @@ class Misused(CommandError):
     exit_code = ExitCode.USAGE
 
 
-class Unreached(CommandError):
+class OutOfReach(CommandError):
     """Broker or store out of reach."""
 
     exit_code = ExitCode.OUT_OF_REACH
@@ -84,21 +84,21 @@ def failure(error: Exception) -> CommandError:
                 "Nothing was bound. The broker names the first difference only; compare all of them.\n"
                 f"{_way_out(mismatches)}\nThen run `delayer topology apply` again."
             )
-            made = Off(f"queues or exchanges on the broker differ from the configuration:\n{lines}\n{advice}")
+            made = CommandFailed(f"queues or exchanges on the broker differ from the configuration:\n{lines}\n{advice}")
         case BadStoreUrl() | JobMisused():
             made = Misused(text)
         case JobImpossible() | JobFailed():  # Exit code 1 would mean that an audit found something.
-            made = Unreached(text)
+            made = OutOfReach(text)
         case BrokerRefused():
-            made = Unreached(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
+            made = OutOfReach(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
         case BrokerLost():
-            made = Unreached(f"the broker is out of reach: {text}. Next: {broker_advice(error)}.")
+            made = OutOfReach(f"the broker is out of reach: {text}. Next: {broker_advice(error)}.")
         case StoreLost(advice=advice) if advice:
-            made = Unreached(f"the store refused: {text}. Next: {advice}.")
+            made = OutOfReach(f"the store refused: {text}. Next: {advice}.")
         case StoreLost():
-            made = Unreached(f"the store is out of reach: {text}. Next: {STORE_RUNS}.")
+            made = OutOfReach(f"the store is out of reach: {text}. Next: {STORE_RUNS}.")
         case _:
-            made = Off(f"{text}.")  # The other texts contain the advice.
+            made = CommandFailed(f"{text}.")  # The other texts contain the advice.
     return made
 
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 import click
 
 from delayer.amqp import reading
-from delayer.cli.errors import Misused, Off, Unreached
+from delayer.cli.errors import CommandFailed, Misused, OutOfReach
 from delayer.cli.options import filter_of, filter_options, request_of, store_url
 from delayer.cli.output import note
 from delayer.core import lines
@@ -66,10 +66,10 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
         if not opened and error.errno not in _FULL:
             raise Misused(where) from error
         kept = not to_stdout and (file.is_file() or not file.exists())
-        raise Unreached(f"{where}: {_NOTHING_KEPT if kept else 'the output is incomplete'}") from error
+        raise OutOfReach(f"{where}: {_NOTHING_KEPT if kept else 'the output is incomplete'}") from error
     note(f"{count:,} messages were written.")
     if broken is not None:
-        raise Off(str(broken))
+        raise CommandFailed(str(broken))
 
 
 class NotWritten(Exception):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import click
 
 from delayer.amqp.reading import address, iso
-from delayer.cli.errors import ExitCode, Misused, Off, Unreached
+from delayer.cli.errors import CommandFailed, ExitCode, Misused, OutOfReach
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, read_as, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
@@ -37,16 +37,16 @@ def import_failures() -> Iterator[None]:
     try:
         yield
     except SourceLost as error:
-        raise Unreached(
+        raise OutOfReach(
             f"the source is out of reach: {error}. Next: correct that, and run the same again; "
             "an import that had begun goes on where it stopped."
         ) from error
     except BadSource as error:
         raise Misused(f"{error}.") from error
     except (ImportBusy, ImportImpossible) as error:
-        raise Off(f"{error}.") from error
+        raise CommandFailed(f"{error}.") from error
     except CountMismatch as error:
-        raise Off(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.") from error
+        raise CommandFailed(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.") from error
 
 
 SUPERSEDED = "because a message waits under their key already, and stays"
@@ -167,14 +167,14 @@ NO_STORE = (
 )
 
 
-class Wanted(NamedTuple):
+class SourceParameters(NamedTuple):
     """The parameters of every source: the settings, and the chosen messages."""
 
     settings: Settings
     meant: ImportSelection
 
 
-Make = Callable[[Wanted, dict[str, Any], ImportStore], ImportSource]
+Make = Callable[[SourceParameters, dict[str, Any], ImportStore], ImportSource]
 """Makes a source from its options. May raise ImportImpossible, SourceLost, ValueError."""
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -240,7 +240,7 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
         for line in lines_of(look):
             note(line)
         if look.refusal:
-            raise Off(f"{look.refusal}.")
+            raise CommandFailed(f"{look.refusal}.")
         if not agreed("Go on?" if look.unfinished else "Import?", yes=yes):
             note("Nothing was done.")
             return
@@ -287,7 +287,9 @@ def _with(
 ) -> T:
     """Open the store and the source, and call ``act``. Raises expected errors as Failure."""
     settings = request_of(context).settings()
-    wanted = Wanted(settings, ImportSelection(*(given.pop(name) for name in ("cutoff_ms", "limit", "rewrites"))))
+    wanted = SourceParameters(
+        settings, ImportSelection(*(given.pop(name) for name in ("cutoff_ms", "limit", "rewrites")))
+    )
     verified = not given.pop("unverified")
     if settings.store_url is None:
         raise Misused(NO_STORE)

@@ -28,7 +28,7 @@ from delayer.core.filters import MAX_ID, Token, read_token
 from delayer.core.readable import away
 from delayer.store.admin import audit_log as audit_trail
 from delayer.store.admin import detail, listing
-from delayer.store.admin.detail import FoundIn, Whole
+from delayer.store.admin.detail import FoundIn, FullMessage
 from delayer.store.admin.listing import BEGINNING, Entry
 
 
@@ -198,13 +198,13 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
         _print(found)
 
 
-def fate(found: Whole) -> str:
+def fate(found: FullMessage) -> str:
     """The future of the message, in a sentence."""
     entry = found.entry
     return detail.fate(found, address(entry.to_exchange, entry.to_key), found.owner, iso)
 
 
-def _json_of(found: Whole) -> dict[str, Any]:
+def _json_of(found: FullMessage) -> dict[str, Any]:
     held = found.held
     return {
         **json_of(found.entry),
@@ -219,7 +219,7 @@ def _json_of(found: Whole) -> dict[str, Any]:
     }
 
 
-def _print(found: Whole) -> None:
+def _print(found: FullMessage) -> None:
     entry, hold = found.entry, found.held
     said = reading.read(entry.properties)
     due_ms = entry.place.due_us // 1000

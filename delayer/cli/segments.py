@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from delayer.cli.errors import ExitCode, Misused, Unreached
+from delayer.cli.errors import ExitCode, Misused, OutOfReach
 from delayer.cli.options import as_json, conf_option, duration, master_option, request_of, store_url
 from delayer.cli.output import Say, note, per_second, print_json, progress, when
 from delayer.core.readable import size
@@ -47,7 +47,7 @@ def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kep
     for reason in broken:
         note(f"{kept}: {reason}.")
     if lost:
-        raise Unreached(
+        raise OutOfReach(
             f"{parts}: {lost[0].rstrip('.')}. Next: run `{context.command_path}` again; it goes on where this one "
             "stopped."
         )

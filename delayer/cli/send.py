@@ -20,7 +20,7 @@ from pamqp.commands import Basic
 from delayer.amqp.reading import iso
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused
-from delayer.cli.errors import Misused, Off
+from delayer.cli.errors import CommandFailed, Misused
 from delayer.cli.options import Request, duration, fixed_instant, pair
 from delayer.cli.output import note, progress, quoted
 from delayer.config.model import RouteTable, Settings
@@ -48,7 +48,7 @@ class MessageToSend:
     due_ms: int | None = None
 
 
-class Untaken(NamedTuple):
+class MessageNotTaken(NamedTuple):
     """The broker did not take the message: ``reason`` completes "the broker did not take it: …"."""
 
     message_id: str
@@ -57,7 +57,7 @@ class Untaken(NamedTuple):
 
 async def publish(
     url: str, message: MessageToSend, count: int, id_of: Callable[[int], str], say: Callable[[int], None]
-) -> Untaken | None:
+) -> MessageNotTaken | None:
     """Publish ``message`` ``count`` times. Stops after the first window with a message that the broker did not take,
     and returns that one. ``say`` hears the number of confirmed messages.
 
@@ -75,7 +75,7 @@ async def publish(
             say(confirmed)
             for message_id, reason in zip(ids, reasons, strict=True):
                 if reason is not None:
-                    return Untaken(message_id, reason)
+                    return MessageNotTaken(message_id, reason)
     finally:
         await connection.close()
     return None
@@ -210,7 +210,7 @@ def send(
     untaken, confirmed = _sent(settings.broker_url, message, count, partial(_id, first, count))
     if untaken is not None:
         already = f" {confirmed:,} others were." if count > 1 else ""
-        raise Off(
+        raise CommandFailed(
             f"the broker did not take {quoted(untaken.message_id)}: {untaken.reason}.{already} "
             "Next: `delayer topology apply`, then `delayer check`."
         )
@@ -236,7 +236,9 @@ def _id(first: str, count: int, number: int) -> str:
     return first if count == 1 else f"{first}-{number + 1}"
 
 
-def _sent(url: str, message: MessageToSend, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
+def _sent(
+    url: str, message: MessageToSend, count: int, id_of: Callable[[int], str]
+) -> tuple[MessageNotTaken | None, int]:
     """Publish messages, with progress. Returns the first that was not taken, and the number that were."""
     confirmed = 0
     with progress() as say:

@@ -10,7 +10,7 @@ import click
 from delayer.amqp.address import Address
 from delayer.amqp.reading import raw
 from delayer.cli.errors import Misused
-from delayer.cli.importing import Make, Wanted, import_, rewrites_of, source
+from delayer.cli.importing import Make, SourceParameters, import_, rewrites_of, source
 from delayer.cli.options import duration, pair, url_of
 from delayer.config.topology import queues_at_work
 from delayer.config.values import broker_url, management_url
@@ -18,7 +18,7 @@ from delayer.core.cascade import KINDS, Cascade
 from delayer.core.message import Target
 from delayer.imports.cascade import CascadeLevels
 from delayer.imports.files import DelayedExchange, DumpPlan, JsonLines
-from delayer.imports.hold_queues import HoldQueues, Said
+from delayer.imports.hold_queues import HoldQueueOptions, HoldQueues
 from delayer.imports.raven import RavenExport
 from delayer.imports.state_machine import BadSource, ImportSource
 from delayer.store.admin.importing import ImportStore
@@ -55,7 +55,7 @@ def _from_url(given: dict[str, Any]) -> str | None:
     ),
     *_broker_options,
 )
-def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
+def _cascade(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
     kind, prefix = given["kind"], given["prefix"]
     try:
         if kind == "delayer":
@@ -105,7 +105,7 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Import
     ),
     *_broker_options,
 )
-def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
+def _hold_queues(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
     settings = wanted.settings
     own = queues_at_work(settings)
     for name in given["queues"]:
@@ -123,7 +123,7 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Im
         meant=wanted.meant,
         now=book.now_ms,
         own=own,
-        said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"], given["believe_timestamps"]),
+        said=HoldQueueOptions(given["ttl_ms"], given["to_exchange"], given["to_key"], given["believe_timestamps"]),
     )
 
 
@@ -131,7 +131,7 @@ file_argument = click.argument("file", type=click.Path(path_type=Path, dir_okay=
 
 
 @source("jsonl", "A file that `delayer export` wrote.", file_argument)
-def _jsonl(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
+def _jsonl(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
     return JsonLines(path=given["file"], notes=book, meant=wanted.meant)
 
 
@@ -159,7 +159,7 @@ def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, 
         help="Publish messages of FROM to TO. May be repeated.",
     ),
 )  # fmt: skip
-def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
+def _delayed_exchange(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
     vhost = given["vhost"]
     if vhost is None:
         vhost = Address.parse(wanted.settings.broker_url).vhost
@@ -195,7 +195,7 @@ _database_options = (
 
 
 def _timeouts(name: str) -> Make:
-    def make(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> ImportSource:
+    def make(wanted: SourceParameters, given: dict[str, Any], _book: ImportStore) -> ImportSource:
         from delayer.imports.sql import SqlTimeouts  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
 
         return SqlTimeouts(name=name, meant=wanted.meant, **given)
@@ -227,5 +227,5 @@ source(
     click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint owns. [default: all]"),
     _reply_option,
 )
-def _nservicebus_raven(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> ImportSource:
+def _nservicebus_raven(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
     return RavenExport(path=given.pop("file"), notes=book, meant=wanted.meant, **given)

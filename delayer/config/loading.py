@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError, Expected, Problem, show
 from delayer.config.model import DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
-from delayer.config.sources import Environment, File, Flags, Merged, keys_of, known_keys, unknown_key, value_at
+from delayer.config.sources import Environment, File, Flags, MergedSettings, keys_of, known_keys, unknown_key, value_at
 from delayer.config.texts import duration_text
 from delayer.config.values import duration_ms
 from delayer.core.cascade import KINDS, Cascade
@@ -71,7 +71,7 @@ def load(
 
     Raises ConfigError with every mistake of every source.
     """
-    merged = Merged(Flags(flags), Environment(environ), File(config_file(config, environ)))
+    merged = MergedSettings(Flags(flags), Environment(environ), File(config_file(config, environ)))
     _read_named_files(merged, environ, sealed)
     settings = None
     try:
@@ -93,7 +93,7 @@ def load(
     return settings
 
 
-def _read_named_files(merged: Merged, environ: Mapping[str, str], sealed: list[str] | None) -> None:
+def _read_named_files(merged: MergedSettings, environ: Mapping[str, str], sealed: list[str] | None) -> None:
     """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys, check that each can be read, and read the URLs and
     the token."""
     for section in ("broker", "store", "http"):
@@ -123,7 +123,7 @@ def _read_named_files(merged: Merged, environ: Mapping[str, str], sealed: list[s
                 merged.put(section, _CONTENTS[name], content.strip(), table[name])
 
 
-def _problem(merged: Merged, error: Mapping[str, Any]) -> Problem:
+def _problem(merged: MergedSettings, error: Mapping[str, Any]) -> Problem:
     """An error of pydantic as a Problem."""
     loc: tuple[str | int, ...] = error["loc"]
     key = tuple(str(part) for part in loc)
@@ -186,7 +186,7 @@ _OUR_FILES, _THEIR_FILES = ("sslcert", "sslkey"), ("sslrootcert", "sslcrl")
 _OWN_ROOT = ".postgresql/root.crt"
 
 
-def between_keys(merged: Merged, *, sealed: bool) -> list[Problem]:
+def between_keys(merged: MergedSettings, *, sealed: bool) -> list[Problem]:
     """Names that collide between the tables. ``sealed``: some credentials are left out, perhaps the store's URL."""
     queues = {key: str(value_at(merged.values, key.split(".")) or name) for key, name in _QUEUES.items()}
     routes = _tables(merged, "route")
@@ -195,13 +195,13 @@ def between_keys(merged: Merged, *, sealed: bool) -> list[Problem]:
     return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in mistakes]
 
 
-def _tables(merged: Merged, name: str) -> list[Mapping[str, Any]]:
+def _tables(merged: MergedSettings, name: str) -> list[Mapping[str, Any]]:
     """The tables of a list, with an empty one for each value that is no table. The model reports those."""
     found = merged.values.get(name, [])
     return [one if isinstance(one, dict) else {} for one in found] if isinstance(found, list) else []
 
 
-def _same_queue(merged: Merged, queues: Mapping[str, str]) -> Iterator[Mistake]:
+def _same_queue(merged: MergedSettings, queues: Mapping[str, str]) -> Iterator[Mistake]:
     first: dict[str, str] = {}
     for key, name in queues.items():
         other = first.setdefault(name, key)
@@ -210,7 +210,7 @@ def _same_queue(merged: Merged, queues: Mapping[str, str]) -> Iterator[Mistake]:
             yield set_, f"another queue than {kept}", show(name)
 
 
-def _of_routes(routes: Routes, queues: Mapping[str, str], merged: Merged) -> Iterator[Mistake]:
+def _of_routes(routes: Routes, queues: Mapping[str, str], merged: MergedSettings) -> Iterator[Mistake]:
     seen: dict[str, int] = {}
     refused = queues["refused.queue"]
     for index, route in enumerate(routes):
@@ -248,7 +248,7 @@ def _circles(routes: Routes) -> Iterator[Mistake]:
             yield f"route[{index}].to", f"an exchange that does not lead back here ({way})", show(leads[start])
 
 
-def _in_the_cascade(routes: Routes, queues: Mapping[str, str], merged: Merged) -> Iterator[Mistake]:
+def _in_the_cascade(routes: Routes, queues: Mapping[str, str], merged: MergedSettings) -> Iterator[Mistake]:
     """Queues, exchanges and destinations with names of the cascade: messages would get into the middle of it."""
     try:
         cascade = Cascade(prefix=value_at(merged.values, ("native", "prefix")) or "delayer.")  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def _in_the_cascade(routes: Routes, queues: Mapping[str, str], merged: Merged) -
     yield from ((key, _NOT_OURS, show(name)) for key, name in named if name in taken)
 
 
-def _takeovers(routes: Routes, queues: Mapping[str, str], merged: Merged, *, sealed: bool) -> Iterator[Mistake]:
+def _takeovers(routes: Routes, queues: Mapping[str, str], merged: MergedSettings, *, sealed: bool) -> Iterator[Mistake]:
     """Takeovers that stand twice or have no store, and our names that are names of a cascade of another system."""
     tables, native = _tables(merged, "takeover"), merged.values.get("mode") == "native"
     if tables and native and not sealed and not value_at(merged.values, ("store", "url")):

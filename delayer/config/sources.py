@@ -201,7 +201,7 @@ class Layers(BaseSettings):
         """PYDANTIC_SETTINGS_DEBUG would log the values, passwords included."""
 
 
-class Merged:
+class MergedSettings:
     """The merged values of some sources, the place of each value, and all mistakes so far."""
 
     def __init__(self, *sources: SettingsSource) -> None:

@@ -55,7 +55,7 @@ class Phase(StrEnum):
     ABORTED = "aborted"
 
 
-class Item(NamedTuple):
+class ImportItem(NamedTuple):
     """One message. ``hold``: why the import holds it; None for a message that waits."""
 
     parcel: Parcel
@@ -67,7 +67,7 @@ class ImportBatch:
     """The next messages, in the order of due times. ``progress`` is committed with them. ``again``: the number of
     committed messages that the source still had; it only has to remove them."""
 
-    items: Sequence[Item]
+    items: Sequence[ImportItem]
     progress: str
     again: int = 0
 
@@ -229,7 +229,7 @@ def renamed(name: bytes, rewrites: Sequence[Rewrite]) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def redirected(item: Item, rewrites: Sequence[Rewrite]) -> Item:
+def redirected(item: ImportItem, rewrites: Sequence[Rewrite]) -> ImportItem:
     """The message with a renamed destination: the exchange, or at the default exchange the queue."""
     if not rewrites:
         return item

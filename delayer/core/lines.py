@@ -52,7 +52,7 @@ class Line(NamedTuple):
     held: Hold | None = None
 
 
-class End(NamedTuple):
+class EndLine(NamedTuple):
     """The last line, with the number of messages."""
 
     messages: int
@@ -94,7 +94,7 @@ def _put(record: dict[str, Any], name: str, value: bytes) -> None:
         record[f"{name}_b64"] = base64.b64encode(value).decode()
 
 
-def read(text: bytes) -> Line | End:
+def read(text: bytes) -> Line | EndLine:
     """The message of a line, or the end. Raises NotALine."""
     try:
         record = json.loads(text)
@@ -108,7 +108,7 @@ def read(text: bytes) -> Line | End:
         raise NotALine(f"expected version {VERSION} of the format, found {record.get('v')!r}")
     if "messages" in record and "due_ms" not in record:
         _known(record, _END_FIELDS)
-        return End(_integer(record, "messages"))
+        return EndLine(_integer(record, "messages"))
     _known(record, _FIELDS)
     exchange, routing_key = _get(record, "exchange", b""), _get(record, "routing_key", b"")
     parcel = Parcel(

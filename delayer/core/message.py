@@ -139,7 +139,7 @@ class KeyGroup(bytes):
     __slots__ = ()
 
 
-class SeenLane(NamedTuple):
+class LaneRow(NamedTuple):
     """A lane of the store, as last read."""
 
     number: int
@@ -150,10 +150,10 @@ class SeenLane(NamedTuple):
     """The mark of its last owner's broker."""
 
 
-class Look(NamedTuple):
+class LaneTable(NamedTuple):
     """The lanes of the store and its live processes, as last read. ``rank``: the place of this process among them."""
 
-    lanes: Sequence[SeenLane]
+    lanes: Sequence[LaneRow]
     live: int
     rank: int
 

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class DaemonInside:
-    """Satisfies http.view.Inside."""
+    """Satisfies http.view.DaemonPort."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon

@@ -28,11 +28,11 @@ from delayer.daemon.services import ServiceGroup
 from delayer.daemon.systemd import Notifier, Watchdog, trouble
 from delayer.intake.consume import Dispatch, Handler, Intake, QueueConsumer, new_id
 from delayer.intake.handle import DueHandler, IntakeHandler
-from delayer.intake.holding import Holding
+from delayer.intake.holding import MessageHolder
 from delayer.intake.takeover import LevelTakeover
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Release
-from delayer.release.restore import Restoring
+from delayer.release.restore import SegmentRestorer
 from delayer.store.lanes.locks import broker_mark
 from delayer.store.postgres import PostgresStore
 
@@ -111,7 +111,7 @@ class Daemon:
             broker=self.connections.broker_mark,
         )
         self.live = LiveSettings(settings, self._cascade, self._publisher, self.lanes)
-        holding = Holding(self._publisher, self.lanes, self.live, self.counters, new_id=new_id)
+        holding = MessageHolder(self._publisher, self.lanes, self.live, self.counters, new_id=new_id)
         self._dispatch = Dispatch(self._publisher, holding, self.live, self.counters)
         self._intake = self._session(
             "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.lanes, self.counters)
@@ -166,7 +166,7 @@ class Daemon:
 
             self.lanes.configure(connect, self.live)
             self.services.add("lanes", self.lanes.run, last=True)
-            restoring = Restoring(self.lanes, ahead_ms=self.live.restore_ahead_ms, counters=self.counters)
+            restoring = SegmentRestorer(self.lanes, ahead_ms=self.live.restore_ahead_ms, counters=self.counters)
             self.services.add("restoring", restoring.run)
 
     def consuming(self) -> dict[str, bool]:

@@ -168,7 +168,7 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-class Guard:
+class RequestGuard:
     """The middleware before all handlers: it checks hosts, origins and sizes, and sets the headers of every answer."""
 
     def __init__(self, app: ASGIApp, listen: Callable[[], str], max_body: int = 256 * 1024) -> None:

@@ -20,11 +20,11 @@ from delayer.amqp.reading import iso
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
 from delayer.http import forms, render
-from delayer.http.forms import Search, Wrong
+from delayer.http.forms import FieldError, Search
 from delayer.http.pages import STORE_ERRORS, Pages
 from delayer.http.recent import host_ms
 from delayer.store.admin import actions, detail
-from delayer.store.admin.actions import PAST, Do, When
+from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
 
 SHOWN: Final = 20
@@ -70,7 +70,7 @@ class Actions:
                 form = await forms.said(request)
                 # A change goes on when its client closes the connection.
                 result = await asyncio.shield(asyncio.ensure_future(self._in_turn(change(request, who, form))))
-        except Wrong as wrong:
+        except FieldError as wrong:
             back = forms.back(form, request.url.path)
             if not as_json and form.get("verb") == ["reschedule"] and {"id", "all", *forms.FIELDS} & form.keys():
                 result = self._mend(request, form, str(wrong), back)
@@ -242,9 +242,9 @@ def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int
         return actions.cancel, {}
     at, by = (form.get(name, [""])[0].strip() for name in ("at", "by"))
     if bool(at) == bool(by):
-        raise Wrong("Say the new instant: either when it is due, or by how much later.")
+        raise FieldError("Say the new instant: either when it is due, or by how much later.")
     if at:
         at_ms = forms.instant(at, host_ms(), "Due at")
-        return partial(actions.reschedule, when=When(at_ms)), {"at_ms": at_ms}
+        return partial(actions.reschedule, when=NewDue(at_ms)), {"at_ms": at_ms}
     by_ms = forms.later(by)
-    return partial(actions.reschedule, when=When(None, by_ms)), {"by_ms": by_ms}
+    return partial(actions.reschedule, when=NewDue(None, by_ms)), {"by_ms": by_ms}

@@ -26,7 +26,7 @@ _NUMBER: Final = re.compile(r"[0-9]{1,19}")
 T = TypeVar("T")
 
 
-class Wrong(ValueError):
+class FieldError(ValueError):
     """A field that cannot be read. The text has the field, the expected and the found value."""
 
 
@@ -38,39 +38,41 @@ class Search(NamedTuple):
 
 
 def searched(query: Mapping[str, str], now_ms: int) -> Search:
-    """The filter of a search. An empty field is no condition. Raises Wrong."""
+    """The filter of a search. An empty field is no condition. Raises FieldError."""
     known(query, (*FIELDS, "after", "id"))
     return _read({name: text for name in FIELDS if (text := query.get(name, "").strip())}, now_ms)
 
 
 def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Search:
     """The filter of a change. Only ``all=yes`` matches everything, and an empty name is the empty name, as on the
-    command line. Raises Wrong."""
+    command line. Raises FieldError."""
     once([name for name, texts in form.items() for _ in texts])
     given = {name: form[name][0].strip() for name in FIELDS if name in form}
     for name, text in given.items():
         if not text and name not in NAMES:
-            raise Wrong(f"{name}: expected a value, found nothing; leave the field out, or say all=yes")
+            raise FieldError(f"{name}: expected a value, found nothing; leave the field out, or say all=yes")
     everything = form.get("all", [""])[0]
     if everything not in ("", "yes"):
-        raise Wrong(f"all: expected yes, found {everything[:40]!r}")
+        raise FieldError(f"all: expected yes, found {everything[:40]!r}")
     if given and everything:
-        raise Wrong("all=yes means everything that waits: say either that or a filter")
+        raise FieldError("all=yes means everything that waits: say either that or a filter")
     if not given and not everything:
-        raise Wrong(f"Expected a filter ({', '.join(FIELDS)}), or all=yes for everything that waits; found neither")
+        raise FieldError(
+            f"Expected a filter ({', '.join(FIELDS)}), or all=yes for everything that waits; found neither"
+        )
     return _read(given, now_ms)
 
 
 def known(form: Collection[str], names: Collection[str]) -> None:
-    """Refuse unknown fields: a misspelt filter would match too much. Raises Wrong."""
+    """Refuse unknown fields: a misspelt filter would match too much. Raises FieldError."""
     if strange := [name for name in form if name not in names]:
-        raise Wrong(f"Unknown field {strange[0][:40]!r}: expected some of {', '.join(names)}")
+        raise FieldError(f"Unknown field {strange[0][:40]!r}: expected some of {', '.join(names)}")
 
 
 def once(names: Sequence[str]) -> None:
-    """Refuse a field that is given twice. Raises Wrong."""
+    """Refuse a field that is given twice. Raises FieldError."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise Wrong(f"{twice[0][:40]}: expected once, found {names.count(twice[0])} times")
+        raise FieldError(f"{twice[0][:40]}: expected once, found {names.count(twice[0])} times")
 
 
 def _read(given: Mapping[str, str], now_ms: int) -> Search:
@@ -78,7 +80,7 @@ def _read(given: Mapping[str, str], now_ms: int) -> Search:
     if "header" in given:
         name, equals, value = given["header"].partition("=")
         if not equals or not name:
-            raise Wrong(f"Header: expected NAME=VALUE, found {given['header']!r}")
+            raise FieldError(f"Header: expected NAME=VALUE, found {given['header']!r}")
         headers = ((raw(name), value),)
     wanted = Filter(
         route=raw(given["route"]) if "route" in given else None,
@@ -99,17 +101,17 @@ def fixed(asked: Search) -> dict[str, str]:
 
 
 def instant(text: str, now_ms: int, name: str) -> int:
-    """Epoch milliseconds of an RFC 3339 text (without offset: in UTC) or of a duration from now. Raises Wrong."""
+    """Epoch milliseconds of an RFC 3339 text (without offset: in UTC) or of a duration from now. Raises FieldError."""
     return _understood(name, text, lambda said: instant_ms(said, now_ms, UTC))
 
 
 def later(text: str) -> int:
-    """The milliseconds of a shift: "30m", "-1h". Raises Wrong."""
+    """The milliseconds of a shift: "30m", "-1h". Raises FieldError."""
     return _understood("By", text, shift_ms)
 
 
 def token(text: str) -> Token:
-    """The id of a message. Raises Wrong."""
+    """The id of a message. Raises FieldError."""
     return _understood("Id", text, read_token)
 
 
@@ -117,25 +119,25 @@ def _understood(name: str, text: str, read: Callable[[str], T]) -> T:
     try:
         return read(text)
     except ValueError as error:
-        raise Wrong(f"{name}: expected {error}; found {text[:80]!r}") from None
+        raise FieldError(f"{name}: expected {error}; found {text[:80]!r}") from None
 
 
 def place(text: str) -> tuple[int, int] | None:
-    """The start of a page of a list, as :func:`place_text` writes it; None for the first page. Raises Wrong."""
+    """The start of a page of a list, as :func:`place_text` writes it; None for the first page. Raises FieldError."""
     if not text:
         return None
     found = _PLACE.fullmatch(text)
     if found is None or not FIRST_MS * 1000 <= int(found[1]) <= LAST_MS * 1000 or abs(int(found[2])) > MAX_ID:
-        raise Wrong(f"Page: expected the value from a link of this page, found {text[:80]!r}")
+        raise FieldError(f"Page: expected the value from a link of this page, found {text[:80]!r}")
     return int(found[1]), int(found[2])
 
 
 def number(text: str) -> int | None:
-    """The number after which a page of a list starts; None for the first page. Raises Wrong."""
+    """The number after which a page of a list starts; None for the first page. Raises FieldError."""
     if not text:
         return None
     if not _NUMBER.fullmatch(text) or int(text) > MAX_ID:
-        raise Wrong(f"Page: expected the value from a link of this page, found {text[:80]!r}")
+        raise FieldError(f"Page: expected the value from a link of this page, found {text[:80]!r}")
     return int(text)
 
 
@@ -144,35 +146,35 @@ def place_text(after: tuple[int, int]) -> str:
 
 
 async def said(request: Request) -> dict[str, list[str]]:
-    """The fields of a form. Raises Wrong."""
+    """The fields of a form. Raises FieldError."""
     if not request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
-        raise Wrong("Expected a form (application/x-www-form-urlencoded).")
+        raise FieldError("Expected a form (application/x-www-form-urlencoded).")
     try:
         return parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_NAMED + 20)
     except ValueError as error:
-        raise Wrong(f"Expected a form: {error}") from None
+        raise FieldError(f"Expected a form: {error}") from None
 
 
 def verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
-    """The verb of a form. Raises Wrong."""
+    """The verb of a form. Raises FieldError."""
     found = form.get("verb", [""])[0]
     if found not in allowed:
-        raise Wrong(f"Verb: expected one of {', '.join(allowed)}, found {found[:40]!r}")
+        raise FieldError(f"Verb: expected one of {', '.join(allowed)}, found {found[:40]!r}")
     return found
 
 
 def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
-    """The chosen ids, each once. Raises Wrong."""
+    """The chosen ids, each once. Raises FieldError."""
     found = list(dict.fromkeys(form.get("id", [])))
     if not found:
-        raise Wrong("Choose at least one message.")
+        raise FieldError("Choose at least one message.")
     if len(found) > MOST_NAMED:
-        raise Wrong(f"At most {MOST_NAMED} messages at once; use a filter, or the command line.")
+        raise FieldError(f"At most {MOST_NAMED} messages at once; use a filter, or the command line.")
     return found
 
 
 def tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
-    """The chosen ids as tokens. Raises Wrong."""
+    """The chosen ids as tokens. Raises FieldError."""
     return [token(text) for text in ids(form)]
 
 

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from delayer.http import metrics
-from delayer.http.metrics import Sight
-from delayer.http.view import Inside, State, View
+from delayer.http.metrics import MetricSources
+from delayer.http.view import DaemonPort, State, View
 from delayer.store.admin.stats import StoreOverview
 
 
@@ -48,7 +48,7 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
 class Answers:
     """The sources of all answers, and the handlers of health and metrics."""
 
-    inside: Inside
+    inside: DaemonPort
     view: View
 
     async def not_ready(self) -> list[str]:
@@ -78,7 +78,7 @@ class Answers:
         store = census = None
         if self.view.has_store:
             store, census = await asyncio.gather(self.view.store.get(), self.view.census.get())
-        sight = Sight(
+        sight = MetricSources(
             self.inside.state(),
             store,
             census,

@@ -101,7 +101,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class MetricSources:
     """The sources of one answer; a registry of prometheus_client."""
 
     state: State
@@ -126,7 +126,7 @@ def roles(settings: Settings) -> dict[str, str]:
     return {settings.refused.queue: "refused", settings.native.due_queue: "due", settings.intake.queue: "intake"}
 
 
-def text(sight: Sight) -> bytes:
+def text(sight: MetricSources) -> bytes:
     """The metrics in Prometheus's text format."""
     return generate_latest(sight)
 
@@ -137,7 +137,7 @@ GO_DOWN: Final = frozenset({"held", "compacted"})
 figures instead."""
 
 
-def _all(sight: Sight) -> Iterator[Sample]:
+def _all(sight: MetricSources) -> Iterator[Sample]:
     yield "build_info", [__version__], 1
     yield "ready", [], int(sight.ready)
     yield "mode_info", [sight.state["mode"]], 1

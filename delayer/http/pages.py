@@ -15,7 +15,7 @@ from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.filters import Filter
 from delayer.http import forms, recent, render
 from delayer.http.access import Sessions, cookie_name
-from delayer.http.forms import Wrong, said
+from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
 from delayer.store.admin import audit_log, detail, listing
 from delayer.store.admin.detail import FoundIn
@@ -120,7 +120,7 @@ class Pages:
         """Redirect from a typed id to the page of its message."""
         try:
             token = forms.token(request.query_params.get("id", ""))
-        except Wrong as wrong:
+        except FieldError as wrong:
             return await self._waiting(request, {"id": request.query_params.get("id", "")}, str(wrong))
         return RedirectResponse(f"/message/{token}", status_code=303)
 
@@ -147,7 +147,7 @@ class Pages:
             if not wrong:
                 values |= await self._list(form, after)
             values["given"] = form.given
-        except (Wrong, *STORE_ERRORS) as error:
+        except (FieldError, *STORE_ERRORS) as error:
             wrong = str(error)
         back = "/waiting" + (f"?{request.url.query}" if request.url.query and not more else "")
         return self.html(request, "waiting.html", 400 if wrong else 200, wrong=wrong, back=back, **values)
@@ -171,7 +171,7 @@ class Pages:
             token = forms.token(text)
             async with listing.looking(self._url(), "show") as connection:
                 found = await detail.show(connection, token, most=1 << 20)
-        except (Wrong, *STORE_ERRORS) as error:
+        except (FieldError, *STORE_ERRORS) as error:
             return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
         if isinstance(found, FoundIn):
             return self.html(request, "message.html", 404, token=str(token), missing=detail.absent(token, found))
@@ -199,7 +199,7 @@ class Pages:
             after = forms.number(request.query_params.get("after", "")) or 0
             async with listing.looking(self._url(), "list held messages") as connection:
                 page = await detail.held_page(connection, Filter(), None, ROWS, after)
-        except (Wrong, *STORE_ERRORS) as error:
+        except (FieldError, *STORE_ERRORS) as error:
             return self._unreached(request, error)
         more = "" if page.after is None else f"/held?after={page.after}"
         return self.html(request, "held.html", rows=page.messages, next=more)
@@ -223,7 +223,7 @@ class Pages:
             before = forms.number(request.query_params.get("before", ""))
             async with listing.looking(self._url(), "audit-log") as connection:
                 rows = await audit_log.listed(connection, ROWS, before)
-        except (Wrong, *STORE_ERRORS) as error:
+        except (FieldError, *STORE_ERRORS) as error:
             return self._unreached(request, error)
         more = f"/audit-log?before={rows[-1].id}" if len(rows) == ROWS else ""
         return self.html(request, "audit_log.html", rows=rows, next=more)
@@ -234,7 +234,7 @@ class Pages:
             return self.html(request, "login.html", wrong="", who="")
         try:
             form = await said(request)
-        except Wrong as wrong:
+        except FieldError as wrong:
             return self.html(request, "login.html", 400, wrong=str(wrong), who="")
         who, token = (form.get(name, [""])[0].strip() for name in ("who", "token"))
         who = who[:80]
@@ -262,7 +262,7 @@ class Pages:
         return self.html(request, "done.html", 404, heading=heading, lines=lines, back="/")
 
     def _unreached(self, request: Request, error: Exception) -> Response:
-        if isinstance(error, Wrong):
+        if isinstance(error, FieldError):
             return self.html(request, "done.html", 400, heading="Not understood", lines=[str(error)], back="/")
         return self.html(request, "done.html", 503, heading="This cannot be shown", lines=[str(error)], back="/")
 

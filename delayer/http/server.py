@@ -24,11 +24,11 @@ from starlette.types import Scope
 
 from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
-from delayer.http.access import Guard, Sessions
+from delayer.http.access import RequestGuard, Sessions
 from delayer.http.actions import Actions
 from delayer.http.health import Answers
 from delayer.http.pages import Pages
-from delayer.http.view import Inside, View
+from delayer.http.view import DaemonPort, View
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +96,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/actions/filtered", actions.answering(actions.filtered), methods=["POST"]),
             Mount("/static", Files(directory=STATIC)),
         ],
-        middleware=[Middleware(Guard, listen=lambda: settings.settings.http.listen)],
+        middleware=[Middleware(RequestGuard, listen=lambda: settings.settings.http.listen)],
         exception_handlers={404: nowhere},
     )
 
@@ -104,7 +104,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
 class HttpPart:
     """The HTTP server of this daemon."""
 
-    def __init__(self, inside: Inside) -> None:
+    def __init__(self, inside: DaemonPort) -> None:
         self._inside = inside
 
     async def run(self, stopping: asyncio.Event) -> None:

@@ -57,7 +57,7 @@ class RefusedRow(NamedTuple):
     """Its properties and headers, each with its value."""
 
 
-class Inside(Protocol):
+class DaemonPort(Protocol):
     """The daemon, as the server sees it."""
 
     @property
@@ -162,7 +162,7 @@ class Cached(Generic[T]):
 class View:
     """The cached looks."""
 
-    def __init__(self, inside: Inside) -> None:
+    def __init__(self, inside: DaemonPort) -> None:
         self._inside = inside
         self.store = Cached(self._store, 2.0, "store")
         self.census = Cached(self._census, 20.0, "backlog", late=inf)

@@ -49,7 +49,7 @@ _WORDS = {
 
 
 class Destinations:
-    """Satisfies state_machine.Judge. ``verified`` False: ask no broker, and assume that it takes all messages."""
+    """A DestinationJudge. ``verified`` False: ask no broker, and assume that it takes all messages."""
 
     def __init__(self, broker_url: str, management_url: str | None, *, verified: bool = True) -> None:
         self._broker_url = broker_url

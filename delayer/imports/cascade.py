@@ -12,7 +12,7 @@ from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.amqp.properties import Properties
 from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
-from delayer.core.importing import Item
+from delayer.core.importing import ImportItem
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
@@ -44,14 +44,14 @@ class LevelReader:
         """See the port. The level's own time, all the levels below, and the second that Celery's workers wait."""
         return now_ms + (2 << self.number) * 1000
 
-    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
+    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> ImportItem:
         """See the port. An envelope contains the due instant and the destination of its message."""
         if (inside := self._inside(delivery, properties)) is not None:
-            return Item(inside)
+            return ImportItem(inside)
         headers = decoded(properties, CONSULTED)
         due_ms = min(due_at_level(self.cascade, self.number, delivery.routing_key, headers, now_ms), LATEST_MS)
         target = self._target(strip_prefix(delivery.routing_key))
-        return Item(
+        return ImportItem(
             Parcel(
                 due_ms, self.cascade.delivery.encode(), delivery.exchange, delivery.routing_key, target,
                 delivery.properties, delivery.body,

@@ -35,13 +35,13 @@ from delayer.core.importing import (
     BEYOND_LIMIT,
     UNREADABLE,
     ImportBatch,
+    ImportItem,
     ImportSelection,
-    Item,
     Run,
     Survey,
     redirected,
 )
-from delayer.core.lines import End, NotALine
+from delayer.core.lines import EndLine, NotALine
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.imports.state_machine import ImportImpossible, SourceLost
@@ -86,13 +86,13 @@ class Unreadable(ValueError):
     """A line that is no record. The message completes "line 7: …"."""
 
 
-class Skipped(NamedTuple):
+class SkippedRecord(NamedTuple):
     """A record that the import leaves out, and why."""
 
     why: str
 
 
-Reading = Item | Skipped | int | None
+Reading = ImportItem | SkippedRecord | int | None
 """The meaning of a line. A number is the count of messages from the last line. None is a line without content."""
 
 
@@ -197,7 +197,7 @@ class FileSource(ABC):
             )
         return survey
 
-    def _meant_records(self, survey: Survey | None = None) -> Iterator[tuple[int, int, int, Item]]:
+    def _meant_records(self, survey: Survey | None = None) -> Iterator[tuple[int, int, int, ImportItem]]:
         """Each chosen message, with the number, place and length of its line. ``survey`` counts the others."""
         survey = Survey() if survey is None else survey
         self._messages, self._ends = 0, []
@@ -207,14 +207,14 @@ class FileSource(ABC):
                 try:
                     found = self._checked(line)
                 except Unreadable as why:
-                    found = Skipped(UNREADABLE)
+                    found = SkippedRecord(UNREADABLE)
                     unreadable += 1
                     if unreadable <= NAMED:
                         survey.doubt(f"line {number} is unreadable: {why}")
-                self._messages += isinstance(found, Item | Skipped)
+                self._messages += isinstance(found, ImportItem | SkippedRecord)
                 if isinstance(found, int):
                     self._ends.append(found)
-                elif isinstance(found, Skipped):
+                elif isinstance(found, SkippedRecord):
                     survey.leave(found.why)
                 elif found is not None and self.meant.includes(found.parcel.due_ms):
                     yield number, position, len(line), found
@@ -224,7 +224,7 @@ class FileSource(ABC):
 
     def _checked(self, line: bytes) -> Reading:
         found = self.read(line.rstrip(b"\r\n"))
-        if not isinstance(found, Item):
+        if not isinstance(found, ImportItem):
             return found
         if not 0 <= found.parcel.due_ms <= LATEST_MS:
             raise Unreadable(f"expected a due instant of 0 to {LATEST_MS} ms, found {found.parcel.due_ms}")
@@ -249,11 +249,11 @@ class FileSource(ABC):
         places = await self.notes.read_items(self._run, self._after, BATCH)
         if not places:
             return None
-        items: list[Item] = []
+        items: list[ImportItem] = []
         size = 0
         for due_ms, position, length in places:
             found = self._read_at(position, length)
-            if not isinstance(found, Item) or found.parcel.due_ms != due_ms:
+            if not isinstance(found, ImportItem) or found.parcel.due_ms != due_ms:
                 raise ImportImpossible(f"{self.path}: it changed since it was staged (at byte {position})")
             items.append(found)
             self._after = (due_ms, position)
@@ -305,14 +305,14 @@ class JsonLines(FileSource):
             return None
         try:
             found = lines.read(line)
-            if isinstance(found, End):
+            if isinstance(found, EndLine):
                 return found.messages
             parcel = found.parcel
             Properties.parse(parcel.properties)
         except (NotALine, MalformedProperties) as error:
             raise Unreadable(str(error)) from error
         crc = checksum(parcel.exchange, parcel.routing_key, parcel.properties, parcel.body)
-        return Item(parcel, found.held if found.crc in (None, crc) else NOT_SOUND.after(found.held))
+        return ImportItem(parcel, found.held if found.crc in (None, crc) else NOT_SOUND.after(found.held))
 
 
 _NOTHING: Final = (b"", b"ok")
@@ -357,7 +357,7 @@ def read_dumped(line: bytes, plan: DumpPlan) -> Reading:
     except (binascii.Error, ValueError):
         raise Unreadable("expected base64 behind the first field") from None
     if vhost != plan.vhost:
-        return Skipped(f"of virtual host {_text(vhost)!r}")
+        return SkippedRecord(f"of virtual host {_text(vhost)!r}")
     routing_keys = keys.split(b"\0")
     if max(map(len, (exchange, *routing_keys))) > 255:
         raise Unreadable("expected names of at most 255 bytes")
@@ -366,7 +366,7 @@ def read_dumped(line: bytes, plan: DumpPlan) -> Reading:
     except (MalformedProperties, MalformedTable) as error:
         raise Unreadable(f"the property bytes are broken: {error}") from error
     target = plan.target(exchange, routing_keys[0])
-    return Item(Parcel(int(fields[0]), exchange, exchange, routing_keys[0], target, properties, body))
+    return ImportItem(Parcel(int(fields[0]), exchange, exchange, routing_keys[0], target, properties, body))
 
 
 def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:

@@ -17,7 +17,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
-from delayer.core.importing import CONSUMED, OWN, UNHELD, Item
+from delayer.core.importing import CONSUMED, OWN, UNHELD, ImportItem
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
 from delayer.imports.queues import X_DEATH, Queues, Reader
@@ -48,7 +48,7 @@ class HoldQueue:
     def latest_ms(self, now_ms: int) -> int | None:
         return None if self.ttl_ms is None else now_ms + self.ttl_ms
 
-    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
+    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> ImportItem:
         own = delivery.routing_key if self.routing_key is None else self.routing_key
         wait_ms = self._wait_ms(properties)
         hold: core_hold.Hold | None = None
@@ -57,7 +57,7 @@ class HoldQueue:
         if (self.exchange, own) == (b"", self.queue.encode()):
             hold = core_hold.unfit("its queue would give it back to itself")
         due_ms = self._due_ms(properties, wait_ms, now_ms)
-        return Item(
+        return ImportItem(
             Parcel(
                 due_ms, self.queue.encode(), delivery.exchange, delivery.routing_key, Target(self.exchange, own),
                 _dead_lettered(delivery.properties, properties, rerouted=self.routing_key is not None), delivery.body,
@@ -124,7 +124,7 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class HoldQueueOptions:
     """The command's options for all queues. They override the arguments and policies of the queues."""
 
     ttl_ms: int | None = None
@@ -144,7 +144,7 @@ class HoldQueues(Queues):
 
     name = "hold-queues"
     patterns: Sequence[str]
-    said: Said = Said()
+    said: HoldQueueOptions = HoldQueueOptions()
     own: Mapping[str, str] = field(default_factory=dict)
 
     def more_parameters(self) -> Mapping[str, object]:

@@ -25,8 +25,8 @@ from delayer.core.importing import (
     UNGIVEN,
     UNSEEN,
     ImportBatch,
+    ImportItem,
     ImportSelection,
-    Item,
     Run,
     Survey,
     redirected,
@@ -89,7 +89,7 @@ def fingerprint(delivery: Delivery, properties: Properties | None, *, falling: b
     return digest.hexdigest()[:32]
 
 
-class Doubt:
+class DoubtfulMessages:
     """Digests of messages that may be delivered again. ``falling``: whether messages move between the queues."""
 
     def __init__(self, *, falling: bool) -> None:
@@ -149,7 +149,7 @@ class Reader(Protocol):
     def latest_ms(self, now_ms: int) -> int | None:
         """The latest due instant that a message in it can have; None if only its messages know."""
 
-    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
+    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> ImportItem:
         """The message. ``properties``: None where their bytes are broken."""
 
 
@@ -167,7 +167,7 @@ class Queues(ABC):
     management_url: str | None = None
 
     def __post_init__(self) -> None:
-        self._doubt = Doubt(falling=self.falling)
+        self._doubt = DoubtfulMessages(falling=self.falling)
         self._readers: list[Reader] | None = None
         self._at = 0
         self._reconnecting: ReconnectingConnection | None = None
@@ -257,7 +257,7 @@ class Queues(ABC):
         """The new messages among these that are to be imported. The others stay unacknowledged."""
         reader = self._reader
         now_ms = await self.now()
-        items: list[Item] = []
+        items: list[ImportItem] = []
         digests: list[str] = []
         for delivery in deliveries:
             properties = parsed(delivery.properties)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
-from delayer.core.importing import REPLIES, Item, Rewrite, rewriting
-from delayer.imports.files import FileSource, Reading, Skipped, Unreadable
+from delayer.core.importing import REPLIES, ImportItem, Rewrite, rewriting
+from delayer.imports.files import FileSource, Reading, SkippedRecord, Unreadable
 from delayer.imports.timeouts import StoredTimeout, item_of
 
 NAME: Final = "nservicebus-raven"
@@ -24,7 +24,9 @@ HIDDEN: Final = ("__hidden__", "__migrated__")
 """The prefixes of an owner's name with which the vendor's own migration marks timeouts in hand and done."""
 
 
-def read(line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = ()) -> Item | Skipped | None:
+def read(
+    line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = ()
+) -> ImportItem | SkippedRecord | None:
     """The message of a line; None for an empty line. Raises Unreadable."""
     if not line.strip():
         return None
@@ -38,13 +40,13 @@ def read(line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = 
     metadata: Mapping[str, Any] = said if isinstance(said, dict) else {}
     collection = metadata.get("@collection") or metadata.get("Raven-Entity-Name") or COLLECTION
     if collection != COLLECTION:
-        return Skipped(f"of collection {collection!r}")
+        return SkippedRecord(f"of collection {collection!r}")
     owner = str(found.get("OwningTimeoutManager") or "")
     if owner.startswith(HIDDEN):
-        return Skipped("already taken by another migration")
+        return SkippedRecord("already taken by another migration")
     # Every timeout manager takes a timeout without an owner.
     if endpoint is not None and owner not in ("", endpoint):
-        return Skipped("of other endpoints")
+        return SkippedRecord("of other endpoints")
     address = _address(found.get("Destination"))
     timeout = StoredTimeout(_id(found, metadata), address, _due_ms(found), _headers(found), _body(found))
     return item_of(timeout, NAME.encode(), address.encode("utf-8", "surrogateescape"), replies)

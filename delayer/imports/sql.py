@@ -29,8 +29,8 @@ from delayer.core.importing import (
     REPLIES,
     SOON_MS,
     ImportBatch,
+    ImportItem,
     ImportSelection,
-    Item,
     Phase,
     Rewrite,
     Run,
@@ -41,7 +41,7 @@ from delayer.core.importing import (
 from delayer.core.message import Target
 from delayer.imports.databases import Database, database_url
 from delayer.imports.state_machine import CountMismatch, ImportImpossible
-from delayer.imports.timeout_table import Pick, Place, TimeoutTable, staged_beside, staged_token
+from delayer.imports.timeout_table import Place, RowFilter, TimeoutTable, staged_beside, staged_token
 from delayer.imports.timeouts import StoredTimeout, epoch_ms, item_of, moment_of, problem_of
 
 TABLES: Final[Mapping[str, Sequence[str]]] = {
@@ -195,7 +195,7 @@ class SqlTimeouts:
     async def _read(self) -> AsyncGenerator[ImportBatch]:
         """The staged rows, the soonest due first."""
         tables, upto = self._staged, dict(self._removed)
-        items: list[Item] = []
+        items: list[ImportItem] = []
         size = 0
         async with self._database.connected() as connection:
             # Otherwise a transaction would stay open for the whole run.
@@ -289,7 +289,7 @@ class SqlTimeouts:
             await connection.execute(DropTable(one.staged))
         await connection.commit()
 
-    async def _pick(self, connection: AsyncConnection, ahead_ms: int = SOON_MS) -> Pick:
+    async def _pick(self, connection: AsyncConnection, ahead_ms: int = SOON_MS) -> RowFilter:
         """The filter of the chosen rows. By the database's clock none of them is due within ``ahead_ms``."""
         after = None
         if not self.overdue_too:
@@ -297,9 +297,11 @@ class SqlTimeouts:
             now: datetime = (await connection.execute(clock)).scalar_one()
             after = now + timedelta(milliseconds=ahead_ms)
         cutoff_ms = self.meant.cutoff_ms
-        return Pick(after, None if cutoff_ms is None else moment_of(cutoff_ms))
+        return RowFilter(after, None if cutoff_ms is None else moment_of(cutoff_ms))
 
-    async def _shares(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: Pick) -> dict[str, int]:
+    async def _shares(
+        self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: RowFilter
+    ) -> dict[str, int]:
         """The numbers of rows in each table among the ``limit`` soonest; empty without a limit."""
         limit = self.meant.limit
         if limit is None:
@@ -328,7 +330,7 @@ class SqlTimeouts:
             "moved. Next: take fewer at a time (--limit, --table), or stop the timeout managers and say --overdue-too"
         )
 
-    async def _moved(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: Pick) -> int:
+    async def _moved(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: RowFilter) -> int:
         """Move the rows without a commit. Returns their number. Raises CountMismatch."""
         shares = await self._shares(connection, tables, pick)
         moved = 0
@@ -361,7 +363,9 @@ class SqlTimeouts:
         largest = (await connection.execute(one.largest(connection.dialect, table, *names))).scalar_one() or 1
         return max(min(BATCH, READ_BYTES // share // largest), 1)
 
-    async def _leave_others(self, connection: AsyncConnection, one: TimeoutTable, pick: Pick, survey: Survey) -> int:
+    async def _leave_others(
+        self, connection: AsyncConnection, one: TimeoutTable, pick: RowFilter, survey: Survey
+    ) -> int:
         """Count the rows that stay in ``survey``, with their reasons. Returns the number of chosen rows."""
         meant, *others = (await connection.execute(one.others(pick))).one()
         for why, count in zip((NO_TIME, BEFORE_CUTOFF, SOON), others, strict=True):
@@ -371,7 +375,7 @@ class SqlTimeouts:
     def _target(self, destination: str) -> Target:
         return Target(b"", renamed(destination.encode("utf-8", "surrogateescape"), self.meant.rewrites))
 
-    def _item(self, row: Any) -> Item:
+    def _item(self, row: Any) -> ImportItem:
         id_, destination, state, due, headers = row
         timeout = StoredTimeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
         return item_of(timeout, self.name.encode(), self._target(timeout.address).routing_key, self.replies)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.importing import FOR_PEOPLE, Goal, ImportBatch, Item, Phase, Run, Survey, count_reason
+from delayer.core.importing import FOR_PEOPLE, Goal, ImportBatch, ImportItem, Phase, Run, Survey, count_reason
 from delayer.core.message import Target
 from delayer.store.admin.importing import ImportStore
 
@@ -78,7 +78,7 @@ class ImportSource(Protocol):
         """Close connections and files. Safe to call twice."""
 
 
-class Judge(Protocol):
+class DestinationJudge(Protocol):
     """Knows which destinations the broker would take."""
 
     async def problems(self, goals: Mapping[Target, Goal]) -> Mapping[Target, str]:
@@ -157,7 +157,7 @@ class ImportReport:
         return not (self.run.held or self.run.superseded) and FOR_PEOPLE.isdisjoint(self.left)
 
 
-async def preview(source: ImportSource, book: ImportStore, judge: Judge, *, again: bool = False) -> Preview:
+async def preview(source: ImportSource, book: ImportStore, judge: DestinationJudge, *, again: bool = False) -> Preview:
     """Look without changes. ``again``: as for :func:`run`. Raises SourceLost, ImportImpossible, StoreLost."""
     unfinished = await book.unfinished()
     refusal = ""
@@ -182,7 +182,7 @@ def _brought(survey: Survey, again: bool) -> str:
 
 
 async def run(
-    source: ImportSource, book: ImportStore, judge: Judge, who: str, say: Say, *, again: bool = False
+    source: ImportSource, book: ImportStore, judge: DestinationJudge, who: str, say: Say, *, again: bool = False
 ) -> ImportReport:
     """Begin, or go on. ``again``: import also messages that an earlier import brought. Raises SourceLost,
     ImportImpossible, CountMismatch, StoreLost; then run it again."""
@@ -226,7 +226,9 @@ async def run(
     return report
 
 
-async def _batches(source: ImportSource, book: ImportStore, judge: Judge, report: ImportReport, say: Say) -> None:
+async def _batches(
+    source: ImportSource, book: ImportStore, judge: DestinationJudge, report: ImportReport, say: Say
+) -> None:
     """Import batch after batch until the source is empty; ``report`` has the progress."""
     while True:
         current = report.run
@@ -254,7 +256,7 @@ async def _batches(source: ImportSource, book: ImportStore, judge: Judge, report
             )
 
 
-async def _judged(batch: ImportBatch, judge: Judge) -> ImportBatch:
+async def _judged(batch: ImportBatch, judge: DestinationJudge) -> ImportBatch:
     """The batch, with a hold for each message that the broker would not take."""
     goals: dict[Target, Goal] = {}
     for item in batch.items:
@@ -268,7 +270,7 @@ async def _judged(batch: ImportBatch, judge: Judge) -> ImportBatch:
     if not problems:
         return batch
     items = [
-        Item(item.parcel, Hold(HoldKind.RETURNED, why))
+        ImportItem(item.parcel, Hold(HoldKind.RETURNED, why))
         if item.hold is None and (why := problems.get(item.parcel.target))
         else item
         for item in batch.items

@@ -65,7 +65,7 @@ def staged_beside(name: str, names: Iterable[str]) -> list[str]:
     return [one for one in names if (token := staged_token(one)) and one == staged_name(name, token)]
 
 
-class Pick(NamedTuple):
+class RowFilter(NamedTuple):
     """The filter of rows: due later than ``after``, and at ``since`` or later."""
 
     after: datetime | None = None
@@ -108,7 +108,7 @@ class TimeoutTable:
             return [f"SELECT * INTO {staged} FROM {source} WHERE 1 = 0", index]
         return [f"CREATE TABLE {staged} AS SELECT * FROM {source} WHERE 1 = 0", index]
 
-    def take(self, pick: Pick, limit: int | None) -> Insert:
+    def take(self, pick: RowFilter, limit: int | None) -> Insert:
         """Copy and lock the chosen rows that are not locked. :meth:`forget` follows in this transaction."""
         rows = select(*self.source.c).where(*self.meant(pick)).order_by(*self._order(self.source)).limit(limit)
         rows = rows.with_for_update(skip_locked=True).with_hint(
@@ -130,7 +130,7 @@ class TimeoutTable:
         """Copy the staged rows back into their table."""
         return insert(self.source).from_select([column.name for column in self.source.c], select(*self.staged.c))
 
-    def looks(self, pick: Pick, limit: int | None) -> Select[Any]:
+    def looks(self, pick: RowFilter, limit: int | None) -> Select[Any]:
         """The chosen rows with the columns of :meth:`looks_staged`; only the ``limit`` soonest, if there is a limit."""
         rows = self._looks(self.source).where(*self.meant(pick))
         return rows if limit is None else rows.order_by(*self._order(self.source)).limit(limit)
@@ -139,12 +139,12 @@ class TimeoutTable:
         """Destination, due instant and headers of each row."""
         return self._looks(self.staged)
 
-    def dues(self, pick: Pick, limit: int) -> Select[Any]:
+    def dues(self, pick: RowFilter, limit: int) -> Select[Any]:
         """The due instants of the ``limit`` soonest chosen rows."""
         due = self.of(self.source, "time")
         return select(due).where(*self.meant(pick)).order_by(due).limit(limit)
 
-    def others(self, pick: Pick) -> Select[Any]:
+    def others(self, pick: RowFilter) -> Select[Any]:
         """Counts of rows: the chosen ones, those without a due instant, those before ``since``, those not after
         ``after``. Each row counts once."""
         due, never = self.of(self.source, "time"), literal_column("0") == literal_column("1")
@@ -180,10 +180,10 @@ class TimeoutTable:
         sizes = [func.coalesce(length(self.of(table, name)), 0) for name in names]
         return select(func.max(sum(sizes[1:], sizes[0])))
 
-    def meant(self, pick: Pick) -> list[ColumnElement[bool]]:
+    def meant(self, pick: RowFilter) -> list[ColumnElement[bool]]:
         return [self._picked(pick), *self._of_endpoint]
 
-    def _picked(self, pick: Pick) -> ColumnElement[bool]:
+    def _picked(self, pick: RowFilter) -> ColumnElement[bool]:
         due = self.of(self.source, "time")
         picked: ColumnElement[bool] = due.is_not(None)
         if pick.after is not None:

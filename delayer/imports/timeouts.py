@@ -11,7 +11,7 @@ from delayer.amqp.properties import FLAGS, entry, long_string
 from delayer.core import nservicebus
 from delayer.core.delay_headers import UnreadableDelay
 from delayer.core.hold import Hold, unfit
-from delayer.core.importing import Item, Rewrite
+from delayer.core.importing import ImportItem, Rewrite
 from delayer.core.message import SHORT_STRING, Parcel, Target
 from delayer.core.plan import LATEST_MS
 
@@ -48,7 +48,7 @@ def moment_of(epoch: int) -> datetime:
     return _EPOCH + timedelta(milliseconds=epoch)
 
 
-def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequence[Rewrite] = ()) -> Item:
+def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequence[Rewrite] = ()) -> ImportItem:
     """The message, for ``queue`` through the default exchange. ``replies`` rename the reply address. A defect of the
     timeout becomes the message's Hold."""
     headers, unread = _read(timeout.headers)
@@ -60,7 +60,7 @@ def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequen
     due_ms = min(max(_due_ms(timeout.due_ms, headers), 0), LATEST_MS)
     properties = _properties(timeout.id, headers, raw, replies)
     address = timeout.address.encode("utf-8", "surrogateescape")[:SHORT_STRING]
-    return Item(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), hold)
+    return ImportItem(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), hold)
 
 
 def problem_of(headers: str | Mapping[str, object] | None, queue: bytes) -> str:

@@ -17,7 +17,7 @@ import structlog
 
 from delayer.amqp.edits import Note
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
-from delayer.broker.ports import Heartbeat, Live
+from delayer.broker.ports import Heartbeat, LivePolicy
 from delayer.broker.publisher import AmqpPublisher
 from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
@@ -26,7 +26,7 @@ from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Confirmed, Outcome
 from delayer.core.message import Delivery, Outgoing, Parcel, Schedule
-from delayer.intake.holding import Holding, Objection
+from delayer.intake.holding import MessageHolder, Objection
 
 log = structlog.get_logger(__name__)
 
@@ -208,7 +208,7 @@ class Publication(NamedTuple):
 class Dispatch:
     """Publishes on behalf of deliveries. It accepts confirmed ones, and holds those that a destination did not take."""
 
-    def __init__(self, publisher: AmqpPublisher, holding: Holding, live: Live, counters: Counters) -> None:
+    def __init__(self, publisher: AmqpPublisher, holding: MessageHolder, live: LivePolicy, counters: Counters) -> None:
         self.publisher = publisher
         self.new_id = holding.new_id
         self._holding = holding

@@ -19,7 +19,7 @@ from delayer.amqp import edits
 from delayer.amqp.edits import Endpoints, Envelope, NoEnvelope, into_broker, into_cascade, opened
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.broker.ports import Live, Parking
+from delayer.broker.ports import LivePolicy, Parking
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import whole_seconds_until
@@ -191,11 +191,11 @@ def to_refused(delivery: Delivery, plan: Refuse, names: Endpoints, token: bytes)
     return Publication(delivery, outgoing, refusal=plan.reason)
 
 
-class Keeping(Handler):
+class KeepingHandler(Handler):
     """A handler that keeps publications in memory until shortly before their instants, in slots of time. A Schedule
     publishes each one of a slot at its own instant."""
 
-    def __init__(self, live: Live, dispatch: Dispatch) -> None:
+    def __init__(self, live: LivePolicy, dispatch: Dispatch) -> None:
         self._live = live
         self._dispatch = dispatch
         self._new_id = dispatch.new_id
@@ -234,10 +234,10 @@ class Keeping(Handler):
             self._session.start(self._dispatch.hold(late, self._session.acks))
 
 
-class IntakeHandler(Keeping):
+class IntakeHandler(KeepingHandler):
     """Plans the deliveries of the intake queue when they arrive. Parcels wait for company in ``_parcels``."""
 
-    def __init__(self, live: Live, dispatch: Dispatch, parking: Parking, counters: Counters) -> None:
+    def __init__(self, live: LivePolicy, dispatch: Dispatch, parking: Parking, counters: Counters) -> None:
         super().__init__(live, dispatch)
         self._parking = parking
         self._counters = counters
@@ -356,7 +356,7 @@ class IntakeHandler(Keeping):
         await replies.send(self._dispatch.publisher, answers)
 
 
-class DueHandler(Keeping):
+class DueHandler(KeepingHandler):
     """Handles the deliveries of the due queue: envelopes at the end of the cascade, or of the broker's own delay.
 
     The cascade measures whole seconds by the broker's clock. A daemon's clock computed the due instant. The later of

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.amqp.edits import Note, into_broker, to_strays
-from delayer.broker.ports import Live, Parking
+from delayer.broker.ports import LivePolicy, Parking
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
@@ -36,14 +36,14 @@ class Objection(NamedTuple):
     earlier: Note | None = None
 
 
-class Holding:
+class MessageHolder:
     """Holds messages in the store, or in the broker."""
 
     def __init__(
         self,
         publisher: AmqpPublisher,
         store: Parking,
-        live: Live,
+        live: LivePolicy,
         counters: Counters,
         *,
         new_id: Callable[[], bytes],

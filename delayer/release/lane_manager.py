@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import structlog
 
 from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.ports import Heartbeat, Lane, Live, Store
+from delayer.broker.ports import Heartbeat, Lane, LivePolicy, Store
 from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
@@ -81,7 +81,7 @@ class LaneManager:
         self._heartbeat = heartbeat
         self._counters = counters
         self._connection = connection
-        self._live: Live | None = None
+        self._live: LivePolicy | None = None
         self._broker = broker
         self._away_since: float | None = None
         self._connect: Callable[[], Awaitable[Store]] | None = None
@@ -93,7 +93,7 @@ class LaneManager:
         self._turn = count()
         self._began = time.monotonic()
 
-    def configure(self, connect: Callable[[], Awaitable[Store]], live: Live) -> None:
+    def configure(self, connect: Callable[[], Awaitable[Store]], live: LivePolicy) -> None:
         """There is a store: :meth:`run` will connect to it. Limited routes of ``live`` get lanes of their own."""
         self.configured, self._connect, self._live = True, connect, live
 

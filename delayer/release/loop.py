@@ -15,7 +15,7 @@ import structlog
 from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.broker.ports import Heartbeat, Lane, Live, Window
+from delayer.broker.ports import Heartbeat, Lane, LivePolicy, Window
 from delayer.broker.publisher import AmqpPublisher
 from delayer.broker.retry import Backoff, raise_first, take_failures
 from delayer.core.counters import Counters
@@ -55,7 +55,7 @@ class Release:
         self,
         lane: Lane,
         publisher: AmqpPublisher,
-        live: Live,
+        live: LivePolicy,
         *,
         heartbeat: Heartbeat,
         counters: Counters,

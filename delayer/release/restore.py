@@ -37,7 +37,7 @@ URGENT_MS: Final = 300_000
 _MEMORY: Final = "not enough memory to unpack a segment"
 
 
-class Restoring:
+class SegmentRestorer:
     """The part of a daemon's life that brings segments back."""
 
     def __init__(self, lanes: LaneManager, *, ahead_ms: Callable[[], int], counters: Counters) -> None:

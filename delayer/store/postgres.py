@@ -21,7 +21,7 @@ from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
-from delayer.core.message import KeyGroup, Look, Parcel
+from delayer.core.message import KeyGroup, LaneTable, Parcel
 from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
 from delayer.store import pool, schema, statements
@@ -232,7 +232,7 @@ class PostgresStore:
             if status != "COMMIT":
                 raise StoreLost(f"the store answered COMMIT by {status}")
 
-    async def look(self) -> Look:
+    async def look(self) -> LaneTable:
         """See the port. Raises StoreLost."""
         look = await self._locks.look()
         self._routes = look.routes

@@ -104,7 +104,7 @@ async def test_a_segment_that_somebody_else_has_locked_is_waited_for(database: s
         back = await restoring
         assert (back.restored, back.messages) == (True, soonest.messages)
         await lawful(database)
-    done = restore.RestoreResult([back, restore.Back(7, 0, gone=True)], 1.0)
+    done = restore.RestoreResult([back, restore.SegmentRestore(7, 0, gone=True)], 1.0)
     assert (done.segments, done.gone) == (1, 1)
 
 

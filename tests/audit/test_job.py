@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from delayer.audit import job, rules, source
 from delayer.audit import spark as sessions
 from delayer.audit.findings import AuditReport
-from delayer.audit.tasks import Watching
+from delayer.audit.tasks import StageWatcher
 from delayer.cli import submit
 from delayer.cli.main import cli
 from delayer.core.secret import SecretUrl
@@ -155,7 +155,7 @@ def test_errors_do_not_quote_the_url(spark: SparkSession, filled: str, work: str
     missing = secret(filled).replace(urlsplit(filled).path, "/no_such_database")
     spark.dataSource.register(source.bound(SecretUrl(missing)))
     read = spark.read.format("delayer").option("relation", "held")
-    with pytest.raises(Exception, match="no_such_database") as raised, Watching(spark, lambda *_: None)("reading"):
+    with pytest.raises(Exception, match="no_such_database") as raised, StageWatcher(spark, lambda *_: None)("reading"):
         read.load().collect()
     chain = [raised.value, raised.value.__cause__, raised.value.__context__]
     assert PASSWORD not in "".join(f"{one!r} {getattr(one, '_desc', '')}" for one in chain)

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from delayer.audit import extract, source
 from delayer.audit.extract import Extract
-from delayer.audit.tasks import Watching
+from delayer.audit.tasks import StageWatcher
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.core.units import DAY_MS
@@ -84,7 +84,7 @@ def load(spark: SparkSession, url: str, relation: str, **options: object) -> Dat
 
 
 def take(spark: SparkSession, url: str, work: str, **more: Any) -> Extract:
-    watching = Watching(spark, lambda _what, _done, _of: None)
+    watching = StageWatcher(spark, lambda _what, _done, _of: None)
     return extract.take(spark, SecretUrl(url), Path(work).as_uri(), watching, **more)
 
 
@@ -133,7 +133,7 @@ def test_a_store_that_goes_away_is_a_loss_of_the_store(spark: SparkSession) -> N
         assert frame.count() == 300
         gone = load(spark, url, "held")
         server.stop()
-        with pytest.raises(StoreLost, match="connect: "), Watching(spark, lambda *_: None)("reading"):
+        with pytest.raises(StoreLost, match="connect: "), StageWatcher(spark, lambda *_: None)("reading"):
             gone.count()
 
 
@@ -181,7 +181,7 @@ def test_only_ddl_waits_for_the_snapshot(filled: str) -> None:
 def test_a_snapshot_that_is_gone_says_so(spark: SparkSession, filled: str) -> None:
     with extract.hold_snapshot(SecretUrl(filled)) as held:
         frame = load(spark, filled, "held", snapshot=held.id)
-    with pytest.raises(StoreLost) as raised, Watching(spark, lambda *_: None)("reading"):
+    with pytest.raises(StoreLost) as raised, StageWatcher(spark, lambda *_: None)("reading"):
         frame.count()
     assert "run the job again" in raised.value.advice
 

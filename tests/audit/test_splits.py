@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.audit.source import CHUNK_BYTES, Heap, Piece, plan_splits
+from delayer.audit.source import CHUNK_BYTES, HeapTable, PageRange, plan_splits
 
 PAGE = 8192
 
 
-def relation(name: str, pages: int, *, page_size: int = PAGE) -> Heap:
-    return Heap(name, pages, pages * page_size)
+def relation(name: str, pages: int, *, page_size: int = PAGE) -> HeapTable:
+    return HeapTable(name, pages, pages * page_size)
 
 
 relations = st.lists(
@@ -21,7 +21,7 @@ relations = st.lists(
 
 
 @given(relations, st.integers(PAGE, 4 << 20))
-def test_every_page_is_read_once(given: list[Heap], split_bytes: int) -> None:
+def test_every_page_is_read_once(given: list[HeapTable], split_bytes: int) -> None:
     pieces = [piece for split in plan_splits(given, split_bytes=split_bytes) for piece in split]
     for each in given:
         own = [piece for piece in pieces if piece.heap == each.name]
@@ -31,10 +31,10 @@ def test_every_page_is_read_once(given: list[Heap], split_bytes: int) -> None:
 
 
 @given(relations, st.integers(64 << 10, 4 << 20))
-def test_no_split_is_much_larger_than_asked(given: list[Heap], split_bytes: int) -> None:
+def test_no_split_is_much_larger_than_asked(given: list[HeapTable], split_bytes: int) -> None:
     sizes = {each.name: each for each in given}
 
-    def size(piece: Piece) -> float:
+    def size(piece: PageRange) -> float:
         of = sizes[piece.heap]
         return ((piece.after or of.pages) - piece.first) * of.page_size
 

@@ -137,7 +137,7 @@ async def test_a_damaged_page_of_bytes_and_those_who_look_for_a_message(damaged:
         assert {len(found) for found in entries.values() if found is not None} == {OF_A_SEGMENT}
         inside = await admin.fetchval("SELECT ids[1] FROM segment WHERE id = $1", broken[0])
         wanted = [found[0].place.id for found in entries.values() if found is not None][-2:]  # of two segments
-        for ask in (actions.cancel, partial(actions.reschedule, when=actions.When(by_ms=1))):
+        for ask in (actions.cancel, partial(actions.reschedule, when=actions.NewDue(by_ms=1))):
             found = await ask(admin, [wanted.pop(), inside, ROWS * 9])
             assert list(found.values()) == [FoundIn.SEGMENT, FoundIn.UNREADABLE, FoundIn.NOWHERE]
 

@@ -25,7 +25,7 @@ async def store(url: str, days: int = 0) -> AsyncIterator[asyncpg.Connection]:
     async with sql(url) as admin:
         first = START_MS // DAY_MS
         for day in range(first, first + days):
-            assert await partitions.make(admin, day, first - 10) is partitions.Making.DONE
+            assert await partitions.make(admin, day, first - 10) is partitions.PartitionResult.DONE
         yield admin
 
 

@@ -100,14 +100,14 @@ async def test_partitions_stay_until_the_export_ends(database: str) -> None:
     async with sql(database) as admin:
         now = await now_ms(admin)
         today = now // DAY_MS
-        assert await partitions.make(admin, today + 1, today) is partitions.Making.DONE
+        assert await partitions.make(admin, today + 1, today) is partitions.PartitionResult.DONE
         await put(admin, [*rows(5, (today + 1) * DAY_MS), *rows(7, (today + 2) * DAY_MS, first_id=100)])
         async with exporting.snapshot(database) as reading:
             await reading.fetchval("SELECT count(*) FROM lane")  # the snapshot is taken, and no message is read yet
             await admin.execute("DELETE FROM message WHERE id < 100")
             with pytest.raises(asyncpg.LockNotAvailableError):
                 await partitions.drop_empty(admin, partitions.name_of(today + 1))
-            assert await partitions.make(admin, today + 2, today) is not partitions.Making.DONE
+            assert await partitions.make(admin, today + 2, today) is not partitions.PartitionResult.DONE
             found = [len(portion) async for portion in exporting.waiting(reading, Filter(), None)]
             assert sum(found) == 12
         assert await partitions.drop_empty(admin, partitions.name_of(today + 1))

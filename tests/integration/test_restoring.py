@@ -15,7 +15,7 @@ from delayer.core.message import Parcel
 from delayer.core.segment import Locked, Restored
 from delayer.core.units import DAY_MS
 from delayer.release import restore as service
-from delayer.release.restore import Restoring
+from delayer.release.restore import SegmentRestorer
 from delayer.store.admin.stats import overview
 from delayer.store.rows import partitions
 from tests.faults.place import compact_all, eventually
@@ -37,7 +37,9 @@ async def restoring(url: str) -> AsyncIterator[tuple[Process, Counters]]:
     """The store's half of a daemon, and its restoring."""
     counters, stopping = Counters(), asyncio.Event()
     async with running(url) as process:
-        task = asyncio.create_task(Restoring(process.lanes, ahead_ms=lambda: DAY_MS, counters=counters).run(stopping))
+        task = asyncio.create_task(
+            SegmentRestorer(process.lanes, ahead_ms=lambda: DAY_MS, counters=counters).run(stopping)
+        )
         try:
             yield process, counters
         finally:

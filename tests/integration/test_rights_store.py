@@ -17,7 +17,7 @@ from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.store import upgrades
 from delayer.store.admin import actions, audit_log, detail, setup
-from delayer.store.admin.actions import When
+from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
@@ -119,7 +119,7 @@ async def upkeep(url: str, store: PostgresStore, today: int) -> None:
         assert await partitions.existing(connection) >= set(range(today, today + 8))
         assert today - 5 not in await partitions.existing(connection)
         await connection.execute(f"INSERT INTO message {_ROW}", today * DAY_MS + 401 * DAY_MS)
-        assert await partitions.make(connection, today + 401, today) is partitions.Making.DONE
+        assert await partitions.make(connection, today + 401, today) is partitions.PartitionResult.DONE
 
 
 _ROW = (
@@ -172,7 +172,7 @@ async def press(url: str) -> None:
         segment = [Token(3)]  # see prepare()
         first, second, third = [number for (number,) in await connection.fetch("SELECT id FROM held ORDER BY id")]
         act = await audit_log.begin(connection, "ada", "cancel", {})
-        move = partial(actions.reschedule, when=When(None, DAY_MS))
+        move = partial(actions.reschedule, when=NewDue(None, DAY_MS))
         assert await actions.named(connection, move, waiting, act) == {one.id: FoundIn.WAITING for one in waiting}
         assert await actions.named(connection, actions.cancel, segment, act) == {3: FoundIn.SEGMENT}
         done = await actions.every(connection, actions.cancel, Filter(), None, act=act, say=lambda _: None)

@@ -15,7 +15,7 @@ from delayer.core.filters import Filter, Token
 from delayer.core.hold import Hold, unfit
 from delayer.core.units import DAY_MS
 from delayer.store.admin import actions, audit_log, detail, draining, listing
-from delayer.store.admin.actions import When, cancel, reschedule
+from delayer.store.admin.actions import NewDue, cancel, reschedule
 from delayer.store.admin.detail import FoundIn
 from delayer.store.segments import catalog, restore
 from tests.faults.place import eventually
@@ -176,7 +176,7 @@ async def test_reschedule_of_waiting_held_and_keyed_ones(database: str) -> None:
         of = {one.body: one.id for one in (await waiting(admin)).values()}
         of |= dict(await admin.fetch("SELECT body, id FROM held"))
         at = now + 5 * DAY_MS
-        found = await reschedule(admin, [*of.values(), 999], when=When(at_ms=at))
+        found = await reschedule(admin, [*of.values(), 999], when=NewDue(at_ms=at))
         assert found == {
             of[b"a"]: FoundIn.WAITING,
             of[b"b"]: FoundIn.WAITING,
@@ -199,7 +199,7 @@ async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database:
         await place.hold(lane, [(parcel(now - DAY_MS, b"late"), hold), (parcel(now + DAY_MS, b"imported"), hold)])
         late_one, imported = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
         assert "until an operator runs" in await fate(admin, late_one)
-        await reschedule(admin, [late_one, imported], when=When(by_ms=600))
+        await reschedule(admin, [late_one, imported], when=NewDue(by_ms=600))
         soon, after = [ms for (ms,) in await admin.fetch("SELECT retry_at FROM held ORDER BY due_at")]
         assert (now + 600 <= soon < now + 60_000, after) == (True, now + DAY_MS + 600)
         assert await fate(admin, late_one) == f"it is published to there again at {soon}: attempt 2"
@@ -208,7 +208,7 @@ async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database:
             return [due.id for due in await release_all(lane)] == [late_one]
 
         await eventually(tried)
-        await reschedule(admin, [imported], when=When(by_ms=-DAY_MS))
+        await reschedule(admin, [imported], when=NewDue(by_ms=-DAY_MS))
         assert await admin.fetchval("SELECT retry_at FROM held") == now + 600
 
 
@@ -223,7 +223,7 @@ async def test_reschedule_out_of_a_segment(database: str) -> None:
         await put(admin, rows(20, START_MS))
         before = await everything(admin)
         await compact(admin)
-        assert await reschedule(admin, [3, 4], when=When(by_ms=7)) == {3: FoundIn.SEGMENT, 4: FoundIn.SEGMENT}
+        assert await reschedule(admin, [3, 4], when=NewDue(by_ms=7)) == {3: FoundIn.SEGMENT, 4: FoundIn.SEGMENT}
         after = await everything(admin)
         for number, one in before.items():
             assert after[number] == (one._replace(due_us=one.due_us + 7_000) if number in (3, 4) else one)
@@ -240,7 +240,7 @@ async def test_reschedule_into_the_past_is_now(database: str, by: str, packed: b
         await put(admin, [row(1, began + DAY_MS), row(2, began - DAY_MS), row(3, began + 9 * DAY_MS)])
         if packed:
             await compact(admin)
-        when = When(at_ms=began - 5 * DAY_MS) if by == "--at" else When(by_ms=-5 * DAY_MS)
+        when = NewDue(at_ms=began - 5 * DAY_MS) if by == "--at" else NewDue(by_ms=-5 * DAY_MS)
         await reschedule(admin, [1, 2, 3], when=when)
         ended = await admin.fetchval("SELECT now()")
         dues = {one.id: one.due_us // 1000 for one in (await waiting(admin)).values()}
@@ -257,7 +257,7 @@ async def test_a_lane_hears_of_a_reschedule_and_releases_in_time(database: str) 
         sleeping = asyncio.create_task(lane.wait(30.0))
         await asyncio.sleep(0)
         began = time.monotonic()
-        await reschedule(admin, [one], when=When(at_ms=place.now_upper_ms() - 60_000))
+        await reschedule(admin, [one], when=NewDue(at_ms=place.now_upper_ms() - 60_000))
         await sleeping
         assert [due.id for due in await release_all(lane)] == [one]
         assert time.monotonic() - began < SOON
@@ -266,7 +266,7 @@ async def test_a_lane_hears_of_a_reschedule_and_releases_in_time(database: str) 
         [held] = [number for (number,) in await admin.fetch("SELECT id FROM held")]
         sleeping = asyncio.create_task(lane.wait(30.0))
         await asyncio.sleep(0)
-        await reschedule(admin, [held], when=When(at_ms=place.now_upper_ms()))
+        await reschedule(admin, [held], when=NewDue(at_ms=place.now_upper_ms()))
         await sleeping
         assert [due.id for due in await release_all(lane)] == [held]
 
@@ -281,7 +281,7 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
         await admin.execute("UPDATE lane SET watermark = watermark + interval '1 hour'")
         [one] = await waiting(admin)
         sooner = place.now_upper_ms() + 100
-        await reschedule(admin, [one], when=When(at_ms=sooner))
+        await reschedule(admin, [one], when=NewDue(at_ms=sooner))
         assert await admin.fetchval("SELECT watermark FROM lane WHERE number = $1", lane.number) == sooner
         async with owned(place) as [lane]:
             while not (released := await release_all(lane)):
@@ -290,7 +290,7 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
 
 
 async def move(connection: asyncpg.Connection, ids: list[int]) -> dict[int, FoundIn]:
-    return await reschedule(connection, ids, when=When(by_ms=DAY_MS))
+    return await reschedule(connection, ids, when=NewDue(by_ms=DAY_MS))
 
 
 @pytest.mark.parametrize(("act", "cancelled"), [(cancel, 1), (move, 0)])
@@ -318,7 +318,7 @@ async def test_a_claim_waits_for_a_move_and_leaves_it(database: str) -> None:
         await place.park(lane, [parcel(place.now_upper_ms(), b"moved"), parcel(place.now_upper_ms(), b"stays")], [])
         ids = {one.body: one.id for one in (await waiting(admin)).values()}
         async with other.transaction():
-            await reschedule(other, [ids[b"moved"]], when=When(by_ms=3 * DAY_MS))
+            await reschedule(other, [ids[b"moved"]], when=NewDue(by_ms=3 * DAY_MS))
             claims = asyncio.create_task(lane.windows[0].claim(MANY, ROOM))
             await blocked(admin, "%DELETE FROM message AS m%USING (%")
         claimed = await claims

@@ -10,7 +10,7 @@ from delayer.core import backoff
 from delayer.core.hold import Hold, HoldKind
 from delayer.store import statements
 from delayer.store.admin import actions, audit_log
-from delayer.store.admin.actions import When, reschedule
+from delayer.store.admin.actions import NewDue, reschedule
 from delayer.store.admin.stats import overview
 from tests.support.fakes import NO_CONFIRM, WHY
 from tests.support.store import MANY, ROOM, bodies, claim_when_due, opened, owned, parcel, release_all, sql
@@ -83,10 +83,10 @@ async def test_a_retry_by_hand_is_never_early(database: str) -> None:
         assert bodies(rows) == [b"now"]
         await lane.windows[0].settle(rows, [])
         assert (await admin.fetchval("SELECT retry_at FROM held")) == month
-        await reschedule(admin, ids[1:], when=When(by_ms=-1000))
+        await reschedule(admin, ids[1:], when=NewDue(by_ms=-1000))
         assert tuple(await admin.fetchrow("SELECT due_at, retry_at FROM held")) == (month - 1000, month - 1000)
         soon = store.now_upper_ms() + 200
-        await reschedule(admin, ids[1:], when=When(at_ms=soon))
+        await reschedule(admin, ids[1:], when=NewDue(at_ms=soon))
         await lane.wait(3600.0)
         [row] = await lane.windows[0].claim(MANY, ROOM)
         assert (row.parcel.body, row.due_ms) == (b"in a month", soon)

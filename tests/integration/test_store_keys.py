@@ -69,7 +69,7 @@ async def move_some(database: str, by_ms: int) -> None:
     async with sql(database) as hand:
         ids = [number for (number,) in await hand.fetch("SELECT id FROM message ORDER BY random() LIMIT 20")]
         with suppress(*WORTH_REPEATING):
-            await actions.reschedule(hand, ids, when=actions.When(by_ms=by_ms))
+            await actions.reschedule(hand, ids, when=actions.NewDue(by_ms=by_ms))
 
 
 async def test_conservation_under_everything_at_once(database: str) -> None:

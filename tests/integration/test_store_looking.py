@@ -14,7 +14,7 @@ from delayer.amqp import reading
 from delayer.core.filters import Filter, Token
 from delayer.core.units import DAY_MS
 from delayer.store.admin import actions, audit_log, detail, listing
-from delayer.store.admin.actions import When
+from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.listing import BEGINNING
 from delayer.store.segments import catalog
@@ -233,8 +233,8 @@ async def test_cancel_all_of_a_filter(database: str, name: str, monkeypatch: pyt
         assert (told.id, told.who, told.verb, told.messages) == (act, "me", "cancel", len(meant))
 
 
-@pytest.mark.parametrize("when", [When(at_ms=START_MS + 3 * DAY_MS), When(by_ms=DAY_MS + 5)])
-async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", [NewDue(at_ms=START_MS + 3 * DAY_MS), NewDue(by_ms=DAY_MS + 5)])
+async def test_reschedule_all_of_a_filter(database: str, when: NewDue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, although what is moved to a later instant is met again."""
     monkeypatch.setattr(actions, "PORTION", 25)
     some, wanted = mixed(60), Filter(route=b"a")

@@ -32,7 +32,7 @@ async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database
     """It comes in between the first look and the lock, so the second look is what keeps it."""
     async with sql(database) as admin, sql(database) as dropper:
         day = await admin.fetchval("SELECT now()") // DAY_MS + 3
-        assert await partitions.make(admin, day, day - 3) is partitions.Making.DONE
+        assert await partitions.make(admin, day, day - 3) is partitions.PartitionResult.DONE
         async with open_transaction(database) as slow:
             await put(slow, [row(1, day * DAY_MS)])
             dropping_it = asyncio.create_task(partitions.drop_empty(dropper, partitions.name_of(day), lock_ms=10_000))

@@ -8,7 +8,7 @@ import pytest
 
 from delayer.core.units import DAY_MS
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import Making, name_of
+from delayer.store.rows.partitions import PartitionResult, name_of
 from tests.support.logged import capture_logs
 from tests.support.store import bodies, opened, owned, parcel, release_all, sql
 
@@ -40,7 +40,7 @@ async def test_maintenance_makes_a_week_ahead_and_drops_what_has_passed(database
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         today = store.now_upper_ms() // DAY_MS
         for day in range(today - 5, today - 1):
-            assert await partitions.make(admin, day, today - 10) is Making.DONE
+            assert await partitions.make(admin, day, today - 10) is PartitionResult.DONE
         await admin.execute(f"ALTER TABLE message DETACH PARTITION {name_of(today - 4)}")
         await admin.execute(f"DROP TABLE {name_of(today - 4)}")
         await store.park(lane, [parcel((today - 3) * DAY_MS, b"old")], [])
@@ -56,7 +56,7 @@ async def test_a_partition_takes_over_what_the_default_one_has_of_its_day(databa
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now + 401 * DAY_MS, b"%d" % n, key=b"%d" % n) for n in range(3)], [])
-        assert await partitions.make(admin, now // DAY_MS + 401, now // DAY_MS) is Making.DONE
+        assert await partitions.make(admin, now // DAY_MS + 401, now // DAY_MS) is PartitionResult.DONE
         assert [row["name"] for row in await admin.fetch(COUNT)] == [name_of(now // DAY_MS + 401)]
         await store.park(lane, [], [b"1"])
         assert await admin.fetchval("SELECT count(*) FROM message") == 2
@@ -71,12 +71,12 @@ async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
         today = now // DAY_MS
         far = now + 401 * DAY_MS
         await store.park(lane, [parcel(far), parcel(far)], [])
-        assert await partitions.make(admin, far // DAY_MS, today) is Making.NOT_NOW
+        assert await partitions.make(admin, far // DAY_MS, today) is PartitionResult.NOT_NOW
         await admin.execute(
             "UPDATE message SET due_at = statement_timestamp() WHERE id = (SELECT min(id) FROM message)"
         )
         for known in (today, today - 1):  # who began before midnight is told by the store
-            assert await partitions.make(admin, today, known) is Making.NOT_NOW, "its rows may be in a release"
+            assert await partitions.make(admin, today, known) is PartitionResult.NOT_NOW, "its rows may be in a release"
         await store.park(lane, [parcel(store.now_upper_ms(), b"due")], [])
         assert [row["name"] for row in await admin.fetch(COUNT)] == ["message_default"]
         assert len(await release_all(lane)) == 2
@@ -124,7 +124,7 @@ async def test_dropping_waits_for_nobody(database: str) -> None:
     async with opened(database) as store, sql(database) as reader, sql(database) as admin:
         today = store.now_upper_ms() // DAY_MS
         for day in (today - 7, today - 6, today - 5):
-            assert await partitions.make(admin, day, today - 10) is Making.DONE
+            assert await partitions.make(admin, day, today - 10) is PartitionResult.DONE
         async with reader.transaction():
             await reader.fetch("SELECT FROM message LIMIT 1")
             with capture_logs() as logged:
@@ -170,7 +170,7 @@ async def test_moving_rows_under_the_lock_is_bounded(database: str, monkeypatch:
         await admin.execute(FILL, 30_000)
         today = store.now_upper_ms() // DAY_MS
         with capture_logs() as logged:
-            assert await partitions.make(admin, today + 500, today) is Making.NOT_NOW
+            assert await partitions.make(admin, today + 500, today) is PartitionResult.NOT_NOW
         assert logged[0]["reason"] == "moving that day's 30000 rows takes longer than 0.02 s"
         assert await partitions.existing(admin) == set()
         assert await admin.fetchval("SELECT count(*) FROM ONLY message_default") == 30_000

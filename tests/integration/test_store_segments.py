@@ -21,7 +21,7 @@ from delayer.store.segments import catalog, restore
 from delayer.store.segments import compact as compacting
 from delayer.store.segments.catalog import FOREVER_MS
 from delayer.store.segments.compact import CompactionWindow
-from delayer.store.segments.packing import Packed
+from delayer.store.segments.packing import PackedSegment
 from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.support.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
 from tests.support.store import claim_when_due, opened, owned, parcel, release_all, sql
@@ -269,7 +269,7 @@ async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
             patched.setattr(restore, "_records", records)
             restoring = asyncio.create_task(restore.restore_one(admin, FOREVER_MS, portion_bytes=20_000))
             await halfway.wait()
-            assert await partitions.make(other, first + 1, first - 10) is partitions.Making.DONE
+            assert await partitions.make(other, first + 1, first - 10) is partitions.PartitionResult.DONE
             attached.set()
             with pytest.raises(asyncpg.CheckViolationError):
                 await restoring
@@ -289,7 +289,7 @@ async def test_a_segment_that_does_not_read_back_is_not_committed(
 ) -> None:
     good = compacting._insert
 
-    async def worse(connection: asyncpg.Connection, lane: int, packed: Packed) -> int:
+    async def worse(connection: asyncpg.Connection, lane: int, packed: PackedSegment) -> int:
         return await good(connection, lane, packed._replace(packed=packed.packed[:-1] + b"?"))
 
     async with store(database) as admin:

@@ -41,7 +41,7 @@ class Scene(NamedTuple):
     async def empty(self) -> None:
         await self.admin.execute("DELETE FROM message")
 
-    async def shrink(self, *days: int) -> compact.Shrunk:
+    async def shrink(self, *days: int) -> compact.ShrinkResult:
         return await compact.shrink(self.url, set(days), self.today)
 
 

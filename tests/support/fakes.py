@@ -18,7 +18,7 @@ from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import CONFIRMED, Hold, HoldKind, Limits, Outcome
-from delayer.core.message import Delivery, Due, Look, Outgoing, Parcel, Schedule, SeenLane, Target
+from delayer.core.message import Delivery, Due, LaneRow, LaneTable, Outgoing, Parcel, Schedule, Target
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
 
@@ -296,13 +296,13 @@ class ScriptedStore:
     def ours(self) -> set[int]:
         return {lane.number for lane in self.made if lane.owned}
 
-    async def look(self) -> Look:
+    async def look(self) -> LaneTable:
         self.looks += 1
         if self.failure is not None:
             raise self.failure
         owned = self.ours | self.others
-        lanes = [SeenLane(number, route, number in owned, self.broker) for number, route in self.routes.items()]
-        return Look(lanes, self.live, self.rank)
+        lanes = [LaneRow(number, route, number in owned, self.broker) for number, route in self.routes.items()]
+        return LaneTable(lanes, self.live, self.rank)
 
     async def take(self, number: int) -> ScriptedLane | None:
         if self.failure is not None:
@@ -328,7 +328,7 @@ class ScriptedStore:
 
 @dataclass
 class ScriptedLive:
-    """Satisfies ports.Live."""
+    """Satisfies ports.LivePolicy."""
 
     in_force: Policy = field(default_factory=lambda: Policy(Mode.NATIVE, {}, 86_400_000))
     places: Endpoints = field(default_factory=lambda: Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000))

@@ -207,7 +207,7 @@ _MOVE_HELD = (
 )
 
 
-class When(NamedTuple):
+class NewDue(NamedTuple):
     """The new instant: ``at_ms`` (epoch ms), or ``by_ms`` later than before (negative: earlier). An instant in the past
     becomes now."""
 
@@ -216,7 +216,7 @@ class When(NamedTuple):
 
 
 async def reschedule(
-    connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None, *, when: When
+    connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None, *, when: NewDue
 ) -> dict[int, FoundIn]:
     """Give messages another due instant. Returns the place where each was met. ``dues`` and ``act`` as in cancel.
     Raises the driver's errors; messages moved by then are in the audit log."""
@@ -224,7 +224,7 @@ async def reschedule(
 
 
 async def _move_rows(
-    connection: asyncpg.Connection, ids: Sequence[int], when: When, dues: Dues
+    connection: asyncpg.Connection, ids: Sequence[int], when: NewDue, dues: Dues
 ) -> tuple[dict[int, FoundIn], Changes, bool]:
     """Move the waiting and held rows of these ids."""
     places = await listing.find_rows(connection, ids, dues)

@@ -60,7 +60,7 @@ class HeldState(NamedTuple):
     retry_ms: int | None
 
 
-class Whole(NamedTuple):
+class FullMessage(NamedTuple):
     """A message with its body, or the beginning of it. ``sound``: its format and checksum fit; else the daemon will
     hold it. None: unknown, because only a part of the body was read."""
 
@@ -74,7 +74,7 @@ class Whole(NamedTuple):
     owned: bool
 
 
-async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 31) - 1) -> Whole | FoundIn:
+async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 31) - 1) -> FullMessage | FoundIn:
     """The message of this name, on one snapshot; NOWHERE, or UNREADABLE if its segment does not read back. A body
     larger than ``most`` bytes is cut. Raises the driver's errors."""
     dues = {} if token.due_ms is None else {token.id: token.due_ms}
@@ -90,7 +90,7 @@ async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 3
         return FoundIn.NOWHERE
 
 
-async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> Whole | None:
+async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> FullMessage | None:
     import pyarrow.compute as pc  # noqa: PLC0415 - pyarrow, once there is a segment to read
 
     try:
@@ -106,7 +106,7 @@ async def _in_segment(connection: asyncpg.Connection, segment: int, number: int)
 
 async def _whole(
     connection: asyncpg.Connection, where: FoundIn, entry: Entry, content: Sequence[Any], held: HeldState | None = None
-) -> Whole:
+) -> FullMessage:
     """``content``: the checksum, the format, and the body or the beginning of it."""
     owner = await connection.fetchrow(
         "SELECT owner, EXISTS (SELECT FROM pg_locks AS k WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2"
@@ -120,10 +120,10 @@ async def _whole(
         fits = checksum == envelope.checksum(entry.exchange, entry.routing_key, entry.properties, body)
         sound = fits and format_ == envelope.FORMAT
     name, owned = (owner[0], owner[1]) if owner is not None else ("", False)
-    return Whole(where, entry, body, sound, held, name, owned)
+    return FullMessage(where, entry, body, sound, held, name, owned)
 
 
-def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> str:
+def fate(found: FullMessage, to: str, owner: str, instant: Callable[[int], str]) -> str:
     """The future of a message, as a sentence without its capital and its end. Pure.
 
     ``to``: its destination, ``owner``: the owner of its lane, as the caller shows them. ``instant`` shows epoch

@@ -37,7 +37,7 @@ class Unsound(Exception):
         self.ids = ids
 
 
-class Standing(NamedTuple):
+class DrainBacklog(NamedTuple):
     """The backlog, by its treatment in a drain.
 
     ``keyed`` and ``soon`` are parts of ``rows`` without overlap, unless rows with a key are drained too. ``soon`` is
@@ -63,7 +63,7 @@ CROSS JOIN LATERAL (
 """
 
 
-async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bool = False) -> Standing:
+async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bool = False) -> DrainBacklog:
     """Count, on one snapshot. ``soon_ms``: epoch ms, before which a row is left alone; one with a key stays anyway,
     unless ``keys_too``. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
@@ -71,7 +71,7 @@ async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bo
         keyed = await connection.fetchval(_KEYED)
         soon = await connection.fetchval(_SOON, soon_ms, SOON_MOST, keys_too)
         packed = await catalog.count(connection)
-    return Standing(
+    return DrainBacklog(
         waiting(kinds), keyed, soon, kinds["held"], packed.messages - packed.broken_messages, packed.broken_messages
     )
 

@@ -398,7 +398,7 @@ Dues = Mapping[int, int]
 NO_DUES: Final[Dues] = {}
 
 
-class Seen(NamedTuple):
+class SegmentListState(NamedTuple):
     """The state of the list of segments. It differs if a segment came or went in between, or came and went, because ids
     are never used again and restores are counted."""
 
@@ -407,9 +407,9 @@ class Seen(NamedTuple):
     restored: int
 
 
-async def segments_seen(connection: asyncpg.Connection) -> Seen:
+async def segments_seen(connection: asyncpg.Connection) -> SegmentListState:
     """Raises the driver's errors."""
-    return Seen(*await connection.fetchrow(_SEEN))
+    return SegmentListState(*await connection.fetchrow(_SEEN))
 
 
 class Places(NamedTuple):

@@ -142,16 +142,16 @@ WHERE c.oid = 'lane'::regclass AND d.datname = current_database() AND tables.oid
 """
 
 
-class Mistaken(NamedTuple):
+class OwnerMismatch(NamedTuple):
     """The role that owns the tables, and the one that should."""
 
     tables: str
     database: str
 
 
-async def mistaken(url: str) -> Mistaken | None:
+async def mistaken(url: str) -> OwnerMismatch | None:
     """Both, where the daemon's role upgraded a store that has an owner: that of the database, a member of the other and
     no superuser. None where all is well. Raises StoreLost, BadStoreUrl."""
     async with opened(url, "delayer check", "look at the owner") as connection:
         row = await connection.fetchrow(_OWNERS)
-    return None if row is None else Mistaken(*row)
+    return None if row is None else OwnerMismatch(*row)

@@ -35,7 +35,7 @@ FROM segment WHERE first_due < $1 AND broken_at IS NULL
 """
 
 
-class Late(NamedTuple):
+class OverdueSegments(NamedTuple):
     """Segments that should have been restored by now, and their live messages."""
 
     segments: int
@@ -43,7 +43,7 @@ class Late(NamedTuple):
     first_due_ms: int | None
 
 
-NOT_LATE = Late(0, 0, None)
+NOT_LATE = OverdueSegments(0, 0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class StoreOverview:
     store_now_ms: int
     lanes: Sequence[LaneOverview]
     segments: segments.SegmentTotals
-    late: Late
+    late: OverdueSegments
 
     @property
     def upgrade_pending(self) -> bool:
@@ -129,7 +129,7 @@ async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
         found, now_ms = await schema.current_of(connection), await connection.fetchval("SELECT clock_timestamp()")
         if found != schema.HEAD:
             return StoreOverview(found, schema.HEAD, now_ms, (), NO_SEGMENTS, NOT_LATE)
-        late = Late(*await connection.fetchrow(_LATE_SEGMENTS, now_ms + restored_ms(restore_ahead_ms)))
+        late = OverdueSegments(*await connection.fetchrow(_LATE_SEGMENTS, now_ms + restored_ms(restore_ahead_ms)))
         packed = await segments.count(connection)
         return StoreOverview(found, schema.HEAD, now_ms, await _lanes(connection), packed, late)
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import asyncpg
 
-from delayer.core.message import Look, SeenLane
+from delayer.core.message import LaneRow, LaneTable
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
@@ -91,7 +91,7 @@ class LaneLocks:
             "enable_mergejoin": "off",
         }
 
-    async def look(self) -> Look:
+    async def look(self) -> LaneTable:
         """Look at lanes and live processes. The first look makes this process present. Raises StoreLost."""
         if self._presence is None or self._presence.is_closed():
             self._presence, self._pid = await pool.connect(self._url, "delayer presence", self._idle), 0
@@ -105,8 +105,8 @@ class LaneLocks:
             self.leave()
             raise
         present = sorted(pid for row in rows[:1] for pid in row["present"])
-        lanes = [SeenLane(row["number"], row["route"], row["owned"], row["broker"]) for row in rows if row["number"]]
-        return Look(lanes, len(present), present.index(self._pid))
+        lanes = [LaneRow(row["number"], row["route"], row["owned"], row["broker"]) for row in rows if row["number"]]
+        return LaneTable(lanes, len(present), present.index(self._pid))
 
     def leave(self) -> None:
         """End the presence: the other processes share this one's lanes. A later look begins it again."""

@@ -103,7 +103,7 @@ async def existing(connection: asyncpg.Connection) -> set[int]:
     return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}
 
 
-class Making(Enum):
+class PartitionResult(Enum):
     """The result of an attempt to make a partition."""
 
     DONE = "done"
@@ -114,7 +114,7 @@ class Making(Enum):
     """The default partition takes too long to read for any day."""
 
 
-async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
+async def make(connection: asyncpg.Connection, day: int, today: int) -> PartitionResult:
     """Make the partition of ``day`` if it is missing. Why it could not be made is logged.
 
     Raises the driver's errors if they end the connection.
@@ -125,22 +125,22 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
             await connection.execute("SET LOCAL lock_timeout = '1s'")
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
             if day in await existing(connection):
-                return Making.DONE
+                return PartitionResult.DONE
             # A caller that made several may have begun the day before.
             await _attach(connection, day, max(today, await connection.fetchval(_TODAY)))
     except _NotNow as error:
         log.warning("partition not made", extra={"partition": name_of(day), "reason": str(error), "next_step": _STAY})
-        return Making.NOT_NOW
+        return PartitionResult.NOT_NOW
     except asyncpg.QueryCanceledError:
         log.warning("partition not made", extra={"partition": name_of(day), "reason": _SLOW, "next_step": _SHRINK})
-        return Making.SLOW
+        return PartitionResult.SLOW
     except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         if connection.is_closed():
             raise
         log.warning("partition not made", extra={"partition": name_of(day), "reason": describe(error)})
-        return Making.LOCKED if isinstance(error, asyncpg.LockNotAvailableError) else Making.NOT_NOW
+        return PartitionResult.LOCKED if isinstance(error, asyncpg.LockNotAvailableError) else PartitionResult.NOT_NOW
     log.info("partition made", extra={"partition": name_of(day)})
-    return Making.DONE
+    return PartitionResult.DONE
 
 
 async def make_ahead(connection: asyncpg.Connection, today: int, days: Days, at: float) -> None:
@@ -252,12 +252,12 @@ class Days:
                 self._say_left(len(missing) - position)
                 return
             made = await make(connection, day, today)
-            if made is Making.DONE:
+            if made is PartitionResult.DONE:
                 self.known.add(day)
-            elif made is Making.NOT_NOW:
+            elif made is PartitionResult.NOT_NOW:
                 self._not_before[day] = at + AGAIN_SECONDS
             else:  # A lock_timeout for each day would stop the parking.
-                self._not_before[None] = at + (LOCKED_SECONDS if made is Making.LOCKED else AGAIN_SECONDS)
+                self._not_before[None] = at + (LOCKED_SECONDS if made is PartitionResult.LOCKED else AGAIN_SECONDS)
                 return
             await asyncio.sleep(pause)
 

@@ -12,7 +12,7 @@ FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
 
 
-class Listed(NamedTuple):
+class SegmentEntry(NamedTuple):
     """A segment as it stands. Instants are epoch milliseconds, rounded down."""
 
     id: int
@@ -43,10 +43,10 @@ async def count(connection: asyncpg.Connection) -> SegmentTotals:
 
 async def listed(
     connection: asyncpg.Connection, before_ms: int | None = None, limit: int | None = None
-) -> list[Listed]:
+) -> list[SegmentEntry]:
     """The segments whose first message is due before ``before_ms``, the soonest first. Raises the driver's errors."""
     before_ms = FOREVER_MS if before_ms is None else before_ms
-    return [Listed(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms, limit)]
+    return [SegmentEntry(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms, limit)]
 
 
 _READ = "SELECT id, messages, format, digest FROM segment WHERE id = $1"

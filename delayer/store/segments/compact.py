@@ -26,7 +26,7 @@ from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAYS_AHEAD, existing, name_of
 
 if TYPE_CHECKING:
-    from delayer.store.segments.packing import Packed
+    from delayer.store.segments.packing import PackedSegment
 
 ROWS: Final = 10_000
 """Messages of a segment at most."""
@@ -157,7 +157,7 @@ async def _fitting(connection: asyncpg.Connection, window: CompactionWindow, max
     return int(max_bytes / mean * 1.5) + 1 if mean else 1 << 31
 
 
-async def _insert(connection: asyncpg.Connection, lane: int, packed: Packed) -> int:
+async def _insert(connection: asyncpg.Connection, lane: int, packed: PackedSegment) -> int:
     about = (packed.first_due_ms, packed.last_due_ms, packed.ids, packed.messages, packed.raw_bytes)
     segment: int = await connection.fetchval(
         statements.read("insert_segment"), lane, *about, FORMAT, packed.digest, packed.packed
@@ -200,7 +200,7 @@ _SIZE = "SELECT coalesce(sum(pg_total_relation_size(relid)), 0)::bigint FROM pg_
 
 
 @dataclass(frozen=True, slots=True)
-class Shrunk:
+class ShrinkResult:
     """What :func:`shrink` did. Bytes are of all partitions with their indexes and TOAST."""
 
     dropped: tuple[str, ...]
@@ -218,7 +218,7 @@ async def size(connection: asyncpg.Connection) -> int:
 
 async def shrink(
     url: str, touched: Collection[int], today: int, say: Callable[[int, int], None] = lambda _done, _of: None
-) -> Shrunk:
+) -> ShrinkResult:
     """Vacuum the partitions of the days ``touched`` (from 1970), and later ones with many dead rows. Drop all that are
     empty and later than the days that upkeep makes ahead of ``today``. ``say`` hears the number of finished partitions,
     and of all.
@@ -235,7 +235,7 @@ async def shrink(
 
 async def _shrink(
     connection: asyncpg.Connection, touched: Collection[int], today: int, say: Callable[[int, int], None]
-) -> Shrunk:
+) -> ShrinkResult:
     before = await size(connection)
     names = {day: name_of(day) for day in await existing(connection)}
     far = {name for day, name in names.items() if day > today + DAYS_AHEAD}
@@ -262,7 +262,7 @@ async def _shrink(
         else:
             (vacuumed if clean and name not in empty else left).append(name)
     say(len(work), len(work))
-    return Shrunk(tuple(dropped), tuple(vacuumed), tuple(left), before, await size(connection))
+    return ShrinkResult(tuple(dropped), tuple(vacuumed), tuple(left), before, await size(connection))
 
 
 async def _dead(connection: asyncpg.Connection) -> dict[str, int]:

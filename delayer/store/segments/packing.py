@@ -29,7 +29,7 @@ with DELTA_LENGTH_BYTE_ARRAY 18.9. Bodies 71.4, with DELTA_BYTE_ARRAY 71.2 but a
 Pages of 1 MB take 0.4 % more than one for each column, pages of 128 KB 2 %."""
 
 
-class Packed(NamedTuple):
+class PackedSegment(NamedTuple):
     """A segment's bytes, and what its row says of them. Instants are epoch milliseconds, rounded down. ``raw_bytes``:
     of bodies and properties. ``ids``: in the order of the messages. ``digest``: see the module."""
 
@@ -42,7 +42,7 @@ class Packed(NamedTuple):
     digest: bytes
 
 
-def pack(table: Any) -> Packed:
+def pack(table: Any) -> PackedSegment:
     """Pack a table of :data:`SCHEMA` with one row or more, in any order. Raises ValueError for another one."""
     if table.schema != SCHEMA or not len(table) or any(column.null_count for column in table.columns):
         raise ValueError(f"expected rows of {', '.join(SCHEMA.names)}, found {len(table)} of {table.schema}")
@@ -62,7 +62,7 @@ def pack(table: Any) -> Packed:
         store_schema=False,
     )
     packed = bytes(sink.getvalue())
-    return Packed(
+    return PackedSegment(
         packed=packed,
         messages=len(table),
         raw_bytes=sum(pc.sum(pc.binary_length(table[name])).as_py() for name in ("properties", "body")),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from delayer.broker.route_check import ExchangeInfo, Matched, RouteVerdict, Stop, Topics, Verdict, matcher, route
+from delayer.broker.route_check import ExchangeInfo, RouteMatch, RouteVerdict, Stop, Topics, Verdict, matcher, route
 from delayer.core.topology import Binding
 
 ROUTED, NOWHERE, DEPENDS, MISSING = map(
@@ -42,7 +42,7 @@ def test_many_bindings_cost_a_key_nothing() -> None:
     """A look-up among a hundred thousand patterns goes through its own words and the branches that fit."""
     topics = Topics(Binding("x", f"q{n}", "queue", f"orders.{n}.#") for n in range(100_000))
     assert topics.matched(b"orders.70000.paid").queues == {"q70000"}
-    assert topics.matched(b"#." * 100 + b"x") == Matched()
+    assert topics.matched(b"#." * 100 + b"x") == RouteMatch()
 
 
 def test_hashes_in_a_row_do_not_multiply() -> None:

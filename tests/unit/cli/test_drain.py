@@ -8,12 +8,12 @@ import pytest
 
 from delayer.amqp import edits
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
-from delayer.cli.drain import AGAIN, Left, left_in_cascade, left_in_store, row_into_cascade
+from delayer.cli.drain import AGAIN, LeftBehind, left_in_cascade, left_in_store, row_into_cascade
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.message import Delivery, Due, Parcel, Target
 from delayer.imports.cascade import LevelReader
 from delayer.imports.queues import parsed
-from delayer.store.admin.draining import Standing
+from delayer.store.admin.draining import DrainBacklog
 from tests.support.fakes import NOW
 
 OURS = Cascade()
@@ -75,7 +75,7 @@ def test_unreadable_messages_wait_the_longest_time() -> None:
     assert into_store(met, 6).due_ms == NOW + 64_000
 
 
-NOTHING = Standing(0, 0, 0, 0, 0, 0)
+NOTHING = DrainBacklog(0, 0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ NOTHING = Standing(0, 0, 0, 0, 0, 0)
     ],
 )  # fmt: skip
 def test_messages_that_a_drain_leaves_in_the_store(
-    now: Standing, unsound: int, keys_too: bool, left: list[tuple[int, str, str, str]]
+    now: DrainBacklog, unsound: int, keys_too: bool, left: list[tuple[int, str, str, str]]
 ) -> None:
     check_left(left_in_store(now, unsound, keys_too=keys_too), left)
 
@@ -117,7 +117,7 @@ def test_messages_that_a_drain_leaves_in_the_cascade(
     check_left(left_in_cascade(levels, due, strays, 5), left)
 
 
-def check_left(found: list[Left], expected: list[tuple[int, str, str, str]]) -> None:
+def check_left(found: list[LeftBehind], expected: list[tuple[int, str, str, str]]) -> None:
     assert len(found) == len(expected), found
     for one, (messages, where, why, next_step) in zip(found, expected, strict=True):
         assert (one.messages, one.where) == (messages, where)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.broker.route_check import Matched, Topics
+from delayer.broker.route_check import RouteMatch, Topics
 from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, delivery_binding, due_topology, routing_key
 from delayer.core.topology import Binding, Queue, Topology
 
@@ -31,7 +31,7 @@ def matches(pattern: str, key: str) -> bool:
 
     tests/conformance/test_topology_matching.py asks a broker the same questions.
     """
-    return topics(pattern).matched(key.encode()) != Matched()
+    return topics(pattern).matched(key.encode()) != RouteMatch()
 
 
 class Interpreter:

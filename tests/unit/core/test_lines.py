@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from delayer.cli.output import print_json
 from delayer.core import lines
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.importing import Item, NotARewrite, read_rewrite, redirected, renamed
-from delayer.core.lines import End, Line, NotALine, escaped
+from delayer.core.importing import ImportItem, NotARewrite, read_rewrite, redirected, renamed
+from delayer.core.lines import EndLine, Line, NotALine, escaped
 from delayer.core.message import Parcel, Target
 from tests.support.fakes import due
 
@@ -59,8 +59,8 @@ def test_bytes_that_are_no_text_are_kept() -> None:
 
 def test_the_queue_is_renamed_or_the_exchange() -> None:
     rewrites = [read_rewrite("s/@.*//"), read_rewrite("s/^/x./")]
-    assert redirected(Item(parcel(b"", b"q@m")), rewrites).parcel.target == (b"", b"x.q")
-    assert redirected(Item(parcel(b"e@m", b"q@m")), rewrites).parcel.target == (b"x.e", b"q@m")
+    assert redirected(ImportItem(parcel(b"", b"q@m")), rewrites).parcel.target == (b"", b"x.q")
+    assert redirected(ImportItem(parcel(b"e@m", b"q@m")), rewrites).parcel.target == (b"x.e", b"q@m")
 
 
 def random_parcel(chance: random.Random) -> Parcel:
@@ -86,7 +86,7 @@ def test_lines_are_exact_to_the_byte() -> None:
 
 
 def test_the_end_says_how_many() -> None:
-    assert lines.read(lines.write_end(7)) == End(7)
+    assert lines.read(lines.write_end(7)) == EndLine(7)
 
 
 def test_fields_with_a_default_are_optional() -> None:

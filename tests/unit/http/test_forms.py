@@ -6,7 +6,19 @@ import pytest
 
 from delayer.amqp.reading import iso
 from delayer.core.filters import Filter
-from delayer.http.forms import Wrong, back, fixed, instant, later, meant, number, place, place_text, searched, token
+from delayer.http.forms import (
+    FieldError,
+    back,
+    fixed,
+    instant,
+    later,
+    meant,
+    number,
+    place,
+    place_text,
+    searched,
+    token,
+)
 
 NOW = 1_800_000_000_000
 HOUR = 3_600_000
@@ -81,19 +93,19 @@ def test_the_change_of_all_matching_messages(form: dict[str, list[str]], wanted:
     ids=str,
 )
 def test_a_slip_of_the_pen_selects_nothing(form: dict[str, list[str]]) -> None:
-    with pytest.raises(Wrong):
+    with pytest.raises(FieldError):
         meant(form, NOW)
 
 
 @pytest.mark.parametrize("text", ["soon", "", "2", "2027-13-01", "<script>", "99999d"])
 def test_an_invalid_instant_is_reported(text: str) -> None:
-    with pytest.raises(Wrong, match="Due: expected an instant"):
+    with pytest.raises(FieldError, match="Due: expected an instant"):
         instant(text, NOW, "Due")
 
 
 @pytest.mark.parametrize("form", [{"header": "x"}, {"header": "=x"}, {"rout": "x"}], ids=str)
 def test_an_invalid_filter_is_reported(form: dict[str, str]) -> None:
-    with pytest.raises(Wrong, match=r"NAME=VALUE|Unknown field 'rout'"):
+    with pytest.raises(FieldError, match=r"NAME=VALUE|Unknown field 'rout'"):
         searched(form, NOW)
 
 
@@ -114,13 +126,13 @@ def test_ids_and_pages() -> None:
     assert place(place_text((5, -1))) == (5, -1)
     assert (number(""), number("17")) == (None, 17)
     for text in ("x", "1", "1.x", "1.2.3", "9" * 19 + ".1", "1." + "9" * 19, "9" * 5000 + ".1", "\u0663.1"):
-        with pytest.raises(Wrong):
+        with pytest.raises(FieldError):
             place(text)
     for text in ("x", "-1", "9" * 19, "9" * 30, "9" * 5000, "\u0663"):
-        with pytest.raises(Wrong):
+        with pytest.raises(FieldError):
             number(text)
     for text in ("' OR 1=1", "1@9999999999999999", "1@-999999999999999", "9" * 19, "9" * 5000):
-        with pytest.raises(Wrong):
+        with pytest.raises(FieldError):
             token(text)
 
 

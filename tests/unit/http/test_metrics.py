@@ -16,9 +16,9 @@ import yaml
 from delayer.config.model import Settings
 from delayer.core import horizon
 from delayer.core.counters import Counters
-from delayer.http.metrics import METRICS, PREFIX, Sight, roles, text
+from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles, text
 from delayer.http.view import Depths, Snapshot
-from delayer.store.admin.stats import KINDS, Census, LaneOverview, Late
+from delayer.store.admin.stats import KINDS, Census, LaneOverview, OverdueSegments
 from delayer.store.segments import catalog
 from tests.support.web import samples
 from tests.unit.http.states import overview, state
@@ -36,7 +36,7 @@ def lane(number: int, *, alive: bool, waiting: int, next_due_ms: int | None) -> 
     return LaneOverview(number, "somebody", alive, counters, next_due_ms, None)
 
 
-def sight(**more: Any) -> Sight:
+def sight(**more: Any) -> MetricSources:
     """Everything there is to see."""
     counters = Counters()
     counters.add("parked", [b"orders.in"] * 3 + [b"caf\xc3\xa9", b"\xff"])
@@ -45,7 +45,7 @@ def sight(**more: Any) -> Sight:
     counters.batch("claim", 3)
     packed = catalog.SegmentTotals(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
     lanes = [lane(1, alive=True, waiting=5, next_due_ms=9_000), lane(2, alive=False, waiting=2, next_due_ms=None)]
-    store = replace(overview(lanes=lanes, packed=packed), late=Late(2, 50, None))
+    store = replace(overview(lanes=lanes, packed=packed), late=OverdueSegments(2, 50, None))
     counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}
     whole: dict[str, Any] = {
         "state": state(counters),
@@ -57,10 +57,10 @@ def sight(**more: Any) -> Sight:
         "ready": True,
         "roles": roles(Settings()),
     }
-    return Sight(**whole | more)
+    return MetricSources(**whole | more)
 
 
-def shown(of: Sight) -> dict[tuple[str, ...], float]:
+def shown(of: MetricSources) -> dict[tuple[str, ...], float]:
     return samples(text(of).decode())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from delayer.amqp.properties import Properties
 from delayer.core.message import Target
-from delayer.imports.files import Skipped, Unreadable
+from delayer.imports.files import SkippedRecord, Unreadable
 from delayer.imports.raven import read
 
 DOCUMENT = {
@@ -70,12 +70,12 @@ def test_places_of_the_id() -> None:
     ],
 )
 def test_documents_that_are_left(more: dict[str, object], endpoint: str | None, why: str) -> None:
-    assert read(line(**more), endpoint) == Skipped(why)
+    assert read(line(**more), endpoint) == SkippedRecord(why)
 
 
 def test_a_timeout_without_an_owner_is_anybodys() -> None:
-    assert not isinstance(read(line(OwningTimeoutManager=None), "Mail"), Skipped)
-    assert not isinstance(read(line(), "Sales"), Skipped)
+    assert not isinstance(read(line(OwningTimeoutManager=None), "Mail"), SkippedRecord)
+    assert not isinstance(read(line(), "Sales"), SkippedRecord)
     assert read(b" ") is None
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.types import TypeEngine
 
 from delayer.imports.sql import merged
 from delayer.imports.state_machine import ImportImpossible
-from delayer.imports.timeout_table import Pick, TimeoutTable, staged_beside, staged_name, staged_token
+from delayer.imports.timeout_table import RowFilter, TimeoutTable, staged_beside, staged_name, staged_token
 
 COLUMNS = ("Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion")
 NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone
@@ -46,7 +46,7 @@ def table(
 
 
 def test_sql_server_takes_rows_with_their_locks_and_passes_locked_ones_over() -> None:
-    text = said(table("dbo").take(Pick(NOON), None), "mssql")
+    text = said(table("dbo").take(RowFilter(NOON), None), "mssql")
     assert text.startswith(
         f"INSERT INTO dbo.[{STAGED}] ([Id], [Destination], [SagaId], [State], [Time], [Headers], [PersistenceVersion]) "
         "SELECT dbo.[Sales_TimeoutData].[Id], "
@@ -56,7 +56,7 @@ def test_sql_server_takes_rows_with_their_locks_and_passes_locked_ones_over() ->
 
 
 def test_sql_server_limits_by_top() -> None:
-    text = said(table().take(Pick(), 10), "mssql")
+    text = said(table().take(RowFilter(), 10), "mssql")
     assert "SELECT TOP " in text
     assert bare(text).endswith("ORDER BY sales.Time, sales.Id")
     assert "SELECT TOP " in said(table().batch(10), "mssql")
@@ -100,8 +100,8 @@ def test_no_run_has_anothers_table() -> None:
         one, place = table("dbo", token=token), (NOON, "x")
         for name, dialect in DIALECTS.items():
             statements = (
-                one.take(Pick(), None), one.batch(1, place), one.remove(place), one.give_back(), one.looks_staged(),
-                one.largest(dialect, one.staged, "state"),
+                one.take(RowFilter(), None), one.batch(1, place), one.remove(place), one.give_back(),
+                one.looks_staged(), one.largest(dialect, one.staged, "state"),
             )  # fmt: skip
             for text in (
                 *one.create(dialect),
@@ -126,7 +126,7 @@ def test_long_names_with_the_same_beginning_have_tables_of_their_own() -> None:
 
 def test_an_endpoint_of_a_table_of_many() -> None:
     columns = ("id", "destination", "sagaid", "state", "endpoint", "time", "headers")
-    text = said(table(columns=columns, endpoint="Sales").looks(Pick(), None), "postgresql")
+    text = said(table(columns=columns, endpoint="Sales").looks(RowFilter(), None), "postgresql")
     assert 'WHERE "Sales_TimeoutData".time IS NOT NULL AND "Sales_TimeoutData".endpoint = %(endpoint_1)s' in text
     with pytest.raises(ImportImpossible, match="expected the columns of a timeout table, 'state' is missing"):
         table(columns=tuple(name for name in columns if name != "state"))

@@ -24,7 +24,7 @@ from delayer.core.retry_policy import RetryPolicy
 from delayer.intake import replies
 from delayer.intake.consume import Dispatch, Session
 from delayer.intake.handle import BatchPlan, Classified, IntakeHandler, batch_plan, classify
-from delayer.intake.holding import Holding
+from delayer.intake.holding import MessageHolder
 from delayer.intake.refusals import with_short
 from tests.support.fakes import NOW, Acks, ScriptedLive, ScriptedPublisher, delivery, ids
 from tests.support.raw import Header, Props, Value, array, nested, number, table, text, wire_instant
@@ -259,7 +259,7 @@ async def handled(
     """All of it settled, without the wait for company."""
     live = ScriptedLive(policy, NAMES)
     counters = Counters()
-    holding = Holding(publisher, None, live, counters, new_id=ids())  # type: ignore[arg-type]
+    holding = MessageHolder(publisher, None, live, counters, new_id=ids())  # type: ignore[arg-type]
     handler = IntakeHandler(live, Dispatch(publisher, holding, live, counters), parking, counters)
     session = Session(acks, lambda: None, 3)
     handler.begin(session)
@@ -316,7 +316,7 @@ class Gathered:
         self.publisher, counters, self.acks = ScriptedPublisher(), Counters(), Acks()
         self.acks.prefetch = prefetch
         self.live = live or ScriptedLive(replace(STORE, keep_ms=keep_ms), NAMES)
-        holding = Holding(self.publisher, None, self.live, counters, new_id=ids())  # type: ignore[arg-type]
+        holding = MessageHolder(self.publisher, None, self.live, counters, new_id=ids())  # type: ignore[arg-type]
         dispatch = Dispatch(self.publisher, holding, self.live, counters)
         self.handler = IntakeHandler(self.live, dispatch, self, counters)
         self.session = Session(self.acks, lambda: None, 3)

@@ -18,7 +18,7 @@ from delayer.core.message import WINDOW_MS, Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.intake.consume import AckTracker, Dispatch, Publication, Session
 from delayer.intake.handle import SLOT_MS, DueHandler
-from delayer.intake.holding import MAX_ATTEMPTS, Holding, Objection
+from delayer.intake.holding import MAX_ATTEMPTS, MessageHolder, Objection
 from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
@@ -33,7 +33,7 @@ class Scene:
         self.holder = ScriptedHolder(failure)
         self.counters = Counters()
         self.live = ScriptedLive()
-        holding = Holding(
+        holding = MessageHolder(
             self.publisher, self.holder, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
         )
         self.dispatch = Dispatch(self.publisher, holding, self.live, self.counters)

@@ -12,7 +12,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.release import lane_manager as module
 from delayer.release.lane_manager import LaneManager, share
-from tests.support.fakes import NOW, WHY, Heartbeat, Look, ScriptedStore, due, until
+from tests.support.fakes import NOW, WHY, Heartbeat, LaneTable, ScriptedStore, due, until
 from tests.unit.release.lanes_scene import at_work, quick, scene
 
 __all__ = ["quick"]
@@ -145,7 +145,7 @@ async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
         assert it.store.closed
 
 
-async def broken() -> Look:
+async def broken() -> LaneTable:
     raise ZeroDivisionError
 
 

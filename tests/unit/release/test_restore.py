@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
 from delayer.release import restore as module
-from delayer.release.restore import Restoring
+from delayer.release.restore import SegmentRestorer
 from tests.support.fakes import NOW, ScriptedStore, until
 from tests.unit.release import lanes_scene
 from tests.unit.release.lanes_scene import quick
@@ -34,7 +34,7 @@ class Scene:
         self.heartbeat = keeping.heartbeat
         self.ahead_ms = DAY_MS
         self.stopping = asyncio.Event()
-        self.restoring = Restoring(keeping.lanes, ahead_ms=lambda: self.ahead_ms, counters=self.counters)
+        self.restoring = SegmentRestorer(keeping.lanes, ahead_ms=lambda: self.ahead_ms, counters=self.counters)
 
 
 @asynccontextmanager

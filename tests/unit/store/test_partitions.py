@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from delayer.store.rows import partitions
-from delayer.store.rows.partitions import AGAIN_SECONDS, LOCKED_SECONDS, Days, Making
+from delayer.store.rows.partitions import AGAIN_SECONDS, LOCKED_SECONDS, Days, PartitionResult
 
 
 @pytest.mark.parametrize(
     ("made", "at_once", "pause", "later"),
     [
-        (Making.NOT_NOW, [5, 6], AGAIN_SECONDS, [4, 5, 6]),
-        (Making.SLOW, [], AGAIN_SECONDS, [4, 5, 6]),
-        (Making.LOCKED, [], LOCKED_SECONDS, [4, 5, 6]),
-        (Making.DONE, [5, 6], AGAIN_SECONDS, [5, 6]),
+        (PartitionResult.NOT_NOW, [5, 6], AGAIN_SECONDS, [4, 5, 6]),
+        (PartitionResult.SLOW, [], AGAIN_SECONDS, [4, 5, 6]),
+        (PartitionResult.LOCKED, [], LOCKED_SECONDS, [4, 5, 6]),
+        (PartitionResult.DONE, [5, 6], AGAIN_SECONDS, [5, 6]),
     ],
 )
 async def test_missing_days_after_a_failed_attempt(
-    monkeypatch: pytest.MonkeyPatch, made: Making, at_once: list[int], pause: float, later: list[int]
+    monkeypatch: pytest.MonkeyPatch, made: PartitionResult, at_once: list[int], pause: float, later: list[int]
 ) -> None:
     """What stands in one day's way does not stop the others; what stands in every day's way does."""
 
-    async def make(*_: object) -> Making:
+    async def make(*_: object) -> PartitionResult:
         return made
 
     monkeypatch.setattr(partitions, "make", make)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from delayer.core.segment import FORMAT, SegmentBroken
 from delayer.store.segments import codec, packing
 from delayer.store.segments.codec import unpack
-from delayer.store.segments.packing import Packed, pack
+from delayer.store.segments.packing import PackedSegment, pack
 
 Row = tuple[Any, ...]
 """Values of codec.SCHEMA; instants are epoch microseconds."""
@@ -49,7 +49,7 @@ def as_packed(record: Row) -> Row:
     return (number, int(due_ms * 1000), int(parked_ms * 1000), *others)
 
 
-def read_back(packed: Packed) -> Any:
+def read_back(packed: PackedSegment) -> Any:
     return unpack(packed.packed, FORMAT, packed.messages, packed.digest)
 
 
@@ -93,11 +93,11 @@ def test_portions_are_cut_by_their_bytes(portion_bytes: int) -> None:
     assert all(sum(len(one[10]) + len(one[11]) for one in portion[:-1]) < portion_bytes for portion in portions)
 
 
-def small() -> Packed:
+def small() -> PackedSegment:
     return pack(table([row(n, n, b'{"order": %d}' % n) for n in range(20)]))
 
 
-def digested(packed: Packed, parquet: bytes) -> Packed:
+def digested(packed: PackedSegment, parquet: bytes) -> PackedSegment:
     """Other bytes, with the digest that fits them."""
     return packed._replace(packed=parquet, digest=hashlib.sha256(parquet).digest())
 
