@@ -140,7 +140,7 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
         if await admin.exchange_exists(name):
             report.add("destination", "ok", f"exchange {quoted(name)}")
         elif name not in ours:  # The daemon declares the others, and a note reports them.
-            advice = "declare it, by a [[destination]] or by hand, or change `to`; due messages would be held"
+            advice = "declare it, by a [[destination]] or by hand, or change `to`; until then due messages wait"
             report.add("destination", "off", f"exchange {quoted(name)} does not exist", advice)
     await _taken_over(report, admin, settings)
     if not uses_cascade(settings):
