@@ -109,9 +109,9 @@ def read_eta_ms(value: object) -> int | None:
     return due_ms
 
 
-def read_delivery_time_ms(value: object) -> int:
-    """The due time of ``x-opt-delivery-time`` in epoch ms. Integers that can only be seconds are refused: in
-    milliseconds they are in 1970 to 1973, and the message would leave at once. Raises UnreadableDelay.
+def read_due_ms(value: object) -> int:
+    """The due time of ``x-deliver-at`` or ``x-opt-delivery-time`` in epoch ms. Integers that can only be seconds are
+    refused: in milliseconds they are in 1970 to 1973, and the message would leave at once. Raises UnreadableDelay.
     """
     if type(value) is int and 10**8 <= value < 10**11:
         raise UnreadableDelay(f"expected epoch milliseconds, found {value}: these are seconds")
@@ -213,8 +213,8 @@ def _absolute(header: bytes, read_ms: Callable[[object], int]) -> Source:
 
 OWN_SOURCES: Final[Mapping[str, Source]] = {
     "x-delay": _relative(DELAY),
-    "x-deliver-at": _absolute(DELIVER_AT, read_instant_ms),
-    "x-opt-delivery-time": _absolute(OPT_TIME, read_delivery_time_ms),
+    "x-deliver-at": _absolute(DELIVER_AT, read_due_ms),
+    "x-opt-delivery-time": _absolute(OPT_TIME, read_due_ms),
     "x-opt-delivery-delay": _relative(OPT_DELAY),
 }
 """The headers of delayer and of AMQP 1.0 publishers, in the default order of a route. core/delay_sources.py has all."""

@@ -279,6 +279,7 @@ def test_max_delay_alone_bounds_a_delay_where_the_broker_delays_messages_itself(
 
 
 @pytest.mark.words
+@pytest.mark.parametrize("header", ["x_deliver_at", "x_opt_delivery_time"])
 @pytest.mark.parametrize("policy", [NATIVE, STORE], ids=["native", "store"])
 @pytest.mark.parametrize(
     ("value", "reason"),
@@ -291,8 +292,8 @@ def test_max_delay_alone_bounds_a_delay_where_the_broker_delays_messages_itself(
         (Timestamp(NOW), "the delay is too long"),
     ],
 )
-def test_a_delivery_time_in_another_unit_or_form_is_refused(policy: Policy, value: object, reason: str) -> None:
-    plan = decide(says(x_opt_delivery_time=value), policy, NOW)
+def test_an_instant_in_another_unit_or_form_is_refused(header: str, policy: Policy, value: object, reason: str) -> None:
+    plan = decide(says(**{header: value}), policy, NOW)
     assert isinstance(plan, Refuse) and reason in plan.reason
 
 
