@@ -39,7 +39,15 @@ from delayer.amqp.properties import (
     value_at,
 )
 from delayer.core import cascade
-from delayer.core.delay_headers import DELAY, LONGEST_TIMER_MS, OPT_TIME, DelayRequest, UnreadableDelay, read_delay_ms
+from delayer.core.delay_headers import (
+    DELAY,
+    LONGEST_TIMER_MS,
+    OPT_TIME,
+    REQUEST_HEADERS,
+    DelayRequest,
+    UnreadableDelay,
+    read_delay_ms,
+)
 from delayer.core.delay_sources import CONSULTED
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
@@ -53,22 +61,10 @@ DUE: Final = b"x-delayer-due"
 USER_ID: Final = b"x-delayer-user-id"
 EXPIRATION: Final = b"x-delayer-expiration"
 
-SAID: Final = frozenset(
-    {
-        b"x-deliver-at",
-        b"x-opt-delivery-delay",
-        b"x-opt-delivery-time",
-        b"x-delay-routing-key",
-        b"x-delay-exchange",
-        b"x-delay-key",
-        b"x-delay-cancel",
-    }
-)
-# The broker writes x-death and its kin into a dead-lettered message. With x-death kept, RabbitMQ
-# before 4.0 would see a dead-letter cycle on the next trip through a cascade, and drop the message silently.
-# RabbitMQ from 4.3 on counts x-acquired-count beside x-delivery-count.
+# With x-death kept, RabbitMQ before 4.0 would see a dead-letter cycle on the next trip through a cascade, and drop the
+# message silently. RabbitMQ from 4.3 on counts x-acquired-count beside x-delivery-count.
 _COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
-_REMOVED: Final = SAID | _COUNTED | {b"x-death", ID, DUE}
+_REMOVED: Final = REQUEST_HEADERS | _COUNTED | {b"x-death", ID, DUE}
 _REFUSED: Final = b"x-delayer-refused"
 EXCHANGE: Final = b"x-delayer-exchange"
 ROUTING_KEY: Final = b"x-delayer-routing-key"
@@ -77,26 +73,26 @@ ENVELOPE: Final = b"x-delayer-envelope"
 """The header that marks an envelope; its value is the format."""
 DELIVERY_TIME: Final = b"x-delayer-delivery-time"
 """The ``x-opt-delivery-time`` of a refused message. RabbitMQ 4.4 would hide the message in the refused queue until
-then, or end the queue by a time of more than 292 years ahead."""
+then. A time of more than 292 years ahead would crash the queue."""
 _OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY, DELIVERY_TIME})
-"""The headers that a refused message gained. A release removes them. Without the first of them, the other two are the
-publisher's own."""
+"""The headers that a refused message gained. A release removes them, but only together with ``x-delayer-refused``:
+without it they are the publisher's own."""
 _REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
 _DEATH: Final = b"-death-"
-_ROUTES: Final = frozenset({b"CC", b"BCC"})
+_COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
 
 ROOM: Final = 2048
 """The bytes that any of these edits may add: ids, names of at most 255 bytes each, a reason of at most 500."""
 REASON: Final = 500
 
 
-_ASKED: Final = CONSULTED | _ROUTES
-_ASKED_OF_DEAD: Final = RETRY_CONSULTED | _ROUTES
+_ASKED: Final = CONSULTED | _COPY_HEADERS
+_ASKED_OF_DEAD: Final = RETRY_CONSULTED | _COPY_HEADERS
 
 
 def asked(delivery: Delivery, properties: Properties, *, dead: bool = False) -> DelayRequest:
-    """The request in a message's headers; in those of a queue's ``dead`` letter. The first of repeated headers counts,
-    as for the broker.
+    """The delay request in a message's headers. ``dead``: a queue dead-lettered the message, so retry headers count. Of
+    repeated headers the first counts, as for the broker; all ``CC`` and ``BCC`` are collected.
 
     Raises MalformedTable.
     """
@@ -104,7 +100,7 @@ def asked(delivery: Delivery, properties: Properties, *, dead: bool = False) -> 
     headers: dict[bytes, object] = {}
     copies = frozenset[bytes]()
     for name, type_at, stop in properties.entries(_ASKED_OF_DEAD if dead else _ASKED):
-        if name in _ROUTES:
+        if name in _COPY_HEADERS:
             copies |= _keys(value_at(raw, type_at, stop))
         elif name not in headers:
             headers[name] = value_at(raw, type_at, stop)
@@ -117,7 +113,7 @@ def asked(delivery: Delivery, properties: Properties, *, dead: bool = False) -> 
         delivery.body,
         properties.short("content_encoding") if "content_encoding" in places else None,
         properties.short("message_id"),
-        # Failed messages without an id can be equal byte for byte. Their delivery tags differ.
+        # The chance that spreads retries. Failed messages without an id can be equal byte for byte; their tags differ.
         crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0,
     )
 
@@ -169,7 +165,7 @@ def failed(properties: Properties, failure: FailedAttempt, max_properties: int) 
 
 
 def _noted(properties: Properties, append: bytes) -> bytes:
-    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH} | _COUNTED | _ROUTES
+    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH} | _COUNTED | _COPY_HEADERS
     copies = properties.get(b"CC")
     if copies is not None:
         remove |= {_COPIES}
@@ -236,8 +232,8 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
     ``expiration``, ``user_id`` and an integer ``x-opt-delivery-time`` become headers of ours. The first would delete
     the message from the refused queue, the second would make the broker close the channel, and the third would delay
     the message. If the header table is malformed, or the result exceeds the frame's limit, one header carries the
-    original properties. If they do not fit in a header, they go without the note. Properties that fit in neither way
-    are dropped, and only the note goes.
+    original properties. If they do not fit in a header, they go without the note and without these three and
+    ``x-death``; the token is empty then. Properties that fit in neither way are dropped, and only the note goes.
     """
     notes = (
         entry(ID, long_string(id))
@@ -285,11 +281,11 @@ ID_BYTES: Final = 32
 HOLD_TEXT: Final = 300
 """Bytes of the text of a hold. It is shorter than a refusal's reason, because the rest of the note needs room."""
 _REST: Final = b"x-delayer-rest"
-"""The milliseconds of the delay that the cascade does not count."""
+"""The milliseconds for which the daemon itself keeps the message after the due queue has delivered it."""
 _ROUTE: Final = b"x-delayer-route"
 _TO: Final = b"x-delayer-to"
 _TO_KEY: Final = b"x-delayer-to-key"
-_HELD: Final = b"x-delayer-held"
+_HOLD_KIND: Final = b"x-delayer-held"
 """The kind of the hold (core/hold.py)."""
 _TEXT: Final = b"x-delayer-held-text"
 _MAY_BE_DELIVERED: Final = b"x-delayer-may-be-delivered"
@@ -297,19 +293,19 @@ _ISOLATED: Final = b"x-delayer-isolated"
 _ATTEMPTS: Final = b"x-delayer-attempts"
 _RETRY: Final = b"x-delayer-retry"
 """The time of the daemon's next attempt, epoch milliseconds. If it is absent, an operator decides."""
-_MOST_ATTEMPTS: Final = 1 << 31
-"""The limit for this header's value, which any publisher can write; one more must fit the header too."""
+_MAX_ATTEMPTS: Final = 1 << 31
+"""The limit for the value of ``_ATTEMPTS``. Any publisher can write it, and one more must fit the header too."""
 
 # The rule for a change: messages of an older format may stay in the cascade for 8.5 years. A new format gets a new
 # number here, opened() keeps reading every older format, and tests/unit keeps bytes of each.
 FORMAT: Final = 1
 
 
-class NoEnvelope(ValueError):
-    """A message in the due queue that did not come from our cascade. The text names the missing part."""
+class InvalidEnvelope(ValueError):
+    """The message is no envelope that this version can read. The text says why."""
 
 
-class Note(NamedTuple):
+class HoldNote(NamedTuple):
     """The note of a held message: the reason, the number of attempts, and the time of the daemon's next attempt (epoch
     milliseconds; None: an operator decides)."""
 
@@ -324,7 +320,7 @@ class Envelope(NamedTuple):
 
     id: bytes
     parcel: Parcel
-    held: Note | None = None
+    held: HoldNote | None = None
     rest_ms: int = 0
 
     @property
@@ -347,10 +343,17 @@ class Endpoints:
 
 
 def into_broker(
-    parcel: Parcel, id: bytes, at_ms: int, seconds: int, names: Endpoints, *, held: Note | None = None, rest_ms: int = 0
+    parcel: Parcel,
+    id: bytes,
+    at_ms: int,
+    seconds: int,
+    names: Endpoints,
+    *,
+    held: HoldNote | None = None,
+    rest_ms: int = 0,
 ) -> Outgoing:
-    """A publish to where the broker keeps an envelope until ``at_ms``, in ``seconds`` and ``rest_ms``: the cascade, or
-    the due queue. The due queue delivers it ``WINDOW_MS`` before ``at_ms``, and the daemon keeps it for the rest."""
+    """A publish of an envelope that comes back at ``at_ms``. It waits in the cascade for ``seconds``, and in the daemon
+    for ``rest_ms`` more. With ``broker_delays`` the due queue delivers it WINDOW_MS early, and the daemon keeps it."""
     if not names.broker_delays:
         return into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms)
     more = entry(OPT_TIME, int64(min(at_ms - WINDOW_MS, LONGEST_TIMER_MS)))
@@ -360,7 +363,7 @@ def into_broker(
 
 
 def into_cascade(
-    parcel: Parcel, id: bytes, seconds: int, names: Endpoints, *, held: Note | None = None, rest_ms: int = 0
+    parcel: Parcel, id: bytes, seconds: int, names: Endpoints, *, held: HoldNote | None = None, rest_ms: int = 0
 ) -> Outgoing:
     """A publish into the cascade, towards the daemon's own due queue."""
     entry_exchange = names.levels.entry(seconds).encode()
@@ -368,13 +371,13 @@ def into_cascade(
     return Outgoing(entry_exchange, key, enveloped(parcel, id, held, rest_ms), parcel.body, id)
 
 
-def to_strays(parcel: Parcel, id: bytes, held: Note, names: Endpoints) -> Outgoing:
+def to_strays(parcel: Parcel, id: bytes, held: HoldNote, names: Endpoints) -> Outgoing:
     """A publish into the strays queue, where the message waits for an operator."""
     exchange = names.levels.strays.encode()
     return Outgoing(exchange, parcel.routing_key, enveloped(parcel, id, held), parcel.body, id)
 
 
-def enveloped(parcel: Parcel, id: bytes, held: Note | None = None, rest_ms: int = 0, more: bytes = b"") -> bytes:
+def enveloped(parcel: Parcel, id: bytes, held: HoldNote | None = None, rest_ms: int = 0, more: bytes = b"") -> bytes:
     """Properties of an envelope: one header has the message's own properties verbatim, others have the decisions.
 
     The broker acts on nothing inside the envelope and re-encodes nothing; the body stays as it is.
@@ -393,33 +396,32 @@ def enveloped(parcel: Parcel, id: bytes, held: Note | None = None, rest_ms: int 
     if rest_ms:
         headers += entry(_REST, int64(rest_ms))
     if held is not None:
-        headers += _note(held)
+        headers += _hold_headers(held)
     return encode_headers(headers + more, delivery_mode=2)
 
 
 def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope:
-    """The message inside an envelope. Raises NoEnvelope, MalformedTable.
+    """The message inside an envelope. Raises InvalidEnvelope, MalformedTable.
 
-    Call this only for messages that arrived by an envelope's path, since publishers can write all of these headers.
-    Any client can publish to the due queue. So each value must fit the next publish: to the destination, into the
-    cascade again, or into the strays queue.
+    Call this only for messages of the due queue and the strays queue. Any client can publish there too, so each value
+    must fit the next publish: to the destination, into the cascade again, or into the strays queue.
     """
     found = {field.name: field for field in properties.headers_items()}
 
     def content(name: bytes, limit: int) -> bytes:
         if name not in found:
-            raise NoEnvelope(f"header {name.decode()} is missing")
+            raise InvalidEnvelope(f"header {name.decode()} is missing")
         value = found[name].content
         if len(value) > limit:
-            raise NoEnvelope(f"header {name.decode()}: expected at most {limit} bytes, found {len(value)}")
+            raise InvalidEnvelope(f"header {name.decode()}: expected at most {limit} bytes, found {len(value)}")
         return value
 
     version = int.from_bytes(content(ENVELOPE, 8), "big")
     if version != FORMAT:
-        raise NoEnvelope(f"expected envelope format {FORMAT}, found {version}")
+        raise InvalidEnvelope(f"expected envelope format {FORMAT}, found {version}")
     due_ms = int.from_bytes(content(DUE, 8), "big", signed=True)
     if not 0 <= due_ms <= LATEST_MS:
-        raise NoEnvelope(f"expected a due instant of 0 to {LATEST_MS}, found {due_ms}")
+        raise InvalidEnvelope(f"expected a due instant of 0 to {LATEST_MS}, found {due_ms}")
     parcel = Parcel(
         due_ms,
         content(_ROUTE, SHORT_STRING),
@@ -430,14 +432,14 @@ def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope
         body,
     )
     rest_ms = int.from_bytes(content(_REST, 8), "big", signed=True) if _REST in found else 0
-    held = _held(found) if _HELD in found else None
+    held = _read_hold_note(found) if _HOLD_KIND in found else None
     return Envelope(content(ID, ID_BYTES), parcel, held, min(max(rest_ms, 0), 999))
 
 
-def _note(held: Note) -> bytes:
+def _hold_headers(held: HoldNote) -> bytes:
     hold = held.hold
     note = (
-        entry(_HELD, long_string(hold.kind.encode()))
+        entry(_HOLD_KIND, long_string(hold.kind.encode()))
         + entry(_TEXT, long_string(shown(hold.text, HOLD_TEXT)))
         + entry(_MAY_BE_DELIVERED, b"t%c" % hold.may_be_delivered)
         + entry(_ISOLATED, b"t%c" % hold.isolated)
@@ -446,18 +448,18 @@ def _note(held: Note) -> bytes:
     return note if held.retry_ms is None else note + entry(_RETRY, int64(held.retry_ms))
 
 
-def _held(found: Mapping[bytes, Any]) -> Note | None:
-    """The note of earlier attempts. None if there is no valid note: then the daemon tries the message at once."""
+def _read_hold_note(found: Mapping[bytes, Any]) -> HoldNote | None:
+    """The note of earlier attempts. None without a valid note: then the daemon tries the message when it is due."""
     if _ATTEMPTS not in found:
         return None
     attempts = int.from_bytes(found[_ATTEMPTS].content[:8], "big", signed=True)
     retry_ms = int.from_bytes(found[_RETRY].content[:8], "big", signed=True) if _RETRY in found else None
-    if not 0 <= attempts < _MOST_ATTEMPTS or not 0 <= (retry_ms or 0) <= LATEST_MS:
+    if not 0 <= attempts < _MAX_ATTEMPTS or not 0 <= (retry_ms or 0) <= LATEST_MS:
         return None
     try:
-        kind = HoldKind(found[_HELD].content.decode("ascii", "replace"))
+        kind = HoldKind(found[_HOLD_KIND].content.decode("ascii", "replace"))
     except ValueError:
         return None
     text = found[_TEXT].content[:HOLD_TEXT].decode("utf-8", "backslashreplace") if _TEXT in found else ""
     flags = (name in found and found[name].content[:1] == b"\1" for name in (_MAY_BE_DELIVERED, _ISOLATED))
-    return Note(Hold(kind, text, *flags), attempts, retry_ms)
+    return HoldNote(Hold(kind, text, *flags), attempts, retry_ms)

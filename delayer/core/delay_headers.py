@@ -164,6 +164,8 @@ ROUTING_KEY: Final = b"x-delay-routing-key"
 EXCHANGE: Final = b"x-delay-exchange"
 KEY: Final = b"x-delay-key"
 CANCEL: Final = b"x-delay-cancel"
+REQUEST_HEADERS: Final = frozenset({DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL})
+"""The headers of a request, except ``x-delay``, which stays in the message with its sign turned."""
 RECEIVED_AT: Final = b"timestamp_in_ms"
 LAST_DUE: Final = b"x-delayer-due"
 ETA: Final = b"eta"

@@ -31,7 +31,7 @@ from delayer.intake.handle import DueHandler, IntakeHandler
 from delayer.intake.holding import MessageHolder
 from delayer.intake.takeover import LevelTakeover
 from delayer.release.lane_manager import LaneManager
-from delayer.release.loop import Release
+from delayer.release.loop import LaneRelease
 from delayer.release.restore import SegmentRestorer
 from delayer.store.lanes.locks import broker_mark
 from delayer.store.postgres import PostgresStore
@@ -299,6 +299,6 @@ class Daemon:
             for cascade, level in levels
         ]
 
-    def _release(self, lane: Lane) -> Release:
+    def _release(self, lane: Lane) -> LaneRelease:
         publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)
-        return Release(lane, publisher, self.live, heartbeat=self.watchdog, counters=self.counters)
+        return LaneRelease(lane, publisher, self.live, heartbeat=self.watchdog, counters=self.counters)

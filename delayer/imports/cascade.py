@@ -69,7 +69,7 @@ class LevelReader:
             return None
         try:
             return edits.opened(properties, delivery.body, header_limit(DEFAULT_FRAME_MAX)).parcel
-        except (edits.NoEnvelope, MalformedProperties, MalformedTable):
+        except (edits.InvalidEnvelope, MalformedProperties, MalformedTable):
             return None
 
     def _target(self, address: bytes) -> Target:

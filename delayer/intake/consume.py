@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp.edits import Note
+from delayer.amqp.edits import HoldNote
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.ports import Heartbeat, LivePolicy
 from delayer.broker.publisher import AmqpPublisher
@@ -202,7 +202,7 @@ class Publication(NamedTuple):
     outgoing: Outgoing
     parcel: Parcel | None = None
     refusal: str = ""
-    earlier: Note | None = None
+    earlier: HoldNote | None = None
 
 
 class Dispatch:

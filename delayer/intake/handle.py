@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from delayer.amqp import edits
-from delayer.amqp.edits import Endpoints, Envelope, NoEnvelope, into_broker, into_cascade, opened
+from delayer.amqp.edits import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, opened
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.broker.ports import LivePolicy, Parking
@@ -373,7 +373,7 @@ class DueHandler(KeepingHandler):
             try:
                 envelope = opened(Properties.parse(delivery.properties), delivery.body, names.max_properties)
                 publication = _next(delivery, envelope, now_ms, names)
-            except (NoEnvelope, MalformedProperties, MalformedTable) as broken:
+            except (InvalidEnvelope, MalformedProperties, MalformedTable) as broken:
                 refuse = Refuse(f"not a message of the cascade: {broken}")
                 publications.append(to_refused(delivery, refuse, names, self._new_id()))
                 continue

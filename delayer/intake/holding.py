@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp.edits import Note, into_broker, to_strays
+from delayer.amqp.edits import HoldNote, into_broker, to_strays
 from delayer.broker.ports import LivePolicy, Parking
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.backoff import pause_ms
@@ -33,7 +33,7 @@ class Objection(NamedTuple):
     delivery: Delivery
     parcel: Parcel
     hold: Hold
-    earlier: Note | None = None
+    earlier: HoldNote | None = None
 
 
 class MessageHolder:
@@ -105,13 +105,13 @@ class MessageHolder:
         on_held(objections)
         self._count_held(objections)
 
-    def _note(self, one: Objection, token: bytes, now_ms: int) -> Note:
+    def _note(self, one: Objection, token: bytes, now_ms: int) -> HoldNote:
         """A note with one more attempt."""
         attempts = _attempts(one.earlier) + 1
         hold = one.hold.after(one.earlier and one.earlier.hold)
         if hold.for_a_person or attempts >= MAX_ATTEMPTS:
-            return Note(hold, attempts, None)
-        return Note(hold, attempts, now_ms + self._pause_ms(attempts, int.from_bytes(token[-8:], "big")))
+            return HoldNote(hold, attempts, None)
+        return HoldNote(hold, attempts, now_ms + self._pause_ms(attempts, int.from_bytes(token[-8:], "big")))
 
     def _count_held(self, objections: Sequence[Objection]) -> None:
         first = [one.parcel.route for one in objections if not _attempts(one.earlier)]
@@ -129,5 +129,5 @@ class MessageHolder:
             )
 
 
-def _attempts(earlier: Note | None) -> int:
+def _attempts(earlier: HoldNote | None) -> int:
     return 0 if earlier is None else earlier.attempts

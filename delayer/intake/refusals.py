@@ -1,11 +1,12 @@
-"""Refused messages: the reason and the origin that their headers tell, and the way back to the intake. Pure.
+"""Refused messages: the reason and the origin that their headers tell, and the way back to the intake. No I/O.
 
 A retry undoes the refusal (edits.refused): it removes the added headers, and restores the expiration and
-``x-opt-delivery-time``. The added id stays, because it names the publish; the daemon removes it at its next edit.
+``x-opt-delivery-time``. A user_id stays a header. The id stays, because it names the publish; a message that the broker
+dead-lettered gets a new one. The daemon removes it at its next edit.
 
 The daemon writes the origin of a message into headers of ours when it refuses the message. The broker writes it into
-``x-death`` when the intake queue itself gives the message up. A publisher may forge both. So a message goes back only
-through an entry of the intake, and never where the two disagree.
+``x-death`` when it dead-letters the message from the intake queue. A publisher may forge both. So a message goes back
+only through an entry of the intake, and never if the two name different exchanges.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _EXCHANGE: Final = b"x-delayer-exchange"
 _ROUTING_KEY: Final = b"x-delayer-routing-key"
 _WRAPPED: Final = b"x-delayer-properties"
 _LONGEST_ID: Final = 64
-"""Bytes of an id that are kept of one that a publisher may have written."""
+"""A retry keeps at most this many bytes of an id, because a publisher may have written it."""
 _GAINED: Final = frozenset({_REASON, _EXCHANGE, _ROUTING_KEY, EXPIRATION, DELIVERY_TIME})
 
 
 class EntryPoints(NamedTuple):
-    """The ways into the intake queue: the exchanges that routes are from, and the queue's own name, straight."""
+    """The ways into the intake queue: the exchanges of the routes, and its own name through the default exchange."""
 
     queue: bytes
     exchanges: frozenset[bytes]
@@ -42,7 +43,7 @@ class EntryPoints(NamedTuple):
         return cls(queue.encode(), frozenset(one.encode() for one in exchanges))
 
     def lead_in(self, exchange: bytes, routing_key: bytes) -> bool:
-        """Whether a message may have come in so."""
+        """Whether a message with this exchange and key can have reached the intake queue."""
         return (exchange in self.exchanges if exchange else routing_key == self.queue) and len(routing_key) <= 255
 
 
@@ -55,7 +56,7 @@ class Refusal(NamedTuple):
     routing_key: bytes | None
     message_id: str
     mangled: bool
-    """Its own properties cannot be read: the daemon would refuse it again."""
+    """Its original properties are malformed or too long: the daemon would refuse it again."""
 
 
 def refusal_of(delivery: Delivery, entries: EntryPoints) -> Refusal:
@@ -76,11 +77,11 @@ def _reason_and_origin(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str,
     """Why it is refused, and where it came in."""
     death = _death(fields, intake)
     if _REASON not in fields:
-        return death or ("it does not say why", None, None)
+        return death or ("the reason is unknown: there is no note of delayer or of the broker", None, None)
     reason, exchange, key = _text(fields[_REASON].content), _content(fields, _EXCHANGE), _content(fields, _ROUTING_KEY)
     if death is None:
         return reason, exchange, key
-    # Both notes stand in the message. One of them may be forged.
+    # Both tell a reason and an origin. One of them may be forged.
     both = f"{death[0]}, and by its own headers: {reason}"
     return (both, exchange, key) if exchange == death[1] else (both, None, None)
 
@@ -89,11 +90,11 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int) -> Outg
     """How the message goes back to where it came in; or why it cannot."""
     refusal = refusal_of(delivery, entries)
     if refusal.mangled:
-        return "its own headers cannot be read: it would be refused again"
+        return "its original properties are malformed or too long: it would be refused again"
     if refusal.exchange is None or refusal.routing_key is None:
-        return "it does not say where it came in"
+        return "its origin is unknown, or its headers contradict each other"
     if not entries.lead_in(refusal.exchange, refusal.routing_key):
-        return f"it says that it came in through {_text(refusal.exchange)!r}, and no route is from there"
+        return f"no route comes from its exchange {_text(refusal.exchange)!r} with this key"
     properties = Properties.parse(delivery.properties)
     was_refused = properties.get(_REASON) is not None
     given = properties.get(ID) if was_refused else None
@@ -128,13 +129,13 @@ def _unfit_time(delivery_time: Field) -> str:
 
 def _expiration(properties: Properties) -> bytes | None:
     """The expiration that the refusal removed: the last header of that name. The broker closes the channel for an
-    invalid expiration, so an invalid value was never one."""
+    invalid expiration, so an invalid value cannot come from one."""
     values = [one.content for one in properties.headers_items() if one.name == EXPIRATION]
     return values[-1] if values and re.fullmatch(rb"[0-9]{1,10}", values[-1]) and int(values[-1]) < 1 << 32 else None
 
 
 def with_short(raw: bytes, name: str, value: bytes) -> bytes:
-    """Properties with this short string, which they lacked."""
+    """Add this short string to the properties, unless it is there."""
     properties = Properties.parse(raw)
     if name in properties.places:
         return raw
@@ -142,8 +143,8 @@ def with_short(raw: bytes, name: str, value: bytes) -> bytes:
 
 
 def _death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None] | None:
-    """The reason and the origin of a message that the broker dead-lettered, from the note of the intake queue. None
-    without such a note. Notes of other queues belong to other trips, or to a publisher."""
+    """The reason and the origin of a message that the broker dead-lettered, from the intake queue's entry in
+    ``x-death``. None without one. Entries of other queues belong to other trips, or to a publisher."""
     deaths = fields[b"x-death"].value if b"x-death" in fields else None
     for death in deaths if isinstance(deaths, list) else ():
         if isinstance(death, dict) and as_bytes(death.get("queue")) == intake:

@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from delayer.amqp import reading
 from delayer.amqp.address import Address
-from delayer.amqp.edits import Envelope, NoEnvelope, Note, enveloped, opened
+from delayer.amqp.edits import Envelope, HoldNote, InvalidEnvelope, enveloped, opened
 from delayer.amqp.errors import ChannelClosed, MalformedProperties, MalformedTable, ReplyCode
 from delayer.amqp.properties import Properties
 from delayer.broker.connection import ReconnectingConnection
@@ -80,7 +80,7 @@ class Stray(NamedTuple):
         head, size = _head(delivery), len(delivery.body)
         if isinstance(read, str):
             return cls("", None, Target(b"", b""), b"", b"", 0, Hold(HoldKind.UNFIT, read), head, size)
-        parcel, held = read.parcel, read.held or Note(UNKNOWN, 0, None)
+        parcel, held = read.parcel, read.held or HoldNote(UNKNOWN, 0, None)
         id, hold = reading.text(read.id), held.hold
         return cls(id, parcel.due_ms, parcel.target, parcel.exchange, parcel.route, held.attempts, hold, head, size)
 
@@ -243,7 +243,7 @@ def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_pr
         return f"not an envelope of ours: expected a key that ends with {due_queue.decode()!r}, found {found!r}"
     try:
         return opened(Properties.parse(delivery.properties), delivery.body, max_properties)
-    except (NoEnvelope, MalformedProperties, MalformedTable) as broken:
+    except (InvalidEnvelope, MalformedProperties, MalformedTable) as broken:
         return f"not an envelope of ours: {broken}"
 
 
@@ -258,7 +258,7 @@ def strays_queue(url: str, cascade: Cascade, due_queue: bytes) -> SetAside[Stray
         one = stray(delivery, exchange, due_queue, most)
         if isinstance(one, str):
             return one
-        held = one.held and Note(one.held.hold, 0, time.time_ns() // 1_000_000)
+        held = one.held and HoldNote(one.held.hold, 0, time.time_ns() // 1_000_000)
         properties = enveloped(one.parcel, one.id, held)
         return Outgoing(exchange, routing_key(0, due_queue), properties, one.parcel.body, one.id)
 

@@ -1,8 +1,8 @@
 """The lanes of this process: its even share of the store's lanes, each with a release loop.
 
 Once a second the manager looks at the store: how many processes live, and which lanes have an owner. It drops lanes
-above its share and takes free ones up to it. Lanes of limited routes are shared apart from the others, from the other
-end, so that no process has two lanes more than another.
+above its share and takes free ones up to it. Lanes of limited routes are shared apart from the others, and their extra
+lanes go to the last processes, so that no process has two lanes more than another.
 
 A process that has been without its broker for 10 seconds drops all lanes and its presence, so that others take them.
 """
@@ -27,7 +27,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
-from delayer.release.loop import Release
+from delayer.release.loop import LaneRelease
 
 log = structlog.get_logger(__name__)
 
@@ -41,11 +41,11 @@ UPKEEP_LOOKS: Final = 60
 """Looks between two rounds of partition upkeep."""
 BULK_MESSAGES: Final = 128
 BULK_BYTES: Final = 1 << 20
-"""Messages, or bytes, of a park that goes to the lanes in turn, so that all lanes release in parallel. With one lane a
-process releases a fifth less in bulk. Smaller parks stay in one lane, so that messages that are due together share one
-claim, publish and commit."""
+"""From so many messages or bytes on, each write goes to the next lane, so that all lanes release in parallel. With one
+lane a process releases a fifth less in bulk. Smaller writes stay in one lane, so that messages that are due together
+share one claim, publish and commit."""
 SMALL_BATCH_LANE_SECONDS: Final = 300.0
-"""How long small parks stay in one lane while it keeps up: what gathers for one instant is in all lanes by then."""
+"""Then small writes go to the next lane, so that what is parked over hours for one instant is in all lanes."""
 
 
 def share(lanes: int, live: int, rank: int) -> int:
@@ -62,7 +62,7 @@ class LaneManager:
 
     def __init__(
         self,
-        release: Callable[[Lane], Release],
+        release: Callable[[Lane], LaneRelease],
         *,
         heartbeat: Heartbeat,
         counters: Counters,
@@ -74,7 +74,7 @@ class LaneManager:
         self.ready = asyncio.Event()
         """Set while there is a lane to park into."""
         self.out_of_reach = asyncio.Event()
-        """Set while the last look met a store that could not be reached."""
+        """Set while the last look at the store failed."""
         self.spare = asyncio.Event()
         """Set while there are more processes than lanes, and this one has no share."""
         self._release = release
@@ -87,7 +87,7 @@ class LaneManager:
         self._connect: Callable[[], Awaitable[Store]] | None = None
         self._store: Store | None = None
         self._lanes: list[Lane] = []  # Lanes to park into.
-        self._releases: dict[asyncio.Task[None], tuple[Lane, Release]] = {}
+        self._releases: dict[asyncio.Task[None], tuple[Lane, LaneRelease]] = {}
         self._upkeep: asyncio.Task[None] | None = None
         self._others: list[int] = []  # Lanes whose owners publish to another broker.
         self._turn = count()
@@ -131,8 +131,14 @@ class LaneManager:
 
     def _why_without(self, seconds: float) -> tuple[str, str]:
         if self.spare.is_set():
-            return "no lane for this process: there are more processes than lanes", "`delayer db lanes N` raises it"
-        return f"no lane after {seconds:g} s: the store is out of reach, refuses us, or other processes have them", ""
+            return (
+                "no lane for this process: there are more processes than lanes",
+                "`delayer db lanes N` raises the number of lanes",
+            )
+        return (
+            f"no lane after {seconds:g} s: the store is out of reach, refuses us, or other processes own all lanes",
+            "",
+        )
 
     async def wait_known(self, seconds: float) -> None:
         """Wait until there is a lane, or no store in reach; ``seconds`` at most. Raises StoreLost where a store is
@@ -199,7 +205,7 @@ class LaneManager:
             await self._look_on(stopping)
             await self._all_dropped()
         finally:
-            # After a bug, and after the time to stop in, the loops still run.
+            # After a bug, or a stop that took too long, loops may still run.
             for loop in self._releases:
                 loop.cancel()
             await self._all_dropped()
@@ -242,7 +248,7 @@ class LaneManager:
             self._collect()
 
     async def _look(self, number: int, stopping: asyncio.Event) -> None:
-        """Raises StoreLost."""
+        """Connect if necessary, and take or drop lanes. Without a broker drop all. Raises StoreLost."""
         if self._store is None:
             if self._connect is None:
                 raise StoreLost("no store is configured")
@@ -255,7 +261,7 @@ class LaneManager:
             else:
                 await self._take_share(self._store, stopping)
         finally:
-            self._keep_up(self._store, number)
+            self._start_upkeep(self._store, number)
 
     def _away(self) -> bool:
         """Whether the broker has been out of reach for AWAY_SECONDS."""
@@ -284,7 +290,7 @@ class LaneManager:
             (sorted(look.routes.values()), share(len(look.routes), look.live, look.live - 1 - look.rank)),
         ):
             ours = [lane for lane in self._lanes_held() if lane.number in numbers]
-            self._drop(ours[wanted:], "shared with another process")
+            self._drop(ours[wanted:], "above the share of this process")
             # Each process begins at another lane, so fewer of them try to take the same one.
             begin = look.rank * len(numbers) // look.live
             for number in numbers[begin:] + numbers[:begin]:
@@ -339,8 +345,8 @@ class LaneManager:
             log.warning("store shared", lanes=lanes, next_step=ONE_BROKER)
         self._others = lanes
 
-    def _keep_up(self, store: Store, look: int) -> None:
-        """Upkeep goes on beside the looks: it may wait for locks, and the lanes must not wait for it.
+    def _start_upkeep(self, store: Store, look: int) -> None:
+        """Start the upkeep. It runs beside the looks: it may wait for locks, and the lanes must not wait for it.
 
         Raises what the last round failed of.
         """

@@ -1,5 +1,5 @@
-"""Publishes one lane's rows when they are due. A claim takes rows shortly before; a commit deletes them after every
-confirm."""
+"""The release of one lane: it publishes rows when they are due. A claim locks rows shortly before. When the broker has
+answered for all of them, one commit deletes the confirmed ones and holds the others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 import structlog
@@ -32,24 +33,25 @@ SLICE_SECONDS: Final = 1.0
 
 BEHIND_SECONDS: Final = 2.0
 """Seconds after which a lane that has not taken all due rows counts as behind. A broker that begins a new log file
-confirms nothing for almost one second."""
+confirms nothing for one second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
-    """The bounds of one claim. It must be confirmed well within the deadline. It must also cross a slow line to the
-    store before the server ends an idle transaction (4 s). A claim takes at least one message, however large. So each
-    of a lane's two claims needs at most ``body_bytes`` and one message of memory."""
+class ClaimLimits:
+    """The bounds of one claim. Its messages must be confirmed well within the publisher's deadline, and come from the
+    store over a slow line before the server ends an idle transaction (4 s). A claim takes at least one message, however
+    large. So each of a lane's two claims needs at most ``body_bytes`` and one message of memory."""
 
     messages: int = 1000
     body_bytes: int = 256 << 10
 
 
-PORTION: Final = Portion()
+PORTION: Final = ClaimLimits()
 
 
-class Release:
-    """The release of one lane. A loop for each of its windows: while one publishes and settles, the other claims."""
+class LaneRelease:
+    """The release of one lane. It has a loop for each of the lane's windows, which are transactions of the store: while
+    one publishes and settles, the other claims."""
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class Release:
         *,
         heartbeat: Heartbeat,
         counters: Counters,
-        portion: Portion = PORTION,
+        portion: ClaimLimits = PORTION,
     ) -> None:
         self._bucket: TokenBucket | None = None
         self._live = live
@@ -71,16 +73,16 @@ class Release:
         self.leaving = False
         self._busy_since: float | None = None
         self._turn = asyncio.Lock()
-        self._written = asyncio.Event()  # The messages of the last claim are written.
+        self._written = asyncio.Event()  # The messages of the latest claim are written to the broker.
         self._written.set()
 
     @property
     def behind(self) -> bool:
-        """Whether this lane does not keep up: it has claimed without a rest for too long."""
+        """Whether this lane does not keep up: due rows have waited for BEHIND_SECONDS."""
         return self._busy_since is not None and time.monotonic() - self._busy_since > BEHIND_SECONDS
 
     def leave(self) -> None:
-        """End only this release: finish open claims, wake within SLICE_SECONDS, close the lane."""
+        """Ask only this release to end. Its loops notice that within SLICE_SECONDS and finish their open claims."""
         self.leaving = True
 
     def _should_stop(self, stopping: asyncio.Event) -> bool:
@@ -182,12 +184,12 @@ class Release:
     async def _publish_and_settle(
         self, window: Window, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
     ) -> None:
-        """Wait until the last claim is written (``before``), publish each message when it is due, settle the claim."""
+        """Publish each message when it is due, after the previous claim was written (``before``); settle the claim."""
         try:
             released, held, late = await self._publish(rows, before, written)
         except BaseException:
-            # All rows go back, confirmed ones too, and also after a cancellation: to settle a part of a claim needs a
-            # second transaction.
+            # All rows go back, confirmed ones too (they are repeated), and also after a cancellation: to settle a part
+            # of a claim needs a second transaction.
             await window.give_up()
             raise
         finally:
@@ -202,12 +204,12 @@ class Release:
     async def _publish(
         self, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
     ) -> tuple[list[Due], list[tuple[Due, Hold]], list[tuple[float, bytes]]]:
-        """Returns the released rows, the held ones, and the lateness and route of each delivered message."""
+        """Returns the released rows, the held ones, and lateness and route of each that its first attempt delivered."""
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, Hold]] = []
         limits, now_ms = self._live.late_limits(), self._live.now_lower_ms()
-        for row in sorted(rows, key=_due_ms):
+        for row in sorted(rows, key=attrgetter("due_ms")):
             late_hold = too_late(row.due_ms, now_ms, limits.get(row.parcel.route), row.hold) if limits else None
             outgoing = late_hold or prepared(row, self._publisher.max_properties)
             if isinstance(outgoing, Hold):
@@ -225,7 +227,7 @@ class Release:
         for index, (row, outcome) in enumerate(zip(sendable, outcomes, strict=True)):
             if isinstance(outcome, Confirmed):
                 released.append(row)
-                if not row.attempts:  # A message that was held was delayed by its destination, not by the daemon.
+                if not row.attempts:  # The lateness of a message that was held says nothing of the daemon.
                     late.append((schedule.written_ms.get(index, now_ms) - row.due_ms, row.parcel.route))
             else:
                 self._counters.objected(outcome, row.parcel.route)
@@ -251,7 +253,7 @@ class Release:
 def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
     """The message as it leaves, or the Hold of a message that cannot be published as it stands."""
     if not row.sound:
-        return unfit("the stored bytes do not fit their checksum, or a newer delayer wrote their format")
+        return unfit("the stored bytes do not match their checksum, or a newer delayer wrote their format")
     token = row.parcel.token or b"%d" % row.id
     try:
         properties = edits.released(Properties.parse(row.parcel.properties), token, row.due_ms)
@@ -261,10 +263,8 @@ def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
         return unfit(f"the properties are too long: expected at most {max_properties} bytes, found {len(properties)}")
     target = row.parcel.target
     if (longest := max(len(target.exchange), len(target.routing_key))) > SHORT_STRING:
-        return unfit(f"the destination is too long: expected at most {SHORT_STRING} bytes, found {longest}")
+        return unfit(
+            f"the exchange or the routing key is too long: expected at most {SHORT_STRING} bytes, found {longest}"
+        )
     isolated = row.hold is not None and row.hold.isolated
     return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token, isolated)
-
-
-def _due_ms(row: Due) -> int:
-    return row.due_ms

@@ -157,7 +157,7 @@ async def test_after_ten_attempts_it_waits_for_a_person(place: Place, tmp_path: 
     place.write(config, "native", {})
     now_ms = time.time_ns() // 1_000_000
     parcel = Parcel(now_ms, b"in.missing", b"in.missing", b"inbox", Target(b"missing", b"inbox"), b"\0\0", b"doomed")
-    held = edits.Note(Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE"), 9, now_ms)
+    held = edits.HoldNote(Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE"), 9, now_ms)
     async with DaemonProcess(place.environ("native")) as daemon, await place.raw() as raw:
         inbox = await raw.inbox("inbox")
         await daemon.ready()

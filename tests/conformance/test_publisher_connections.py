@@ -25,7 +25,7 @@ from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost
 from delayer.core.hold import CONFIRMED, HoldKind, Outcome
 from delayer.core.message import Outgoing
-from delayer.release.loop import Release
+from delayer.release.loop import LaneRelease
 from tests.conformance.broker_world import Place, World, codes, message, publish_all, relay_to
 from tests.faults.place import eventually
 from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due, kind_of
@@ -212,7 +212,7 @@ async def test_lost_lanes_leave_no_channels_behind(place: Place) -> None:
         for number in range(5):
             lane = ScriptedLane(number, claims=[[due(1), due(2)], LaneLost("somebody else's")])
             parts = {"heartbeat": Heartbeat(), "counters": Counters()}
-            await Release(lane, AmqpPublisher(reconnecting), ScriptedLive(), **parts).run(asyncio.Event())
+            await LaneRelease(lane, AmqpPublisher(reconnecting), ScriptedLive(), **parts).run(asyncio.Event())
             assert lane.events[-1] == "release"
             await all_released(connection)
             assert connection.receivers == before

@@ -19,7 +19,7 @@ from delayer.core.counters import Counters
 from delayer.core.hold import CONFIRMED, Outcome
 from delayer.core.message import Outgoing, Schedule
 from delayer.release.lane_manager import LaneManager
-from delayer.release.loop import Release
+from delayer.release.loop import LaneRelease
 from delayer.store.postgres import PostgresStore
 from tests.support.fakes import Heartbeat, ScriptedLive
 from tests.support.store import opened
@@ -75,8 +75,8 @@ class Process:
         self.store = await PostgresStore.connect(self._url, owner=self._name)
         return self.store
 
-    def _release(self, lane: Lane) -> Release:
-        return Release(lane, self.publisher, self.live, heartbeat=Heartbeat(), counters=Counters())
+    def _release(self, lane: Lane) -> LaneRelease:
+        return LaneRelease(lane, self.publisher, self.live, heartbeat=Heartbeat(), counters=Counters())
 
     def now_upper_ms(self) -> int:
         now = self.lanes.now_upper_ms()

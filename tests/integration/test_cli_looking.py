@@ -218,7 +218,7 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
     """A message that is held, and the properties that it stands among the strays with."""
     now_ms = time.time_ns() // 1_000_000
     parcel = Parcel(now_ms, b"in", b"in", b"k", Target(b"out", b"k"), b"\0\0", body, None)
-    held = edits.Note(Hold(HoldKind.RETURNED, reason), 10, None)
+    held = edits.HoldNote(Hold(HoldKind.RETURNED, reason), 10, None)
     return parcel, edits.enveloped(parcel, b"%032x" % number, held)
 
 

@@ -130,7 +130,7 @@ def fate(found: FullMessage, to: str, owner: str, instant: Callable[[int], str])
     milliseconds.
     """
     if found.sound is False:
-        return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
+        return "it is held when it is due: its bytes do not match their checksum, or their format is of a newer delayer"
     if found.held is not None and found.held.retry_ms is None:
         return f"nothing until an operator runs `delayer held retry`; then it is published to {to}"
     if found.held is not None and found.held.retry_ms is not None:

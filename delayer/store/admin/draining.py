@@ -1,4 +1,4 @@
-"""Taking waiting rows out of the store, to where something else keeps them: gone when that is sure, or there again."""
+"""The store's part of a drain: rows are deleted in a transaction that commits only after their publish succeeded."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Unsound(Exception):
 
 
 class DrainBacklog(NamedTuple):
-    """The backlog, by its treatment in a drain.
+    """How many messages a drain can move, and how many it leaves and why.
 
-    ``keyed`` and ``soon`` are parts of ``rows`` without overlap, unless rows with a key are drained too. ``soon`` is
-    bounded. ``packed`` and ``broken`` are messages in segments, ``held`` are held messages.
+    ``keyed`` and ``soon`` are parts of ``rows`` without overlap, unless rows with a key are drained too. ``soon``
+    counts at most SOON_MOST rows of each lane. ``packed`` are messages in segments, ``broken`` in damaged ones.
     """
 
     rows: int
@@ -64,7 +64,7 @@ CROSS JOIN LATERAL (
 
 
 async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bool = False) -> DrainBacklog:
-    """Count, on one snapshot. ``soon_ms``: epoch ms, before which a row is left alone; one with a key stays anyway,
+    """Count the backlog on one snapshot. A drain leaves rows due before ``soon_ms`` (epoch ms), and rows with a key
     unless ``keys_too``. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         kinds = await counters(connection)
@@ -80,8 +80,8 @@ async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bo
 async def taken(
     connection: asyncpg.Connection, places: Sequence[Place], act: int, max_properties: int, *, keys_too: bool = False
 ) -> AsyncIterator[list[Due]]:
-    """The messages that are still at these places, without a key unless ``keys_too``. They are deleted, and count as
-    released, if the block ends well; otherwise they stay. Raises Unsound, also for properties of more than
+    """Yields the messages that are still at these places; those with a key only if ``keys_too``. They are deleted, and
+    count as released, if the block ends well; otherwise they stay. Raises Unsound, also for properties of more than
     ``max_properties`` bytes, and the driver's errors."""
     async with pool.transaction(connection):
         rows = await connection.fetch(_TAKE, *Places.of(places), keys_too)

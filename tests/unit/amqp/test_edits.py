@@ -234,7 +234,7 @@ def test_the_room_that_edits_need() -> None:
     longest = b"n" * 255
     raw = with_headers(entry(b"x", byte_array(bytes(1000))))
     parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
-    note = edits.Note(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
+    note = edits.HoldNote(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
     assert len(edits.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
     raw = b"\x20\x10" + sized(b"") + b"\xff" + bytes(255)
     assert len(edits.released(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM

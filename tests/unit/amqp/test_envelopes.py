@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.amqp import edits
-from delayer.amqp.edits import ID_BYTES, ROOM, Envelope, NoEnvelope
+from delayer.amqp.edits import ID_BYTES, ROOM, Envelope, InvalidEnvelope
 from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.delay_headers import LONGEST_TIMER_MS
@@ -58,7 +58,7 @@ parcels = st.builds(
 
 
 held = st.none() | st.builds(
-    edits.Note,
+    edits.HoldNote,
     st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=600), st.booleans(), st.booleans()),
     st.integers(1, (1 << 31) - 1),
     st.none() | st.integers(0, LATEST_MS),
@@ -66,7 +66,7 @@ held = st.none() | st.builds(
 
 
 @given(parcels, st.binary(max_size=ID_BYTES), held)
-def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: edits.Note | None) -> None:
+def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: edits.HoldNote | None) -> None:
     raw = edits.enveloped(parcel, id, held)
     envelope = opened(raw, parcel.body)
     assert envelope[:2] == (id, parcel)
@@ -126,7 +126,7 @@ def carrier(**changed: bytes | None) -> bytes:
     ],
 )
 def test_other_messages_are_no_envelopes(raw: bytes, reason: str) -> None:
-    with pytest.raises(NoEnvelope, match=reason):
+    with pytest.raises(InvalidEnvelope, match=reason):
         opened(raw)
 
 
@@ -135,7 +135,7 @@ CASCADE = edits.Endpoints(Cascade(), b"delays.due", b"delays.refused", MAX)
 
 @given(parcels, held, st.integers(WINDOW_MS, LATEST_MS))
 def test_a_broker_that_delays_gets_the_same_envelope_with_a_time_that_ends_no_queue(
-    parcel: Parcel, note: edits.Note | None, at_ms: int
+    parcel: Parcel, note: edits.HoldNote | None, at_ms: int
 ) -> None:
     sent = edits.into_broker(parcel, b"id", at_ms, 0, replace(CASCADE, broker_delays=True), held=note)
     assert (sent.exchange, sent.routing_key) == (b"delayer.delay-delivery", routing_key(0, b"delays.due"))

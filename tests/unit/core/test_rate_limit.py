@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from delayer.core.counters import Counters
 from delayer.core.rate_limit import BURST, TokenBucket
-from delayer.release.loop import Release
+from delayer.release.loop import LaneRelease
 from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 
 
@@ -44,12 +44,12 @@ def test_tokens_that_were_not_used_are_there_again() -> None:
     assert bucket.take(1000, 0.0) == 20
 
 
-def release(lane: ScriptedLane, rate: float | None) -> Release:
+def release(lane: ScriptedLane, rate: float | None) -> LaneRelease:
     live = ScriptedLive(rates={} if rate is None else {lane.route: rate})
-    return Release(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters())
+    return LaneRelease(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters())
 
 
-async def run(loop: Release, lane: ScriptedLane, settled: int) -> None:
+async def run(loop: LaneRelease, lane: ScriptedLane, settled: int) -> None:
     """Release until so many claims are settled."""
     stopping = asyncio.Event()
     task = asyncio.create_task(loop.run(stopping))
@@ -80,5 +80,5 @@ async def test_a_new_limit_counts_from_the_next_claim() -> None:
         live.rates = limits.pop(0) if limits else live.rates
 
     lane.settle = settled  # type: ignore[method-assign]
-    await run(Release(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters()), lane, 3)
+    await run(LaneRelease(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters()), lane, 3)
     assert lane.limits == [1000, 2, 200]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from delayer.amqp import edits
-from delayer.amqp.edits import Note
+from delayer.amqp.edits import HoldNote
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
 from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
 from delayer.core.counters import Counters
@@ -174,7 +174,7 @@ async def test_messages_for_a_person_go_to_the_strays_at_once(kind: HoldKind) ->
     [stray] = it.publisher.published
     assert stray.exchange == b"delayer.delay-strays"
     held = edits.opened(Properties.parse(stray.properties), stray.body, 10_000).held
-    assert held == edits.Note(Hold(kind, "why"), 1, None)
+    assert held == edits.HoldNote(Hold(kind, "why"), 1, None)
 
 
 async def test_a_cascade_that_does_not_take_it_gives_the_delivery_back() -> None:
@@ -198,7 +198,7 @@ async def test_each_publish_of_a_batch_is_progress() -> None:
 # What comes out of the cascade.
 
 
-def carried(tag: int, due_ms: int, key: bytes = b"k", held: Note | None = None, *, rest_ms: int = 0) -> Delivery:
+def carried(tag: int, due_ms: int, key: bytes = b"k", held: HoldNote | None = None, *, rest_ms: int = 0) -> Delivery:
     parcel = Parcel(due_ms, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), INNER, b"")
     return delivery(tag, body=b"body")._replace(
         properties=edits.enveloped(parcel, b"id", held, rest_ms), exchange=b"delayer.delivery"
@@ -312,7 +312,7 @@ async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays() -> No
 async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_counted(attempts: int) -> None:
     it = Scene({b"gone": NACKED})
     it.live.holds_in_store = False
-    earlier = Note(WHY, attempts, NOW - 1) if attempts else None
+    earlier = HoldNote(WHY, attempts, NOW - 1) if attempts else None
     await it.carry(carried(1, NOW - 60_000, b"gone", earlier))
     _, again = it.publisher.published
     envelope = opened(again.properties)
@@ -335,8 +335,8 @@ async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_c
 
 async def test_a_message_is_not_tried_before_its_next_attempt() -> None:
     it = Scene()
-    early = carried(1, NOW - 60_000, held=Note(WHY, 3, NOW + 5_000))
-    await it.carry(early, carried(2, NOW - 60_000, held=Note(WHY, 3, NOW + 700)))
+    early = carried(1, NOW - 60_000, held=HoldNote(WHY, 3, NOW + 5_000))
+    await it.carry(early, carried(2, NOW - 60_000, held=HoldNote(WHY, 3, NOW + 700)))
     again, released = it.publisher.published
     assert (again.exchange, again.properties) == (Cascade().entry(5).encode(), early.properties)
     assert (released.exchange, it.instants) == (b"orders.out", [700])
@@ -350,7 +350,7 @@ async def test_the_notes_of_earlier_attempts_stay() -> None:
     it = Scene({b"gone": NACKED})
     it.live.holds_in_store = False
     before = replace(WHY, may_be_delivered=True, isolated=True)
-    await it.carry(carried(1, NOW, b"gone", Note(before, 2, NOW)))
+    await it.carry(carried(1, NOW, b"gone", HoldNote(before, 2, NOW)))
     sent, again = it.publisher.published
     held = opened(again.properties).held
     assert sent.isolated
@@ -364,7 +364,7 @@ async def test_too_late_waits_for_a_person_at_once_and_is_delivered_when_one_say
     it.live.limits = {b"orders.in": 60_000}
     late = too_late(NOW - 70_000, NOW, 60_000)
     assert late is not None
-    await it.carry(carried(1, NOW - 70_000), carried(2, NOW - 70_000, held=Note(late, 0, NOW)))
+    await it.carry(carried(1, NOW - 70_000), carried(2, NOW - 70_000, held=HoldNote(late, 0, NOW)))
     stray, delivered = it.publisher.published
-    assert (stray.exchange, opened(stray.properties).held) == (Cascade().strays.encode(), Note(late, 1, None))
+    assert (stray.exchange, opened(stray.properties).held) == (Cascade().strays.encode(), HoldNote(late, 1, None))
     assert delivered.exchange == b"orders.out"

@@ -14,7 +14,7 @@ from delayer.broker.ports import Lane
 from delayer.core.counters import Counters
 from delayer.release import lane_manager as module
 from delayer.release.lane_manager import LaneManager
-from delayer.release.loop import Release
+from delayer.release.loop import LaneRelease
 from tests.support.fakes import Heartbeat, ScriptedLive, ScriptedPublisher, ScriptedStore
 
 Connect = Callable[[], Awaitable[Any]]
@@ -48,9 +48,9 @@ class Scene:
         self.lanes.configure(connect or at_once, ScriptedLive())
         self.running = asyncio.create_task(self.lanes.run(self.stopping))
 
-    def release(self, lane: Lane) -> Release:
+    def release(self, lane: Lane) -> LaneRelease:
         publisher = ScriptedPublisher()
-        return Release(lane, publisher, ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters)
+        return LaneRelease(lane, publisher, ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters)
 
     async def stop(self) -> None:
         self.stopping.set()

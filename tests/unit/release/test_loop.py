@@ -18,7 +18,7 @@ from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned,
 from delayer.core.message import Due, Outgoing, Schedule
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.release import loop as module
-from delayer.release.loop import Portion, Release, prepared
+from delayer.release.loop import ClaimLimits, LaneRelease, prepared
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 
 
@@ -30,11 +30,11 @@ class Scene:
         self.publisher = publisher or ScriptedPublisher()
         self.heartbeat = Heartbeat()
         self.counters = Counters()
-        self.release = Release(
+        self.release = LaneRelease(
             lane,
             self.publisher,
             ScriptedLive(now=NOW + 10_000, limits=limits) if limits else ScriptedLive(width=25),
-            portion=Portion(10, 1000),
+            portion=ClaimLimits(10, 1000),
             heartbeat=self.heartbeat,
             counters=self.counters,
         )
@@ -111,7 +111,7 @@ async def test_an_unfit_message_is_held_and_others_go_on() -> None:
     assert [row for row, _ in held] == rows[:5]
     assert {hold.kind for _, hold in held} == {HoldKind.UNFIT}
     says = ["checksum", "malformed properties", "malformed properties", "properties are too long"]
-    for (_, hold), said in zip(held, [*says, "destination is too long"], strict=True):
+    for (_, hold), said in zip(held, [*says, "routing key is too long"], strict=True):
         assert said in hold.text
 
 
