@@ -205,7 +205,7 @@ async def test_a_lost_store_gives_deliveries_back(
         await ledger.publish(100, longest_ms=500)
         await ledger.all_back()
         proxy.slow(bytes_per_second=20_000)  # so that there is something in hand when it dies
-        await ledger.publish(8_000, delay_ms=1_000)
+        await ledger.publish(8_000, delay_ms=15_000)
         await eventually(lambda: place.depth("delays"), lambda depth: depth < 6_000)
         if store_is == "dead":
             await proxy.refuse()
