@@ -129,6 +129,7 @@ async def _export_beside_a_compaction(database: str, pipe: Path, closing: ExitSt
         file = await asyncio.to_thread(pipe.open, "rb")
         closing.callback(file.close)
         first = await asyncio.to_thread(file.readline)
+        await admin.execute("SET idle_in_transaction_session_timeout = 0")  # This one packs segments meanwhile.
         await admin.execute("ALTER SYSTEM SET idle_in_transaction_session_timeout = '200ms'")
         await admin.execute("SELECT pg_reload_conf()")
         try:
