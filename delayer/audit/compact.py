@@ -85,7 +85,7 @@ async def pack_window(connection: asyncpg.Connection, window: CompactionWindow, 
             lost = describe(error)
             break
         except SegmentBroken as error:
-            broken = f"lane {window.lane}, due from {window.first_ms}: {error.reason}"
+            broken = f"lane {window.lane}, due from {window.first_ms}: {error}"
             break
         lost, attempts = None, 0
         if one is None or not one.more:

@@ -23,7 +23,7 @@ from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store import schema
 from delayer.store.admin import setup, stats
-from delayer.store.errors import BadStoreUrl
+from delayer.store.errors import BadStoreUrl, check_arrow
 from delayer.store.lanes.locks import broker_mark
 
 Result = Literal["ok", "note", "off", "out of reach"]
@@ -301,6 +301,11 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
     if seen.late.segments:
         found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"
         report.add("segments", "off", found, "see the daemons' logs, or run `delayer restore`")
+    if seen.segments.segments:
+        try:
+            check_arrow()
+        except StoreLost as lost:
+            report.add("segments", "off", lost, lost.advice)
     if seen.segments.broken:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
         report.add("segments", "off", found, "see docs/backlog.md; their bytes are kept")

@@ -9,11 +9,7 @@ FORMAT: Final = 1
 
 
 class SegmentBroken(Exception):
-    """A segment does not read back. ``reason`` has the expected and the found; it quotes no message."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
+    """A segment does not read back. The text has the expected and the found; it quotes no message."""
 
 
 class Restored(NamedTuple):
@@ -34,13 +30,6 @@ class Broken(NamedTuple):
     messages: int
     first_due_ms: int
     reason: str
-
-    @property
-    def advice(self) -> str:
-        return (
-            "after the repair of disk or memory run `delayer restore --all`; if that does not help, put its "
-            "row of the table segment back from a backup"
-        )
 
 
 class Locked(NamedTuple):

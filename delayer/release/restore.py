@@ -35,6 +35,10 @@ URGENT_MS: Final = 300_000
 """Segments that are due within this time are restored without rests."""
 
 _MEMORY: Final = "not enough memory to unpack a segment"
+_BROKEN: Final = (
+    "after the repair of disk or memory run `delayer restore --all`; if that does not help, put its row of the table "
+    "segment back from a backup"
+)
 
 
 class SegmentRestorer:
@@ -60,7 +64,8 @@ class SegmentRestorer:
         raise_first(take_failures({work}), unless=LOSSES)
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        retry = Backoff(stopping, _unwatched)
+        # The watchdog watches the traffic, which goes on without restores. Each statement here has its own deadline.
+        retry = Backoff(stopping, lambda: None)
         while not stopping.is_set():
             await self._lanes.ready.wait()
             try:
@@ -69,7 +74,8 @@ class SegmentRestorer:
                 # The store rolled the restore back, after a lack of memory too. The release loops go on.
                 reason, advice = (str(error), error.advice) if isinstance(error, StoreLost) else (_MEMORY, "")
                 if self._throttle.should_log(reason, asyncio.get_running_loop().time()):
-                    log.warning("restoring interrupted", reason=reason, **({"next_step": advice} if advice else {}))
+                    tell = log.error if advice else log.warning
+                    tell("restoring interrupted", reason=reason, next_step=advice or None)
                 await retry.pause()
             else:
                 retry.succeeded()
@@ -95,9 +101,5 @@ class SegmentRestorer:
                 return LOOK_AGAIN_SECONDS
             case Broken():
                 self._counters.broken_segments += 1
-                log.error("segment broken", **found._asdict(), next_step=found.advice)
+                log.error("segment broken", **found._asdict(), next_step=_BROKEN)
                 return 0.0
-
-
-def _unwatched() -> None:
-    """The watchdog watches the traffic, which goes on without restores. Each statement here has its own deadline."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import asyncpg
 
@@ -100,3 +101,10 @@ def translated(doing: str) -> Iterator[None]:
         yield
     except DRIVER_ERRORS as error:
         raise lost(doing, error) from error
+
+
+def check_arrow() -> None:
+    """Raise StoreLost unless pyarrow, which unpacks segments, is installed."""
+    if find_spec("pyarrow") is None:
+        advice = "install delayer[segments] in this environment (docs/install.md), and restart the daemon"
+        raise StoreLost("its segments need the Python package pyarrow, which is not installed here", advice)

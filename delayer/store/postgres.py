@@ -26,7 +26,7 @@ from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
 from delayer.store import pool, schema, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, describe, translated
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify
@@ -39,7 +39,6 @@ IDLE_SECONDS: Final = 4.0
 """Fed every second (lane.py), and each process looks once a second: the lanes of a process that hangs are taken in
 about 5 seconds."""
 CLOSE_SECONDS: Final = 5.0
-
 
 T = TypeVar("T")
 Changes = Counter[tuple[int, str]]
@@ -171,8 +170,10 @@ class PostgresStore:
         """See the port."""
         with translated("restore"):
             async with pool.borrowed(self._pool) as connection:
-                soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms)
-            if soonest is None:
+                soonest = await connection.fetchrow(statements.NEXT_SEGMENT)
+            if soonest is not None:
+                check_arrow()  # Long before the segment is due, so that an operator has the time to install it.
+            if soonest is None or soonest[0] > horizon_ms:
                 return None
             # The import takes half a second, which would be the event loop's.
             await asyncio.to_thread(import_module, "delayer.store.segments.restore")

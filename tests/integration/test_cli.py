@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aio_pika
+import pytest
 from pamqp.common import FieldTable
 
 from delayer.cli import send
@@ -324,6 +325,10 @@ async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, databa
         assert "compacted: 14 in 2 segments   next due: 2" in told
         assert "(in 30 h)" in told
         assert "BROKEN" not in told
+        with pytest.MonkeyPatch.context() as without:
+            without.setattr("delayer.store.errors.find_spec", lambda _: None)
+            for verb, code in ("check", 1), ("list", 3):
+                assert "install delayer[segments]" in delayer(verb, expect=code, COLUMNS="400").output
         await connection.execute("UPDATE segment SET first_due = now() + interval '10 minutes' WHERE id = 2")
         assert "LATE: 1 segments with 7 messages should be restored by now" in delayer("status").stdout
         found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]

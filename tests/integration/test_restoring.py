@@ -121,6 +121,17 @@ async def test_a_broken_segment_is_said_once_and_stands_in_nobodys_way(database:
     await account(database)
 
 
+async def test_a_daemon_without_pyarrow_says_so_early(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await packed(database, [parcel(await now_ms(database) + 300 * DAY_MS)]) == 1
+    monkeypatch.setattr("delayer.store.errors.find_spec", lambda _: None)
+    with capture_logs() as logged:
+        async with restoring(database):
+            await eventually(lambda: "restoring interrupted" in [line["event"] for line in logged])
+    [said] = [line for line in logged if line["event"] == "restoring interrupted"]
+    assert (said["log_level"], "install delayer[segments]" in said["next_step"]) == ("error", True)
+    assert (await account(database))[1:] == (0, 1)
+
+
 async def test_partitions_are_there_for_what_is_restored(database: str) -> None:
     now = await now_ms(database)
     async with sql(database) as admin:

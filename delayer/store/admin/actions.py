@@ -32,7 +32,7 @@ from delayer.store import pool, statements
 from delayer.store.admin import audit_log, listing
 from delayer.store.admin.detail import ABSENT, FoundIn, HeldEntry
 from delayer.store.admin.listing import BEGINNING, NO_DUES, Dues, Test
-from delayer.store.errors import WORTH_REPEATING
+from delayer.store.errors import WORTH_REPEATING, check_arrow
 from delayer.store.lanes.notify import notify
 from delayer.store.rows.keys import forget, lock_keys
 from delayer.store.rows.partitions import PARK_SECONDS, Days, existing
@@ -117,6 +117,7 @@ async def _do(
 ) -> tuple[dict[int, FoundIn], bool]:
     """One transaction: restore the segment, if there is one, and do it to the rows."""
     if segment is not None:
+        check_arrow()
         from delayer.store.segments.restore import restore  # noqa: PLC0415 - pyarrow
 
     async with pool.transaction(connection):

@@ -91,12 +91,12 @@ async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 3
 
 
 async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> FullMessage | None:
-    import pyarrow.compute as pc  # noqa: PLC0415 - pyarrow, once there is a segment to read
-
     try:
         found = await listing.unpacked(connection, segment)
     except SegmentBroken:
         return None
+    import pyarrow.compute as pc  # noqa: PLC0415 - pyarrow, once there is a segment to read
+
     if found is None or not len(table := found[0].filter(pc.equal(found[0]["id"], number))):
         return None
     lane = found[1]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import asyncpg
 
 from delayer.store import statements
+from delayer.store.errors import check_arrow
 
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
@@ -53,8 +54,9 @@ _READ = "SELECT id, messages, format, digest FROM segment WHERE id = $1"
 
 
 async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
-    """The messages of a segment (see :func:`live`), for lists; None if it is gone. Raises SegmentBroken, and the
-    driver's errors."""
+    """The messages of a segment (see :func:`live`), for lists; None if it is gone. Raises SegmentBroken, StoreLost
+    without pyarrow, and the driver's errors."""
+    check_arrow()
     from delayer.store.segments.restore import live  # noqa: PLC0415 - pyarrow
 
     async with connection.transaction(isolation="repeatable_read", readonly=True):

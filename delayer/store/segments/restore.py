@@ -71,7 +71,7 @@ async def _restore(
             async with pool.transaction(connection):  # A savepoint: without the mark it would be tried for ever.
                 status = await connection.copy_records_to_table("message", records=records, columns=codec.COPIED)
         except SegmentBroken as error:
-            broken = error.reason
+            broken = str(error)
         except (asyncpg.UniqueViolationError, *DAMAGED) as error:
             broken = f"its messages cannot be written: {describe(error)}"
         if broken:

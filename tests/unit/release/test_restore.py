@@ -95,26 +95,20 @@ async def test_said_and_counted() -> None:
         assert it.counters.as_dict() == it.counters.as_dict() | {"restored": 10_000, "broken_segments": 1}
 
 
-async def test_a_store_out_of_reach_is_tried_again_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = StoreLost("out of reach", "wait")
-    async with scene(lost, lost, far(1)) as it:
-        with capture_logs() as logged:
-            async with running(it):
-                await until(lambda: not it.store.segments)
-                await until(lambda: it.counters.as_dict()["restored"] == 10)
-        said = [line for line in logged if line["event"] == "restoring interrupted"]
-        assert said == [
-            {"event": "restoring interrupted", "reason": "out of reach", "next_step": "wait", "log_level": "warning"}
-        ]
-
-
-async def test_a_lack_of_memory_ends_nobody() -> None:
-    async with scene(MemoryError(), far(1)) as it:
+@pytest.mark.parametrize(
+    ("error", "reason", "step", "level"),
+    [
+        (StoreLost("refused", "wait"), "refused", "wait", "error"),
+        (MemoryError(), "not enough memory to unpack a segment", None, "warning"),
+    ],
+)
+async def test_a_failure_is_said_once(error: Exception, reason: str, step: str | None, level: str) -> None:
+    async with scene(error, error, far(1)) as it:
         with capture_logs() as logged:
             async with running(it):
                 await until(lambda: it.counters.as_dict()["restored"] == 10)
-    said = [line["reason"] for line in logged if line["event"] == "restoring interrupted"]
-    assert said == ["not enough memory to unpack a segment"]
+    [said] = [line for line in logged if line["event"] == "restoring interrupted"]
+    assert (said["reason"], said["next_step"], said["log_level"]) == (reason, step, level)
 
 
 async def test_a_stop_does_not_wait_for_a_segment() -> None:
