@@ -24,7 +24,7 @@ from delayer.amqp.errors import (
     ReplyCode,
     again,
 )
-from delayer.amqp.framing import WRITE_BYTES, Consumers, Replies, ReturnedMessage, fail
+from delayer.amqp.framing import WRITE_BYTES, Replies, ReturnedMessage, fail
 from delayer.amqp.properties import Properties
 from delayer.core import faultpoint
 from delayer.core.hold import CONFIRMED, NACKED, Hold, Outcome, returned
@@ -227,8 +227,8 @@ class Channel:
 
     def __init__(self, connection: Connection, number: int) -> None:
         self.number = number
-        self._on_delivery: dict[bytes, Callable[[Delivery], None]] = {}
-        self.consumers: Consumers = self._on_delivery
+        self.consumers: dict[bytes, Callable[[Delivery], None]] = {}
+        """The callbacks of deliveries, by consumer tag."""
         self.number_freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[ChannelClosed | ConnectionLost] = asyncio.get_running_loop().create_future()
         self._connection = connection
@@ -262,7 +262,7 @@ class Channel:
         self._tags += 1
         tag = b"delayer.%d" % self._tags
         # The callbacks are set before the request: the first delivery may directly follow the broker's answer.
-        self._on_delivery[tag] = on_delivery
+        self.consumers[tag] = on_delivery
         self._cancelled_by_broker[tag] = on_cancelled
         await self.call(framing.Consume(queue=queue, consumer_tag=tag.decode()), commands.Basic.ConsumeOk)
         return tag.decode()
@@ -274,7 +274,8 @@ class Channel:
 
     async def call(self, method: Frame, reply: type[_Reply]) -> _Reply:
         """Send a method and wait for its answer. Calls may overlap; the channel sends them in order."""
-        return await self._request(marshal(method, self.number), reply)
+        self._write(marshal(method, self.number))
+        return await self._replies.next(reply)
 
     def ack(self, tag: int, multiple: bool = False) -> None:
         """Acknowledge the delivery, or all unsettled ones up to it."""
@@ -386,8 +387,8 @@ class Channel:
         if self._loss is not None:
             return
         self._loss = loss
-        self.consumers = _IgnoringConsumers()
-        self._on_delivery.clear()
+        # Deliveries that are still on their way are ignored: they return to their queue when the channel is closed.
+        self.consumers = dict.fromkeys(self.consumers, lambda _delivery: None)
         self._cancelled_by_broker.clear()
         self._replies.fail(loss)
         self._confirms.fail(loss)
@@ -436,10 +437,6 @@ class Channel:
         if self._loss is None:
             self._confirms.note_returned(returned)
 
-    async def _request(self, frame: bytes, reply: type[_Reply]) -> _Reply:
-        self._write(frame)
-        return await self._replies.next(reply)
-
     def _write(self, frame: bytes) -> None:
         self._check_open()
         self._connection.write(frame)
@@ -449,7 +446,7 @@ class Channel:
             raise again(self._loss)
 
     def _forget(self, tag: bytes) -> Callable[[], None] | None:
-        self._on_delivery.pop(tag, None)
+        self.consumers.pop(tag, None)
         return self._cancelled_by_broker.pop(tag, None)
 
 
@@ -468,10 +465,3 @@ def _retrieve(outcomes: asyncio.Future[list[Outcome]]) -> None:
     """Retrieve a failure, so that asyncio does not report it as never retrieved."""
     if not outcomes.cancelled():
         outcomes.exception()
-
-
-class _IgnoringConsumers:
-    """A consumer for every tag. It ignores its deliveries: they return to their queue when the channel is closed."""
-
-    def get(self, _tag: bytes, /) -> Callable[[Delivery], None]:
-        return lambda _delivery: None

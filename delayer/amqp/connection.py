@@ -125,7 +125,6 @@ class Connection(asyncio.Protocol):
         self._unblocked.set()
         self.receivers: dict[int, Connection | Channel] = {0: self}
         self._parser = Parser(self.receivers)
-        self._discarding = False
         self._replies = Replies()
         self._abort_timer: asyncio.TimerHandle | None = None
 
@@ -230,10 +229,7 @@ class Connection(asyncio.Protocol):
         """Send the close, wait for the broker's answer (at most 5 s), and for the end of the socket. Idempotent."""
         self.abandon()
         try:
-            async with asyncio.timeout(_CLOSE_SECONDS):
-                await asyncio.shield(self._gone)
-        except TimeoutError:
-            pass  # The broker did not answer in time.
+            await asyncio.wait({self._gone}, timeout=_CLOSE_SECONDS)
         finally:
             self._abort()
         await asyncio.shield(self._gone)
@@ -310,7 +306,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._pulse.read_at = self._loop.time()
-        if self._discarding:
+        if self._parser.stopped:
             return
         self._parser.read_at = time.monotonic()
         try:
@@ -368,7 +364,7 @@ class Connection(asyncio.Protocol):
 
     def _on_protocol_error(self, error: ProtocolError) -> None:
         # The stream is unreadable, and so would be the broker's answer: discard everything until the socket closes.
-        self._discarding = True
+        self._parser.stopped = True
         if self._loss is None:
             self._end(error)
         else:
@@ -405,8 +401,7 @@ class Connection(asyncio.Protocol):
 
     def _hang_up(self) -> None:
         """Close the socket when everything is written, or after 5 s in any case."""
-        self._parser.stop()
-        self._discarding = True
+        self._parser.stopped = True
         if self._transport is not None:
             self._transport.close()
         self._abort_soon()

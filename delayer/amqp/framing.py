@@ -55,17 +55,11 @@ class ReturnedMessage(NamedTuple):
     body: bytes
 
 
-class Consumers(Protocol):
-    """A mapping from consumer tags to the callbacks of their deliveries, for instance a dict."""
-
-    def get(self, tag: bytes, /) -> Callable[[Delivery], None] | None: ...
-
-
 class Receiver(Protocol):
     """The channel as the parser sees it."""
 
     @property
-    def consumers(self) -> Consumers: ...
+    def consumers(self) -> Mapping[bytes, Callable[[Delivery], None]]: ...
 
     def on_method(self, frame: bytes) -> None:
         """Handle a method without content, except confirms. ``frame`` is the whole frame with its end byte."""
@@ -99,6 +93,7 @@ class Parser:
         self.receivers = receivers
         self.frame_max = frame_max
         self.stopped = False
+        """Whether to ignore all further frames, also those in the piece that is being read."""
         self.read_at = 0.0
         """The instant at which the bytes of the next call were read, for their deliveries."""
         self._contents: dict[int, _Content] = {}
@@ -106,10 +101,6 @@ class Parser:
         self._pieces: list[bytes] = []
         self._held = 0
         self._wanted = 0
-
-    def stop(self) -> None:
-        """Ignore all further frames, also those in the piece that is being read."""
-        self.stopped = True
 
     def feed(self, data: bytes) -> None:
         """Read ``data`` and call the receivers. Raises ProtocolError, and the exceptions of callbacks."""

@@ -105,7 +105,8 @@ class Store(Protocol):
         """Stop counting this process as live, until its next look()."""
 
     async def maintain(self) -> None:
-        """Create partitions ahead of need and drop empty past ones, unless another daemon does it now."""
+        """Create partitions ahead of need and drop empty past ones, unless another daemon does it now.
+        Raises StoreLost."""
 
     async def close(self) -> None:
         """Close every connection except those of lanes. Safe to call twice."""

@@ -63,7 +63,7 @@ def _retry(table: RetryTable) -> RetryPolicy:
 
 
 class LiveSettings:
-    """Read for every batch, so that a reload applies from the next one on."""
+    """Satisfies ports.LivePolicy. Read for every batch, so that a reload applies from the next one on."""
 
     def __init__(self, settings: Settings, cascade: Cascade, publisher: AmqpPublisher, lanes: LaneManager) -> None:
         self.settings = settings
@@ -101,17 +101,15 @@ class LiveSettings:
         return policy if self._publisher.ready else replace(policy, publishing=False)
 
     def late_limits(self) -> Limits:
-        """See ports.LivePolicy."""
         limits = ((route.source, route.late_limit_ms) for route in self._policy.routes.values())
         return {source: limit_ms for source, limit_ms in limits if limit_ms is not None}
 
     def rate(self, route: bytes | None) -> float | None:
-        """See ports.LivePolicy."""
         return None if route is None else self.rates.get(route)
 
     @property
     def holds_in_store(self) -> bool:
-        """See ports.LivePolicy. Without the cascade there is no other place than the store."""
+        """Without the cascade there is no other place than the store."""
         return self._lanes.usable or not uses_cascade(self.settings)
 
     def restore_ahead_ms(self) -> int:

@@ -135,11 +135,9 @@ class Watchdog:
         self._last: dict[str, float] = {}
 
     def beat(self, loop: str) -> None:
-        """See broker.ports.Heartbeat."""
         self._last[loop] = time.monotonic()
 
     def forget(self, loop: str) -> None:
-        """See broker.ports.Heartbeat."""
         self._last.pop(loop, None)
 
     def stalled(self) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from time import monotonic, perf_counter
 from typing import Final
 
@@ -154,10 +155,10 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
             case Refuse():
                 work.publications.append(to_refused(delivery, plan, names, new_id()))
             case AtOnce() | Soon() if properties is not None:
-                token = new_id()
+                token, (exchange, routing_key) = new_id(), plan.target
                 released = edits.released(properties, token, plan.due_ms)
-                due = parcel(delivery, plan.due_ms, plan.target)
-                publication = to_target(delivery, due, token, released)
+                outgoing = Outgoing(exchange, routing_key, released, delivery.body, token)
+                publication = Publication(delivery, outgoing, parcel(delivery, plan.due_ms, plan.target))
                 if isinstance(plan, AtOnce):
                     work.publications.append(publication)
                 else:
@@ -179,11 +180,6 @@ def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = 
     )
 
 
-def to_target(delivery: Delivery, due: Parcel, token: bytes, released: bytes) -> Publication:
-    """Publish to the destination; hold it if that fails."""
-    return Publication(delivery, Outgoing(due.target.exchange, due.target.routing_key, released, due.body, token), due)
-
-
 def to_refused(delivery: Delivery, plan: Refuse, names: Endpoints, token: bytes) -> Publication:
     """Set aside in the refused queue."""
     properties, carried = edits.refused(delivery, plan.reason, token, names.max_properties)
@@ -203,11 +199,9 @@ class KeepingHandler(Handler):
 
     @property
     def waiting(self) -> bool:
-        """See Handler."""
         return bool(self._slots)
 
     def end(self) -> None:
-        """See Handler."""
         self._slots.clear()
 
     def _keep(self, due_ms: int, publication: Publication) -> None:
@@ -220,7 +214,7 @@ class KeepingHandler(Handler):
         self._slots[slot].append((due_ms, publication))
 
     def _publish_slot(self, slot: int) -> None:
-        kept = sorted(self._slots.pop(slot, ()), key=_due_ms)
+        kept = sorted(self._slots.pop(slot, ()), key=itemgetter(0))
         if kept:  # The session may be over.
             publications, due_ms = [one for _, one in kept], [due_ms for due_ms, _ in kept]
             self._session.start(self._dispatch(publications, self._session.acks, due_ms), punctual=True)
@@ -248,12 +242,10 @@ class IntakeHandler(KeepingHandler):
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, session: Session) -> None:
-        """See Handler."""
         super().begin(session)
         self._keyed_failed = False
 
     def take(self, batch: Sequence[Delivery]) -> None:
-        """See Handler."""
         policy, names = self._policy(), self._live.names()
         self._counters.batch("intake", len(batch))
         clock = monotonic()  # Before the upper bound: a pause of the process between the two lengthens a delay.
@@ -308,7 +300,6 @@ class IntakeHandler(KeepingHandler):
             self._timer = loop.call_later((URGENT_MS if urgent else GATHER_MS) / 1000, self.flush)
 
     def flush(self) -> None:
-        """See Handler."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -317,7 +308,6 @@ class IntakeHandler(KeepingHandler):
             self._session.start(self._park_in_turn(stored))
 
     def end(self) -> None:
-        """See Handler."""
         super().end()
         self._parcels, self._bytes = [], 0
         self.flush()
@@ -364,7 +354,6 @@ class DueHandler(KeepingHandler):
     """
 
     def take(self, batch: Sequence[Delivery]) -> None:
-        """See Handler."""
         now_ms, names, limits = self._live.now_lower_ms(), self._live.names(), self._live.late_limits()
         publications: list[Publication] = []
         late: list[Objection] = []
@@ -394,10 +383,6 @@ class DueHandler(KeepingHandler):
         self._publish(publications)
         if kept:
             reach("intake.kept")
-
-
-def _due_ms(kept: tuple[int, Publication]) -> int:
-    return kept[0]
 
 
 def _instant(envelope: Envelope, now_ms: int) -> int:

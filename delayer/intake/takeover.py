@@ -72,7 +72,6 @@ class LevelTakeover(Handler):
         await self._consumer.run(stopping)
 
     def take(self, batch: Sequence[Delivery]) -> None:
-        """See Handler."""
         self._session.start(self._carry(batch, self._session.acks))
 
     async def _carry(self, batch: Sequence[Delivery], acks: AckTracker) -> None:

@@ -155,11 +155,9 @@ class LaneManager:
             raise StoreLost(*self._why_without(seconds))
 
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
-        """See ports.Parking."""
         return await self._write(lambda store, lane: store.park(lane, parcels, cancels), parcels)
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        """See ports.Parking."""
         await self._write(lambda store, lane: store.hold(lane, items), [parcel for parcel, _ in items])
 
     async def _write(self, work: Callable[[Store, Lane], Awaitable[T]], parcels: Sequence[Parcel]) -> T:

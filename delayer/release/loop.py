@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Final
@@ -36,17 +35,11 @@ BEHIND_SECONDS: Final = 2.0
 confirms nothing for one second."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimLimits:
-    """The bounds of one claim. Its messages must be confirmed well within the publisher's deadline, and come from the
-    store over a slow line before the server ends an idle transaction (4 s). A claim takes at least one message, however
-    large. So each of a lane's two claims needs at most ``body_bytes`` and one message of memory."""
-
-    messages: int = 1000
-    body_bytes: int = 256 << 10
-
-
-PORTION: Final = ClaimLimits()
+CLAIM_MESSAGES: Final = 1000
+CLAIM_BYTES: Final = 256 << 10
+"""The bounds of one claim. Its messages must be confirmed well within the publisher's deadline, and come from the store
+over a slow line before the server ends an idle transaction (4 s). A claim takes at least one message, however large. So
+each of a lane's two claims needs at most CLAIM_BYTES and one message of memory."""
 
 
 class LaneRelease:
@@ -54,20 +47,12 @@ class LaneRelease:
     one publishes and settles, the other claims."""
 
     def __init__(
-        self,
-        lane: Lane,
-        publisher: AmqpPublisher,
-        live: LivePolicy,
-        *,
-        heartbeat: Heartbeat,
-        counters: Counters,
-        portion: ClaimLimits = PORTION,
+        self, lane: Lane, publisher: AmqpPublisher, live: LivePolicy, *, heartbeat: Heartbeat, counters: Counters
     ) -> None:
         self._bucket: TokenBucket | None = None
         self._live = live
         self._lane = lane
         self._publisher = publisher
-        self._portion = portion
         self._heartbeat = heartbeat
         self._counters = counters
         self.leaving = False
@@ -161,7 +146,7 @@ class LaneRelease:
 
     async def _claim(self, window: Window) -> list[Due]:
         """Claim a portion; of a limited route, one row for each token. Without a token, sleep, and claim nothing."""
-        limit = min(self._portion.messages, self._publisher.batch_limit)
+        limit = min(CLAIM_MESSAGES, self._publisher.batch_limit)
         rate, now = self._live.rate(self._lane.route), time.monotonic()
         if rate is None:
             self._bucket = None
@@ -173,7 +158,7 @@ class LaneRelease:
                 await asyncio.sleep(min(wait, SLICE_SECONDS))
                 return []
             limit = bucket.take(limit, now)
-        rows = await window.claim(limit, self._portion.body_bytes)
+        rows = await window.claim(limit, CLAIM_BYTES)
         if bucket is not None:
             bucket.give_back(limit - len(rows))
         if rows:

@@ -128,15 +128,13 @@ class PostgresStore:
             self._pool.terminate()
 
     def now_upper_ms(self) -> int:
-        """See the port."""
         return self._clock.now_upper_ms()
 
     def now_lower_ms(self) -> int:
-        """See the port."""
         return self._clock.now_lower_ms()
 
     async def park(self, lane: object, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
-        """See the port. The ``cancels`` act before the ``parcels``: a message parked by the same call stays."""
+        """The ``cancels`` act before the ``parcels``: a message parked by the same call stays."""
         if not parcels and not cancels:
             return frozenset()
         ours, routes = _ours(lane), self._routes
@@ -157,7 +155,7 @@ class PostgresStore:
                 ours.cursor.note_parked(min(dues))
 
     async def hold(self, lane: object, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
-        """See the port. Counts them as parked, and as held."""
+        """Counts them as parked, and as held."""
         if not parcels:
             return
         ours = _ours(lane)
@@ -167,7 +165,6 @@ class PostgresStore:
             ours.cursor.note_held(soonest)
 
     async def restore(self, horizon_ms: int) -> Restoration:
-        """See the port."""
         with translated("restore"):
             async with pool.borrowed(self._pool) as connection:
                 soonest = await connection.fetchrow(statements.NEXT_SEGMENT)
@@ -234,25 +231,20 @@ class PostgresStore:
                 raise StoreLost(f"the store answered COMMIT by {status}")
 
     async def look(self) -> LaneTable:
-        """See the port. Raises StoreLost."""
         look = await self._locks.look()
         self._routes = look.routes
         return look
 
     async def take(self, number: int) -> PostgresLane | None:
-        """See the port. Raises StoreLost."""
         return await self._locks.take(number)
 
     async def add_routes(self, routes: Collection[bytes]) -> None:
-        """See the port. Raises StoreLost."""
         await self._locks.add_routes(routes)
 
     def leave(self) -> None:
-        """See the port."""
         self._locks.leave()
 
     async def maintain(self) -> None:
-        """See the port. Raises StoreLost."""
         with translated("maintain"):
             async with pool.borrowed(self._pool) as connection:
                 await partitions.keep_up(connection, self._clock, self._days)

@@ -51,7 +51,6 @@ class PostgresWindow:
         self._clock = clock
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
-        """See the port."""
         lane = self._lane
         if self.opened is not None:
             raise RuntimeError(f"lane {lane.number}: claim before the last one was settled or given up")
@@ -126,8 +125,7 @@ class PostgresWindow:
         return Claim(start, last, rows)
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
-        """See the port. ``released`` and ``held`` together are the whole claim; committing a part would lose the
-        rest."""
+        """``released`` and ``held`` together are the whole claim; committing a part would lose the rest."""
         lane, claim = self._lane, self.opened
         if claim is None:
             lane.check_owned("settle")
@@ -184,7 +182,6 @@ class PostgresWindow:
         return retry_ms
 
     async def give_up(self) -> None:
-        """See the port."""
         if self.opened is None:
             return
         self._forget()
@@ -276,7 +273,6 @@ class PostgresLane:
 
     @property
     def owned(self) -> bool:
-        """See the port."""
         return not self.closed and not any(window.connection.is_closed() for window in self.windows)
 
     def check_owned(self, doing: str) -> None:
@@ -302,7 +298,6 @@ class PostgresLane:
         return min(self.cursor.place[0], self._clock.now_lower_ms(), *starts)
 
     def sleep_hint(self) -> float:
-        """See the port."""
         self.check_owned("sleep hint")
         self.cursor.forget_after_step()
         if self.cursor.more:
@@ -310,7 +305,7 @@ class PostgresLane:
         return min(max(self._clock.seconds_until(self.cursor.wake_ms()), 0.0), LONGEST_SLEEP)
 
     async def wait(self, seconds: float) -> None:
-        """See the port. Also returns when the lane is lost, and when the store's clock was set: rests that follow from
+        """Also returns when the lane is lost, and when the store's clock was set: rests that follow from
         the old time are worth nothing then."""
         deadline = self._clock.monotonic() + seconds
         while self.owned and not self.cursor.clock_stepped:
@@ -323,7 +318,7 @@ class PostgresLane:
                 await asyncio.wait_for(self.cursor.woken.wait(), math.ceil(left * 1000) / 1000)
 
     async def close(self) -> None:
-        """See the port. The server rolls back open claims and frees the lock."""
+        """The server rolls back open claims and frees the lock."""
         if self._closing.is_set():
             return
         self._closing.set()

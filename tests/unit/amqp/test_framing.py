@@ -178,7 +178,7 @@ def test_damaged_conversation(damage: list[tuple[int, int]]) -> None:
 def test_stopped_in_the_middle_of_a_piece() -> None:
     parser, events = reading()
     receiver = parser.receivers[1]
-    receiver.consumers[TAG.encode()] = lambda _: parser.stop()  # type: ignore[index]
+    receiver.consumers[TAG.encode()] = lambda _: setattr(parser, "stopped", True)  # type: ignore[index]
     parser.feed(deliver(1, b"a") + deliver(2, b"b", channel=2) + b"no frame at all")
     assert events == []
 

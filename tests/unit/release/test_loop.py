@@ -18,7 +18,7 @@ from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned,
 from delayer.core.message import Due, Outgoing, Schedule
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.release import loop as module
-from delayer.release.loop import ClaimLimits, LaneRelease, prepared
+from delayer.release.loop import LaneRelease, prepared
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 
 
@@ -34,7 +34,6 @@ class Scene:
             lane,
             self.publisher,
             ScriptedLive(now=NOW + 10_000, limits=limits) if limits else ScriptedLive(width=25),
-            portion=ClaimLimits(10, 1000),
             heartbeat=self.heartbeat,
             counters=self.counters,
         )
