@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
@@ -115,20 +116,11 @@ def preview(body: bytes, limit: int = PREVIEW) -> str:
     """The beginning of a body: as text if it is printable text, else in hexadecimal."""
     head = body[:limit]
     try:
-        # The limit may cut a character of up to four bytes.
-        shown = head.decode("utf-8") if len(head) == len(body) else _whole_characters(head)
+        # Not final, because the limit may cut a character of up to four bytes.
+        shown = getincrementaldecoder("utf-8")().decode(head, final=len(head) == len(body))
     except UnicodeDecodeError:
         return head.hex(" ")
     return shown if all(one.isprintable() or one in "\t\r\n" for one in shown) else head.hex(" ")
-
-
-def _whole_characters(head: bytes) -> str:
-    for cut in range(min(4, len(head) + 1)):
-        try:
-            return head[: len(head) - cut].decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-    return head.decode("utf-8")
 
 
 def header_test(wanted: Filter) -> Callable[[bytes], bool] | None:

@@ -17,7 +17,7 @@ from delayer.config.values import broker_url, management_url
 from delayer.core.cascade import KINDS, Cascade
 from delayer.core.message import Target
 from delayer.imports.cascade import CascadeLevels
-from delayer.imports.files import DelayedExchange, DumpPlan, JsonLines
+from delayer.imports.files import DelayedExchange, JsonLines
 from delayer.imports.hold_queues import HoldQueueOptions, HoldQueues
 from delayer.imports.raven import RavenExport
 from delayer.imports.state_machine import BadSource, ImportSource
@@ -168,8 +168,8 @@ def _delayed_exchange(wanted: SourceParameters, given: dict[str, Any], book: Imp
         for one in wanted.settings.routes
         if one.from_
     }
-    plan = DumpPlan(raw(vhost), by_route | given["exchanges"])
-    return DelayedExchange(path=given["file"], notes=book, meant=wanted.meant, plan=plan)
+    exchanges = by_route | given["exchanges"]
+    return DelayedExchange(path=given["file"], notes=book, meant=wanted.meant, vhost=raw(vhost), exchanges=exchanges)
 
 
 _reply_option = click.option(

@@ -133,19 +133,16 @@ class Survey:
     brought: list[int] = field(default_factory=list)
     superseded: int = 0
 
-    def add(
-        self, target: Target, first_due_ms: int, last_due_ms: int | None = None, messages: int = 1, problem: str = ""
-    ) -> None:
-        """Count messages of one destination. ``problem``: the reason why any destination would hold them, or ""."""
-        last_due_ms = first_due_ms if last_due_ms is None else last_due_ms
-        self.messages = (self.messages or 0) + messages
-        self.first_due_ms = soonest(self.first_due_ms, first_due_ms)
-        self.last_due_ms = last_due_ms if self.last_due_ms is None else max(self.last_due_ms, last_due_ms)
-        self.expect(target, messages, first_due_ms)
+    def add(self, target: Target, due_ms: int, problem: str = "") -> None:
+        """Count a message. ``problem``: the reason why any destination would hold it, or ""."""
+        self.messages = (self.messages or 0) + 1
+        self.first_due_ms = soonest(self.first_due_ms, due_ms)
+        self.last_due_ms = due_ms if self.last_due_ms is None else max(self.last_due_ms, due_ms)
+        self.expect(target, 1, due_ms)
         if problem:
-            count_reason(self.unfit, problem, messages)
+            count_reason(self.unfit, problem)
             if (goal := self.goals.get(target)) is not None:
-                goal.unfit += messages
+                goal.unfit += 1
 
     def expect(self, target: Target, messages: int, first_due_ms: int | None = None) -> None:
         """Count messages of one destination, but not in the totals of the survey."""

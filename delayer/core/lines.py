@@ -117,7 +117,7 @@ def read(text: bytes) -> Line | EndLine:
         exchange,
         routing_key,
         Target(_get(record, "to_exchange", exchange), _get(record, "to_key", routing_key)),
-        _properties(record),
+        _base64(record, "properties_b64") if "properties_b64" in record else PERSISTENT,
         _get(record, "body", b"", SHORT_STRING << 32),
         _get(record, "key", b"") if "key" in record or "key_b64" in record else None,
         _get(record, "token", b""),
@@ -153,10 +153,6 @@ def _known(record: dict[str, Any], fields: frozenset[str]) -> None:
             raise NotALine(f"expected a known field, found {name!r} ({hint})")
         if name.endswith("_b64") and (plain := name.removesuffix("_b64")) in record:
             raise NotALine(f"expected {plain} or {name}, found both")
-
-
-def _properties(record: dict[str, Any]) -> bytes:
-    return _base64(record, "properties_b64") if "properties_b64" in record else PERSISTENT
 
 
 def _get(record: dict[str, Any], name: str, default: bytes, longest: int = SHORT_STRING) -> bytes:
@@ -212,11 +208,4 @@ def escaped(text: str) -> str:
 
 
 def _spelled(match: re.Match[str]) -> str:
-    character = match[0]
-    if character.isprintable():
-        return character
-    code = ord(character)
-    if code < 0x10000:
-        return f"\\u{code:04x}"
-    high, low = divmod(code - 0x10000, 0x400)
-    return f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}"
+    return match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1]

@@ -318,55 +318,8 @@ class JsonLines(FileSource):
 _NOTHING: Final = (b"", b"ok")
 
 
-@dataclass(frozen=True, slots=True)
-class DumpPlan:
-    """The messages of a dump to import, and their targets. Only messages of ``vhost`` are imported. ``exchanges`` names
-    targets by exchange; an empty key keeps the message's own. Other messages go to the exchange of the same name."""
-
-    vhost: bytes
-    exchanges: Mapping[bytes, Target] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, object]:
-        to = {
-            _text(name): [_text(target.exchange), _text(target.routing_key)] for name, target in self.exchanges.items()
-        }
-        return {"vhost": _text(self.vhost), "exchanges": to}
-
-    def target(self, exchange: bytes, routing_key: bytes) -> Target:
-        found = self.exchanges.get(exchange, Target(exchange, routing_key))
-        return Target(found.exchange, found.routing_key or routing_key)
-
-
 def _text(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
-
-
-def read_dumped(line: bytes, plan: DumpPlan) -> Reading:
-    """The meaning of a line: a message, the number in the last line, or None without content. Raises Unreadable."""
-    if line.strip() in _NOTHING:
-        return None
-    if line.strip().isdigit():
-        return int(line)
-    fields = line.split(b" ")
-    if len(fields) != 6:
-        raise Unreadable(f"expected 6 fields between blanks, found {len(fields)}")
-    if not fields[0].isdigit():
-        raise Unreadable("expected the due instant in milliseconds in the first field")
-    try:
-        vhost, exchange, keys, properties, body = (base64.b64decode(text, validate=True) for text in fields[1:])
-    except (binascii.Error, ValueError):
-        raise Unreadable("expected base64 behind the first field") from None
-    if vhost != plan.vhost:
-        return SkippedRecord(f"of virtual host {_text(vhost)!r}")
-    routing_keys = keys.split(b"\0")
-    if max(map(len, (exchange, *routing_keys))) > 255:
-        raise Unreadable("expected names of at most 255 bytes")
-    try:
-        properties = _with_blind_copies(properties, routing_keys[1:])
-    except (MalformedProperties, MalformedTable) as error:
-        raise Unreadable(f"the property bytes are broken: {error}") from error
-    target = plan.target(exchange, routing_keys[0])
-    return ImportItem(Parcel(int(fields[0]), exchange, exchange, routing_keys[0], target, properties, body))
 
 
 def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
@@ -384,13 +337,43 @@ def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DelayedExchange(FileSource):
-    """A dump, or the dumps of several nodes one behind the other."""
+    """A dump, or the dumps of several nodes one behind the other. Only messages of ``vhost`` are imported.
+    ``exchanges`` names targets by exchange; an empty key keeps the message's own. Other messages go to the exchange of
+    the same name."""
 
     name = "delayed-exchange"
-    plan: DumpPlan
+    vhost: bytes
+    exchanges: Mapping[bytes, Target] = field(default_factory=dict)
 
     def more_parameters(self) -> Mapping[str, object]:
-        return self.plan.as_dict()
+        to = {
+            _text(name): [_text(target.exchange), _text(target.routing_key)] for name, target in self.exchanges.items()
+        }
+        return {"vhost": _text(self.vhost), "exchanges": to}
 
     def read(self, line: bytes) -> Reading:
-        return read_dumped(line, self.plan)
+        if line.strip() in _NOTHING:
+            return None
+        if line.strip().isdigit():
+            return int(line)
+        fields = line.split(b" ")
+        if len(fields) != 6:
+            raise Unreadable(f"expected 6 fields between blanks, found {len(fields)}")
+        if not fields[0].isdigit():
+            raise Unreadable("expected the due instant in milliseconds in the first field")
+        try:
+            vhost, exchange, keys, properties, body = (base64.b64decode(text, validate=True) for text in fields[1:])
+        except (binascii.Error, ValueError):
+            raise Unreadable("expected base64 behind the first field") from None
+        if vhost != self.vhost:
+            return SkippedRecord(f"of virtual host {_text(vhost)!r}")
+        routing_key, *more_keys = keys.split(b"\0")
+        if max(map(len, (exchange, routing_key, *more_keys))) > 255:
+            raise Unreadable("expected names of at most 255 bytes")
+        try:
+            properties = _with_blind_copies(properties, more_keys)
+        except (MalformedProperties, MalformedTable) as error:
+            raise Unreadable(f"the property bytes are broken: {error}") from error
+        to = self.exchanges.get(exchange, Target(exchange, b""))
+        target = to if to.routing_key else to._replace(routing_key=routing_key)
+        return ImportItem(Parcel(int(fields[0]), exchange, exchange, routing_key, target, properties, body))

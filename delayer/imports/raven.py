@@ -14,42 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
-from delayer.core.importing import REPLIES, ImportItem, Rewrite, rewriting
+from delayer.core.importing import REPLIES, Rewrite, rewriting
 from delayer.imports.files import FileSource, Reading, SkippedRecord, Unreadable
 from delayer.imports.timeouts import StoredTimeout, item_of
 
-NAME: Final = "nservicebus-raven"
 COLLECTION: Final = "TimeoutDatas"
 HIDDEN: Final = ("__hidden__", "__migrated__")
 """The prefixes of an owner's name with which the vendor's own migration marks timeouts in hand and done."""
-
-
-def read(
-    line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = ()
-) -> ImportItem | SkippedRecord | None:
-    """The message of a line; None for an empty line. Raises Unreadable."""
-    if not line.strip():
-        return None
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise Unreadable(f"expected a JSON object: {error}") from None
-    if not isinstance(found, dict):
-        raise Unreadable(f"expected a JSON object, found {type(found).__name__}")
-    said = found.get("@metadata")
-    metadata: Mapping[str, Any] = said if isinstance(said, dict) else {}
-    collection = metadata.get("@collection") or metadata.get("Raven-Entity-Name") or COLLECTION
-    if collection != COLLECTION:
-        return SkippedRecord(f"of collection {collection!r}")
-    owner = str(found.get("OwningTimeoutManager") or "")
-    if owner.startswith(HIDDEN):
-        return SkippedRecord("already taken by another migration")
-    # Every timeout manager takes a timeout without an owner.
-    if endpoint is not None and owner not in ("", endpoint):
-        return SkippedRecord("of other endpoints")
-    address = _address(found.get("Destination"))
-    timeout = StoredTimeout(_id(found, metadata), address, _due_ms(found), _headers(found), _body(found))
-    return item_of(timeout, NAME.encode(), address.encode("utf-8", "surrogateescape"), replies)
 
 
 def _id(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
@@ -104,7 +75,7 @@ def _body(found: Mapping[str, Any]) -> bytes:
 class RavenExport(FileSource):
     """An export. ``endpoint``: only its timeouts are imported. ``replies`` rename their reply addresses."""
 
-    name = NAME
+    name = "nservicebus-raven"
     counted = False
     endpoint: str | None = None
     replies: Sequence[Rewrite] = ()
@@ -114,4 +85,25 @@ class RavenExport(FileSource):
         return more | rewriting(self.replies, REPLIES)
 
     def read(self, line: bytes) -> Reading:
-        return read(line, self.endpoint, self.replies)
+        if not line.strip():
+            return None
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise Unreadable(f"expected a JSON object: {error}") from None
+        if not isinstance(found, dict):
+            raise Unreadable(f"expected a JSON object, found {type(found).__name__}")
+        said = found.get("@metadata")
+        metadata: Mapping[str, Any] = said if isinstance(said, dict) else {}
+        collection = metadata.get("@collection") or metadata.get("Raven-Entity-Name") or COLLECTION
+        if collection != COLLECTION:
+            return SkippedRecord(f"of collection {collection!r}")
+        owner = str(found.get("OwningTimeoutManager") or "")
+        if owner.startswith(HIDDEN):
+            return SkippedRecord("already taken by another migration")
+        # Every timeout manager takes a timeout without an owner.
+        if self.endpoint is not None and owner not in ("", self.endpoint):
+            return SkippedRecord("of other endpoints")
+        address = _address(found.get("Destination"))
+        timeout = StoredTimeout(_id(found, metadata), address, _due_ms(found), _headers(found), _body(found))
+        return item_of(timeout, self.name.encode(), address.encode("utf-8", "surrogateescape"), self.replies)

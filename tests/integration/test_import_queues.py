@@ -25,13 +25,17 @@ from delayer.core.message import Parcel, Target
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.integration.cli import Run
 from tests.support.rabbitmq import RabbitMQ
-from tests.support.raw import Message, Props, Raw, number, text, wire_instant
+from tests.support.raw import Message, Props, Raw, now_ms, number, text, wire_instant
 from tests.support.rows import conserved
 from tests.support.store import sql
 from tests.support.topology import declare
 
 DELAY = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 TIME_SENT = b"NServiceBus.TimeSent"
+RETRY: dict[str, Any] = {
+    "x-message-ttl": 600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work",
+}  # fmt: skip
+"""The arguments of a queue that holds messages for ten minutes."""
 
 
 def queues(*names: str) -> Topology:
@@ -47,10 +51,6 @@ async def rows_of(database: str) -> dict[bytes, Mapping[str, Any]]:
 async def held_of(database: str) -> dict[bytes, Mapping[str, Any]]:
     async with sql(database) as admin:
         return {row["body"]: row for row in await admin.fetch("SELECT * FROM held")}
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def nservicebus(n: int, seconds: int, sent_ms: int, **more: Any) -> Props:
@@ -177,18 +177,13 @@ EASYNETQ = "Shop.Remind, Shop"
 
 async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str) -> None:
     """The families of the field, by their own names and arguments."""
-    retry = {"x-message-ttl": 600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"}
     families = {
         # Laravel, enqueue, MailerQ's powers of two, Symfony, EasyNetQ, the retry pair with its time in the message.
-        "default.delay.900000": {**retry, "x-message-ttl": 900_000, "x-dead-letter-routing-key": "default"},
-        "enqueue.mail.60000.delayed": {
-            "x-message-ttl": 60_000,
-            "x-dead-letter-exchange": "",
-            "x-dead-letter-routing-key": "enqueue.mail",
-        },
-        "mailerq-512": {**retry, "x-message-ttl": 512_000},
-        "delay_messages_work_10000_delay": {**retry, "x-dead-letter-exchange": "messages", "x-expires": 1_200_000},
-        f"{EASYNETQ}_00_00_10_00": {**retry, "x-dead-letter-exchange": EASYNETQ, "x-dead-letter-routing-key": "#"},
+        "default.delay.900000": {**RETRY, "x-message-ttl": 900_000, "x-dead-letter-routing-key": "default"},
+        "enqueue.mail.60000.delayed": {**RETRY, "x-message-ttl": 60_000, "x-dead-letter-routing-key": "enqueue.mail"},
+        "mailerq-512": {**RETRY, "x-message-ttl": 512_000},
+        "delay_messages_work_10000_delay": {**RETRY, "x-dead-letter-exchange": "messages", "x-expires": 1_200_000},
+        f"{EASYNETQ}_00_00_10_00": {**RETRY, "x-dead-letter-exchange": EASYNETQ, "x-dead-letter-routing-key": "#"},
         "work.retry": {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"},
     }
     made = tuple(Queue(name, arguments(of)) for name, of in families.items())
@@ -234,7 +229,7 @@ async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, databas
 async def test_hold_queues_by_hand_and_what_is_left(
     delayer: Run, rabbitmq: RabbitMQ, vhost: str, database: str
 ) -> None:
-    hold = {"x-message-ttl": 3_600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"}
+    hold = {**RETRY, "x-message-ttl": 3_600_000}
     await declare(vhost, Topology(queues=(Queue("hold", arguments(hold)),)), queues("work"))
     began = now_ms()
     half_an_hour_ago = began // 1000 - 1_800
@@ -355,14 +350,10 @@ async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbit
     """Where all of a hold queue's messages go its arguments say, and what would be held is seen before it moves. Then
     the queue of the shortest time comes first."""
     holds: dict[str, dict[str, Any]] = {
-        "work.delay.60000": {
-            "x-message-ttl": 60_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work@SERVER7",
-        },
-        "gone.delay.90000": {
-            "x-message-ttl": 90_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "gone",
-        },
+        "work.delay.60000": {**RETRY, "x-message-ttl": 60_000, "x-dead-letter-routing-key": "work@SERVER7"},
+        "gone.delay.90000": {**RETRY, "x-message-ttl": 90_000, "x-dead-letter-routing-key": "gone"},
         "any.delay.1000000": {"x-message-ttl": 1_000_000, "x-dead-letter-exchange": "any"},
-    }  # fmt: skip
+    }
     made = tuple(Queue(name, arguments(of)) for name, of in holds.items())
     await declare(vhost, Topology((Exchange("any", "topic"),), made, ()), queues("work"))
     async with await Raw.connect(vhost) as raw:
@@ -399,12 +390,9 @@ async def test_a_pattern_that_meets_work_queues_leaves_them(
     delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str
 ) -> None:
     """Of the pair of a work queue and its retries both are called alike and dead-letter; jobs are nobody's to hold."""
-    retry: dict[str, Any] = {
-        "x-message-ttl": 600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work",
-    }  # fmt: skip
     work: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work.retry"}
     names = ("work", "work.retry", "work.mirror")
-    made = tuple(Queue(name, arguments(of)) for name, of in zip(names, (work, retry, retry), strict=True))
+    made = tuple(Queue(name, arguments(of)) for name, of in zip(names, (work, RETRY, RETRY), strict=True))
     await declare(vhost, Topology(queues=made))
     management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
 
@@ -432,10 +420,7 @@ async def test_a_pattern_that_meets_work_queues_leaves_them(
 async def test_delayers_own_queues_are_never_taken(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str) -> None:
     """A pattern that is too short names them too; what they hold is on its way, or waits for a person."""
     delayer("topology", "apply", DELAYER_MODE="native")
-    retry: dict[str, Any] = {
-        "x-message-ttl": 600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work",
-    }  # fmt: skip
-    await declare(vhost, Topology(queues=(Queue("delay_work", arguments(retry)), Queue("work"))))
+    await declare(vhost, Topology(queues=(Queue("delay_work", arguments(RETRY)), Queue("work"))))
     own = ("delays", "delays.refused", "delays.due", "delayer.delay-level-27", "delayer.delay-strays")
     async with await Raw.connect(vhost) as raw:
         for name in (*own, "delay_work"):

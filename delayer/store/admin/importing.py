@@ -14,25 +14,24 @@ import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import asyncpg
 
-from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.importing import ImportBatch, Phase, Run
 from delayer.core.message import Parcel
 from delayer.core.units import DAY_MS
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
-from delayer.store.admin.actions import make_missing
+from delayer.store.admin.actions import make_missing, patiently
 from delayer.store.admin.listing import LONG_SECONDS
-from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.errors import translated
 from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import Days, existing
 
-ATTEMPTS: Final = 20
-"""How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
 _TOKEN: Final = "token"
 """These stand among the parameters in the table, and nowhere else: no source has any of these names."""
@@ -116,18 +115,8 @@ class ImportStore:
         days = {item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None}
         with translated("make partitions"):
             await make_missing(self._connection, days, partitions.MAINTAIN_SECONDS, self._days)
-        attempts = 0
-        while True:
-            attempts += 1
-            try:
-                parked, held, superseded = await self._transact(run, batch)
-                break
-            except LaneLost:
-                if attempts == ATTEMPTS:
-                    raise
-            except DRIVER_ERRORS as error:
-                if attempts == ATTEMPTS or not isinstance(error, WORTH_REPEATING):
-                    raise StoreLost(f"import: {describe(error)}") from error
+        with translated("import"):
+            parked, held, superseded = await patiently(partial(self._transact, run, batch))
         reach("import.committed")
         return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress)
 
@@ -144,7 +133,7 @@ class ImportStore:
     async def _transact(self, run: Run, batch: ImportBatch) -> tuple[int, int, int]:
         """One transaction. How many messages the run has parked, held and superseded by now.
 
-        Raises LaneLost, StoreLost, the driver's errors.
+        Raises StoreLost, the driver's errors.
         """
         parcels = [item.parcel for item in batch.items if item.hold is None]
         held = [(item.parcel, item.hold) for item in batch.items if item.hold is not None]

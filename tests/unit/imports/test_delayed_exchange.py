@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from delayer.core.importing import ImportSelection
 from delayer.core.message import Target
-from delayer.imports.files import DumpPlan, Unreadable, read_dumped
+from delayer.imports.files import DelayedExchange, Unreadable
 from tests.support.raw import Props, number, text
 
-PLAN = DumpPlan(b"/", {b"orders.delayed": Target(b"orders.out", b""), b"mail.delayed": Target(b"mail", b"outbox")})
+UNUSED: dict[str, Any] = {"path": Path("dump"), "notes": None, "meant": ImportSelection()}
+DUMP = DelayedExchange(**UNUSED, vhost=b"/")
 HEADERS = Props(headers=((b"x-delay", number("I", 5_000)), (b"tenant", text("acme"))), delivery_mode=2).encode()
 
 
@@ -19,7 +23,7 @@ def line(*fields: bytes, due_ms: int = 1_796_036_393_875) -> bytes:
 
 
 def test_other_output_of_rabbitmqctl() -> None:
-    assert (read_dumped(b"", PLAN), read_dumped(b"ok", PLAN), read_dumped(b"12", PLAN)) == (None, None, 12)
+    assert [DUMP.read(text) for text in (b"", b"ok", b"12")] == [None, None, 12]
 
 
 @pytest.mark.parametrize(
@@ -36,9 +40,9 @@ def test_other_output_of_rabbitmqctl() -> None:
 )
 def test_lines_without_a_message(text: bytes, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
-        read_dumped(text, PLAN)
+        DUMP.read(text)
 
 
 def test_names_that_are_no_text_are_parameters_too() -> None:
-    plan = DumpPlan(b"\xff", {b"\xfe": Target(b"\xfd", b"")})
-    assert plan.as_dict() == {"vhost": "\\xff", "exchanges": {"\\xfe": ["\\xfd", ""]}}
+    dump = DelayedExchange(**UNUSED, vhost=b"\xff", exchanges={b"\xfe": Target(b"\xfd", b"")})
+    assert dump.more_parameters() == {"vhost": "\\xff", "exchanges": {"\\xfe": ["\\xfd", ""]}}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 
 import pytest
 
 from delayer.amqp.properties import Properties
+from delayer.core.importing import ImportSelection
 from delayer.core.message import Target
-from delayer.imports.files import SkippedRecord, Unreadable
-from delayer.imports.raven import read
+from delayer.imports.files import Reading, SkippedRecord, Unreadable
+from delayer.imports.raven import RavenExport
 
 DOCUMENT = {
     "Destination": "sales.orders",
@@ -26,6 +28,11 @@ DUE_MS = 1_927_612_800_124
 
 def line(**more: object) -> bytes:
     return json.dumps({**DOCUMENT, **more}).encode()
+
+
+def read(text: bytes, endpoint: str | None = None) -> Reading:
+    export = RavenExport(path=Path("unused"), notes=None, meant=ImportSelection(), endpoint=endpoint)  # type: ignore[arg-type]
+    return export.read(text)
 
 
 def test_a_document() -> None:
