@@ -245,22 +245,11 @@ def test_a_timestamp_is_told_from_an_integer() -> None:
 @pytest.mark.parametrize(
     ("kind", "raw"),
     [
-        ("I", b"\0\0\0"),
-        ("I", b"\0\0\0\0\0"),
-        ("S", b"\0\0\0"),
-        ("S", b"\0\0\0\2a"),
-        ("S", b"\0\0\0\1ab"),
-        ("S", b"\xff\xff\xff\xff"),
-        ("?", b""),
-        ("\0", b""),
-        ("A", sized(b"I\0")),
-        ("A", sized(b"?")),
-        ("F", sized(b"\5ab")),
-        ("F", sized(b"\1a")),
-        ("F", sized(b"\1aS\0")),
-        ("V", b"\0"),
+        ("I", b"\0\0\0"), ("I", b"\0\0\0\0\0"), ("S", b"\0\0\0"), ("S", b"\0\0\0\2a"), ("S", b"\0\0\0\1ab"),
+        ("S", b"\xff\xff\xff\xff"), ("?", b""), ("\0", b""), ("A", sized(b"I\0")), ("A", sized(b"?")),
+        ("F", sized(b"\5ab")), ("F", sized(b"\1a")), ("F", sized(b"\1aS\0")), ("V", b"\0"),
     ],
-)
+)  # fmt: skip
 def test_broken_values(kind: str, raw: bytes) -> None:
     with pytest.raises(MalformedTable):
         decode(ord(kind), raw)

@@ -46,16 +46,12 @@ ADDRESS = "postgresql://me:s3cret@h1:5432,h2:5433/db?target_session_attrs=any"
 @pytest.mark.parametrize(
     ("url", "code"),
     [
-        (ADDRESS, 0),
-        ("postgresql://h1,h2:5432/db", 0),
-        ("postgresql://me:s3cret@[::1]:5432,h2/db", 0),
-        (ADDRESS.replace("5433", "54330000"), 2),
-        (ADDRESS.replace("5433", "word"), 2),
-        (ADDRESS.replace("s3cret", "s3/cret"), 2),
-        (ADDRESS.replace("h2", "h2\n"), 2),
+        (ADDRESS, 0), ("postgresql://h1,h2:5432/db", 0), ("postgresql://me:s3cret@[::1]:5432,h2/db", 0),
+        (ADDRESS.replace("5433", "54330000"), 2), (ADDRESS.replace("5433", "word"), 2),
+        (ADDRESS.replace("s3cret", "s3/cret"), 2), (ADDRESS.replace("h2", "h2\n"), 2),
         (ADDRESS.replace("postgresql", "mysql"), 2),
     ],
-)
+)  # fmt: skip
 def test_a_replica_of_several_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, code: int) -> None:
     asked = []
 

@@ -25,15 +25,10 @@ NONE = "0." * LEVELS
 @pytest.mark.parametrize(
     ("seconds", "low_bits", "level"),
     [
-        (0, "0.", 0),
-        (1, "1.", 0),
-        (5, "1.0.1.", 2),
-        (600, "1.0.0.1.0.1.1.0.0.0.", 9),
-        (1 << 27, "1." + "0." * 27, 27),
-        ((1 << 27) - 1, "1." * 27, 26),
-        (MAX_SECONDS, "1." * 28, 27),
+        (0, "0.", 0), (1, "1.", 0), (5, "1.0.1.", 2), (600, "1.0.0.1.0.1.1.0.0.0.", 9),
+        (1 << 27, "1." + "0." * 27, 27), ((1 << 27) - 1, "1." * 27, 26), (MAX_SECONDS, "1." * 28, 27),
     ],
-)
+)  # fmt: skip
 def test_routing_keys_and_where_they_enter(seconds: int, low_bits: str, level: int) -> None:
     key = routing_key(seconds, b"a.b")
     assert key == (NONE[len(low_bits) :] + low_bits + "a.b").encode()

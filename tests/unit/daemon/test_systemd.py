@@ -95,15 +95,12 @@ def test_an_address_of_another_family_is_not_used(address: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "interval"),
     [
-        ({}, None),
-        ({"WATCHDOG_USEC": "30000000"}, 10.0),
+        ({}, None), ({"WATCHDOG_USEC": "30000000"}, 10.0),
         ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}, 10.0),
-        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, None),
-        ({"WATCHDOG_USEC": "0"}, None),
-        ({"WATCHDOG_USEC": "soon"}, None),
-        ({"WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "me"}, None),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, None), ({"WATCHDOG_USEC": "0"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None), ({"WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "me"}, None),
     ],
-)
+)  # fmt: skip
 def test_watchdog_interval(environ: dict[str, str], interval: float | None) -> None:
     assert Notifier({"NOTIFY_SOCKET": "@x", **environ}).watchdog_interval == interval
 

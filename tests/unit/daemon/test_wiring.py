@@ -72,17 +72,15 @@ def test_names_come_from_the_settings() -> None:
 @pytest.mark.parametrize(
     ("tables", "name", "key"),
     [
-        ({}, "delays", "intake.queue"),
-        ({"intake": {"queue": "in"}}, "in", "intake.queue"),
+        ({}, "delays", "intake.queue"), ({"intake": {"queue": "in"}}, "in", "intake.queue"),
         ({"refused": {"queue": "bad"}}, "bad", "refused.queue"),
         ({"native": {"due_queue": "due"}}, "due", "native.due_queue"),
         ({"native": {"prefix": "x."}}, "x.delay-level-27", "native.prefix"),
         ({}, "delayer.delay-strays", "native.prefix"),
         ({"takeover": [{"cascade": "celery", "prefix": "shop"}]}, "shop_celery_delayed_27", "takeover.cascade"),
-        ({"intake": {"queue": "in"}}, "delays", None),
-        ({}, "delay_messages__600000_delay", None),
+        ({"intake": {"queue": "in"}}, "delays", None), ({}, "delay_messages__600000_delay", None),
     ],
-)
+)  # fmt: skip
 def test_queues_that_a_daemon_works_with(tables: dict[str, Any], name: str, key: str | None) -> None:
     assert queues_at_work(settings(**tables)).get(name) == key
 

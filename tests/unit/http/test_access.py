@@ -29,16 +29,12 @@ def test_loopback(host: str, ours: bool) -> None:
 @pytest.mark.parametrize(
     ("host", "listen", "ours"),
     [
-        ("localhost:9419", "127.0.0.1:9419", True),
-        ("127.0.0.1:1", "localhost:9419", True),
-        ("[::1]:9419", "[::1]:9419", True),
-        ("evil.example:9419", "127.0.0.1:9419", False),
-        ("", "127.0.0.1:9419", False),
-        ("[::1", "127.0.0.1:9419", False),
-        ("box.example", "0.0.0.0:9419", True),
+        ("localhost:9419", "127.0.0.1:9419", True), ("127.0.0.1:1", "localhost:9419", True),
+        ("[::1]:9419", "[::1]:9419", True), ("evil.example:9419", "127.0.0.1:9419", False),
+        ("", "127.0.0.1:9419", False), ("[::1", "127.0.0.1:9419", False), ("box.example", "0.0.0.0:9419", True),
         ("box.example", "10.0.0.5:9419", True),
     ],
-)
+)  # fmt: skip
 def test_on_loopback_only_loopback_names_are_answered(host: str, listen: str, ours: bool) -> None:
     assert host_is_ours(host, listen) == ours
 
@@ -46,18 +42,12 @@ def test_on_loopback_only_loopback_names_are_answered(host: str, listen: str, ou
 @pytest.mark.parametrize(
     ("method", "site", "origin", "let_in"),
     [
-        ("GET", "cross-site", "https://evil.example", True),
-        ("POST", "same-origin", "http://localhost:9419", True),
-        ("POST", "", "", True),
-        ("POST", "none", "", True),
-        ("POST", "cross-site", "", False),
-        ("POST", "same-site", "", False),
-        ("POST", "", "https://evil.example", False),
-        ("POST", "", "null", False),
-        ("POST", "same-origin", "null", True),
-        ("POST", "", "http://localhost:9420", False),
+        ("GET", "cross-site", "https://evil.example", True), ("POST", "same-origin", "http://localhost:9419", True),
+        ("POST", "", "", True), ("POST", "none", "", True), ("POST", "cross-site", "", False),
+        ("POST", "same-site", "", False), ("POST", "", "https://evil.example", False), ("POST", "", "null", False),
+        ("POST", "same-origin", "null", True), ("POST", "", "http://localhost:9420", False),
     ],
-)
+)  # fmt: skip
 def test_no_other_page_posts(method: str, site: str, origin: str, let_in: bool) -> None:
     assert from_our_page(method, site, origin, "localhost:9419") == let_in
 

@@ -16,15 +16,11 @@ TEMPLATES = Path(render.__file__).parent / "templates"
 @pytest.mark.parametrize(
     ("raw", "shown"),
     [
-        (b"orders.eu", "orders.eu"),
-        (b"\xff\xfe", "\\xff\\xfe"),
-        ("a\u202eb", "a\\u202eb"),
-        ("a\x00\x1b[31m", "a\\u0000\\u001b[31m"),
-        ("zero\u200bwidth", "zero\\u200bwidth"),
-        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
-        (None, ""),
+        (b"orders.eu", "orders.eu"), (b"\xff\xfe", "\\xff\\xfe"), ("a\u202eb", "a\\u202eb"),
+        ("a\x00\x1b[31m", "a\\u0000\\u001b[31m"), ("zero\u200bwidth", "zero\\u200bwidth"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"), (None, ""),
     ],
-)
+)  # fmt: skip
 def test_names_show_everything_that_is_in_them(raw: bytes | str | None, shown: str) -> None:
     assert render.name(raw) == shown
 

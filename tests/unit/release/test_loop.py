@@ -265,14 +265,10 @@ HOUR = 3_600_000
 @pytest.mark.parametrize(
     ("late_ms", "limit_ms", "held"),
     [
-        (0, 0, False),
-        (1, 0, True),
-        (HOUR, HOUR, False),
-        (HOUR + 1, HOUR, True),
-        (-1, 0, False),
+        (0, 0, False), (1, 0, True), (HOUR, HOUR, False), (HOUR + 1, HOUR, True), (-1, 0, False),
         (10 * HOUR, None, False),
     ],
-)
+)  # fmt: skip
 def test_the_rule(late_ms: int, limit_ms: int | None, held: bool) -> None:
     hold = too_late(NOW - late_ms, NOW, limit_ms)
     assert (hold is not None) == held
