@@ -21,9 +21,9 @@ from delayer.config.topology import cascade_of, queues_at_work, topology_of, use
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.store import schema
+from delayer.store import schema, servers
 from delayer.store.admin import setup, stats
-from delayer.store.errors import BadStoreUrl, check_arrow
+from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
 from delayer.store.lanes.locks import broker_mark
 
 Result = Literal["ok", "note", "off", "out of reach"]
@@ -275,9 +275,13 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
         report.add("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")
         return
     try:
+        await servers.check(url)
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
         if (wrong := schema.outdated(seen.schema_found)) is None:
             wrong_owner, need = await setup.mistaken(url), await setup.lock_need(url)
+    except StoreUnfit as unfit:
+        report.add("store", "off", unfit, unfit.advice)
+        return
     except StoreLost as lost:
         report.add("store", "out of reach", lost, lost.advice or STORE_RUNS)
         return

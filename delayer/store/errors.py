@@ -1,7 +1,8 @@
 """Errors of a store beside the losses that every layer knows, and their translation from the driver's errors.
 
 core.StoreLost        out of reach, or it refused the transaction: try again later
-└─ core.LaneLost      the lane has another owner
+├─ core.LaneLost      the lane has another owner
+└─ StoreUnfit         the server cannot hold a lane: an operator must act
 SchemaOutdated        the store lacks a schema upgrade, or has an unknown one: an operator must act
 BadStoreUrl           the URL cannot be read: an operator must act
 """
@@ -28,6 +29,10 @@ WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError, as
 # can still be read.
 DAMAGED = (asyncpg.InternalServerError, asyncpg.PostgresIOError, asyncpg.UndefinedFileError)
 DAMAGE_ADVICE = 'see "Damage" in docs/backlog.md: REINDEX makes an index anew, a table comes from a backup'
+
+
+class StoreUnfit(StoreLost):
+    """The server answers, but it cannot hold a lane (servers.py)."""
 
 
 class BadStoreUrl(ValueError):

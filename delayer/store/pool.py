@@ -76,10 +76,10 @@ def _from_wire(wire: tuple[int]) -> int:
     return (wire[0] + POSTGRES_EPOCH_US) // 1000
 
 
-def settings(application: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The settings of every session, over those of server, database and role."""
-    return {
-        "application_name": application,
+def _settings(more: Mapping[str, str] | None) -> str:
+    """The statements that give a session its settings, over those of server, database and role. They come after the
+    connection is open, because PgBouncer refuses a connection that opens with settings which it does not know."""
+    settings = {
         "timezone": "UTC",
         "jit": "off",  # Its compilation costs more than any of our statements.
         "statement_timeout": f"{STATEMENT_SECONDS:.0f}s",
@@ -97,6 +97,7 @@ def settings(application: str, more: Mapping[str, str] | None = None) -> dict[st
         "tcp_user_timeout": "10s",
         **(more or {}),
     }
+    return "; ".join(f"SET {name} = '{value}'" for name, value in settings.items())
 
 
 async def connect(url: str, application: str, more: Mapping[str, str] | None = None) -> asyncpg.Connection:
@@ -118,18 +119,24 @@ async def connect_plain(
     command_seconds: float | None = COMMAND_SECONDS,
 ) -> asyncpg.Connection:
     """Open one connection whose types are asyncpg's own. Raises StoreLost, BadStoreUrl."""
-    with _opening():
-        return await asyncpg.connect(
+    with opening():
+        connection = await asyncpg.connect(
             url,
             timeout=CONNECT_SECONDS,
             command_timeout=command_seconds,
             connection_class=StoreConnection,
-            server_settings=settings(application, more),
+            server_settings={"application_name": application},
         )
+        try:
+            await connection.execute(_settings(more))
+        except BaseException:
+            connection.terminate()
+            raise
+        return connection
 
 
 @contextmanager
-def _opening() -> Iterator[None]:
+def opening() -> Iterator[None]:
     """Turn the errors of an opening connection into StoreLost, BadStoreUrl."""
     unread = "store.url cannot be read: expected postgresql://user@host:port/database"
     try:
@@ -145,7 +152,12 @@ def _opening() -> Iterator[None]:
 
 async def open_pool(url: str, application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:
     """A pool of up to ``size`` connections. Raises StoreLost, BadStoreUrl."""
-    with _opening():
+
+    async def prepared(connection: asyncpg.Connection) -> None:
+        await connection.execute(_settings(more))
+        await prepare(connection)
+
+    with opening():
         return await asyncpg.create_pool(
             url,
             min_size=1,
@@ -153,9 +165,9 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
             timeout=CONNECT_SECONDS,
             command_timeout=COMMAND_SECONDS,
             connection_class=StoreConnection,
-            init=prepare,
+            init=prepared,
             reset=_nothing,  # Our transactions leave nothing behind, and the default costs a round trip for each park.
-            server_settings=settings(application, more),
+            server_settings={"application_name": application},
         )
 
 

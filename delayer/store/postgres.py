@@ -24,7 +24,7 @@ from delayer.core.hold import Hold
 from delayer.core.message import KeyGroup, LaneTable, Parcel
 from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
-from delayer.store import pool, schema, statements
+from delayer.store import pool, schema, servers, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, describe, translated
 from delayer.store.lanes.lane import PostgresLane
@@ -89,15 +89,16 @@ class PostgresStore:
         transaction_timeout: float = 10.0,
         parkers: int = 4,
     ) -> PostgresStore:
-        """Connect, compare the schema, and learn the store's time and partitions.
+        """Look at the kind of server, connect, compare the schema, and learn the store's time and partitions.
 
         ``owner`` names this process in the table of lanes (default: host and process id). ``broker`` is the mark of the
         broker that it publishes to (locks.broker_mark). After ``idle_timeout`` seconds the server takes the lanes of a
         process that hangs. After ``transaction_timeout`` seconds (longer than any publish takes) it ends a release, and
         rolls back a silent park. ``parkers`` is the number of parallel parks.
 
-        Raises StoreLost, BadStoreUrl, SchemaOutdated.
+        Raises StoreUnfit, StoreLost, BadStoreUrl, SchemaOutdated.
         """
+        await servers.check(url)
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         timeout = f"{transaction_timeout * 1000:.0f}ms"
         size = parkers + 1  # One more for restores.

@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack, suppress
 import asyncpg
 import pytest
 
+from delayer.store import servers
+from delayer.store.errors import StoreUnfit
 from tests.faults.place import Place, eventually
 from tests.support.flow import flowing
 from tests.support.postgres_kinds import SmallDisk, Standby
@@ -57,6 +59,8 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         await daemon.event("store unreachable", where=lambda one: "ReadOnly" in one["reason"])
         await eventually(lambda: place.depth("delays"), lambda depth: depth == 500)
         assert ledger.total() == 0
+        with pytest.raises(StoreUnfit, match="expected a primary, found a standby"):  # what a new daemon says
+            await servers.check(standby.url(name))
         await asyncio.to_thread(standby.promote)
         place.store = standby.url(name)
         await place.ended(ledger, repeats=True)

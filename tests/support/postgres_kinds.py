@@ -1,11 +1,13 @@
-"""Other kinds of Postgres: a hot standby, and one on a small disk."""
+"""Other kinds of Postgres: a hot standby, one on a small disk, and one behind a connection pooler."""
 
 from __future__ import annotations
 
 import errno
 import shutil
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import asyncpg
 
 from tests.support import ports
 from tests.support.postgres import SUPERUSER, Postgres
-from tests.support.processes import Family, StartFailed, mount_disk, run_apart, tail, unmount_disk
+from tests.support.processes import Family, StartFailed, find_program, mount_disk, run_apart, tail, unmount_disk
 
 FILLING_EVERY = 0.001
 """Seconds."""
@@ -136,6 +138,26 @@ class SmallDisk(Postgres):
         self._free_shared_memory()
         unmount_disk(self._disk)
         super().close()
+
+
+@contextmanager
+def pgbouncer(postgres: Postgres, mode: str) -> Iterator[int]:
+    """The port of a PgBouncer in this pool mode. Raises StartFailed where it is not installed."""
+    program = find_program("pgbouncer", "/usr/sbin", of="PgBouncer")
+    port = ports.reserve()
+    config = postgres._directory / f"{port}.ini"
+    users = config.with_suffix(".users")
+    users.write_text(f'"{SUPERUSER}" ""\n')
+    lines = ["[databases]", f"* = host={ports.HOST} port={postgres.port}", "[pgbouncer]", f"listen_addr = {ports.HOST}"]
+    lines += [f"listen_port = {port}", "unix_socket_dir =", "auth_type = trust", f"auth_file = {users}"]
+    config.write_text("\n".join([*lines, f"pool_mode = {mode}\n"]))
+    family = Family([program, config], env={}, cwd=config.parent, log=config.with_suffix(".log"), user=postgres._user)
+    try:
+        with socket.socket() as client:
+            family.wait_ready(lambda: client.connect_ex((ports.HOST, port)) == 0, "PgBouncer")
+        yield port
+    finally:
+        family.kill()
 
 
 def _run(server: Postgres, program: str, *arguments: str) -> None:

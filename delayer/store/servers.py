@@ -1,0 +1,75 @@
+"""The kinds of servers that cannot hold a lane: a lane is a lock of a session, and its rows are written.
+
+PgBouncer's transaction and statement modes give the statements of one client to several sessions, and one session to
+several clients. CockroachDB's advisory locks lock nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import asyncpg
+
+from delayer.core.secret import SecretUrl
+from delayer.store import pool
+from delayer.store.errors import StoreUnfit, translated
+
+ROUNDS: Final = 3
+OTHERS: Final = {"CockroachDB": "CockroachDB", "-YB-": "YugabyteDB"}
+"""A part of the version's text, and the name of the database."""
+
+
+async def check(url: str) -> None:
+    """Raises StoreUnfit for a server that cannot hold a lane, StoreLost, BadStoreUrl."""
+    async with _session(url) as first:
+        pid, version, standby = await _asked(first)
+        for part, name in OTHERS.items():
+            if part in version:
+                raise _unfit(url, "PostgreSQL", name, "let store.url lead to PostgreSQL itself")
+        if standby == "t":
+            raise _unfit(url, "a primary", "a standby", "let store.url lead to the primary, or promote this server")
+        if pid != str(first.get_server_pid()):  # A pooler answered the login, with a number of its own.
+            async with _session(url) as second:
+                await _check_pooler(url, pid, first, second)
+
+
+async def _check_pooler(url: str, pid: str, first: asyncpg.Connection, second: asyncpg.Connection) -> None:
+    """Ask which sessions two clients get. A pooler gives idle sessions out last in, first out, or in turn: then both
+    get one session, or one gets several. Other clients may hide this once."""
+    for _ in range(ROUNDS):
+        of_second = {(await _asked(second))[0] for _ in range(2)}
+        of_first = {pid, (await _asked(first))[0]}
+        if len(of_first) > 1 or len(of_second) > 1 or of_first & of_second:
+            found = "a connection pooler that shares sessions (PgBouncer in transaction or statement mode)"
+            advice = "set pool_mode = session in the pooler, or let store.url lead to Postgres itself"
+            raise _unfit(url, "a session for each connection", found, advice)
+
+
+def _unfit(url: str, expected: str, found: str, advice: str) -> StoreUnfit:
+    return StoreUnfit(f"{SecretUrl(url)}: expected {expected}, found {found}", advice)
+
+
+@asynccontextmanager
+async def _session(url: str) -> AsyncIterator[asyncpg.Connection]:
+    """A connection without settings: other clients of a pooler would get them too."""
+    with pool.opening():
+        connection = await asyncpg.connect(url, timeout=pool.CONNECT_SECONDS, command_timeout=pool.CONNECT_SECONDS)
+    try:
+        with translated("look at the server"):
+            yield connection
+    finally:
+        await pool.close(connection)
+
+
+async def _asked(connection: asyncpg.Connection) -> list[str]:
+    """The server's process, its version, and whether it is a standby. COPY needs no prepared statement, which a pooler
+    may look for in another session."""
+    told = bytearray()
+
+    async def keep(data: bytes) -> None:
+        told.extend(data)
+
+    await connection.copy_from_query("SELECT pg_backend_pid(), version(), pg_is_in_recovery()", output=keep)
+    return told.decode().rstrip().split("\t")

@@ -1,0 +1,62 @@
+"""Servers that cannot hold a lane are refused by `check` and `run`, and PgBouncer in session mode is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from delayer.store.postgres import PostgresStore
+from tests.integration.cli import Run
+from tests.support.daemon import DaemonProcess
+from tests.support.postgres_kinds import pgbouncer
+from tests.support.servers import Postgres, StartFailed
+from tests.support.store import opened, owned, parcel, release_all
+
+POOLED = "expected a session for each connection, found a connection pooler"
+VERSIONS = {"CockroachDB": "CockroachDB CCL v23.2.1", "YugabyteDB": "PostgreSQL 11.2-YB-2.20.1.0-b0"}
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, postgres: Postgres, database: str) -> Iterator[str]:
+    """Of a store that says it is another database, or behind PgBouncer in this mode."""
+    name, mode = database.rpartition("/")[2], request.param
+    if mode in VERSIONS:
+        version = f"CREATE FUNCTION odd.version() RETURNS text LANGUAGE sql AS $$ SELECT '{VERSIONS[mode]}' $$"
+        path = f'ALTER DATABASE "{name}" SET search_path = odd, pg_catalog, public'
+        postgres.execute(f"CREATE SCHEMA odd; {version}; {path}", database=name)
+        yield database
+        return
+    try:
+        with pgbouncer(postgres, mode) as port:
+            yield postgres.url(name, port=port)
+    except StartFailed as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("transaction", POOLED), ("statement", POOLED), *((name, f"PostgreSQL, found {name}") for name in VERSIONS)],
+    indirect=["url"],
+)
+async def test_a_server_that_cannot_hold_a_lane_is_refused(delayer: Run, vhost: str, url: str, reason: str) -> None:
+    rows = json.loads(delayer("check", "--json", expect=1, DELAYER_STORE__URL=url).stdout)["checks"]
+    [row] = [row for row in rows if row["what"] == "store"]
+    assert (row["result"], reason in row["found"]) == ("off", True), row
+    async with DaemonProcess({"BROKER__URL": vhost, "STORE__URL": url}) as daemon:
+        event = await daemon.event("store unreachable")
+        assert (event["reason"], event["next_step"]) == (row["found"], row["advice"])
+        assert await daemon.stop() == 0
+
+
+@pytest.mark.parametrize("url", ["session"], indirect=True)
+async def test_pgbouncer_in_session_mode_holds_lanes(url: str) -> None:
+    async with opened(url, idle_timeout=7.0) as store, owned(store, 2) as [lane, _]:
+        await store.park(lane, [parcel(store.now_upper_ms(), key=b"key")], [])
+        assert len(await release_all(lane)) == 1
+        async with lane.windows[0].locked_connection("test") as connection:
+            assert await connection.fetchval("SHOW idle_session_timeout") == "7s"
+        other = await PostgresStore.connect(url)
+        assert await other.take(lane.number) is None
+        await other.close()
