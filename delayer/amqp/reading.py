@@ -123,20 +123,28 @@ def preview(body: bytes, limit: int = PREVIEW) -> str:
     return shown if all(one.isprintable() or one in "\t\r\n" for one in shown) else head.hex(" ")
 
 
-def header_test(wanted: Filter) -> Callable[[bytes], bool] | None:
-    """A test whether properties have the headers of ``wanted``, compared as text; None if it has none.
+def message_id(raw: bytes) -> bytes | None:
+    """The ``message_id`` in the properties of a message; None if it is empty or absent, or if they are malformed."""
+    try:
+        return Properties.parse(raw).short("message_id") or None
+    except MalformedProperties:
+        return None
 
-    The first of repeated headers counts.
+
+def properties_test(wanted: Filter) -> Callable[[bytes], bool] | None:
+    """A test whether properties have the ``message_id`` and the headers of ``wanted``, compared as text; None if it has
+    none. The first of repeated headers counts.
     """
-    if not wanted.headers:
+    needed = [name for name, _ in wanted.headers] + ([] if wanted.message_id is None else [wanted.message_id])
+    if not needed:
         return None
 
     def matches(raw: bytes) -> bool:
-        if not all(name in raw for name, _ in wanted.headers):
+        if not all(one in raw for one in needed):
             return False
         try:
             found = Properties.parse(raw)
-            return all(
+            return wanted.message_id in (None, found.short("message_id")) and all(
                 (field := found.get(name)) is not None and _as_text(field.value) == value
                 for name, value in wanted.headers
             )

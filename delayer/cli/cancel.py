@@ -21,11 +21,12 @@ from delayer.cli.options import (
     change_options,
     filter_options,
     instant,
+    messages_of,
+    names_argument,
     read_as,
     request_of,
     selected,
     store_url,
-    tokens,
     whoami,
 )
 from delayer.cli.output import note, print_json, progress
@@ -46,11 +47,11 @@ class Change(NamedTuple):
 
 
 @click.command(short_help="Cancel messages: they are not delivered.")
-@tokens
+@names_argument
 @filter_options
 @as_json
 @change_options
-def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool, **given: Any) -> None:
+def cancel(context: click.Context, /, *, names: Sequence[str], as_json: bool, **given: Any) -> None:
     """Cancel messages by their ids, or all that match a filter (--key, --route, --due-before, …; --all for all).
 
     A cancelled message is not delivered. The command waits for messages that are being delivered at this moment, and
@@ -67,11 +68,11 @@ def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool,
       delayer cancel --key order-4711
       delayer cancel --route mail.in --due-after 7d --dry-run
     """
-    _act(context, Change("cancel", actions.cancel), tokens, as_json=as_json, **given)
+    _act(context, Change("cancel", actions.cancel), names, as_json=as_json, **given)
 
 
 @click.command(short_help="Give messages another due instant.")
-@tokens
+@names_argument
 @click.option(
     "--at", "at_ms", callback=instant, metavar="INSTANT", help="The new instant: RFC 3339, or how long from now."
 )
@@ -85,7 +86,7 @@ def reschedule(
     context: click.Context,
     /,
     *,
-    tokens: Sequence[Token],
+    names: Sequence[str],
     at_ms: int | None,
     by_ms: int | None,
     as_json: bool,
@@ -108,13 +109,13 @@ def reschedule(
         raise click.UsageError("expected a new instant: either --at or --by")
     new: dict[str, Any] = {"at_ms": at_ms} if at_ms is not None else {"by_ms": by_ms}
     change = Change("reschedule", partial(actions.reschedule, when=NewDue(at_ms, by_ms or 0)), new)
-    _act(context, change, tokens, as_json=as_json, **given)
+    _act(context, change, names, as_json=as_json, **given)
 
 
 def _act(
     context: click.Context,
     change: Change,
-    tokens: Sequence[Token],
+    names: Sequence[str],
     *,
     everything: bool,
     dry_run: bool,
@@ -122,19 +123,20 @@ def _act(
     as_json: bool,
     **given: Any,
 ) -> None:
-    wanted = selected(tokens, given, everything=everything)
+    wanted = selected(names, given, everything=everything)
     settings = request_of(context).settings()
     url = store_url(settings)
     say_native(settings)
-    if tokens:
-        code = _named(url, change, tokens, dry_run=dry_run, as_json=as_json)
+    if names:
+        code = _named(url, change, messages_of(url, names), dry_run=dry_run, as_json=as_json)
     else:
         code = _filtered(url, change, wanted, dry_run=dry_run, yes=yes, as_json=as_json)
     context.exit(code)
 
 
-def _named(url: str, change: Change, tokens: Sequence[Token], *, dry_run: bool, as_json: bool) -> int:
+def _named(url: str, change: Change, names: Mapping[str, Token | None], *, dry_run: bool, as_json: bool) -> int:
     verb, do, new = change
+    tokens = [token for token in names.values() if token is not None]
 
     async def work() -> dict[int, FoundIn]:
         asked = {"ids": [str(token) for token in tokens], **new}
@@ -142,17 +144,18 @@ def _named(url: str, change: Change, tokens: Sequence[Token], *, dry_run: bool, 
             return await actions.named(connection, do, tokens, act)
 
     found = ask_store(url, verb, lambda one: actions.whereabouts(one, tokens)) if dry_run else asyncio.run(work())
+    places = {name: FoundIn.NOWHERE if token is None else found[token.id] for name, token in names.items()}
     if as_json:
-        print_json({str(token): found[token.id].value for token in tokens})
+        print_json({name: where.value for name, where in places.items()})
     else:
-        there = f"{actions.met(found)} of {len(found)}"
+        there = f"{actions.met(found)} of {len(places)}"
         click.echo(f"{there} would be {PAST[verb].lower()}." if dry_run else f"{PAST[verb]}: {there}.")
-        for token in tokens:
-            if (where := found[token.id]) in ABSENT:
-                note(absent(token, where))
+        for name, where in places.items():
+            if where in ABSENT:
+                note(absent(names[name] or name, where))
         if new and not dry_run and len(tokens) <= 10:
             _say_moved(url, tokens, found, new)
-    return ExitCode.DONE if set(found.values()).isdisjoint(ABSENT) else ExitCode.FOUND
+    return ExitCode.DONE if set(places.values()).isdisjoint(ABSENT) else ExitCode.FOUND
 
 
 def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, FoundIn], new: Mapping[str, Any]) -> None:
@@ -172,7 +175,7 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, FoundIn], 
 
 def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: bool, as_json: bool) -> int:
     verb, do, new = change
-    test = reading.header_test(wanted)
+    test = reading.properties_test(wanted)
     matched = ask_store(url, f"count for {verb}", lambda connection: actions.count(connection, wanted, test))
     if matched.broken:
         note(f"{matched.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")

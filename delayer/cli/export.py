@@ -85,7 +85,7 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
     broken = None
     async with exporting.snapshot(url) as connection:
         try:
-            count += await _put(exporting.waiting(connection, wanted, reading.header_test(wanted)), out)
+            count += await _put(exporting.waiting(connection, wanted, reading.properties_test(wanted)), out)
         except BrokenSegments as error:
             broken = error
             count += error.exported

@@ -22,14 +22,15 @@ from delayer.cli.options import (
     filter_options,
     go_on,
     limit_option,
+    messages_of,
+    names_argument,
     request_of,
     selected,
     store_url,
-    tokens,
     whoami,
 )
 from delayer.cli.output import note, print_json, print_table
-from delayer.core.filters import MAX_ID, Filter, Token
+from delayer.core.filters import MAX_ID, Filter
 from delayer.core.readable import counted
 from delayer.store.admin import actions, detail
 from delayer.store.admin.detail import HeldEntry
@@ -58,7 +59,7 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
       delayer held list --json | jq -r '.messages[].held.reason' | sort | uniq -c
     """
     wanted = filter_of(given)
-    test = reading.header_test(wanted)
+    test = reading.properties_test(wanted)
     page = ask_store(
         store_url(request_of(context).settings()),
         "list held messages",
@@ -73,7 +74,9 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
     elif not page.messages:
         click.echo("No messages are held." if wanted.everything else "No held messages match.")
     else:
-        print_table(["id", "due", "to", "attempts", "again at", "reason"], map(_row, page.messages), right=(3,))
+        print_table(
+            ["id", "due", "to", "attempts", "again at", "message_id", "reason"], map(_row, page.messages), right=(3,)
+        )
     if page.after is not None:
         note(f"There may be more: the same with --after {page.after}.")
 
@@ -86,15 +89,16 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
         address(entry.to_exchange, entry.to_key),
         hold.attempts,
         "by hand" if hold.retry_ms is None else iso(hold.retry_ms),
+        reading.text(reading.message_id(entry.properties) or b""),
         hold.reason,
     )
 
 
 @held.command()
-@tokens
+@names_argument
 @filter_options
 @change_options
-def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
+def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> None:
     """Try held messages again now, by their ids or by a filter.
 
     A message that its destination still does not take stays held, and its pauses begin anew. A message that an import
@@ -106,14 +110,14 @@ def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -
       delayer held retry --to orders.out
       delayer held retry --all --yes
     """
-    _act(context, "retry", tokens, **given)
+    _act(context, "retry", names, **given)
 
 
 @held.command()
-@tokens
+@names_argument
 @filter_options
 @change_options
-def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
+def drop(context: click.Context, /, *, names: Sequence[str], **given: Any) -> None:
     """Drop held messages for good, by their ids or by a filter. They count as cancelled. Only a filter asks first.
 
     A message without an answer ("no confirm") may have a copy in its queue, which delivers it when it answers.
@@ -123,45 +127,40 @@ def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) ->
       delayer held drop 48213 48214
       delayer held drop --route reminders.in --due-before 2031-01-31T08:00:00Z --dry-run
     """
-    _act(context, "drop", tokens, **given)
+    _act(context, "drop", names, **given)
 
 
 def _act(
-    context: click.Context,
-    verb: str,
-    tokens: Sequence[Token],
-    *,
-    everything: bool,
-    dry_run: bool,
-    yes: bool,
-    **given: Any,
+    context: click.Context, verb: str, names: Sequence[str], *, everything: bool, dry_run: bool, yes: bool, **given: Any
 ) -> None:
-    wanted = selected(tokens, given, everything=everything)
+    wanted = selected(names, given, everything=everything)
     url = store_url(request_of(context).settings())
-    ids = {token.id for token in tokens}
-    chosen = ChosenHeld(wanted, ids)
-    messages, last, missing = ask_store(url, "look at held messages", lambda connection: _count(connection, chosen))
+    tokens = messages_of(url, names)
+    ids = {token.id for token in tokens.values() if token is not None}
+    chosen = ChosenHeld(wanted, ids if names else None)
+    messages, last, absent = ask_store(url, "look at held messages", lambda connection: _count(connection, chosen))
+    missing = [name for name, token in tokens.items() if token is None or token.id in absent]
     question = f"{verb.capitalize()} {counted(messages, 'held message')}"
-    go_on(context, question, map(str, missing), some=messages > 0, named=bool(tokens), dry_run=dry_run, yes=yes)
+    go_on(context, question, missing, some=messages > 0, named=bool(names), dry_run=dry_run, yes=yes)
     click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, chosen._replace(last=last))):,}.")
     if missing:
         context.exit(ExitCode.FOUND)
 
 
 class ChosenHeld(NamedTuple):
-    """The held messages with these ``ids``, or all that match ``wanted`` up to the id ``last``."""
+    """The held messages with these ``ids``; where they are None, all that match ``wanted`` up to the id ``last``."""
 
     wanted: Filter
-    ids: Set[int]
+    ids: Set[int] | None
     last: int = MAX_ID
 
 
 async def _pages(connection: asyncpg.Connection, chosen: ChosenHeld) -> AsyncIterator[list[HeldEntry]]:
     """The messages page by page, because there may be millions."""
-    if chosen.ids:
+    if chosen.ids is not None:
         yield await detail.held_named(connection, chosen.ids)
         return
-    test = reading.header_test(chosen.wanted)
+    test = reading.properties_test(chosen.wanted)
     after: int | None = 0
     while after is not None and after < chosen.last:
         page = await detail.held_page(connection, chosen.wanted, test, detail.AT_ONCE, after)
@@ -171,7 +170,7 @@ async def _pages(connection: asyncpg.Connection, chosen: ChosenHeld) -> AsyncIte
 
 async def _count(connection: asyncpg.Connection, chosen: ChosenHeld) -> tuple[int, int, Set[int]]:
     """The number of matches, the last id, and the ids that are not held."""
-    messages, last, missing = 0, 0, set(chosen.ids)
+    messages, last, missing = 0, 0, set(chosen.ids or ())
     async for page in _pages(connection, chosen):
         numbers = [one.entry.place.id for one in page]
         messages += len(numbers)
@@ -182,7 +181,7 @@ async def _count(connection: asyncpg.Connection, chosen: ChosenHeld) -> tuple[in
 
 async def _do(url: str, verb: str, chosen: ChosenHeld) -> int:
     """Retry or drop all counted messages that are still held, and no later ones."""
-    asked = {"ids": sorted(chosen.ids)} if chosen.ids else chosen.wanted.as_dict()
+    asked = {"ids": sorted(chosen.ids)} if chosen.ids is not None else chosen.wanted.as_dict()
     done = 0
     async with actions.recorded(url, whoami(), f"held {verb}", asked) as (connection, act):
         async for some in _pages(connection, chosen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,20 +12,22 @@ import click
 
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
-from delayer.cli.errors import ExitCode, Misused
+from delayer.cli.errors import ExitCode
 from delayer.cli.options import (
     as_json,
     ask_store,
     filter_of,
     filter_options,
     limit_option,
+    messages_of,
+    names_argument,
+    read_as,
     request_of,
     store_url,
-    tokens,
 )
 from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
-from delayer.core.filters import MAX_ID, Token, read_token
+from delayer.core.filters import place_text, read_place
 from delayer.core.readable import away
 from delayer.store.admin import audit_log as audit_trail
 from delayer.store.admin import detail, listing
@@ -47,6 +50,7 @@ def json_of(entry: Entry) -> dict[str, Any]:
         "to_exchange": reading.text(entry.to_exchange),
         "to_key": reading.text(entry.to_key),
         "key": None if entry.key is None else reading.text(entry.key),
+        "message_id": said.properties.get("message_id"),
         "body_bytes": entry.size,
         "properties": said.properties,
         "headers": [one._asdict() for one in said.headers],
@@ -61,53 +65,63 @@ def say_native(settings: Settings) -> None:
 
 
 @click.command("list", short_help="List waiting messages, soonest first, page by page.")
-@tokens
+@names_argument
 @filter_options
 @limit_option
-@click.option("--after", metavar="ID", help="Begin after this message, the last one of the previous page.")
+@click.option(
+    "--after", callback=read_as(read_place), metavar="PLACE", help="Begin where the previous page ended, as it says."
+)
 @as_json
 @click.pass_context
 def list_(
-    context: click.Context, /, *, tokens: Sequence[Token], limit: int, after: str | None, as_json: bool, **given: Any
+    context: click.Context,
+    /,
+    *,
+    names: Sequence[str],
+    limit: int,
+    after: tuple[int, int] | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """List the waiting messages of the store, the soonest first: rows, and messages in segments. List all of them,
     or those of these ids, or those that match a filter.
 
     A page takes milliseconds without a filter, and with --key or a due time. These have no index: --route, --to,
-    --to-key and --header. Their page ends after 10,000 rows that do not match, and the next page goes on there. For
-    held messages see `delayer held list`.
+    --to-key, --message-id and --header. Their page ends after 10,000 rows that do not match, and the next page goes on
+    there. For held messages see `delayer held list`.
 
     \b
     Examples:
       delayer list
       delayer list --route orders.in --due-before 2h
       delayer list --header customer=4711 --json
-      delayer list --after 48213@1795291200000
+      delayer list --after 1795291200000000.48213
       delayer list 48213@1795291200000 48214@1795291200500
     """
     settings = request_of(context).settings()
     wanted = filter_of(given)
-    if tokens and not (wanted.everything and after is None):
+    if names and not (wanted.everything and after is None):
         raise click.UsageError("give either ids or a filter")
-    begin = _behind(after)
+    url = store_url(settings)
+    tokens = messages_of(url, names)
 
     async def look(connection: asyncpg.Connection) -> tuple[listing.FoundPage, list[Entry]]:
         if tokens:
-            entries, broken = await listing.named(connection, tokens)
+            entries, broken = await listing.named(connection, [one for one in tokens.values() if one is not None])
             return listing.FoundPage([one.place for one in entries], {}, None, bounded=False, broken=broken), entries
-        found = await listing.find(connection, wanted, reading.header_test(wanted), limit, begin)
+        found = await listing.find(connection, wanted, reading.properties_test(wanted), limit, after or BEGINNING)
         return found, await listing.entries(connection, found)
 
-    found, entries = ask_store(store_url(settings), "list", look)
+    found, entries = ask_store(url, "list", look)
     there = {one.place.id for one in entries}
-    for token in {token.id: token for token in tokens if token.id not in there}.values():
-        note(f"{token} is not waiting. Next: `delayer show {token}`.")
-    token_after = None if found.after is None else _token_of(found.after)
+    for name in (name for name, token in tokens.items() if token is None or token.id not in there):
+        note(f"{name} is not waiting. Next: `delayer show {shlex.quote(name)}`.")
+    place = None if found.after is None else place_text(found.after)
     if as_json:
         print_json(
             {
                 "messages": [json_of(entry) for entry in entries],
-                "after": token_after,
+                "after": place,
                 "bounded": found.bounded,
                 "broken_segments": list(found.broken),
             }
@@ -120,74 +134,51 @@ def list_(
             reading.text(one.route),
             address(one.to_exchange, one.to_key),
             one.size,
+            reading.text(reading.message_id(one.properties) or b""),
             "" if one.key is None else reading.text(one.key),
             "" if one.place.segment is None else one.place.segment,
         )
         for one in entries
     ]
     if rows:
-        print_table(["id", "due", "route", "to", "bytes", "key", "segment"], rows, right=(4,))
+        print_table(["id", "due", "route", "to", "bytes", "message_id", "key", "segment"], rows, right=(4,))
     else:
         click.echo("No messages match." if not found.bounded else "No messages match so far.")
     say_native(settings)
     if found.broken:
         note(f"{len(found.broken)} segments cannot be read and may hold more messages: see docs/backlog.md.")
     if found.bounded:
-        note(f"The page ended at its limit of rows; there may be more. Next: the same with --after {token_after}.")
-    elif token_after is not None:
-        note(f"There are more. Next: the same with --after {token_after}.")
-
-
-def _behind(after: str | None) -> tuple[int, int]:
-    """A place (microseconds, id). An id has whole milliseconds, so its message may be up to one millisecond later."""
-    if after is None:
-        return BEGINNING
-    try:
-        due, dot, number = after.partition(".")
-        if dot:
-            return int(due), int(number)
-        token = read_token(after)
-    except ValueError as error:
-        raise Misused(f"--after: expected {error}, found {after!r}") from None
-    if token.due_ms is None:
-        raise Misused("--after: expected an id with its due instant, such as 48213@1795291200000")
-    return token.due_ms * 1000, token.id
-
-
-def _token_of(after: tuple[int, int]) -> str:
-    """The place where the next page begins. No id stands for a place between two milliseconds, or behind rows without a
-    match."""
-    due_us, number = after
-    if due_us % 1000 or number == MAX_ID:
-        return f"{due_us}.{number}"
-    return str(Token(number, due_us // 1000))
+        note(f"The page ended at its limit of rows; there may be more. Next: the same with --after {place}.")
+    elif place is not None:
+        note(f"There are more. Next: the same with --after {place}.")
 
 
 @click.command(short_help="Show one message: where it is, and what will happen.")
-@click.argument("token", metavar="ID")
+@click.argument("name", metavar="ID")
 @click.option("--body", "whole_body", is_flag=True, help="Write the body to stdout as it is, and nothing else.")
 @as_json
 @click.pass_context
-def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool) -> None:
+def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) -> None:
     """Show a message: its properties, its headers with their types, the beginning of its body, its place, its future.
 
     The ID is that of `delayer list`, such as 48213@1795291200000. The part before the @ is enough, and finds a moved
-    message. It reads the index of every partition: a second or more with ten million waiting messages.
+    message. It reads the index of every partition: a second or more with ten million waiting messages. A message_id, a
+    key or an x-delayer-id is an ID too, if it is not a number. It reads every message: ten seconds or more.
     Exit code 1 if the message is not found: it was delivered or cancelled, or never parked.
 
     \b
     Examples:
       delayer show 48213@1795291200000
       delayer show 48213 --body > order.json
+      delayer show a0165a78-8d6e-4f43-a5e5-4f9a4a4e2d11
     """
-    try:
-        asked = read_token(token)
-    except ValueError as error:
-        raise Misused(f"expected {error}, found {token!r}") from None
     settings = request_of(context).settings()
-    found = ask_store(store_url(settings), "show", lambda connection: detail.show(connection, asked))
+    url = store_url(settings)
+    found: FullMessage | FoundIn = FoundIn.NOWHERE
+    if (token := messages_of(url, [name])[name]) is not None:
+        found = ask_store(url, "show", lambda connection: detail.show(connection, token))
     if isinstance(found, FoundIn):
-        note(detail.absent(asked, found))
+        note(detail.absent(token or name, found))
         say_native(settings)
         context.exit(ExitCode.FOUND)
     if whole_body:

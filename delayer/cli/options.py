@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import asyncpg
 import click
 
-from delayer.amqp.reading import raw
+from delayer.amqp.reading import message_id, raw
 from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.output import note, quoted
 from delayer.config import loading, texts, values
@@ -103,17 +104,23 @@ def _header(text: str) -> tuple[bytes, str]:
     return raw(name), value
 
 
-def _tokens(_context: click.Context, _argument: click.Parameter, given: tuple[str, ...]) -> tuple[Token, ...]:
-    found, wrong, expected = [], [], ""
-    for text in given:
-        try:
-            found.append(read_token(text))
-        except ValueError as error:
-            wrong.append(repr(text))
-            expected = str(error)
-    if wrong:
-        raise click.BadParameter(f"expected {expected}; found {', '.join(wrong)}")
-    return tuple(found)
+def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
+    """The message of each name: an id as lists print it, or else a key, a message_id or an x-delayer-id. None where no
+    message has that name. Raises Misused for a name of several messages."""
+    found: dict[str, Token | None] = dict.fromkeys(names)
+    for name in found:
+        with suppress(ValueError):
+            found[name] = read_token(name)
+    if others := {raw(name): name for name, token in found.items() if token is None}:
+        there = ask_store(
+            url, "find", lambda connection: listing.called(connection, list(others), message_id, packed=True)
+        )
+        for text, tokens in there.items():
+            if len(tokens) > 1:
+                several = ", ".join(map(str, tokens))
+                raise Misused(f"{quoted(others[text])} names {len(tokens)} messages: give an id of {several}")
+            found[others[text]] = tokens[0] if tokens else None
+    return found
 
 
 _OPTIONS = (
@@ -125,12 +132,13 @@ _OPTIONS = (
     ),
     click.option("--due-before", "due_before_ms", callback=instant, metavar="INSTANT", help="Due before then."),
     click.option("--key", callback=bytes_of, metavar="KEY", help="Its x-delay-key."),
+    click.option("--message-id", callback=bytes_of, metavar="ID", help="Its message_id."),
     click.option(
         "--header", "headers", multiple=True, callback=read_as(_header), metavar="NAME=VALUE",
         help="A header and its value, as text. May be repeated.",
     ),
 )  # fmt: skip
-tokens = click.argument("tokens", nargs=-1, callback=_tokens, metavar="[ID]...")
+names_argument = click.argument("names", nargs=-1, metavar="[ID]...")
 limit_option = click.option(
     "--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Rows on a page."
 )
@@ -172,12 +180,12 @@ def change_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return all_option(dry_run_option(yes_option(click.pass_context(command))))
 
 
-def selected(tokens: Sequence[Token], given: dict[str, Any], *, everything: bool) -> Filter:
-    """The Filter of a command that changes messages: these ``tokens``, a filter, or --all. Raises click.UsageError."""
+def selected(names: Sequence[str], given: dict[str, Any], *, everything: bool) -> Filter:
+    """The Filter of a command that changes messages: these ``names``, a filter, or --all. Raises click.UsageError."""
     wanted = filter_of(given)
-    if tokens and (everything or not wanted.everything):
+    if names and (everything or not wanted.everything):
         raise click.UsageError("give either ids or a filter")
-    if not tokens and wanted.everything and not everything:
+    if not names and wanted.everything and not everything:
         raise click.UsageError("expected the messages: ids, a filter, or --all")
     return wanted
 

@@ -221,8 +221,8 @@ def send(
     longest_ms = settings.intake.max_delay_ms
     if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
         note(f"delayer refuses it: intake.max_delay is {duration_text(longest_ms)}. Next: `delayer refused list`.")
-    ids = ", and `delayer list` the ids that `delayer show` takes" if settings.mode == "store" else ""
-    note(f"Next: `delayer status` shows the backlog{ids}.")
+    one = f", and `delayer show {shlex.quote(_id(first, count, 0))}` the message" if settings.mode == "store" else ""
+    note(f"Next: `delayer status` shows the backlog{one}.")
 
 
 def cancelling(key: str, settings: Settings) -> str:

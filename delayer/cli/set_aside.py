@@ -63,12 +63,14 @@ def _json_of_refused(one: RefusedMessage) -> dict[str, Any]:
 
 def _stray_row(one: Stray) -> tuple[object, ...]:
     due = "?" if one.due_ms is None else iso(one.due_ms)
-    return one.id, due, address(one.target.exchange, one.target.routing_key), one.attempts, one.hold.text
+    to = address(one.target.exchange, one.target.routing_key)
+    return one.id, due, to, one.attempts, one.message_id, one.hold.text
 
 
 def _json_of_stray(one: Stray) -> dict[str, Any]:
     return {
         "id": one.id,
+        "message_id": one.message_id or None,
         "due_ms": one.due_ms,
         "to_exchange": reading.text(one.target.exchange),
         "to_key": reading.text(one.target.routing_key),
@@ -116,11 +118,12 @@ REFUSED: Final = SetAsideQueue(
 )  # fmt: skip
 STRAYS: Final = SetAsideQueue(
     "strays", "strays", "a stray", "On their way again", strays_of,
-    ("id", "due", "to", "attempts", "reason"), 3, _stray_row, _json_of_stray, None,
+    ("id", "due", "to", "attempts", "message_id", "reason"), 3, _stray_row, _json_of_stray, None,
     """List, retry or drop strays: messages in the strays queue on the broker, where no store holds them. Their
     destination did not take them ten times, or they came too late for their route (late_limit).
 
-    An ID is the x-delayer-id, which `strays list` prints. The audit log does not show changes of strays.
+    An ID is the x-delayer-id that `strays list` prints, or the message's own message_id. The audit log does not show
+    changes of strays.
     """,
     """Retry strays. The daemon tries them now, late ones too, and up to ten times more.
     """,

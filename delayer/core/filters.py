@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 _TOKEN: Final = re.compile(r"([0-9]{1,19})(?:@(-?[0-9]{1,16}))?")
+_PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
 MAX_ID: Final = (1 << 63) - 1
 FIRST_MS: Final = -210_000_000_000_000
 LAST_MS: Final = 9_223_371_000_000_000
@@ -37,12 +38,26 @@ def read_token(text: str) -> Token:
     return Token(int(found[1]), due_ms)
 
 
+def place_text(after: tuple[int, int]) -> str:
+    """A place in a list (due microseconds, id) as text."""
+    return f"{after[0]}.{after[1]}"
+
+
+def read_place(text: str) -> tuple[int, int]:
+    """Read the text of a place. Raises ValueError with the expected form."""
+    found = _PLACE.fullmatch(text)
+    if found is None or not FIRST_MS * 1000 <= int(found[1]) <= LAST_MS * 1000 or abs(int(found[2])) > MAX_ID:
+        raise ValueError("the place that the page before gave")
+    return int(found[1]), int(found[2])
+
+
 @dataclass(frozen=True, slots=True)
 class Filter:
     """The properties that all matching messages share. An empty filter matches all messages.
 
     ``exchange`` and ``routing_key`` are the destination's. ``key`` is that of ``x-delay-key``. Times are epoch
-    milliseconds: ``due_from_ms`` is included, ``due_before_ms`` is not. Headers are compared as text.
+    milliseconds: ``due_from_ms`` is included, ``due_before_ms`` is not. ``message_id`` is the property, and headers are
+    compared as text.
     """
 
     route: bytes | None = None
@@ -51,6 +66,7 @@ class Filter:
     due_from_ms: int | None = None
     due_before_ms: int | None = None
     key: bytes | None = None
+    message_id: bytes | None = None
     headers: tuple[tuple[bytes, str], ...] = ()
 
     @property
@@ -60,7 +76,8 @@ class Filter:
     @property
     def narrow(self) -> bool:
         """Whether only the rows themselves tell if they match: no index covers these fields."""
-        return bool(self.headers) or any(one is not None for one in (self.route, self.exchange, self.routing_key))
+        names = (self.route, self.exchange, self.routing_key, self.message_id)
+        return bool(self.headers) or any(one is not None for one in names)
 
     def in_range(self, due_ms: int) -> bool:
         after = self.due_from_ms is None or due_ms >= self.due_from_ms
@@ -70,7 +87,7 @@ class Filter:
         """The given fields, for the audit log and for JSON."""
         fields: dict[str, Any] = {
             name: value.decode("utf-8", "backslashreplace")
-            for name in ("route", "exchange", "routing_key", "key")
+            for name in ("route", "exchange", "routing_key", "key", "message_id")
             if (value := getattr(self, name)) is not None
         }
         if self.due_from_ms is not None:

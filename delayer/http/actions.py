@@ -153,7 +153,7 @@ class Actions:
         verb = forms.verb(form, "cancel", "reschedule")
         filter_ = forms.meant(form, host_ms())
         do, new = _do(verb, form)
-        test = reading.header_test(filter_.wanted)
+        test = reading.properties_test(filter_.wanted)
         if form.get("confirmed") != ["yes"]:
             async with actions.acting(self.pages._url(), f"count for {verb}") as connection:
                 meant = await actions.count(connection, filter_.wanted, test)

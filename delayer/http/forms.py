@@ -13,15 +13,14 @@ from starlette.requests import Request
 
 from delayer.amqp.reading import iso, raw
 from delayer.config.texts import instant_ms, shift_ms
-from delayer.core.filters import FIRST_MS, LAST_MS, MAX_ID, Filter, Token, read_token
+from delayer.core.filters import MAX_ID, Filter, Token, read_place, read_token
 
-FIELDS: Final = ("route", "to", "to_key", "key", "header", "due_after", "due_before")
+FIELDS: Final = ("route", "to", "to_key", "key", "message_id", "header", "due_after", "due_before")
 """The names of a filter's fields in forms and query strings."""
 NAMES: Final = ("route", "to", "to_key")
 """Fields whose empty text has a meaning: messages without a route, the default exchange, the empty routing key."""
 MOST_NAMED: Final = 1_000
 """Messages that one form names."""
-_PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
 _NUMBER: Final = re.compile(r"[0-9]{1,19}")
 T = TypeVar("T")
 
@@ -87,6 +86,7 @@ def _read(given: Mapping[str, str], now_ms: int) -> Search:
         exchange=raw(given["to"]) if "to" in given else None,
         routing_key=raw(given["to_key"]) if "to_key" in given else None,
         key=raw(given["key"]) if "key" in given else None,
+        message_id=raw(given["message_id"]) if "message_id" in given else None,
         due_from_ms=instant(given["due_after"], now_ms, "Due after") if "due_after" in given else None,
         due_before_ms=instant(given["due_before"], now_ms, "Due before") if "due_before" in given else None,
         headers=headers,
@@ -123,13 +123,8 @@ def _understood(name: str, text: str, read: Callable[[str], T]) -> T:
 
 
 def place(text: str) -> tuple[int, int] | None:
-    """The start of a page of a list, as :func:`place_text` writes it; None for the first page. Raises FieldError."""
-    if not text:
-        return None
-    found = _PLACE.fullmatch(text)
-    if found is None or not FIRST_MS * 1000 <= int(found[1]) <= LAST_MS * 1000 or abs(int(found[2])) > MAX_ID:
-        raise FieldError(f"Page: expected the value from a link of this page, found {text[:80]!r}")
-    return int(found[1]), int(found[2])
+    """The start of a page of a list; None for the first page. Raises FieldError."""
+    return _understood("Page", text, read_place) if text else None
 
 
 def number(text: str) -> int | None:
@@ -139,10 +134,6 @@ def number(text: str) -> int | None:
     if not _NUMBER.fullmatch(text) or int(text) > MAX_ID:
         raise FieldError(f"Page: expected the value from a link of this page, found {text[:80]!r}")
     return int(text)
-
-
-def place_text(after: tuple[int, int]) -> str:
-    return f"{after[0]}.{after[1]}"
 
 
 async def said(request: Request) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from delayer.amqp import reading
 from delayer.config.texts import service_of
 from delayer.core import horizon
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.core.filters import Filter
+from delayer.core.filters import Filter, place_text
 from delayer.http import forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
@@ -117,12 +117,20 @@ class Pages:
         )
 
     async def find(self, request: Request) -> Response:
-        """Redirect from a typed id to the page of its message."""
+        """Redirect from a typed name to the page of its message; to the list unless one row has this name."""
+        text = request.query_params.get("id", "").strip()
+        name = reading.raw(text)
         try:
-            token = forms.token(request.query_params.get("id", ""))
-        except FieldError as wrong:
-            return await self._waiting(request, {"id": request.query_params.get("id", "")}, str(wrong))
-        return RedirectResponse(f"/message/{token}", status_code=303)
+            tokens = [forms.token(text)]
+        except FieldError:
+            try:
+                async with listing.looking(self._url(), "find") as connection:
+                    found = await listing.called(connection, [name], reading.message_id, packed=False)
+            except STORE_ERRORS as error:
+                return await self._waiting(request, {"id": text}, str(error))
+            tokens = found[name]
+        listed = "/waiting?" + render.query({}, message_id=text)
+        return RedirectResponse(f"/message/{tokens[0]}" if len(tokens) == 1 else listed, status_code=303)
 
     async def waiting(self, request: Request) -> Response:
         """Waiting messages, page by page."""
@@ -153,13 +161,11 @@ class Pages:
         return self.html(request, "waiting.html", 400 if wrong else 200, wrong=wrong, back=back, **values)
 
     async def _list(self, form: forms.Search, after: tuple[int, int] | None) -> dict[str, Any]:
-        test = reading.header_test(form.wanted)
+        test = reading.properties_test(form.wanted)
         async with listing.looking(self._url(), "list") as connection:
             found = await listing.find(connection, form.wanted, test, ROWS, after or listing.BEGINNING)
             rows = await listing.entries(connection, found)
-        more = (
-            "" if found.after is None else "/waiting?" + render.query(form.given, after=forms.place_text(found.after))
-        )
+        more = "" if found.after is None else "/waiting?" + render.query(form.given, after=place_text(found.after))
         return {"rows": rows, "bounded": found.bounded, "broken": len(found.broken), "next": more}
 
     async def message(self, request: Request) -> Response:

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse
 
 from delayer import __version__
 from delayer.amqp import reading
-from delayer.amqp.reading import iso
+from delayer.amqp.reading import iso, message_id
 from delayer.core import horizon
 from delayer.core.readable import away, duration, size
 from delayer.http.recent import host_ms
@@ -68,7 +68,7 @@ ENVIRONMENT: Final = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-for function in (iso, ahead, duration, number, rate, size, name, address, query):
+for function in (iso, ahead, duration, number, rate, size, name, address, query, message_id):
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
 ENVIRONMENT.globals["version"] = __version__

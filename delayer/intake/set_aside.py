@@ -73,6 +73,7 @@ class Stray(NamedTuple):
     hold: Hold
     head: bytes
     size: int
+    message_id: str = ""
 
     @classmethod
     def of(cls, delivery: Delivery, read: Envelope | str) -> Stray:
@@ -82,12 +83,15 @@ class Stray(NamedTuple):
             return cls("", None, Target(b"", b""), b"", b"", 0, Hold(HoldKind.UNFIT, read), head, size)
         parcel, held = read.parcel, read.held or HoldNote(UNKNOWN, 0, None)
         id, hold = reading.text(read.id), held.hold
-        return cls(id, parcel.due_ms, parcel.target, parcel.exchange, parcel.route, held.attempts, hold, head, size)
+        own = reading.text(reading.message_id(parcel.properties) or b"")
+        return cls(
+            id, parcel.due_ms, parcel.target, parcel.exchange, parcel.route, held.attempts, hold, head, size, own
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
         """The ids that an operator may name it by."""
-        return (self.id,)
+        return self.id, self.message_id
 
     @property
     def reason(self) -> str:

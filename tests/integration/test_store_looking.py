@@ -49,7 +49,7 @@ async def paged(admin: asyncpg.Connection, wanted: Filter, limit: int, **more: A
     """The ids of all pages, one after the other."""
     ids: list[int] = []
     after: tuple[int, int] | None = BEGINNING
-    test = reading.header_test(wanted)
+    test = reading.properties_test(wanted)
     pages = 0
     while after is not None:
         found = await listing.find(admin, wanted, test, limit, after, **more)
@@ -78,7 +78,7 @@ FILTERS = {
 
 
 def expected(some: list[Row], wanted: Filter) -> list[int]:
-    test = reading.header_test(wanted)
+    test = reading.properties_test(wanted)
     return order(
         [
             one
@@ -104,7 +104,7 @@ async def test_every_page_of_every_filter(database: str, packed: str) -> None:
             # With segments each page unpacks some of them.
             for limit, more in ((7, {}), (1000, {}), (5, {"scan": 30})) if packed == "rows" else ((20, {"scan": 30}),):
                 assert await paged(admin, wanted, limit, **more) == meant, (name, limit)
-            counted = await actions.count(admin, wanted, reading.header_test(wanted))
+            counted = await actions.count(admin, wanted, reading.properties_test(wanted))
             assert counted == (len(meant), 0), name
 
 
@@ -223,7 +223,7 @@ async def test_cancel_all_of_a_filter(database: str, name: str, monkeypatch: pyt
         await compact(admin, START_MS + 4 * DAY_MS, rows=20)
         act = await audit_log.begin(admin, "me", "cancel", wanted.as_dict())
         said: list[int] = []
-        test = reading.header_test(wanted)
+        test = reading.properties_test(wanted)
         done = await actions.every(admin, actions.cancel, wanted, test, act=act, say=said.append)
         assert done.total() == len(meant)
         assert not meant or said[-1] == len(meant)

@@ -40,12 +40,13 @@ class FoundIn(Enum):
 ABSENT: Final = (FoundIn.NOWHERE, FoundIn.UNREADABLE)
 
 
-def absent(token: Token, found: FoundIn) -> str:
+def absent(name: Token | str, found: FoundIn) -> str:
     """Why the message of this name is not here, in a sentence. Pure."""
     if found is FoundIn.UNREADABLE:
-        return f"{token} may be in a segment that does not read back: see docs/backlog.md."
-    moved = " If it was rescheduled, try the part before the @." if token.due_ms is not None else ""
-    return f"{token} is not in the store: it was delivered, cancelled or never parked.{moved}"
+        return f"{name} may be in a segment that does not read back: see docs/backlog.md."
+    moved = isinstance(name, Token) and name.due_ms is not None
+    advice = " If it was rescheduled, try the part before the @." if moved else ""
+    return f"{name} is not in the store: it was delivered, cancelled or never parked.{advice}"
 
 
 class HeldState(NamedTuple):

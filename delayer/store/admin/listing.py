@@ -175,6 +175,12 @@ _KEYED: Final = (
     "SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint, m.id FROM message_key AS k JOIN message AS m"
     " ON m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id WHERE k.key = $1"
 )
+_CALLED: Final = " UNION ALL ".join(
+    f"SELECT (extract(epoch FROM due_at) * 1000000)::bigint, id, properties, key, {token} FROM {table}"
+    f" WHERE key = ANY($1) OR {token} = ANY($1)"
+    " OR EXISTS (SELECT FROM unnest($1::bytea[]) AS name WHERE position(name IN properties) > 0)"
+    for table, token in (("message", "NULL::bytea"), ("held", "token"))
+)
 
 
 class Entry(NamedTuple):
@@ -286,6 +292,27 @@ async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tupl
                 broken += numbers
             found += [one for one in inside or () if one.place.id in numbers]
     return sorted(found), sorted(broken)
+
+
+async def called(
+    connection: asyncpg.Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
+) -> dict[bytes, list[Token]]:
+    """The messages, held ones too, whose key, ``x-delayer-id`` or message_id is one of ``names``. ``message_id`` reads
+    the last one from properties. Reads every row, and with ``packed`` every segment. Raises the driver's errors."""
+    found: dict[bytes, list[Token]] = {name: [] for name in names}
+
+    def add(due_us: int, number: int, properties: bytes, *others: bytes | None) -> None:
+        for name in found.keys() & {message_id(properties), *others}:
+            found[name].append(Token(number, due_us // 1000))
+
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        await connection.execute("SET LOCAL enable_seqscan = on")
+        for row in await connection.fetch(_CALLED, names):
+            add(*row)
+        for (segment,) in await connection.fetch("SELECT id FROM segment WHERE $1", packed):
+            for place, *_, properties in await entries_of(connection, segment) or ():
+                add(place.due_us, place.id, properties)
+    return found
 
 
 async def _find_keyed(

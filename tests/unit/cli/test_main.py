@@ -137,14 +137,6 @@ def test_every_mistake_at_once_with_its_place(tmp_path: Path) -> None:
     assert "hunter2" not in result.stderr
 
 
-@pytest.mark.parametrize("verb", [["cancel"], ["reschedule", "--at", "1h"], ["held", "retry"], ["held", "drop"]])
-def test_ids_that_are_none_are_named(verb: list[str]) -> None:
-    result = call(*verb, "5", "nosuch", "99", "7@x")
-    assert result.exit_code == ExitCode.USAGE
-    assert "expected an id as `delayer list` prints it" in result.stderr
-    assert result.stderr.splitlines()[-1].endswith("found 'nosuch', '7@x'")
-
-
 def test_unknown_route_lists_the_routes() -> None:
     routes = 'route=[{"from": "orders.in", "to": "o"}, {"from": ""}]'
     result = call("--set", routes, "send", "--to", "order.in")

@@ -5,20 +5,8 @@ from __future__ import annotations
 import pytest
 
 from delayer.amqp.reading import iso
-from delayer.core.filters import Filter
-from delayer.http.forms import (
-    FieldError,
-    back,
-    fixed,
-    instant,
-    later,
-    meant,
-    number,
-    place,
-    place_text,
-    searched,
-    token,
-)
+from delayer.core.filters import Filter, place_text
+from delayer.http.forms import FieldError, back, fixed, instant, later, meant, number, place, searched, token
 
 NOW = 1_800_000_000_000
 HOUR = 3_600_000

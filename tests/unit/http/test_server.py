@@ -92,7 +92,7 @@ async def served(inside: Inside) -> AsyncIterator[Web]:
         ("/api/live", 200, '"blocked":false'),
         ("/api/backlog", 404, "no store is configured"),
         ("/waiting", 404, "No store is configured"),
-        ("/find?id=zz", 400, "Id: expected an id"),
+        ("/find?id=zz", 400, "no store is configured"),
         ("/message/7", 404, "No store is configured"),
         ("/held", 404, "No store is configured"),
         ("/refused", 200, "&lt;script&gt;alert(1)&lt;/script&gt;"),

@@ -64,10 +64,10 @@ def test_headers_are_read_with_their_types_and_compared_as_text() -> None:
     assert [tuple(one) for one in found.headers] == [(n.decode(), kind, value) for n, _, kind, value, _ in HEADERS]
     for name, _, _, _, as_text in HEADERS:
         for asked, expected in ((as_text, True), (as_text + "x", False)):
-            test = reading.header_test(Filter(headers=((name, asked),)))
+            test = reading.properties_test(Filter(headers=((name, asked),)))
             assert test is not None
             assert test(raw) is expected, name
-    assert reading.header_test(Filter()) is None
+    assert reading.properties_test(Filter()) is None
 
 
 def test_nested_values_are_plain() -> None:
@@ -78,7 +78,7 @@ def test_nested_values_are_plain() -> None:
 @given(st.binary(max_size=60))
 def test_any_bytes_are_read_somehow(raw: bytes) -> None:
     reading.read(raw)
-    test = reading.header_test(Filter(headers=((b"", ""),)))
+    test = reading.properties_test(Filter(headers=((b"", ""),)))
     assert test is not None
     test(raw)
     refusal_of(Delivery(1, False, b"", b"", raw, b""), ENTRIES)
