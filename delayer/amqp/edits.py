@@ -115,6 +115,7 @@ def asked(delivery: Delivery, properties: Properties, *, dead: bool = False) -> 
         properties.short("message_id"),
         # The chance that spreads retries. Failed messages without an id can be equal byte for byte; their tags differ.
         crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0,
+        properties.names,
     )
 
 

@@ -320,6 +320,10 @@ class Properties:
             return []
         return entries(self.raw, self.bounds[place] + 4, self.bounds[place + 1], wanted)
 
+    def names(self) -> list[bytes]:
+        """The names of the table's own entries. Raises MalformedTable."""
+        return [name for name, _, _ in self.entries()]
+
     def headers_items(self) -> list[Field]:
         """The table's own entries in order, duplicates included. Raises MalformedTable if the table is malformed."""
         raw = self.raw

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from delayer.core.message import Timestamp
@@ -176,6 +177,7 @@ class DelayRequest(NamedTuple):
 
     ``timestamp`` is the property, in seconds. ``copies`` are the keys of ``CC``.
     ``chance``, 0 to 1, differs from message to message, and spreads retries over time.
+    ``names`` returns the names of all its headers.
     """
 
     exchange: bytes
@@ -187,6 +189,7 @@ class DelayRequest(NamedTuple):
     content_encoding: bytes | None = None
     message_id: bytes | None = None
     chance: float = 0.0
+    names: Callable[[], Sequence[bytes]] = tuple
 
 
 Asked = tuple[int | None, int | None]
@@ -220,6 +223,30 @@ OWN_SOURCES: Final[Mapping[str, Source]] = {
     "x-opt-delivery-delay": _relative(OPT_DELAY),
 }
 """The headers of delayer and of AMQP 1.0 publishers, in the default order of a route. core/delay_sources.py has all."""
+_OTHER_WORDS: Final = frozenset({b"x-relay", b"x-decay"})
+
+
+@lru_cache(maxsize=4096)
+def meant(name: bytes) -> bytes | None:
+    """The request header that this misspelt name stands for. None if the name is right, or close to none of them.
+
+    It differs in letter case, or in one letter that is added, missing, wrong, or swapped with the next.
+
+    >>> meant(b"X-Delay"), meant(b"x-dealy"), meant(b"x-deliver-att"), meant(b"x-delay"), meant(b"x-relay")
+    (b'x-delay', b'x-delay', b'x-deliver-at', None, None)
+    """
+    low = name.lower()
+    if name == DELAY or name in REQUEST_HEADERS or low in _OTHER_WORDS:
+        return None
+    return next((right for right in (DELAY, *REQUEST_HEADERS) if _one_letter_apart(low, right)), None)
+
+
+def _one_letter_apart(one: bytes, other: bytes) -> bool:
+    shorter = min(len(one), len(other))
+    same = next((at for at in range(shorter) if one[at] != other[at]), shorter)
+    left, right = one[same:], other[same:]
+    swapped = right[1:2] + right[:1] + right[2:]
+    return left[1:] in (right, right[1:]) or left in (right[1:], swapped)
 
 
 def due_and_start_ms(asked: Asked, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int]:

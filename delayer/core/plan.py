@@ -20,6 +20,7 @@ from delayer.core.delay_headers import (
     CANCEL,
     EXCHANGE,
     KEY,
+    OWN_SOURCES,
     ROUTING_KEY,
     Asked,
     DelayRequest,
@@ -27,6 +28,7 @@ from delayer.core.delay_headers import (
     UnreadableDelay,
     due_and_start_ms,
     in_words,
+    meant,
     shown,
     whole_seconds_until,
 )
@@ -251,6 +253,10 @@ def _asked(request: DelayRequest, route: Route) -> Asked:
             raise Unacceptable(f"{form}: {unreadable}") from unreadable
         if asked is not None:
             return asked
+    for name in request.names():
+        right = (meant(name) or b"").decode()
+        if right and (right in route.delay_from or right not in OWN_SOURCES):
+            raise Unacceptable(f"the message has no delay, but a header {_name(name)}: expected {right!r}")
     return route.default_delay_ms, None
 
 

@@ -65,6 +65,31 @@ def test_a_dead_letter_with_broken_headers_ends_no_daemon() -> None:
     assert broken.refusal.startswith("malformed header table: ")
 
 
+@pytest.mark.words
+@pytest.mark.parametrize(
+    ("names", "right"),
+    [
+        (["X-Delay"], "x-delay"),
+        (["x-dealy"], "x-delay"),
+        (["x_delay"], "x-delay"),
+        (["a", "X-Deliver-Att"], "x-deliver-at"),
+        (["x-opt-deliver-time"], "x-opt-delivery-time"),
+        (["X-Delay-Cancel"], "x-delay-cancel"),
+        (["x-delay-routing-key", "xdelay"], "x-delay"),
+        # Other words, two letters away, a right delay besides, a form that the route does not read.
+        (["X-Relay", "x-delayed", "x-delayer-id"], ""),
+        (["X-Delay", "x-delay"], ""),
+        (["x-delivery-at", "other"], ""),
+    ],
+)
+def test_a_misspelt_delay_is_refused(names: list[str], right: str) -> None:
+    route = replace(ORDERS, delay_from=("x-delay",)) if "other" in names else ORDERS
+    one = delivery(1, *(says(name.encode(), b"0") for name in names))
+    [publication] = work(one, policy=replace(STORE, routes={b"orders.in": route})).publications
+    found = f"the message has no delay, but a header '{names[-1]}': expected '{right}'"
+    assert publication.refusal == (found if right else "")
+
+
 def test_parked_as_it_was_received() -> None:
     one = delivery(1, LATER, body=b"body")
     found = work(one)
