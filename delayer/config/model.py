@@ -102,6 +102,7 @@ class RouteTable(Table):
     routing_key: values.RoutingKey = ""
     delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DEFAULT_FORMS
     default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
+    require_delay: StrictBool = False
     allow_exchanges: values.Patterns = ()
     late_limit_ms: values.Limit = Field(default=None, alias="late_limit")
     late_action: Literal["deliver", "hold"] = "deliver"
@@ -111,10 +112,11 @@ class RouteTable(Table):
     @field_validator("retry")
     @classmethod
     def _alone(cls, retry: RetryTable | None, info: ValidationInfo) -> RetryTable | None:
-        others = ("to", "routing_key", "default_delay_ms", "allow_exchanges")
+        others = ("to", "routing_key", "default_delay_ms", "require_delay", "allow_exchanges")
         if retry is not None and any(info.data.get(name) for name in others):
             raise Expected(
-                "no to, routing_key, default_delay or allow_exchanges beside it: dead letters go back to their queue"
+                "no to, routing_key, default_delay, require_delay or allow_exchanges beside it: "
+                "dead letters go back to their queue"
             )
         return retry
 
@@ -124,6 +126,13 @@ class RouteTable(Table):
         if to and to == info.data.get("from_"):
             raise Expected("an exchange other than the route's own from: due messages would come in again for ever")
         return to
+
+    @field_validator("require_delay")
+    @classmethod
+    def _no_default(cls, require: bool, info: ValidationInfo) -> bool:
+        if require and info.data.get("default_delay_ms"):
+            raise Expected("no default_delay beside it: the route refuses the messages that would get one")
+        return require
 
     @field_validator("late_action")
     @classmethod

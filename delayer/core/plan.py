@@ -64,6 +64,8 @@ class Route:
     retry: RetryPolicy | None = None
     paced: bool = False
     """Whether its messages are released at a limited rate. In store mode all of them are parked, also those due now."""
+    require_delay: bool = False
+    """Whether the daemon refuses messages without a delay."""
     sources: tuple[tuple[str, Source], ...] = field(init=False, repr=False, compare=False)
     """The readers of ``delay_from``, by form."""
     sagas: bool = field(init=False, repr=False, compare=False)
@@ -257,6 +259,8 @@ def _asked(request: DelayRequest, route: Route) -> Asked:
         right = (meant(name) or b"").decode()
         if right and (right in route.delay_from or right not in OWN_SOURCES):
             raise Unacceptable(f"the message has no delay, but a header {_name(name)}: expected {right!r}")
+    if route.require_delay:
+        raise Unacceptable(f"the message has no delay: expected one, by {', '.join(route.delay_from)} (require_delay)")
     return route.default_delay_ms, None
 
 

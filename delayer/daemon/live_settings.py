@@ -31,6 +31,7 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
             routing_key=route.routing_key.encode(),
             delay_from=route.delay_from,
             default_delay_ms=route.default_delay_ms,
+            require_delay=route.require_delay,
             allow_exchanges=route.allow_exchanges,
             late_limit_ms=route.late_limit_ms if route.late_action == "hold" else None,
             paced=route.max_rate > 0,

@@ -26,10 +26,11 @@ FIXED = Route(b"fixed.in", b"", routing_key=b"mail.inbox", default_delay_ms=5000
 STAMPED = Route(b"stamped.in", b"orders.out", delay_from=("timestamp", "x-delay"))
 OPEN = Route(b"open.in", b"orders.out", allow_exchanges=("shop.*", "r\udcffw"))
 STRAIGHT = Route(b"", b"orders.out")
+STRICT = Route(b"strict.in", b"orders.out", require_delay=True)
 
 STORE = Policy(
     Mode.STORE,
-    {route.source: route for route in (ORDERS, MAIL, FIXED, STAMPED, OPEN, STRAIGHT)},
+    {route.source: route for route in (ORDERS, MAIL, FIXED, STAMPED, OPEN, STRAIGHT, STRICT)},
     max_delay_ms=3650 * DAY,
     own_queues=frozenset({b"delays", b"delays.due", b"level-00"}),
     own_exchanges=frozenset({b"shop.cascade"}),
@@ -143,6 +144,7 @@ def test_when_a_message_is_due(asked: DelayRequest, due_ms: int) -> None:
     [
         (says(x_delay=5), Park(in_ms(5), OUT)),
         (says(), AtOnce(NOW, OUT)),
+        (ask(b"strict.in", says={"x-delay": 0}), AtOnce(NOW, OUT)),
         # Where to: the route's exchange and key, else the message's own; headers win.
         (ask(b"mail.in", b"inbox", says={"x-delay": 5}), Park(in_ms(5), Target(b"", b"inbox"))),
         (ask(b"fixed.in", b"k"), Park(in_ms(5000), Target(b"", b"mail.inbox"))),
@@ -188,6 +190,7 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (says(x_deliver_at="1800000000000"), STORE, "x-deliver-at: expected an instant"),
         (says(x_opt_delivery_time="never"), STORE, "x-opt-delivery-time: expected an instant"),
         (says(x_opt_delivery_delay=[]), STORE, "x-opt-delivery-delay: expected milliseconds"),
+        (ask(b"strict.in"), STORE, "the message has no delay: expected one, by x-delay, x-deliver-at,"),
         (says(x_delay=3650 * DAY + 1), STORE, "the delay is too long: expected at most 3650 days"),
         (says(x_deliver_at=in_ms(3650 * DAY + 1)), STORE, "the delay is too long"),
         (says(x_delay=1e300), STORE, "the delay is too long"),

@@ -32,10 +32,10 @@ def test_every_key_of_a_route_arrives() -> None:
         "from": "grün", "to": "", "routing_key": "mail.inbox", "delay_from": ["timestamp"], "default_delay": "5s",
         "allow_exchanges": ["shop.*"],
     }  # fmt: skip
-    policy = policy_of(settings(route=[route, {"from": ""}], mode="native"), has_store=False)
+    policy = policy_of(settings(route=[route, {"from": "", "require_delay": True}], mode="native"), has_store=False)
     assert policy.routes == {
         "grün".encode(): Route("grün".encode(), b"", b"mail.inbox", ("timestamp",), 5000, ("shop.*",)),
-        b"": Route(b"", b""),
+        b"": Route(b"", b"", require_delay=True),
     }
     assert policy.mode is Mode.NATIVE
     assert not policy.has_store
