@@ -13,7 +13,7 @@ from typing import Final
 
 from delayer.core.hold import Hold, HoldKind, Outcome
 
-KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked")
+KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked", "undelayed")
 MOST_ROUTES: Final = 200
 """The most routes with own counters. Any publisher to the refused exchange could invent new route names."""
 OTHERS: Final = b"(others)"

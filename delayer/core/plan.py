@@ -115,6 +115,7 @@ class EnterCascade(NamedTuple):
     seconds: int
     target: Target
     rest_ms: int = 0
+    undelayed: bool = False
 
 
 class Park(NamedTuple):
@@ -123,6 +124,8 @@ class Park(NamedTuple):
     due_ms: int
     target: Target
     key: bytes | None = None
+    undelayed: bool = False
+    """Whether the message asked for no delay."""
 
 
 class AtOnce(NamedTuple):
@@ -130,6 +133,7 @@ class AtOnce(NamedTuple):
 
     due_ms: int
     target: Target
+    undelayed: bool = False
 
 
 class Soon(NamedTuple):
@@ -137,6 +141,7 @@ class Soon(NamedTuple):
 
     due_ms: int
     target: Target
+    undelayed: bool = False
 
 
 class TooLate(NamedTuple):
@@ -145,6 +150,7 @@ class TooLate(NamedTuple):
     due_ms: int
     target: Target
     hold: Hold
+    undelayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,7 @@ class Cancel:
     """Delete the waiting message of this key, or those of this group of keys. The cancel itself is not delivered."""
 
     key: bytes | KeyGroup
+    undelayed = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +166,7 @@ class Refuse:
     """Move the message to the refused queue, for this reason."""
 
     reason: str
+    undelayed = False
 
 
 Plan = EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse
@@ -194,24 +202,26 @@ def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: in
     if route.sagas and (cleared := _of_timeout(nservicebus.cleared_timeouts, headers)) is not None:
         _check_store(nservicebus.CLEAR_TIMEOUTS, policy)
         return Cancel(cleared)
-    asked = _asked(request, route)
+    found = _asked(request, route)
+    asked = (route.default_delay_ms, None) if found is None else found
     due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
     if KEY in headers:
         # A message that is due at once is parked too: only the store can delete exactly the waiting one.
-        return Park(due_ms, target, key_of(KEY, request, policy))
+        return Park(due_ms, target, key_of(KEY, request, policy), found is None)
     if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms:
         key = nservicebus.timeout_key(headers, request.message_id, due_ms)
         if key is not None:
             return Park(due_ms, target, key)
     # A message that asks for no delay is never too late.
     late_limit_ms = route.late_limit_ms if asked[0] is None or asked[0] > 0 else None
-    return _placed(due_ms, start_ms, target, route, policy, late_limit_ms=late_limit_ms)
+    plan = _placed(due_ms, start_ms, target, route, policy, late_limit_ms=late_limit_ms)
+    return plan if found is not None else plan._replace(undelayed=True)
 
 
 def _placed(
     due_ms: int, start_ms: int, target: Target, route: Route, policy: Policy, *, late_limit_ms: int | None
-) -> Plan:
+) -> Park | AtOnce | TooLate | Soon | EnterCascade:
     """The plan for a message that may wait in the cascade or in the store."""
     stored = policy.mode is Mode.STORE
     wait_ms = due_ms - start_ms
@@ -246,8 +256,8 @@ def _retried(
     return _placed(due_ms, max(now_ms, now_lower_ms), target, route, policy, late_limit_ms=None)
 
 
-def _asked(request: DelayRequest, route: Route) -> Asked:
-    """Return what the message asks for: by the first form that it has, or else by the route's default."""
+def _asked(request: DelayRequest, route: Route) -> Asked | None:
+    """Return what the message asks for, by the first form that it has; None if it has none."""
     for form, read in route.sources:
         try:
             asked = read(request)
@@ -261,7 +271,7 @@ def _asked(request: DelayRequest, route: Route) -> Asked:
             raise Unacceptable(f"the message has no delay, but a header {_name(name)}: expected {right!r}")
     if route.require_delay:
         raise Unacceptable(f"the message has no delay: expected one, by {', '.join(route.delay_from)} (require_delay)")
-    return route.default_delay_ms, None
+    return None
 
 
 def _due(asked: Asked, request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int) -> tuple[int, int]:

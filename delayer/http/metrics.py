@@ -64,6 +64,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "held_total": _counter("route", "messages held because their destination did not take them"),
     "returned_total": _counter("route", "publishes that the broker returned or answered by a close"),
     "nacked_total": _counter("route", "publishes that a queue refused"),
+    "undelayed_total": _counter("route", "messages that came without a delay; those that were refused do not count"),
     "restored_total": _counter("", "messages restored from segments"),
     "broken_segments_total": _counter("", "segments that did not read back", "segments"),
     "lateness_seconds": _histogram(

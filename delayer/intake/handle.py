@@ -252,12 +252,15 @@ class IntakeHandler(KeepingHandler):
         now_ms, now_lower_ms = self._live.now_upper_ms(), self._live.now_lower_ms()
         stored: list[Classified] = []
         others: list[Classified] = []
+        undelayed: list[bytes] = []
         size, urgent = 0, False
         for delivery in batch:
             # The clocks may drift apart by half a millisecond in a second.
             read_ms = now_ms - int((clock - delivery.read_at) * 999.5) if delivery.read_at else now_ms
             one = classify(delivery, policy, read_ms, names.max_properties, now_lower_ms)
             plan = one[2]
+            if plan.undelayed:
+                undelayed.append(delivery.exchange)
             if isinstance(plan, Park):
                 stored.append(one)
                 size += len(delivery.body)
@@ -267,6 +270,7 @@ class IntakeHandler(KeepingHandler):
                 urgent = True
             else:
                 others.append(one)
+        self._counters.add("undelayed", undelayed)
         if others:
             work = batch_plan(others, names, self._new_id)
             self._publish(work.publications)

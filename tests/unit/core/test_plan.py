@@ -66,7 +66,7 @@ def in_ms(delay: int) -> int:
 def test_a_name_of_ours_is_a_key_like_any_other_at_an_exchange() -> None:
     """Only at the default exchange is a key a queue."""
     found = decide(ask(b"orders.in", b"delays.due", copies=frozenset({b"delays", b"level-00"})), STORE, NOW)
-    assert found == AtOnce(NOW, Target(b"orders.out", b"delays.due"))
+    assert found == AtOnce(NOW, Target(b"orders.out", b"delays.due"), undelayed=True)
 
 
 def named(value: object) -> str:
@@ -143,27 +143,27 @@ def test_when_a_message_is_due(asked: DelayRequest, due_ms: int) -> None:
     ("asked", "plan"),
     [
         (says(x_delay=5), Park(in_ms(5), OUT)),
-        (says(), AtOnce(NOW, OUT)),
+        (says(), AtOnce(NOW, OUT, undelayed=True)),
         (ask(b"strict.in", says={"x-delay": 0}), AtOnce(NOW, OUT)),
         # Where to: the route's exchange and key, else the message's own; headers win.
         (ask(b"mail.in", b"inbox", says={"x-delay": 5}), Park(in_ms(5), Target(b"", b"inbox"))),
-        (ask(b"fixed.in", b"k"), Park(in_ms(5000), Target(b"", b"mail.inbox"))),
+        (ask(b"fixed.in", b"k"), Park(in_ms(5000), Target(b"", b"mail.inbox"), undelayed=True)),
         (ask(b"", b"delays", says={"x-delay": 5}), Park(in_ms(5), Target(b"orders.out", b"delays"))),
-        (says(x_delay_routing_key="other"), AtOnce(NOW, Target(b"orders.out", b"other"))),
-        (says(x_delay_routing_key=b"\xff"), AtOnce(NOW, Target(b"orders.out", b"\xff"))),
-        (says(x_delay_routing_key=""), AtOnce(NOW, Target(b"orders.out", b""))),
-        (says(x_delay_routing_key="r" * 255), AtOnce(NOW, Target(b"orders.out", b"r" * 255))),
+        (says(x_delay_routing_key="other"), AtOnce(NOW, Target(b"orders.out", b"other"), undelayed=True)),
+        (says(x_delay_routing_key=b"\xff"), AtOnce(NOW, Target(b"orders.out", b"\xff"), undelayed=True)),
+        (says(x_delay_routing_key=""), AtOnce(NOW, Target(b"orders.out", b""), undelayed=True)),
+        (says(x_delay_routing_key="r" * 255), AtOnce(NOW, Target(b"orders.out", b"r" * 255), undelayed=True)),
         (ask(b"fixed.in", says={"x-delay-routing-key": "other", "x-delay": 0}), AtOnce(NOW, Target(b"", b"other"))),
-        (ask(b"open.in", says={"x-delay-exchange": "shop.eu"}), AtOnce(NOW, Target(b"shop.eu", b"k"))),
-        (ask(b"open.in", says={"x-delay-exchange": b"r\xffw"}), AtOnce(NOW, Target(b"r\xffw", b"k"))),
-        (says(x_delay_exchange="orders.out"), AtOnce(NOW, OUT)),  # the route's own needs no leave
+        (ask(b"open.in", says={"x-delay-exchange": "shop.eu"}), AtOnce(NOW, Target(b"shop.eu", b"k"), undelayed=True)),
+        (ask(b"open.in", says={"x-delay-exchange": b"r\xffw"}), AtOnce(NOW, Target(b"r\xffw", b"k"), undelayed=True)),
+        (says(x_delay_exchange="orders.out"), AtOnce(NOW, OUT, undelayed=True)),  # the route's own needs no leave
         # 28 digits before the key are a cascade's, and go; anything else is the publisher's.
-        (ask(routing_key=b"0." * 28 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"a.b"))),
-        (ask(routing_key=b"0." * 29 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"0.a.b"))),
-        (ask(routing_key=b"0." * 27 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"0." * 27 + b"a.b"))),
+        (ask(routing_key=b"0." * 28 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"a.b"), undelayed=True)),
+        (ask(routing_key=b"0." * 29 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"0.a.b"), undelayed=True)),
+        (ask(routing_key=b"0." * 27 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"0." * 27 + b"a.b"), undelayed=True)),
         # Keys and cancels are the store's business, whatever the delay.
         (says(x_delay=5, x_delay_key="o-1"), Park(in_ms(5), OUT, b"o-1")),
-        (says(x_delay_key=b"\x00"), Park(NOW, OUT, b"\x00")),
+        (says(x_delay_key=b"\x00"), Park(NOW, OUT, b"\x00", undelayed=True)),
         (says(x_delay=-5, x_delay_key="o-1"), Park(in_ms(-5), OUT, b"o-1")),
         (says(x_delay=5, x_delay_key="k" * 255), Park(in_ms(5), OUT, b"k" * 255)),
         (says(x_delay_cancel="o-1"), Cancel(b"o-1")),

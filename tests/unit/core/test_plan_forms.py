@@ -138,7 +138,7 @@ ORDERS = Target(b"", b"Sales.Orders")
         (OF_SAGA, b"id-1", replace(STORE, park_beyond_ms=HOUR_MS), Park(NOW + 5_000, ORDERS, KEY)),
         (OF_SAGA, b"id-1", NATIVE, EnterCascade(NOW + 5_000, 5, ORDERS)),
         ({CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}, b"x", STORE, Cancel(KeyGroup(f"nservicebus-saga:{SAGA}:".encode()))),
-        ({CLEAR_TIMEOUTS: "False"}, b"x", STORE, AtOnce(NOW, Target(b"", b"k"))),
+        ({CLEAR_TIMEOUTS: "False"}, b"x", STORE, AtOnce(NOW, Target(b"", b"k"), undelayed=True)),
     ],
 )
 def test_a_route_of_timeouts(headers: dict[bytes, object], message_id: bytes, policy: Policy, plan: object) -> None:

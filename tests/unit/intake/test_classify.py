@@ -338,12 +338,12 @@ class Gathered:
         self.gate.set()
         self.failure: Exception | None = None
         self.due_ms: list[int] = []
-        self.publisher, counters, self.acks = ScriptedPublisher(), Counters(), Acks()
+        self.publisher, self.counters, self.acks = ScriptedPublisher(), Counters(), Acks()
         self.acks.prefetch = prefetch
         self.live = live or ScriptedLive(replace(STORE, keep_ms=keep_ms), NAMES)
-        holding = MessageHolder(self.publisher, None, self.live, counters, new_id=ids())  # type: ignore[arg-type]
-        dispatch = Dispatch(self.publisher, holding, self.live, counters)
-        self.handler = IntakeHandler(self.live, dispatch, self, counters)
+        holding = MessageHolder(self.publisher, None, self.live, self.counters, new_id=ids())  # type: ignore[arg-type]
+        dispatch = Dispatch(self.publisher, holding, self.live, self.counters)
+        self.handler = IntakeHandler(self.live, dispatch, self, self.counters)
         self.session = Session(self.acks, lambda: None, 3)
         self.handler.begin(self.session)
 
@@ -380,6 +380,13 @@ async def test_parcels_wait_for_company_and_a_full_park_does_not(monkeypatch: py
     await it.session.settled()
     assert it.parks[1:] == [[b"4"]]
     assert it.acks.acked[-1] == (4, True)
+
+
+async def test_messages_without_a_delay_are_counted() -> None:
+    it = Gathered()
+    await it.take(asks(1, 0), delivery(2), delivery(3, says(b"x-delay-key", b"a")), asks(4, 5_000))
+    await it.take(delivery(5, says(b"x-dealy", 0)), delivery(6, says(b"x-delay-cancel", b"a")))
+    assert it.counters.routes["undelayed"] == {b"orders.in": 2}
 
 
 async def test_batches_with_keys_are_parked_one_after_another() -> None:
