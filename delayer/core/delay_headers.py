@@ -232,8 +232,10 @@ def meant(name: bytes) -> bytes | None:
 
     It differs in letter case, or in one letter that is added, missing, wrong, or swapped with the next.
 
-    >>> meant(b"X-Delay"), meant(b"x-dealy"), meant(b"x-deliver-att"), meant(b"x-delay"), meant(b"x-relay")
-    (b'x-delay', b'x-delay', b'x-deliver-at', None, None)
+    >>> meant(b"X-Delay"), meant(b"x-dealy"), meant(b"xdelay"), meant(b"X_DELAY"), meant(b"x-deliver-att")
+    (b'x-delay', b'x-delay', b'x-delay', b'x-delay', b'x-deliver-at')
+    >>> meant(b"x-delay"), meant(b"x-relay"), meant(b"x-delayed"), meant(b"x-delayer-id")
+    (None, None, None, None)
     """
     low = name.lower()
     if name == DELAY or name in REQUEST_HEADERS or low in _OTHER_WORDS:

@@ -134,8 +134,8 @@ TWO_DELAYS = with_headers(
 )
 def test_the_request_of_a_message(raw: bytes, asked: dict[str, Any]) -> None:
     found = edits.asked(delivered(raw, b"body"), Properties.parse(raw))
-    expected = DelayRequest(b"orders.in", b"k", **{"headers": {}, "body": b"body"} | asked)
-    assert found == expected._replace(names=found.names)
+    expected = {"headers": {}, "body": b"body", "names": found.names} | asked
+    assert found == DelayRequest(b"orders.in", b"k", **expected)
 
 
 def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
