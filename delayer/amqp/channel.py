@@ -239,10 +239,13 @@ class Channel:
         self._confirms = Confirms()
         self._confirming = False
 
-    async def open(self) -> None:
-        """Open the channel at the broker. The connection calls this once."""
+    async def open(self, *, confirming: bool) -> None:
+        """Open the channel at the broker, in confirm mode if ``confirming``. The connection calls this once."""
         try:
             await self.call(commands.Channel.Open(), commands.Channel.OpenOk)
+            if confirming:
+                await self.call(commands.Confirm.Select(), commands.Confirm.SelectOk)
+                self._confirming = True
         except BaseException:
             self.abandon()  # No caller knows this channel: its number would never be free again.
             raise
@@ -285,12 +288,6 @@ class Channel:
         """Return the delivery to its queue; without ``requeue`` the broker drops or dead-letters it."""
         self._write(framing.nack(self.number, tag, multiple=multiple, requeue=requeue))
 
-    async def confirm_select(self) -> None:
-        """Put the channel into confirm mode. Call this once, before the first publish."""
-        if not self._confirming:
-            await self.call(commands.Confirm.Select(), commands.Confirm.SelectOk)
-            self._confirming = True
-
     async def publish(
         self, batch: Sequence[Outgoing], *, timeout: float, schedule: Schedule | None = None
     ) -> list[Outcome]:
@@ -303,7 +300,7 @@ class Channel:
         """
         confirms = self._confirms
         if not self._confirming:
-            raise RuntimeError("publish needs confirm_select first")
+            raise RuntimeError("publish needs a channel in confirm mode")
         self._check_open()
         if not batch:
             return []

@@ -190,24 +190,14 @@ class Connection(asyncio.Protocol):
         if self._alarm is not None:
             on_change(self._alarm)
 
-    async def channel(self) -> Channel:
-        """Open a channel. Raises NoFreeChannel, ConnectionLost."""
+    async def channel(self, *, confirming: bool = False) -> Channel:
+        """Open a channel, in confirm mode if ``confirming``. Raises NoFreeChannel, ChannelClosed, ConnectionLost."""
         self._check_open()
         number = next(one for one in count(1) if one not in self.receivers)
         if number > self._limits.channel_max:
             raise NoFreeChannel(f"all {self._limits.channel_max} channels of the connection are in use")
         channel = self.receivers[number] = Channel(self, number)
-        await channel.open()
-        return channel
-
-    async def confirming_channel(self) -> Channel:
-        """Open a channel in confirm mode. Raises NoFreeChannel, ChannelClosed, ConnectionLost."""
-        channel = await self.channel()
-        try:
-            await channel.confirm_select()
-        except BaseException:
-            channel.abandon()  # No caller knows this channel: its number would never be free again.
-            raise
+        await channel.open(confirming=confirming)
         return channel
 
     def pause_reading(self) -> None:

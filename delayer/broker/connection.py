@@ -105,7 +105,7 @@ class ReconnectingConnection:
         """
         try:
             async with asyncio.timeout(seconds):
-                return await connection.confirming_channel()
+                return await connection.channel(confirming=True)
         except TimeoutError as late:
             if not self.blocked:
                 connection.drop("the broker opened no channel in time")

@@ -188,7 +188,8 @@ class AmqpConsumer:
                 await channel.qos(subscription.prefetch)
                 await subscription.begin()
             except BaseException:
-                subscription.abandon()
+                subscription.stop()
+                channel.abandon()  # No caller knows this channel, so nothing else would free it.
                 raise
             return subscription
 
@@ -293,11 +294,6 @@ class AmqpSubscription:
         self.stop()
         with self._flow_control.listening(ENDING):
             await self._end(seconds)
-
-    def abandon(self) -> None:
-        """Drop a subscription that did not begin: no caller knows its channel, so nothing else would free it."""
-        self.stop()
-        self._channel.abandon()
 
     async def _end(self, seconds: float) -> None:
         if self._consumer_tag is not None and not self._cancelled and not self._channel.closed.done():

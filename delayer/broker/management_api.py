@@ -9,26 +9,14 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from delayer.amqp.address import Address
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.core.topology import Binding
 
 COUNTS_AGE: Final = 12.0
 """Seconds that the broker's counts may be old: two ticks of a quorum queue, and the pause of the management API."""
-
-
-class BrokerPolicy(NamedTuple):
-    """``applies_to``: all, queues, exchanges, classic_queues, quorum_queues, streams. ``pattern``: of names."""
-
-    name: str
-    pattern: str
-    applies_to: str
-    priority: int
-    definition: dict[str, Any]
-    by_operator: bool
 
 
 class Management:
@@ -54,43 +42,11 @@ class Management:
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
         )
 
-    async def bindings_from(self, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
-        """Every binding out of ``exchange``, which must exist, with its arguments."""
-        rows = await self.get(f"exchanges/{self.vhost}/{quote(exchange, safe='')}/bindings/source")
-        return [
-            (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
-            for row in rows
-        ]
-
-    async def queues(self) -> dict[str, dict[str, Any]]:
-        """Every queue of the vhost with the settings that act on its messages: its arguments, and policies under the
-        names of arguments. The shortest time to live counts, as for the broker."""
-        found = {}
-        rows = await self.get(f"queues/{self.vhost}?columns=name,arguments,effective_policy_definition")
-        for row in rows:
-            arguments = dict(row.get("arguments") or {})
-            for name, value in (row.get("effective_policy_definition") or {}).items():
-                argument = f"x-{name}"
-                if name == "message-ttl" and argument in arguments:
-                    arguments[argument] = min(arguments[argument], value)
-                else:
-                    arguments.setdefault(argument, value)
-            found[row["name"]] = arguments
-        return found
-
     async def delayed(self) -> dict[str, int]:
         """For every queue of the vhost the messages that are neither ready nor unacknowledged: the broker itself delays
         them. The broker counts up to COUNTS_AGE seconds late, and nothing of a new queue."""
         rows = await self.get(f"queues/{self.vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
         return {row["name"]: _delayed(row) for row in rows}
-
-    async def policies(self) -> list[BrokerPolicy]:
-        """Every policy and operator policy of the vhost."""
-        return [
-            BrokerPolicy(row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator)
-            for path, by_operator in (("policies", False), ("operator-policies", True))
-            for row in await self.get(f"{path}/{self.vhost}")
-        ]
 
     async def get(self, path: str, answers: int = 200) -> Any:
         """The decoded answer to a ``path`` below /api; an error of the code ``answers`` has one too.

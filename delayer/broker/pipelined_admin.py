@@ -161,7 +161,7 @@ class PipelinedAdmin:
             if not came_ms.done():
                 came_ms.set_result(_now_ms())
 
-        channel = await self._answer(self._connection.confirming_channel())
+        channel = await self._answer(self._connection.channel(confirming=True))
         await self._answer(channel.consume(queue, on_delivery, on_cancelled=lambda: None))
         due_ms = _now_ms() + PROBE_MS
         properties = encode_headers(entry(OPT_TIME, int64(due_ms)))

@@ -124,10 +124,7 @@ class LivePolicy(Protocol):
 
     @property
     def rates(self) -> Mapping[bytes, float]:
-        """The rate limits of all limited routes, messages a second."""
-
-    def rate(self, route: bytes | None) -> float | None:
-        """The rate limit of this route's lane, messages a second; None: no limit."""
+        """The rate limit of each limited route, messages a second."""
 
     @property
     def holds_in_store(self) -> bool:

@@ -45,6 +45,17 @@ def raise_first(results: Iterable[BaseException | None], *, unless: tuple[type[B
         del first
 
 
+async def first_set(*events: asyncio.Event, seconds: float | None = None) -> list[asyncio.Event]:
+    """Wait until one of the events is set, for ``seconds`` at most. Returns the events that ended the wait."""
+    waiting = {asyncio.create_task(event.wait(), name="waiting"): event for event in events}
+    try:
+        done, _ = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+    return [waiting[task] for task in done]
+
+
 class Backoff:
     """The count of failures in a row, and the pauses after them. Pauses feed the watchdog by ``beat``."""
 
@@ -77,7 +88,4 @@ class Backoff:
             self._beat()
             step = min(seconds, 1.0)
             seconds -= step
-            try:
-                await asyncio.wait_for(self._stopping.wait(), step)
-            except TimeoutError:
-                continue
+            await first_set(self._stopping, seconds=step)

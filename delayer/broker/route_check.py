@@ -20,6 +20,7 @@ from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management
+from delayer.broker.verify import bindings_from, policies_of
 from delayer.core.topology import Binding
 
 
@@ -463,7 +464,7 @@ class _Inquiry:
         """The stop of an exchange; None if it does not exist, since an alternate exchange may be missing."""
         if not await admin.exchange_exists(name):
             return None
-        return Stop.of(await exchange_info(management, name), await management.bindings_from(name))
+        return Stop.of(await exchange_info(management, name), await bindings_from(management, name))
 
 
 async def exchange_info(management: Management, name: str) -> ExchangeInfo:
@@ -472,6 +473,6 @@ async def exchange_info(management: Management, name: str) -> ExchangeInfo:
     row = await management.get(f"exchanges/{management.vhost}/{quote(name, safe='')}?columns={columns}")
     alternate = row["arguments"].get("alternate-exchange")
     if alternate is None and row.get("policy"):
-        in_force = [one for one in await management.policies() if one.name == row["policy"] and not one.by_operator]
+        in_force = [one for one in await policies_of(management) if one.name == row["policy"] and not one.by_operator]
         alternate = next((one.definition.get("alternate-exchange") for one in in_force), None)
     return ExchangeInfo(name, row["type"], row["internal"], alternate, row["arguments"])

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
 
 from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import BrokerPolicy, Management
+from delayer.broker.management_api import Management
 from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, exchange_look, queue_look
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
@@ -43,6 +44,35 @@ class TopologyFinding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.kind} {self.name}: expected {self.expected}, found {self.found}"
+
+
+class BrokerPolicy(NamedTuple):
+    """``applies_to``: all, queues, exchanges, classic_queues, quorum_queues, streams. ``pattern``: of names."""
+
+    name: str
+    pattern: str
+    applies_to: str
+    priority: int
+    definition: dict[str, Any]
+    by_operator: bool
+
+
+async def policies_of(management: Management) -> list[BrokerPolicy]:
+    """Every policy and operator policy of the vhost."""
+    return [
+        BrokerPolicy(row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator)
+        for path, by_operator in (("policies", False), ("operator-policies", True))
+        for row in await management.get(f"{path}/{management.vhost}")
+    ]
+
+
+async def bindings_from(management: Management, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
+    """Every binding out of ``exchange``, which must exist, with its arguments."""
+    rows = await management.get(f"exchanges/{management.vhost}/{quote(exchange, safe='')}/bindings/source")
+    return [
+        (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
+        for row in rows
+    ]
 
 
 class Verifier:
@@ -97,7 +127,7 @@ class Verifier:
         sources |= dict.fromkeys(binding.source for binding in self._topology.bindings)
         for source in sources:
             if source not in missing:
-                rows = await management.bindings_from(source)
+                rows = await bindings_from(management, source)
                 # Bindings with arguments are not ours, but on topic and fanout exchanges they route too.
                 present = {binding for binding, arguments in rows if not arguments}
                 found += self._compared(source, present, {binding for binding, _ in rows}, missing)
@@ -106,7 +136,7 @@ class Verifier:
     async def _governed(self, management: Management) -> list[TopologyFinding]:
         """Findings about policies that override the queues' arguments."""
         expected = "no policy about expiry, length, dead letters, retries or timeouts"
-        policies = await management.policies()
+        policies = await policies_of(management)
         return [
             TopologyFinding("policy", queue.name, expected, f"{policy.name!r} with {risky}")
             for queue in self._topology.queues

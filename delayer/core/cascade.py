@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from delayer.core.message import SHORT_STRING
-from delayer.core.topology import Arguments, Binding, Exchange, Queue, Topology, Value, arguments
+from delayer.core.topology import Binding, Exchange, Queue, Topology, Value, arguments
 
 LEVELS = 28
 MAX_SECONDS = (1 << LEVELS) - 1
@@ -159,20 +159,15 @@ class Cascade:
         exchanges, queues, bindings = [], [], []
         for level in self.levels():
             exchanges.append(Exchange(level.name, "topic", shared=self.shared, closed=not self.shared))
-            queues.append(Queue(level.name, self._queue_arguments(level), shared=self.shared))
+            own: dict[str, Value] = {"x-message-ttl": level.ttl_ms, "x-dead-letter-exchange": level.next}
+            queues.append(Queue(level.name, arguments(_FAMILIES[self.kind].arguments | own), shared=self.shared))
             words = "*." * (LEVELS - 1 - level.number)
             bindings.append(Binding(level.name, level.name, "queue", f"{words}1.#"))
             bindings.append(Binding(level.name, level.next, "exchange", f"{words}0.#"))
-        alternate: Arguments = ()
-        if self.strays:
-            alternate = arguments({"alternate-exchange": self.strays})
+        alternate = arguments({"alternate-exchange": self.strays}) if self.strays else ()
         exchanges.append(Exchange(self.delivery, "topic", arguments=alternate, shared=self.shared))
         whole = Topology(tuple(exchanges), tuple(queues), tuple(bindings))
         return whole + catch_all_topology(self.strays) if self.strays else whole
-
-    def _queue_arguments(self, level: Level) -> Arguments:
-        own: dict[str, Value] = {"x-message-ttl": level.ttl_ms, "x-dead-letter-exchange": level.next}
-        return arguments(_FAMILIES[self.kind].arguments | own)
 
 
 def _check(seconds: int) -> None:

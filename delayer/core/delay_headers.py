@@ -197,29 +197,19 @@ Asked = tuple[int | None, int | None]
 Source = Callable[[DelayRequest], Asked | None]
 """Reads what a message asks for in one form; None if the message does not have that form. Raises UnreadableDelay."""
 
-_ABSENT: Final = object()
-
 
 def _relative(header: bytes) -> Source:
-    def read(request: DelayRequest) -> Asked | None:
-        value = request.headers.get(header, _ABSENT)
-        return None if value is _ABSENT else (read_delay_ms(value), None)
-
-    return read
+    return lambda request: (read_delay_ms(request.headers[header]), None) if header in request.headers else None
 
 
-def _absolute(header: bytes, read_ms: Callable[[object], int]) -> Source:
-    def read(request: DelayRequest) -> Asked | None:
-        value = request.headers.get(header, _ABSENT)
-        return None if value is _ABSENT else (None, read_ms(value))
-
-    return read
+def _absolute(header: bytes) -> Source:
+    return lambda request: (None, read_due_ms(request.headers[header])) if header in request.headers else None
 
 
 OWN_SOURCES: Final[Mapping[str, Source]] = {
     "x-delay": _relative(DELAY),
-    "x-deliver-at": _absolute(DELIVER_AT, read_due_ms),
-    "x-opt-delivery-time": _absolute(OPT_TIME, read_due_ms),
+    "x-deliver-at": _absolute(DELIVER_AT),
+    "x-opt-delivery-time": _absolute(OPT_TIME),
     "x-opt-delivery-delay": _relative(OPT_DELAY),
 }
 """The headers of delayer and of AMQP 1.0 publishers, in the default order of a route. core/delay_sources.py has all."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 Value = str | int
 Arguments = tuple[tuple[str, Value], ...]
@@ -72,12 +72,7 @@ def _described(kind: str, durable: bool, table: Arguments) -> str:
     return f"{'durable' if durable else 'transient'} {kind}" + (f" ({shown})" if shown else "")
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_N = TypeVar("_N", bound=_Named)
+_N = TypeVar("_N", Exchange, Queue)
 
 
 def _distinct(kind: str, things: Iterable[_N]) -> tuple[_N, ...]:

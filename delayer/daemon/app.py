@@ -14,6 +14,7 @@ import uvloop
 
 from delayer import __version__
 from delayer.broker.errors import TopologyMismatch
+from delayer.broker.retry import first_set
 from delayer.config import logs
 from delayer.config.errors import ConfigError
 from delayer.config.model import Settings, Table
@@ -42,21 +43,15 @@ class Reload:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve requests until stopping is set."""
-        stop = asyncio.create_task(stopping.wait(), name="stopping")
-        try:
-            while not stopping.is_set():
-                request = asyncio.create_task(self._requested.wait(), name="reload requested")
-                await asyncio.wait([stop, request], return_when=asyncio.FIRST_COMPLETED)
-                request.cancel()
-                if self._requested.is_set():
-                    self._requested.clear()
-                    self._notifier.reloading()
-                    refused = await self._reload()
-                    mode = f"mode {self._daemon.settings.mode}"
-                    # systemd knows no failed reload of this kind: `systemctl status` is where it can be told.
-                    self._notifier.reloaded(f"{mode}; the last reload was refused: {refused}" if refused else mode)
-        finally:
-            stop.cancel()
+        while not stopping.is_set():
+            await first_set(stopping, self._requested)
+            if self._requested.is_set():
+                self._requested.clear()
+                self._notifier.reloading()
+                refused = await self._reload()
+                mode = f"mode {self._daemon.settings.mode}"
+                # systemd knows no failed reload of this kind: `systemctl status` is where it can be told.
+                self._notifier.reloaded(f"{mode}; the last reload was refused: {refused}" if refused else mode)
 
     async def _reload(self) -> str:
         """The reason of a refusal, empty after a reload."""

@@ -105,17 +105,10 @@ class LiveSettings:
         limits = ((route.source, route.late_limit_ms) for route in self._policy.routes.values())
         return {source: limit_ms for source, limit_ms in limits if limit_ms is not None}
 
-    def rate(self, route: bytes | None) -> float | None:
-        return None if route is None else self.rates.get(route)
-
     @property
     def holds_in_store(self) -> bool:
         """Without the cascade there is no other place than the store."""
         return self._lanes.usable or not uses_cascade(self.settings)
-
-    def restore_ahead_ms(self) -> int:
-        """The time from a segment's restore to its first due instant."""
-        return self.settings.store.restore_ahead_ms
 
     def names(self) -> Endpoints:
         """The exchanges and queues of this daemon."""

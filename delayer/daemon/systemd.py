@@ -15,6 +15,8 @@ from typing import Final
 
 import structlog
 
+from delayer.broker.retry import first_set
+
 log = structlog.get_logger(__name__)
 
 FEEDS: Final = 3
@@ -83,7 +85,7 @@ class Notifier:
         """Report the daemon's trouble whenever it changes, until stopping is set. ``every``: seconds between looks."""
         while not stopping.is_set():
             self.trouble(look())
-            await _set_within(stopping, every)
+            await first_set(stopping, seconds=every)
 
     @property
     def _words(self) -> str:
@@ -154,7 +156,7 @@ class Watchdog:
                 log.error("loops stalled", loops=stalled, limit_seconds=self._limit)
             else:
                 self._notifier.feed_watchdog()
-            await _set_within(stopping, interval)
+            await first_set(stopping, seconds=interval)
 
 
 def trouble(*, connected: bool, blocked: bool, store: bool, usable: bool, consuming: bool, spare: bool = False) -> str:
@@ -177,11 +179,3 @@ def trouble(*, connected: bool, blocked: bool, store: bool, usable: bool, consum
     if not consuming and not found:
         found.append("nothing is consumed yet")
     return "; ".join(found)
-
-
-async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Wait for ``event``, but no longer than this."""
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return

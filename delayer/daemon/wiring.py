@@ -18,6 +18,7 @@ from delayer.broker.management_api import delayed_in
 from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
 from delayer.broker.ports import Lane, Store
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
+from delayer.broker.retry import first_set
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, topology_of, uses_cascade
 from delayer.core.cascade import LEVELS, Cascade
@@ -166,7 +167,9 @@ class Daemon:
 
             self.lanes.configure(connect, self.live)
             self.services.add("lanes", self.lanes.run, last=True)
-            restoring = SegmentRestorer(self.lanes, ahead_ms=self.live.restore_ahead_ms, counters=self.counters)
+            restoring = SegmentRestorer(
+                self.lanes, ahead_ms=lambda: self.settings.store.restore_ahead_ms, counters=self.counters
+            )
             self.services.add("restoring", restoring.run)
 
     def consuming(self) -> dict[str, bool]:
@@ -244,18 +247,14 @@ class Daemon:
     async def _announce(self, stopping: asyncio.Event) -> None:
         """Report READY to systemd when the daemon consumes. A spare process reports READY as well: it has no share of
         the lanes and waits for one."""
-        consuming = asyncio.create_task(self._intake.consuming.wait(), name="consuming")
-        spare = asyncio.create_task(self.lanes.spare.wait(), name="spare")
-        stop = asyncio.create_task(stopping.wait(), name="stopping")
-        await asyncio.wait([consuming, spare, stop], return_when=asyncio.FIRST_COMPLETED)
-        if spare.done() and not consuming.done():
+        consuming, spare = self._intake.consuming, self.lanes.spare
+        begun = await first_set(consuming, spare, stopping)
+        if spare in begun and consuming not in begun:
             self._report_ready()
-            await asyncio.wait([consuming, stop], return_when=asyncio.FIRST_COMPLETED)
-        if consuming.done():
+            begun = await first_set(consuming, stopping)
+        if consuming in begun:
             log.info("ready", mode=self.settings.mode)
             self._report_ready()
-        for waiting in (consuming, spare, stop):
-            waiting.cancel()
         if not stopping.is_set():
             await self._tell_delayed()
 

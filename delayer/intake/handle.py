@@ -345,8 +345,8 @@ class IntakeHandler(KeepingHandler):
     async def _reply(self, asked: Sequence[replies.CancelToAnswer], taken_out: frozenset[bytes]) -> None:
         """Answer cancels, except into delayer's own queues."""
         ours = self._live.policy().own_queues
-        counted = [(ask, replies.outcome(ask, taken_out)) for ask in asked]
-        answers = [replies.reply(ask, outcome, self._new_id()) for ask, outcome in counted if ask.reply_to not in ours]
+        heard = [ask for ask in asked if ask.reply_to not in ours]
+        answers = [replies.reply(ask, self._new_id(), cancelled=ask.key in taken_out) for ask in heard]
         await replies.send(self._dispatch.publisher, answers)
 
 

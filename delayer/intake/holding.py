@@ -103,17 +103,6 @@ class MessageHolder:
     def _report_held(self, objections: Sequence[Objection], on_held: Callable[[Sequence[Objection]], object]) -> None:
         """Report these as held: no later failure repeats them."""
         on_held(objections)
-        self._count_held(objections)
-
-    def _note(self, one: Objection, token: bytes, now_ms: int) -> HoldNote:
-        """A note with one more attempt."""
-        attempts = _attempts(one.earlier) + 1
-        hold = one.hold.after(one.earlier and one.earlier.hold)
-        if hold.for_a_person or attempts >= MAX_ATTEMPTS:
-            return HoldNote(hold, attempts, None)
-        return HoldNote(hold, attempts, now_ms + self._pause_ms(attempts, int.from_bytes(token[-8:], "big")))
-
-    def _count_held(self, objections: Sequence[Objection]) -> None:
         first = [one.parcel.route for one in objections if not _attempts(one.earlier)]
         self._counters.add("held", first)
         for _, parcel, hold, earlier in objections:
@@ -127,6 +116,14 @@ class MessageHolder:
                 routing_key=parcel.target.routing_key,
                 route=parcel.route,
             )
+
+    def _note(self, one: Objection, token: bytes, now_ms: int) -> HoldNote:
+        """A note with one more attempt."""
+        attempts = _attempts(one.earlier) + 1
+        hold = one.hold.after(one.earlier and one.earlier.hold)
+        if hold.for_a_person or attempts >= MAX_ATTEMPTS:
+            return HoldNote(hold, attempts, None)
+        return HoldNote(hold, attempts, now_ms + self._pause_ms(attempts, int.from_bytes(token[-8:], "big")))
 
 
 def _attempts(earlier: HoldNote | None) -> int:

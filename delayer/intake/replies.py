@@ -25,7 +25,6 @@ log = structlog.get_logger(__name__)
 
 OUTCOME: Final = b"x-delayer-outcome"
 KEY: Final = b"x-delayer-key"
-CANCELLED, TOO_LATE = "cancelled", "too late"
 
 
 class CancelToAnswer(NamedTuple):
@@ -45,13 +44,9 @@ def asked(properties: Properties, key: bytes) -> CancelToAnswer | None:
     return CancelToAnswer(key, reply_to, correlation_id)
 
 
-def outcome(ask: CancelToAnswer, taken_out: frozenset[bytes]) -> str:
-    """The outcome of a cancel whose transaction took out the messages of these keys."""
-    return CANCELLED if ask.key in taken_out else TOO_LATE
-
-
-def reply(ask: CancelToAnswer, outcome: str, token: bytes) -> Outgoing:
+def reply(ask: CancelToAnswer, token: bytes, *, cancelled: bool) -> Outgoing:
     """The reply, published straight to its queue."""
+    outcome = "cancelled" if cancelled else "too late"
     headers = entry(ID, long_string(token)) + entry(OUTCOME, long_string(outcome.encode()))
     raw = encode_headers(headers + entry(KEY, long_string(ask.key)))
     shorts = {"content_type": b"application/json"}

@@ -21,7 +21,7 @@ from delayer.broker.ports import Heartbeat, Parking
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
 from delayer.core.levels import CONSULTED, due_at_level
-from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.message import Delivery, Target
 from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer
 from delayer.intake.handle import parcel
 
@@ -82,16 +82,12 @@ class LevelTakeover(Handler):
             headers = _headers(delivery)
             if self._too_often(delivery, headers):
                 return  # The batch returns to its queue, and the daemon leaves the level alone.
-            parcels.append(self._parcel(delivery, headers, now_ms))
+            due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
+            # With its digits, because the bindings of that cascade begin with "#.".
+            parcels.append(parcel(delivery, due_ms, Target(self._cascade.delivery.encode(), delivery.routing_key)))
         await self._parking.park(parcels, [])
         self._counters.add("parked", [one.route for one in parcels])
         acks.accept(delivery.tag for delivery in batch)
-
-    def _parcel(self, delivery: Delivery, headers: dict[bytes, object], now_ms: int) -> Parcel:
-        due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
-        # With its digits, because the bindings of that cascade begin with "#.".
-        target = Target(self._cascade.delivery.encode(), delivery.routing_key)
-        return parcel(delivery, due_ms, target)
 
     def _too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
         if not (delivery.redelivered and self._cascade.counts_deliveries):

@@ -20,7 +20,7 @@ import structlog
 
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.ports import Heartbeat, Lane, LivePolicy, Store
-from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
+from delayer.broker.retry import LOSSES, Backoff, first_set, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
@@ -124,10 +124,8 @@ class LaneManager:
         """Raises StoreLost if there is no lane after ``seconds``."""
         if not self.configured:
             raise StoreLost("no store is configured")
-        try:
-            await asyncio.wait_for(self.ready.wait(), seconds)
-        except TimeoutError as late:
-            raise StoreLost(*self._why_without(seconds)) from late
+        if not await first_set(self.ready, seconds=seconds):
+            raise StoreLost(*self._why_without(seconds))
 
     def _why_without(self, seconds: float) -> tuple[str, str]:
         if self.spare.is_set():
@@ -145,12 +143,7 @@ class LaneManager:
         reached and this process has no share of its lanes."""
         if not self.configured:
             return
-        known = [asyncio.create_task(event.wait()) for event in (self.ready, self.out_of_reach, self.spare)]
-        try:
-            await asyncio.wait(known, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for waiting in known:
-                waiting.cancel()
+        await first_set(self.ready, self.out_of_reach, self.spare, seconds=seconds)
         if self.spare.is_set() and not self.usable:
             raise StoreLost(*self._why_without(seconds))
 

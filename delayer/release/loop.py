@@ -70,9 +70,6 @@ class LaneRelease:
         """Ask only this release to end. Its loops notice that within SLICE_SECONDS and finish their open claims."""
         self.leaving = True
 
-    def _should_stop(self, stopping: asyncio.Event) -> bool:
-        return self.leaving or stopping.is_set()
-
     async def run(self, stopping: asyncio.Event) -> None:
         """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane."""
         name = f"lane {self._lane.number}"
@@ -104,7 +101,7 @@ class LaneRelease:
         other loop has deadlines. Raises LaneLost, StoreLost."""
         retry = Backoff(stopping, beat, lambda: self.leaving)
         failed = False
-        while not self._should_stop(stopping):
+        while not (self.leaving or stopping.is_set()):
             async with self._turn:
                 if failed:
                     await retry.pause()
@@ -129,7 +126,7 @@ class LaneRelease:
 
         Raises LaneLost, StoreLost.
         """
-        while not self._should_stop(stopping):
+        while not (self.leaving or stopping.is_set()):
             beat()
             if not self._publisher.ready:
                 # A claim now would only keep a transaction open until its idle timeout ends it.
@@ -147,7 +144,8 @@ class LaneRelease:
     async def _claim(self, window: Window) -> list[Due]:
         """Claim a portion; of a limited route, one row for each token. Without a token, sleep, and claim nothing."""
         limit = min(CLAIM_MESSAGES, self._publisher.batch_limit)
-        rate, now = self._live.rate(self._lane.route), time.monotonic()
+        route, now = self._lane.route, time.monotonic()
+        rate = None if route is None else self._live.rates.get(route)
         if rate is None:
             self._bucket = None
         elif self._bucket is None or self._bucket.rate != rate:

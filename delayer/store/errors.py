@@ -79,18 +79,12 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
 
 def lost(doing: str, error: BaseException) -> StoreLost:
     """The loss that a driver's error means, with the advice that its cause calls for. Raise it from ``error``."""
-    driver = driver_error(error)
+    driver: BaseException | None = error  # SQLAlchemy wraps the driver's own.
+    while driver is not None and not isinstance(driver, DRIVER_ERRORS):
+        driver = driver.__cause__
     told = describe(driver or error)
     advice = next((text for kind, text in _ADVICE if isinstance(driver, kind)), "")
     return StoreLost(f"{doing}: {told}", advice or errors.certificate_advice(told, *errors.OF_STORE))
-
-
-def driver_error(error: BaseException) -> BaseException | None:
-    """The driver's own error, which SQLAlchemy wraps."""
-    driver: BaseException | None = error
-    while driver is not None and not isinstance(driver, DRIVER_ERRORS):
-        driver = driver.__cause__
-    return driver
 
 
 def describe(error: BaseException) -> str:

@@ -135,10 +135,9 @@ async def use(url: str, settings: Settings, consumed: Iterable[str], published: 
     await declare(url, topology_of(settings))
     connection = await Connection.open(Address.parse(url), name="test")
     try:
-        channel = await connection.channel()
+        channel = await connection.channel(confirming=True)
         for queue in consumed:
             await channel.consume(queue, lambda _: None, lambda: None)
-        await channel.confirm_select()
         batch = []
         for index, name in enumerate(published):
             # A returned message is known by its id.

@@ -13,8 +13,8 @@ from aio_pika.abc import AbstractChannel
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable
-from delayer.broker.management_api import BrokerPolicy, Management
-from delayer.broker.verify import TopologyFinding, policies_in_force
+from delayer.broker.management_api import Management
+from delayer.broker.verify import BrokerPolicy, TopologyFinding, bindings_from, policies_in_force
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
 from tests.support.servers import RabbitMQ
@@ -264,7 +264,7 @@ async def test_something_else_than_a_management_api(vhost: str) -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(BrokerUnreachable, match="not RabbitMQ's management API"):
-            await Management(f"http://127.0.0.1:{port}", "/").bindings_from("x")
+            await bindings_from(Management(f"http://127.0.0.1:{port}", "/"), "x")
 
 
 async def test_a_user_who_may_only_look_sees_what_exists(rabbitmq: RabbitMQ, vhost: str) -> None:

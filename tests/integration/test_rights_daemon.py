@@ -15,6 +15,7 @@ import pytest
 
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.management_api import Management
+from delayer.broker.verify import bindings_from, policies_of
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, topology_of
 from delayer.core.cascade import Cascade, routing_key
@@ -270,8 +271,8 @@ async def test_the_management_api_shows_what_is_asked_of_it(rabbitmq: RabbitMQ, 
     rabbitmq.add_user(user, user, vhost=vhost_name)
     rabbitmq.api("PUT", f"/api/users/{user}", {"password": user, "tags": "management"})
     management = Management(rabbitmq.management_url.replace("guest:guest", f"{user}:{user}"), vhost_name)
-    await management.bindings_from("delayer.out")
-    await management.policies()
+    await bindings_from(management, "delayer.out")
+    await policies_of(management)
 
 
 # A whole daemon with the rights that the page grants, in broker and store.

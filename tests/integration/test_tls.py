@@ -15,6 +15,7 @@ from delayer.amqp.connection import Connection
 from delayer.audit.connection import reading
 from delayer.broker.admin import Admin
 from delayer.broker.management_api import Management
+from delayer.broker.verify import bindings_from
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store import pool
@@ -40,7 +41,7 @@ async def by_management(url: str) -> None:
     """The management API trusts whom the broker's URL trusts."""
     address = Address.parse(url)
     management = Management(f"https://guest:guest@{address.host}:{address.port}", "/", tls=address.tls)
-    await management.bindings_from("amq.topic")
+    await bindings_from(management, "amq.topic")
 
 
 async def by_asyncpg(url: str) -> None:

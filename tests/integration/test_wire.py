@@ -33,12 +33,6 @@ async def declare(channel: Channel, queue: str) -> None:
     await channel.call(commands.Queue.Declare(queue=queue, durable=True), commands.Queue.DeclareOk)
 
 
-async def publisher(connection: Connection) -> Channel:
-    channel = await connection.channel()
-    await channel.confirm_select()
-    return channel
-
-
 def message(token: str, key: str, body: bytes = b"body") -> Outgoing:
     own = entry(b"x-delayer-id", long_string(token.encode()))
     return Outgoing(b"", key.encode(), splice(b"\0\0", append=own), body, token.encode())
@@ -49,12 +43,12 @@ async def test_a_long_name_that_is_not_ascii_in_the_reason(rabbitmq: RabbitMQ, v
     kept short enough not to be clipped: a header may name no exchange of more than 127 bytes."""
     most = 63 if rabbitmq.falls_over_clipped_names else 126
     async with connected(vhost) as connection:
-        channel, other = await publisher(connection), await publisher(connection)
+        channel, other = [await connection.channel(confirming=True) for _ in range(2)]
         for extra in range(2):
             name = "a" * extra + "ü" * most
             with pytest.raises(ChannelClosed, match="404 NOT_FOUND"):
                 await channel.publish([message("1", "q")._replace(exchange=name.encode())], timeout=TIMEOUT)
-            channel = await publisher(connection)
+            channel = await connection.channel(confirming=True)
         await declare(other, "q")
 
 
@@ -63,7 +57,7 @@ async def test_a_dead_letter_whose_headers_are_longer_than_a_frame(vhost: str) -
     to_grave = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "grave", "x-message-ttl": 0}
     came: asyncio.Queue[Delivery] = asyncio.Queue()
     async with connected(vhost) as connection:
-        channel, consumer = await publisher(connection), await connection.channel()
+        channel, consumer = await connection.channel(confirming=True), await connection.channel()
         await declare(channel, "grave")
         await channel.call(commands.Queue.Declare(queue="dying", arguments=to_grave), commands.Queue.DeclareOk)
         large = entry(b"large", long_string(b"v" * (connection.frame_max - 200)))

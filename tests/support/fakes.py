@@ -337,10 +337,7 @@ class ScriptedLive:
     """By how much the upper bound of the clock is later than the lower one."""
     limits: Limits = field(default_factory=dict)
     holds_in_store: bool = True
-    rates: Mapping[bytes | None, float] = field(default_factory=dict)
-
-    def rate(self, route: bytes | None) -> float | None:
-        return self.rates.get(route)
+    rates: Mapping[bytes, float] = field(default_factory=dict)
 
     def policy(self) -> Policy:
         return self.in_force

@@ -173,8 +173,7 @@ class Ledger:
             self._publisher = await Connection.open(self._url, name="ledger publish")
             self._publishing = None
         if self._publishing is None or self._publishing.closed.done():
-            self._publishing = await self._publisher.channel()
-            await self._publishing.confirm_select()
+            self._publishing = await self._publisher.channel(confirming=True)
         return self._publishing
 
     def listener(self) -> Listener:

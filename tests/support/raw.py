@@ -281,8 +281,7 @@ class Raw:
     async def connect(cls, url: str) -> Self:
         # No heartbeat: the loops of tests stand still between tests.
         raw = cls(await Connection.open(Address.parse(url), name="test", heartbeat=0))
-        raw.channel = await raw.connection.channel()
-        await raw.channel.confirm_select()
+        raw.channel = await raw.connection.channel(confirming=True)
         await raw.channel.qos(1000)
         return raw
 

@@ -387,12 +387,9 @@ class PostgresLane:
         self.cursor.scanned(watermark, first_ms, retry_ms)
 
     async def _closed_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
-        except TimeoutError:
-            return False
-        return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+        return self._closing.is_set()
 
 
 @dataclass(slots=True)

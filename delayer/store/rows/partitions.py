@@ -249,7 +249,10 @@ class Days:
         end, missing = time.monotonic() + seconds, self.missing(days, today, at)
         for position, day in enumerate(missing):
             if position == most or time.monotonic() > end:
-                self._say_left(len(missing) - position)
+                if not self._said:  # Once for each process.
+                    self._said = True
+                    left = {"days": len(missing) - position, "reason": "no time for more; the next parks go on"}
+                    log.warning("partition not made", extra=left)
                 return
             made = await make(connection, day, today)
             if made is PartitionResult.DONE:
@@ -260,13 +263,6 @@ class Days:
                 self._not_before[None] = at + (LOCKED_SECONDS if made is PartitionResult.LOCKED else AGAIN_SECONDS)
                 return
             await asyncio.sleep(pause)
-
-    def _say_left(self, days: int) -> None:
-        """Log it once for each process."""
-        if not self._said:
-            self._said = True
-            reason = "no time for more; the next parks go on"
-            log.warning("partition not made", extra={"days": days, "reason": reason})
 
 
 async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:

@@ -59,13 +59,12 @@ class Peer:
         self.send(commands.Connection.OpenOk())
         return hello
 
-    async def open_channel(self, number: int = 1) -> None:
+    async def open_channel(self, number: int = 1, *, confirms: bool = False) -> None:
         await self.expect(commands.Channel.Open)
         self.send(commands.Channel.OpenOk(), number)
-
-    async def select(self, number: int = 1) -> None:
-        await self.expect(commands.Confirm.Select)
-        self.send(commands.Confirm.SelectOk(), number)
+        if confirms:
+            await self.expect(commands.Confirm.Select)
+            self.send(commands.Confirm.SelectOk(), number)
 
     async def hung_up(self) -> None:
         """Wait for the other side to close the socket."""
@@ -112,9 +111,8 @@ class Script:
     async def channel(self, *, confirms: bool = False) -> tuple[Connection, Channel, Peer]:
         """The same, with channel 1 open."""
         connection, peer = await self.connect()
-        channel, _ = await asyncio.gather(connection.channel(), peer.open_channel())
-        if confirms:
-            await asyncio.gather(channel.confirm_select(), peer.select())
+        opening = connection.channel(confirming=confirms), peer.open_channel(confirms=confirms)
+        channel, _ = await asyncio.gather(*opening)
         return connection, channel, peer
 
 

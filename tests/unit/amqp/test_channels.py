@@ -131,11 +131,10 @@ async def test_a_cancelled_publish_leaves_the_channel_in_order() -> None:
 
 
 async def test_an_impossible_publish_writes_nothing() -> None:
-    async with scripted_channel() as (_, channel, peer):
-        with pytest.raises(RuntimeError, match="confirm_select"):
+    async with scripted_channel() as (_, channel, _):
+        with pytest.raises(RuntimeError, match="confirm mode"):
             await channel.publish([message("1")], timeout=1)
-        await asyncio.gather(channel.confirm_select(), peer.select())
-        await channel.confirm_select()
+    async with scripted_channel(confirms=True) as (_, channel, peer):
         large = message("2")._replace(properties=encode_headers(entry(b"h", long_string(bytes(131072)))))
         with pytest.raises(HeaderTooLarge) as found:
             await channel.publish([message("1"), large], timeout=1)

@@ -44,14 +44,10 @@ def test_tokens_that_were_not_used_are_there_again() -> None:
     assert bucket.take(1000, 0.0) == 20
 
 
-def release(lane: ScriptedLane, rate: float | None) -> LaneRelease:
-    live = ScriptedLive(rates={} if rate is None else {lane.route: rate})
-    return LaneRelease(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters())
-
-
-async def run(loop: LaneRelease, lane: ScriptedLane, settled: int) -> None:
-    """Release until so many claims are settled."""
-    stopping = asyncio.Event()
+async def run(live: ScriptedLive, lane: ScriptedLane, settled: int) -> None:
+    """Release the lane of a limited route until so many claims are settled."""
+    stopping, lane.route = asyncio.Event(), b"slow"
+    loop = LaneRelease(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters())
     task = asyncio.create_task(loop.run(stopping))
     await until(lambda: len(lane.settled) >= settled or task.done())
     stopping.set()
@@ -62,7 +58,7 @@ async def run(loop: LaneRelease, lane: ScriptedLane, settled: int) -> None:
 async def test_a_limited_lane_claims_its_tokens_and_no_more() -> None:
     lane = ScriptedLane(claims=[[due(n) for n in range(20)], [due(n) for n in range(10)]])
     began = time.monotonic()
-    await run(release(lane, 100.0), lane, 2)
+    await run(ScriptedLive(rates={b"slow": 100.0}), lane, 2)
     assert lane.limits[0] == 20
     assert 10 <= lane.limits[1] <= 20
     assert time.monotonic() - began >= 0.09
@@ -72,7 +68,7 @@ async def test_a_limited_lane_claims_its_tokens_and_no_more() -> None:
 async def test_a_new_limit_counts_from_the_next_claim() -> None:
     live = ScriptedLive()
     lane = ScriptedLane(claims=[[due(1)], [due(2)], [due(3)]])
-    limits: list[dict[bytes | None, float]] = [{None: 10.0}, {None: 1000.0}]
+    limits = [{b"slow": 10.0}, {b"slow": 1000.0}]
     settle = lane.settle
 
     async def settled(*rows: Any) -> None:
@@ -80,5 +76,5 @@ async def test_a_new_limit_counts_from_the_next_claim() -> None:
         live.rates = limits.pop(0) if limits else live.rates
 
     lane.settle = settled  # type: ignore[method-assign]
-    await run(LaneRelease(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters()), lane, 3)
+    await run(live, lane, 3)
     assert lane.limits == [1000, 2, 200]

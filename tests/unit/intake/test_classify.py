@@ -231,7 +231,7 @@ def test_a_reply_is_known_by_what_the_cancel_said() -> None:
         delivery = cancel(7, b"caf\xc3\xa9", correlation=correlation)
         ask = replies.asked(Properties.parse(delivery.properties), b"caf\xc3\xa9")
         assert ask is not None
-        answer = replies.reply(ask, "too late", b"t")
+        answer = replies.reply(ask, b"t", cancelled=False)
         said = Properties.parse(answer.properties)
         assert (answer.exchange, answer.routing_key, answer.token) == (b"", b"answers", b"t")
         assert said.short("correlation_id") == known
