@@ -23,7 +23,7 @@ from delayer.cli.options import agreed, as_json, dry_run_option, request_of, who
 from delayer.cli.output import Say, note, print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
-from delayer.core.cascade import MAX_SECONDS, Cascade
+from delayer.core.cascade import MAX_SECONDS
 from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
@@ -40,8 +40,6 @@ from delayer.store.admin.importing import ImportStore
 NAME: Final = "delayer drain"
 PORTION: Final = 500
 """Rows of one transaction."""
-
-
 AGAIN: Final = "the same once more"
 
 
@@ -57,23 +55,21 @@ class LeftBehind(NamedTuple):
 
 def left_in_store(now: draining.DrainBacklog, unsound: int, *, keys_too: bool) -> list[LeftBehind]:
     """The messages that a drain into the cascade leaves, or would leave. ``unsound``: rows that must not be sent."""
-    keyed = LeftBehind(
-        now.keyed,
-        "store",
-        "they have a key, and the cascade knows no keys",
-        "none: the daemon releases them when due; or --keys-too, and then they cannot be replaced or cancelled",
-        by_itself=True,
-    )
-    others = now.rows - now.soon - unsound - (0 if keys_too else now.keyed)
+    keyed = 0 if keys_too else now.keyed
+    others = now.rows - now.soon - unsound - keyed
     found = [
-        LeftBehind(0, "", "", "") if keys_too else keyed,
+        LeftBehind(
+            keyed, "store", "they have a key, and the cascade knows no keys",
+            "none: the daemon releases them when due; or --keys-too, and then they cannot be replaced or cancelled",
+            by_itself=True,
+        ),
         LeftBehind(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
         LeftBehind(unsound, "store", "their checksum is wrong, or their properties are too long", "delayer audit"),
         LeftBehind(others, "store", "they came in meanwhile, or another session had them locked", AGAIN),
         LeftBehind(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
         LeftBehind(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
         LeftBehind(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
-    ]
+    ]  # fmt: skip
     return [one for one in found if one.messages > 0]
 
 
@@ -119,9 +115,9 @@ class BrokerDepths(NamedTuple):
     strays: int
 
 
-async def look_around(settings: Settings, levels: Cascade) -> BrokerDepths:
+async def look_around(settings: Settings) -> BrokerDepths:
     """Look at the depths. Raises BrokerLost, BrokerRefused."""
-    due = settings.native.due_queue
+    levels, due = cascade_of(settings), settings.native.due_queue
     async with pipelined_admin(settings.broker_url, NAME) as broker:
         seen = await cascade_depths(broker, levels, [due])
     if seen.hidden:
@@ -131,8 +127,9 @@ async def look_around(settings: Settings, levels: Cascade) -> BrokerDepths:
     return BrokerDepths({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays, 0))
 
 
-async def left_of(settings: Settings, levels: Cascade, around: BrokerDepths) -> list[LeftBehind]:
+async def left_of(settings: Settings, around: BrokerDepths) -> list[LeftBehind]:
     """The messages that do not go into the store, and why."""
+    levels = cascade_of(settings)
     names = [*(level.name for level in levels.levels()), settings.native.due_queue, levels.strays]
     async with await Admin.connect(settings.broker_url, management_url=settings.management_url, name=NAME) as admin:
         delayed = await admin.delayed(names)
@@ -141,9 +138,10 @@ async def left_of(settings: Settings, levels: Cascade, around: BrokerDepths) -> 
     return left_in_cascade(around.levels, around.due, around.strays, LOWEST) + left_delayed(delayed)
 
 
-async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
+async def levels_to_store(settings: Settings, url: str) -> int:
     """Import the levels into the store. Returns the number of messages, also of runs that were interrupted. A message
     of another publisher goes where the cascade ends."""
+    levels = cascade_of(settings)
     async with ImportStore.open(url) as book:
         source = CascadeLevels(
             url=settings.broker_url,
@@ -288,10 +286,10 @@ async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int
         rows = await standing(url, keys_too=keys_too)
         count = rows.rows - rows.soon - (0 if keys_too else rows.keyed)
         return count, left_in_store(rows._replace(rows=rows.rows - count), 0, keys_too=keys_too)
-    around = await look_around(settings, cascade_of(settings))
+    around = await look_around(settings)
     count = sum(depth for level, depth in around.levels.items() if level >= LOWEST)
     below = around._replace(levels={n: of for n, of in around.levels.items() if n < LOWEST})
-    return count, await left_of(settings, cascade_of(settings), below)
+    return count, await left_of(settings, below)
 
 
 async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[LeftBehind]]:
@@ -299,9 +297,8 @@ async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, 
     if settings.mode == "native":
         moved, unsound = await rows_to_cascade(settings, url, keys_too=keys_too)
         return moved, left_in_store(await standing(url, keys_too=keys_too), unsound, keys_too=keys_too)
-    levels = cascade_of(settings)
-    done = await levels_to_store(settings, url, levels)
-    return done, await left_of(settings, levels, await look_around(settings, levels))
+    done = await levels_to_store(settings, url)
+    return done, await left_of(settings, await look_around(settings))
 
 
 def _tell(target: str, count: int, done: int, left: Sequence[LeftBehind], *, dry_run: bool, as_json: bool) -> int:

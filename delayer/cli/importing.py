@@ -96,10 +96,7 @@ def _short(problem: str) -> str:
 def lines_of(seen: Preview) -> list[str]:
     """The preview in words."""
     survey = seen.survey
-    if survey.messages is None:
-        said = ["Only a run sees the number of messages."]
-    else:
-        said = [f"{survey.messages:,} messages are chosen."]
+    said = [f"{survey.messages:,} messages are chosen."]
     if survey.first_due_ms is not None and survey.last_due_ms is not None:
         said.append(f"The first is due {iso(survey.first_due_ms)}, the last {iso(survey.last_due_ms)}.")
     if seen.reasons:

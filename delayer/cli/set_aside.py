@@ -133,7 +133,7 @@ STRAYS: Final = SetAsideQueue(
 
 def _list(context: click.Context, /, kind: SetAsideQueue, *, limit: int | None, as_json: bool, **given: Any) -> None:
     settings = request_of(context).settings()
-    seen = asyncio.run(_look(settings, kind, _selection(**given), limit))
+    seen = asyncio.run(_look(settings, kind, Selection(**given), limit))
     if as_json:
         messages = [
             {**kind.figures(one), "reason": one.reason, "body_bytes": one.size, "body": reading.preview(one.head)}
@@ -161,7 +161,7 @@ def _change(
     **given: Any,
 ) -> None:
     """Look at the messages, ask, then retry or drop exactly these."""
-    wanted = _selection(**given)
+    wanted = Selection(**given)
     if everything == (wanted != ANY):
         raise click.UsageError("expected the messages: ids, --reason, --from, or --all alone")
     settings = request_of(context).settings()
@@ -178,10 +178,6 @@ def _change(
         note(f"{one.names[0] or 'a message without an id'} stays {kind.stays}: {why}.")
     if seen.cut or missing or len(done.found) < len(seen.found):
         context.exit(ExitCode.FOUND)
-
-
-def _selection(ids: Sequence[str], reason: str, exchange: str | None) -> Selection:
-    return Selection(frozenset(ids), reason, exchange)
 
 
 def _say_cut(kind: SetAsideQueue, seen: Result[Any]) -> None:
@@ -223,7 +219,7 @@ def _selecting(command: Any) -> Any:
         command
     )
     command = click.option("--reason", default="", metavar="TEXT", help="The reason contains this.")(command)
-    return click.argument("ids", nargs=-1, metavar="[ID]...")(command)
+    return click.argument("ids", nargs=-1, metavar="[ID]...", callback=lambda _c, _o, given: frozenset(given))(command)
 
 
 def _group(kind: SetAsideQueue) -> click.Group:

@@ -18,7 +18,7 @@ from delayer.core.cascade import KINDS, Cascade
 from delayer.core.message import Target
 from delayer.imports.cascade import CascadeLevels
 from delayer.imports.files import DelayedExchange, JsonLines
-from delayer.imports.hold_queues import HoldQueueOptions, HoldQueues
+from delayer.imports.hold_queues import HoldQueues
 from delayer.imports.raven import RavenExport
 from delayer.imports.state_machine import BadSource, ImportSource
 from delayer.store.admin.importing import ImportStore
@@ -123,7 +123,7 @@ def _hold_queues(wanted: SourceParameters, given: dict[str, Any], book: ImportSt
         meant=wanted.meant,
         now=book.now_ms,
         own=own,
-        said=HoldQueueOptions(given["ttl_ms"], given["to_exchange"], given["to_key"], given["believe_timestamps"]),
+        **{name: given[name] for name in ("ttl_ms", "to_exchange", "to_key", "believe_timestamps")},
     )
 
 

@@ -116,13 +116,13 @@ def soonest(one_ms: int | None, other_ms: int | None) -> int | None:
 class Survey:
     """A report of a source's content, made without changes there.
 
-    ``messages``: the number of matching messages; None: only a run can tell. ``unfit``: reasons why some would be held
-    at any destination, with their numbers, for the examined part of the source. ``left``: reasons why others stay, with
-    their numbers. ``remarks``: texts for operators. ``doubts``: remarks about possibly missing or repeated messages,
-    which a run reports too. ``brought``: earlier imports of the same messages. ``superseded``: messages that would not
-    be parked, because their keys have other waiting messages."""
+    ``messages``: the number of matching messages. ``unfit``: reasons why some would be held at any destination, with
+    their numbers, for the examined part of the source. ``left``: reasons why others stay, with their numbers.
+    ``remarks``: texts for operators. ``doubts``: remarks about possibly missing or repeated messages, which a run
+    reports too. ``brought``: earlier imports of the same messages. ``superseded``: messages that would not be parked,
+    because their keys have other waiting messages."""
 
-    messages: int | None = 0
+    messages: int = 0
     first_due_ms: int | None = None
     last_due_ms: int | None = None
     goals: dict[Target, Goal] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Survey:
 
     def add(self, target: Target, due_ms: int, problem: str = "") -> None:
         """Count a message. ``problem``: the reason why any destination would hold it, or ""."""
-        self.messages = (self.messages or 0) + 1
+        self.messages += 1
         self.first_due_ms = soonest(self.first_due_ms, due_ms)
         self.last_due_ms = due_ms if self.last_due_ms is None else max(self.last_due_ms, due_ms)
         self.expect(target, 1, due_ms)

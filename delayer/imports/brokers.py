@@ -49,7 +49,8 @@ _WORDS = {
 
 
 class Destinations:
-    """A DestinationJudge. ``verified`` False: ask no broker, and assume that it takes all messages."""
+    """Knows which destinations the broker would take. ``verified`` False: ask no broker, and assume that it takes all
+    messages."""
 
     def __init__(self, broker_url: str, management_url: str | None, *, verified: bool = True) -> None:
         self._broker_url = broker_url
@@ -59,6 +60,8 @@ class Destinations:
         self.remarks: list[str] = []
 
     async def problems(self, goals: Mapping[Target, Goal]) -> Mapping[Target, str]:
+        """The destinations among these whose messages would be held, with the reason. Raises ImportImpossible if the
+        broker could not be asked."""
         if len(self._known) > 2 * MOST_GOALS:
             self._known.clear()
         if self._verified:

@@ -28,6 +28,7 @@ from typing import ClassVar, Final, NamedTuple, TypeVar
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, entry, long_string, splice
+from delayer.amqp.reading import text
 from delayer.core import lines
 from delayer.core.hold import unfit
 from delayer.core.importing import (
@@ -318,10 +319,6 @@ class JsonLines(FileSource):
 _NOTHING: Final = (b"", b"ok")
 
 
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "backslashreplace")
-
-
 def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
     """Add the header BCC for keys that the header CC lacks, because the broker removed BCC when the message came in."""
     found = Properties.parse(properties)
@@ -346,10 +343,8 @@ class DelayedExchange(FileSource):
     exchanges: Mapping[bytes, Target] = field(default_factory=dict)
 
     def more_parameters(self) -> Mapping[str, object]:
-        to = {
-            _text(name): [_text(target.exchange), _text(target.routing_key)] for name, target in self.exchanges.items()
-        }
-        return {"vhost": _text(self.vhost), "exchanges": to}
+        to = {text(name): [text(target.exchange), text(target.routing_key)] for name, target in self.exchanges.items()}
+        return {"vhost": text(self.vhost), "exchanges": to}
 
     def read(self, line: bytes) -> Reading:
         if line.strip() in _NOTHING:
@@ -362,11 +357,11 @@ class DelayedExchange(FileSource):
         if not fields[0].isdigit():
             raise Unreadable("expected the due instant in milliseconds in the first field")
         try:
-            vhost, exchange, keys, properties, body = (base64.b64decode(text, validate=True) for text in fields[1:])
+            vhost, exchange, keys, properties, body = (base64.b64decode(one, validate=True) for one in fields[1:])
         except (binascii.Error, ValueError):
             raise Unreadable("expected base64 behind the first field") from None
         if vhost != self.vhost:
-            return SkippedRecord(f"of virtual host {_text(vhost)!r}")
+            return SkippedRecord(f"of virtual host {text(vhost)!r}")
         routing_key, *more_keys = keys.split(b"\0")
         if max(map(len, (exchange, routing_key, *more_keys))) > 255:
             raise Unreadable("expected names of at most 255 bytes")

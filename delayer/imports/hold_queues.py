@@ -8,7 +8,7 @@ how long the queue holds it. The management API shows both. Options of the comma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -140,32 +140,27 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HoldQueueOptions:
-    """The command's options for all queues. They override the arguments and policies of the queues."""
+@dataclass(eq=False, repr=False, kw_only=True)
+class HoldQueues(Queues):
+    """Reads the queues that match ``patterns``, those of the shortest time first. ``ttl_ms``, ``to_exchange`` and
+    ``to_key`` override the arguments and policies of all of them. ``believe_timestamps``: whether a message's timestamp
+    is the time of its arrival. ``own``: names of queues that are never read, and their role in delayer's
+    configuration."""
 
+    name = "hold-queues"
+    patterns: Sequence[str]
     ttl_ms: int | None = None
     to_exchange: str | None = None
     to_key: str | None = None
     believe_timestamps: bool = False
-    """Whether a message's timestamp is the time of its arrival."""
-
-    def as_dict(self) -> dict[str, object]:
-        return {name: value for name, value in asdict(self).items() if value is not None and value is not False}
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class HoldQueues(Queues):
-    """Reads the queues that match ``patterns``, those of the shortest time first. ``own``: names of queues that are
-    never read, and their role in delayer's configuration."""
-
-    name = "hold-queues"
-    patterns: Sequence[str]
-    said: HoldQueueOptions = HoldQueueOptions()
     own: Mapping[str, str] = field(default_factory=dict)
 
     def more_parameters(self) -> Mapping[str, object]:
-        return {"queues": list(self.patterns), **self.said.as_dict()}
+        given = {name: getattr(self, name) for name in ("ttl_ms", "to_exchange", "to_key")}
+        more = {name: value for name, value in given.items() if value is not None}
+        return {"queues": list(self.patterns), **more} | (
+            {"believe_timestamps": True} if self.believe_timestamps else {}
+        )
 
     async def readers(self, admin: Admin) -> list[Reader]:
         told = await self._told()
@@ -217,10 +212,9 @@ class HoldQueues(Queues):
         }
 
     def _hold(self, name: str, arguments: Mapping[str, Any]) -> HoldQueue:
-        said = self.said
-        exchange = said.to_exchange if said.to_exchange is not None else arguments.get("x-dead-letter-exchange")
-        key = said.to_key if said.to_key is not None else arguments.get("x-dead-letter-routing-key")
-        ttl = said.ttl_ms if said.ttl_ms is not None else arguments.get("x-message-ttl")
+        exchange = arguments.get("x-dead-letter-exchange") if self.to_exchange is None else self.to_exchange
+        key = arguments.get("x-dead-letter-routing-key") if self.to_key is None else self.to_key
+        ttl = arguments.get("x-message-ttl") if self.ttl_ms is None else self.ttl_ms
         if exchange is None:
             raise ImportImpossible(
                 f"queue {name}: expected a dead-letter exchange, found none, so it does not hold messages for a "
@@ -231,5 +225,5 @@ class HoldQueues(Queues):
             str(exchange).encode(),
             None if key is None else str(key).encode(),
             None if ttl is None else int(ttl),
-            stamped=said.believe_timestamps,
+            stamped=self.believe_timestamps,
         )

@@ -216,12 +216,12 @@ class Queues(ABC):
             if self._none_meant(readers[name], now_ms):
                 survey.leave(BEFORE_CUTOFF, depth)
                 continue
-            survey.messages = (survey.messages or 0) + depth
+            survey.messages += depth
             survey.remarks.append(f"{name}: {depth:,} messages{_until(readers[name].latest_ms(now_ms))}")
             if (target := readers[name].target) is not None:
                 survey.expect(retargeted(target, self.meant.rewrites), depth)
         if self.meant.limit is not None:
-            survey.messages = min(survey.messages or 0, self.meant.limit)
+            survey.messages = min(survey.messages, self.meant.limit)
         for name, (why, depth) in self.passed_over.items():
             survey.leave(why, depth)
             survey.remarks.append(f"{name}: {depth:,} messages, passed over: {why}")

@@ -11,13 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import FOR_PEOPLE, Goal, ImportBatch, ImportItem, Phase, Run, Survey, count_reason
 from delayer.core.message import Target
 from delayer.store.admin.importing import ImportStore
+
+if TYPE_CHECKING:
+    from delayer.imports.brokers import Destinations
 
 
 class ImportImpossible(Exception):
@@ -78,14 +81,6 @@ class ImportSource(Protocol):
         """Close connections and files. Safe to call twice."""
 
 
-class DestinationJudge(Protocol):
-    """Knows which destinations the broker would take."""
-
-    async def problems(self, goals: Mapping[Target, Goal]) -> Mapping[Target, str]:
-        """The destinations among these whose messages would be held, with the reason. Raises ImportImpossible if the
-        broker could not be asked."""
-
-
 Say = Callable[[str, int, int | None], None]
 """Reports progress: the step, the amount done, and the whole amount where it is known."""
 
@@ -113,8 +108,7 @@ class Preview:
 
     @property
     def to_hold(self) -> int:
-        found = sum(self.reasons.values())
-        return found if self.survey.messages is None else min(found, self.survey.messages)
+        return min(sum(self.reasons.values()), self.survey.messages)
 
     @property
     def clean(self) -> bool:
@@ -157,7 +151,7 @@ class ImportReport:
         return not (self.run.held or self.run.superseded) and FOR_PEOPLE.isdisjoint(self.left)
 
 
-async def preview(source: ImportSource, book: ImportStore, judge: DestinationJudge, *, again: bool = False) -> Preview:
+async def preview(source: ImportSource, book: ImportStore, judge: Destinations, *, again: bool = False) -> Preview:
     """Look without changes. ``again``: as for :func:`run`. Raises SourceLost, ImportImpossible, StoreLost."""
     unfinished = await book.unfinished()
     refusal = ""
@@ -182,7 +176,7 @@ def _brought(survey: Survey, again: bool) -> str:
 
 
 async def run(
-    source: ImportSource, book: ImportStore, judge: DestinationJudge, who: str, say: Say, *, again: bool = False
+    source: ImportSource, book: ImportStore, judge: Destinations, who: str, say: Say, *, again: bool = False
 ) -> ImportReport:
     """Begin, or go on. ``again``: import also messages that an earlier import brought. Raises SourceLost,
     ImportImpossible, CountMismatch, StoreLost; then run it again."""
@@ -227,7 +221,7 @@ async def run(
 
 
 async def _batches(
-    source: ImportSource, book: ImportStore, judge: DestinationJudge, report: ImportReport, say: Say
+    source: ImportSource, book: ImportStore, judge: Destinations, report: ImportReport, say: Say
 ) -> None:
     """Import batch after batch until the source is empty; ``report`` has the progress."""
     while True:
@@ -256,7 +250,7 @@ async def _batches(
             )
 
 
-async def _judged(batch: ImportBatch, judge: DestinationJudge) -> ImportBatch:
+async def _judged(batch: ImportBatch, judge: Destinations) -> ImportBatch:
     """The batch, with a hold for each message that the broker would not take."""
     goals: dict[Target, Goal] = {}
     for item in batch.items:

@@ -133,9 +133,8 @@ async def _packed(connection: asyncpg.Connection, places: Sequence[Place]) -> di
     """Messages in segments. One segment after the other is unpacked."""
     found: dict[int, Exported] = {}
     for segment in {place.segment for place in places if place.segment is not None}:
-        wanted = {place.id for place in places if place.segment == segment}
-        table = await catalog.read(connection, segment)
-        found |= {} if table is None else _messages(table, wanted)
+        if (table := await catalog.read(connection, segment)) is not None:
+            found |= _messages(table, {place.id for place in places if place.segment == segment})
     return found
 
 
