@@ -52,7 +52,7 @@ class Change(NamedTuple):
 @as_json
 @change_options
 def cancel(context: click.Context, /, *, names: Sequence[str], as_json: bool, **given: Any) -> None:
-    """Cancel messages by their ids, or all that match a filter (--key, --route, --due-before, …; --all for all).
+    """Cancel messages by their ids, or all that match a filter (--delay-key, --route, --due-before, …; --all for all).
 
     A cancelled message is not delivered. The command waits for messages that are being delivered at this moment, and
     reports messages that were delivered already. There are three exceptions. After a crash between a delivery and its
@@ -60,12 +60,13 @@ def cancel(context: click.Context, /, *, names: Sequence[str], as_json: bool, **
     queue. A held message whose queue did not answer ("no confirm") may be in that queue; the command names each one.
 
     A filter matches waiting messages, in segments too. Cancel a held message by its id, or with `delayer held drop`.
-    `delayer audit-log` shows every cancel. Exit code 1 if an id was not found.
+    `delayer audit-log` shows every cancel. Exit code 1 if an id was not found, or if nothing
+    matched the filter.
 
     \b
     Examples:
       delayer cancel 48213@1795291200000
-      delayer cancel --key order-4711
+      delayer cancel --delay-key order-4711
       delayer cancel --route mail.in --due-after 7d --dry-run
     """
     _act(context, Change("cancel", actions.cancel), names, as_json=as_json, **given)
@@ -97,13 +98,14 @@ def reschedule(
     A message keeps its id; the part behind the @ in `delayer list` is the new instant. The daemon tries a held message
     again at that instant. For a held message that waits for an operator (late, unfit), --by counts from now, or from
     its due instant if that is later. Do not repeat --by after exit code 3, because it may move some messages twice.
-    --at is safe to repeat. `delayer audit-log` shows every reschedule. Exit code 1 if an id was not found.
+    --at is safe to repeat. `delayer audit-log` shows every reschedule. Exit code 1 if an id was not found, or if
+    nothing matched the filter.
 
     \b
     Examples:
       delayer reschedule 48213@1795291200000 --at 2031-01-31T08:00:00Z
       delayer reschedule --route mail.in --due-before 1h --by 30m
-      delayer reschedule --key order-4711 --at 0s
+      delayer reschedule --delay-key order-4711 --at 0s
     """
     if (at_ms is None) == (by_ms is None):
         raise click.UsageError("expected a new instant: either --at or --by")
@@ -188,7 +190,7 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
             print_json({"matched": matched.messages, "done": 0, "broken_segments": matched.broken})
         else:
             click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "No messages match.")
-        return ExitCode.DONE
+        return ExitCode.DONE if matched.messages or wanted.everything else ExitCode.FOUND
     note(f"{about} {'matches' if matched.messages == 1 else 'match'}.")
     if not agreed(f"{verb.capitalize()} {about}{target}?", yes=yes):
         note("Nothing was changed.")

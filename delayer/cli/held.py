@@ -55,7 +55,7 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
     \b
     Examples:
       delayer held list
-      delayer held list --to orders.out --limit 200
+      delayer held list --exchange orders.out --limit 200
       delayer held list --json | jq -r '.messages[].held.reason' | sort | uniq -c
     """
     wanted = filter_of(given)
@@ -107,7 +107,7 @@ def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> N
     \b
     Examples:
       delayer held retry 48213
-      delayer held retry --to orders.out
+      delayer held retry --exchange orders.out
       delayer held retry --all --yes
     """
     _act(context, "retry", names, **given)
@@ -141,7 +141,8 @@ def _act(
     messages, last, absent = ask_store(url, "look at held messages", lambda connection: _count(connection, chosen))
     missing = [name for name, token in tokens.items() if token is None or token.id in absent]
     question = f"{verb.capitalize()} {counted(messages, 'held message')}"
-    go_on(context, question, missing, some=messages > 0, named=bool(names), dry_run=dry_run, yes=yes)
+    some, sure = messages > 0, yes or bool(names)
+    go_on(context, question, missing, some=some, fine=some or everything, dry_run=dry_run, yes=sure)
     click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, chosen._replace(last=last))):,}.")
     if missing:
         context.exit(ExitCode.FOUND)

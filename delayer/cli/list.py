@@ -86,9 +86,9 @@ def list_(
     """List the waiting messages of the store, the soonest first: rows, and messages in segments. List all of them,
     or those of these ids, or those that match a filter.
 
-    A page takes milliseconds without a filter, and with --key or a due time. These have no index: --route, --to,
-    --to-key, --message-id and --header. Their page ends after 10,000 rows that do not match, and the next page goes on
-    there. For held messages see `delayer held list`.
+    A page takes milliseconds without a filter, and with --delay-key or a due time. These have no index: --route,
+    --exchange, --routing-key, --message-id and --header. Their page ends after 10,000 rows that do not match, and the
+    next page goes on there. For held messages see `delayer held list`.
 
     \b
     Examples:

@@ -132,7 +132,7 @@ def cli(
       delayer db upgrade               make the tables (store mode)
       delayer check                    name everything that is wrong or missing
       delayer run                      run the daemon; it declares its queues, and each [[destination]]
-      delayer send --key hello --delay 10s --body 'in ten seconds'
+      delayer send --routing-key hello --delay 10s --body 'in ten seconds'
       delayer status                   the backlog, and the next due instant
 
     The file, the environment (DELAYER_INTAKE__MAX_DELAY=30d) and flags (--set intake.max_delay=30d) can set every key

@@ -125,13 +125,13 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
 
 _OPTIONS = (
     click.option("--route", callback=bytes_of, metavar="EXCHANGE", help="The `from` exchange of its route."),
-    click.option("--to", "exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange that it goes to."),
-    click.option("--to-key", "routing_key", callback=bytes_of, metavar="KEY", help="Its routing key there."),
+    click.option("--exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange that it goes to."),
+    click.option("--routing-key", callback=bytes_of, metavar="KEY", help="Its routing key there."),
     click.option(
         "--due-after", "due_from_ms", callback=instant, metavar="INSTANT", help="Due then or later: RFC 3339, or 2h."
     ),
     click.option("--due-before", "due_before_ms", callback=instant, metavar="INSTANT", help="Due before then."),
-    click.option("--key", callback=bytes_of, metavar="KEY", help="Its x-delay-key."),
+    click.option("--delay-key", "key", callback=bytes_of, metavar="KEY", help="Its x-delay-key."),
     click.option("--message-id", callback=bytes_of, metavar="ID", help="Its message_id."),
     click.option(
         "--header", "headers", multiple=True, callback=read_as(_header), metavar="NAME=VALUE",
@@ -209,28 +209,20 @@ def agreed(question: str, *, yes: bool) -> bool:
 
 
 def go_on(
-    context: click.Context,
-    question: str,
-    missing: Iterable[str],
-    *,
-    some: bool,
-    named: bool,
-    dry_run: bool,
-    yes: bool,
-    cut: bool = False,
+    context: click.Context, question: str, missing: Iterable[str], *, some: bool, fine: bool, dry_run: bool, yes: bool
 ) -> None:
     """Report ``missing`` ids. Exit on a dry run, if nothing matched, or if the user declines.
 
-    ``question``: the verb, and its messages. ``some``: whether any matched. ``named``: by ids, which needs no question.
-    ``cut``: the look ended before the last message, so that a missing one may exist.
+    ``question``: the verb, and its messages. ``some``: whether any matched. ``fine``: whether so many are no
+    reason for exit code 1. ``yes``: whether to ask no question.
     """
     absent = sorted(missing)
     for name in absent:
         note(f"{quoted(name)} was not found.")
     if dry_run or not some:
         click.echo(f"{question.partition(' ')[2]} match.")
-        context.exit(ExitCode.FOUND if absent or cut else ExitCode.DONE)
-    if not named and not agreed(f"{question}?", yes=yes):
+        context.exit(ExitCode.FOUND if absent or not fine else ExitCode.DONE)
+    if not agreed(f"{question}?", yes=yes):
         note("Nothing was changed.")
         context.exit(ExitCode.DONE)
 

@@ -150,9 +150,10 @@ _TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "
 
 @click.command(short_help="Publish a message that asks for a delay.")
 @click.option(
-    "--to", "route_name", metavar="ROUTE", help="The route: its `from` exchange. Not needed if there is only one."
+    "--route", "route_name", metavar="EXCHANGE", help="The `from` exchange of its route, if there are several routes."
 )
-@click.option("--key", default="", help="The routing key at the destination.")
+@click.option("--routing-key", "key", default="", metavar="KEY", help="Its routing key at the destination.")
+@click.option("--delay-key", metavar="KEY", help="Its x-delay-key: it replaces a waiting message with this key.")
 @click.option("--delay", "delay_ms", callback=duration, metavar="DURATION", help="Such as 250ms, 10s, 5m, 12h, 30d.")
 @click.option(
     "--at", "at_ms", callback=fixed_instant, metavar="INSTANT", help="RFC 3339, such as 2031-01-31T08:00:00Z."
@@ -168,7 +169,7 @@ _TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "
 )
 @click.option("--body", "text", default=None, help="The body, as text.")
 @click.option("--body-file", "file", type=click.File("rb"), help="The body from a file; - is stdin.")
-@click.option("--id", "message_id", help="The message_id; a random one if left out.")
+@click.option("--message-id", metavar="ID", help="Its message_id; a random one if left out.")
 @click.option("--count", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="How many messages.")
 @click.pass_obj
 def send(
@@ -176,6 +177,7 @@ def send(
     *,
     route_name: str | None,
     key: str,
+    delay_key: str | None,
     delay_ms: int | None,
     at_ms: int | None,
     headers: Mapping[str, Value],
@@ -191,10 +193,10 @@ def send(
 
     \b
     Examples:
-      delayer send --to delayer.in --key orders.reminder --delay 10s --body 'hello'
-      delayer send --key report --at 2031-01-31T08:00:00Z --header retries:int=3
-      tar c . | delayer send --key backup --delay 12h --body-file -
-      delayer send --key load --delay 5m --count 1000
+      delayer send --route delayer.in --routing-key orders.reminder --delay 10s --body 'hello'
+      delayer send --routing-key report --at 2031-01-31T08:00:00Z --header retries:int=3
+      tar c . | delayer send --routing-key backup --delay 12h --body-file -
+      delayer send --routing-key load --delay 5m --count 1000
     """
     if delay_ms is not None and at_ms is not None:
         raise click.UsageError("give either --delay or --at, not both")
@@ -203,7 +205,8 @@ def send(
     settings = request.settings()
     route = _route(settings, route_name)
     body = file.read() if file is not None else (text or "").encode()
-    message = prepared(route, settings.intake.queue, key, body, headers)
+    keyed = {} if delay_key is None else {"x-delay-key": delay_key}
+    message = prepared(route, settings.intake.queue, key, body, {**headers, **keyed})
     now_ms = time.time_ns() // 1_000_000
     ask(message, route, delay_ms, at_ms, now_ms=now_ms)
     first = message_id or str(uuid.uuid4())
@@ -229,7 +232,7 @@ def cancelling(key: str, settings: Settings) -> str:
     """The next step after a cancel."""
     if settings.store_url is None:
         return "Without a store nothing can be cancelled: see `delayer refused list`."
-    return f"Next: `delayer list --key {shlex.quote(readable(key))}` shows nothing any more, if it came in time."
+    return f"Next: `delayer list --delay-key {shlex.quote(readable(key))}` shows nothing any more, if it came in time."
 
 
 def _id(first: str, count: int, number: int) -> str:
@@ -260,7 +263,7 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
     known = ", ".join(quoted(route.from_) for route in settings.routes)
     if name is None:
         if len(settings.routes) > 1:
-            raise click.UsageError(f"--to is needed: there are several routes: {known}")
+            raise click.UsageError(f"--route is needed: there are several routes: {known}")
         return settings.routes[0]
     route = settings.route_from(name)
     if route is None:
@@ -279,7 +282,7 @@ def prepared(
         if key:
             message.headers.setdefault("x-delay-routing-key", key)
     if len(message.routing_key.encode()) > 255:
-        raise click.UsageError("--key: expected at most 255 bytes")
+        raise click.UsageError("--routing-key: expected at most 255 bytes")
     return message
 
 

@@ -114,7 +114,7 @@ REFUSED: Final = SetAsideQueue(
     Correct the cause first, because the daemon refuses a message again that it still cannot delay. A relative delay
     counts from now. A message leaves the refused queue when the broker has confirmed it elsewhere.
     """,
-    "--reason 'too long' --from orders.in",
+    "--reason 'too long' --route orders.in",
 )  # fmt: skip
 STRAYS: Final = SetAsideQueue(
     "strays", "strays", "a stray", "On their way again", strays_of,
@@ -163,15 +163,16 @@ def _change(
     """Look at the messages, ask, then retry or drop exactly these."""
     wanted = Selection(**given)
     if everything == (wanted != ANY):
-        raise click.UsageError("expected the messages: ids, --reason, --from, or --all alone")
+        raise click.UsageError("expected the messages: ids, --reason, --route, or --all alone")
     settings = request_of(context).settings()
     seen = asyncio.run(_look(settings, kind, wanted))
     if seen.cut:
         _say_cut(kind, seen)
     missing = set() if seen.cut else wanted.ids.difference(*(one.names for one in seen.found))
     question = f"{verb.capitalize()} {len(seen.found):,} of {seen.depth:,} {kind.noun}"
-    named = bool(wanted.ids)
-    go_on(context, question, missing, some=bool(seen.found), named=named, cut=seen.cut, dry_run=dry_run, yes=yes)
+    some, sure = bool(seen.found), yes or bool(wanted.ids)
+    fine = (some or everything) and not seen.cut
+    go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
     done = asyncio.run(_recorded(settings, kind, verb, wanted, seen.looked))
     click.echo(f"{kind.retried if verb == 'retry' else actions.PAST[verb]}: {len(done.found):,}.")
     for one, why in done.left:
@@ -215,7 +216,7 @@ async def _not_recorded(_messages: int) -> None:
 
 def _selecting(command: Any) -> Any:
     """Add the options of a Selection."""
-    command = click.option("--from", "exchange", metavar="EXCHANGE", help="The exchange that they came through.")(
+    command = click.option("--route", "exchange", metavar="EXCHANGE", help="The `from` exchange of their route.")(
         command
     )
     command = click.option("--reason", default="", metavar="TEXT", help="The reason contains this.")(command)

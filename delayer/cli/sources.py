@@ -32,7 +32,7 @@ _broker_options = (
         "$DELAYER_IMPORT_URL. [default: broker.url]",
     ),
     click.option(
-        "--to-exchange", metavar="NAME", help="The exchange for due messages; an empty name means their queue."
+        "--exchange", "to_exchange", metavar="NAME", help="The exchange for due messages; an empty name: their queue."
     ),
 )  # fmt: skip
 
@@ -90,7 +90,7 @@ def _cascade(wanted: SourceParameters, given: dict[str, Any], book: ImportStore)
         help="Queues to read: 'delay_*', '*.delay.*'. May be repeated.",
     ),
     click.option("--ttl", "ttl_ms", callback=duration, metavar="DURATION", help="For how long they hold a message."),
-    click.option("--to-key", metavar="KEY", help="The routing key it goes out with. [default: as dead-lettered]"),
+    click.option("--routing-key", "to_key", metavar="KEY", help="Its new routing key. [default: as dead-lettered]"),
     click.option(
         "--believe-timestamps",
         is_flag=True,
@@ -155,7 +155,7 @@ def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, 
         "--vhost", metavar="NAME", help="The virtual host to import; the others stay. [default: broker.url's]"
     ),
     click.option(
-        "--exchange", "exchanges", multiple=True, callback=_pairs, metavar="FROM=TO",
+        "--rewrite-exchange", "exchanges", multiple=True, callback=_pairs, metavar="FROM=TO",
         help="Publish messages of FROM to TO. May be repeated.",
     ),
 )  # fmt: skip

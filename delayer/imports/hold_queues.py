@@ -195,7 +195,7 @@ class HoldQueues(Queues):
         if not self.management_url:
             if any(set("*?[") & set(pattern) for pattern in self.patterns):
                 raise ImportImpossible(
-                    "patterns need broker.management_url; without it, name each queue, and say --ttl and --to-exchange"
+                    "patterns need broker.management_url; without it, name each queue, and say --ttl and --exchange"
                 )
             return {name: {} for name in self.patterns}
         address = address_of(self.url)
@@ -218,7 +218,7 @@ class HoldQueues(Queues):
         if exchange is None:
             raise ImportImpossible(
                 f"queue {name}: expected a dead-letter exchange, found none, so it does not hold messages for a "
-                "time. Next: --to-exchange, or other queues"
+                "time. Next: --exchange, or other queues"
             )
         return HoldQueue(
             name,

@@ -84,7 +84,7 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.locator("#by").fill("30m")
         await page.get_by_role("button", name="Reschedule").click()
         assert await result(page) == "Rescheduled: 1 of 1"
-        (row,) = await this.waiting("--key", "order-4711")
+        (row,) = await this.waiting("--delay-key", "order-4711")
         await page.goto("/")
         await page.goto("/waiting")
         await page.get_by_label("A message by its id").fill(row["id"])
@@ -312,9 +312,9 @@ async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path
         await this.raw.publish(
             delayed(json.dumps({"order": 4711, "lines": 3}), HOUR, under="order-4711"), unreadable("{}")
         )
-        await eventually(lambda: this.waiting("--key", "order-4711"), lambda rows: len(rows) == 1)
+        await eventually(lambda: this.waiting("--delay-key", "order-4711"), lambda rows: len(rows) == 1)
         await this.raw.publish(*(delayed(f"now {n}", n * 20) for n in range(300)))
-        (row,) = await this.waiting("--key", "order-4711")
+        (row,) = await this.waiting("--delay-key", "order-4711")
         paths = {"overview": "/", "waiting": "/waiting", "message": f"/message/{row['id']}", "held": "/held",
                  "refused": "/refused", "login": "/login"}  # fmt: skip
         for device, width in (("desk", 1280), ("telephone", 390)):

@@ -26,8 +26,8 @@ CASCADE = Cascade("nservicebus-v2")
 HOLD = {"x-message-ttl": SECONDS * 1000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"}
 SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cascade": (CASCADE.level(LEVEL), ("cascade", "--kind", "nservicebus-v2")),
-    "hold-queues": ("hold", ("hold-queues", "--queue", "hold", "--ttl", f"{SECONDS}s", "--to-exchange", "",
-                             "--to-key", "work")),
+    "hold-queues": ("hold", ("hold-queues", "--queue", "hold", "--ttl", f"{SECONDS}s", "--exchange", "",
+                             "--routing-key", "work")),
 }  # fmt: skip
 """The queue that the messages stand in, and the words of the import."""
 SOME = range(1, COUNT)

@@ -93,9 +93,9 @@ async def test_no_advice_deletes_a_queue_with_messages(delayer: Run, vhost: str)
 async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
     sent = delayer(
-        "send", "--to", "delayer.in", "--key", "orders.new", "--delay", "10s", "--id", "one", "--header", "tries:int=3",
+        "send", "--route", "delayer.in", "--routing-key", "orders.new", "--delay", "10s", "--message-id", "one",
         *(word for header in ("who=me", "a:b:str=c:d=e", "c:float=1.5", "d:bool=true", "e:str=", "x:y:int=-3")
-          for word in ("--header", header)), "--body-file", "-", stdin=b"\x00\xff body",
+          for word in ("--header", header)), "--header", "tries:int=3", "--body-file", "-", stdin=b"\x00\xff body",
     )  # fmt: skip
     assert sent.stdout.startswith('Sent message_id one to exchange "delayer.in"; due ')
     assert sent.stdout.endswith("(in 10 s).\n")
@@ -110,10 +110,10 @@ async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str)
 
 async def test_send_of_a_cancel_says_what_it_asks_for(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
-    sent = delayer("send", "--id", "one", "--header", "x-delay-cancel=order 7")
+    sent = delayer("send", "--message-id", "one", "--header", "x-delay-cancel=order 7")
     told = 'Sent message_id one to exchange "delayer.in"; asks to cancel the message under key "order 7".\n'
     assert sent.stdout == told
-    assert sent.stderr == "Next: `delayer list --key 'order 7'` shows nothing any more, if it came in time.\n"
+    assert sent.stderr == "Next: `delayer list --delay-key 'order 7'` shows nothing any more, if it came in time.\n"
     assert len(await take(vhost, "delays")) == 1
     assert "Without a store nothing can be cancelled" in send.cancelling("order 7", Settings(mode="native"))
 
@@ -121,16 +121,17 @@ async def test_send_of_a_cancel_says_what_it_asks_for(delayer: Run, vhost: str) 
 async def test_send_straight_to_the_queue(delayer: Run, vhost: str) -> None:
     routes = '[{"from": "", "to": "out"}]'
     delayer("topology", "apply", DELAYER_ROUTE=routes)
-    delayer("send", "--to", "", "--key", "orders.new", "--at", "2031-01-31T09:00:00.0001+01:00", DELAYER_ROUTE=routes)
+    keys = ("--routing-key", "orders.new", "--delay-key", "k")
+    delayer("send", "--route", "", *keys, "--at", "2031-01-31T09:00:00.0001+01:00", DELAYER_ROUTE=routes)
     (message,) = await take(vhost, "delays")
     assert (message.exchange, message.routing_key) == ("", "delays")
-    assert said(message) == {"x-delay-routing-key": "orders.new", "x-deliver-at": 1_927_612_800_001}
+    assert said(message) == {"x-delay-routing-key": "orders.new", "x-delay-key": "k", "x-deliver-at": 1_927_612_800_001}
 
 
 async def test_send_many_more_than_wait_at_once(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
     count = 2 * send.WINDOW + 30
-    told = delayer("send", "--delay", "5m", "--id", "n", "--count", str(count)).stdout
+    told = delayer("send", "--delay", "5m", "--message-id", "n", "--count", str(count)).stdout
     assert told.startswith(f"Sent {count} messages, message_id n-1 to n-{count}, ")
     assert [message.message_id for message in await take(vhost, "delays")] == [f"n-{n + 1}" for n in range(count)]
 
@@ -141,7 +142,7 @@ async def test_each_message_that_a_queue_refuses_is_reported(delayer: Run, vhost
         await channel.declare_queue("full", durable=True, arguments=full)
         exchange = await channel.declare_exchange("delayer.in", aio_pika.ExchangeType.TOPIC, durable=True)
         await (await channel.get_queue("full")).bind(exchange, "#")
-    told = delayer("send", "--delay", "1s", "--id", "n", "--count", "2000", expect=1).stderr
+    told = delayer("send", "--delay", "1s", "--message-id", "n", "--count", "2000", expect=1).stderr
     taken = [str(message.message_id) for message in await take(vhost, "full")]
     assert "a queue refused it" in told
     assert f"{len(taken):,} others were." in told
@@ -170,7 +171,7 @@ async def test_messages_without_a_binding_are_not_sent(delayer: Run, vhost: str)
     assert "delayer topology apply" in nowhere.stderr
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.in", aio_pika.ExchangeType.TOPIC, durable=True)
-    unbound = delayer("send", "--delay", "1s", "--id", "lost", expect=1)
+    unbound = delayer("send", "--delay", "1s", "--message-id", "lost", expect=1)
     assert 'the broker did not take "lost": nothing is bound for it.' in unbound.stderr
 
 

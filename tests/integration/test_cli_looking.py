@@ -59,7 +59,7 @@ async def test_list(delayer: Run, database: str) -> None:
     whole = [of[b"soon"], of[b"keyed"], of[b"packed"], of[b"far"]]
     assert ids(delayer, "list") == whole
     assert ids(delayer, "list", "--header", "customer=7") == [of[b"soon"]]
-    assert ids(delayer, "list", "--key", "order-1") == [of[b"keyed"]]
+    assert ids(delayer, "list", "--delay-key", "order-1") == [of[b"keyed"]]
     assert ids(delayer, "list", "--due-before", "36h") == [of[b"soon"]]
     tomorrow = (datetime.now(UTC) + timedelta(hours=36)).isoformat()
     assert ids(delayer, "list", "--due-after", tomorrow, "--limit", "2") == whole[1:3]
@@ -98,11 +98,12 @@ async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
 
 async def test_cancel(delayer: Run, database: str) -> None:
     _, of = await filled(database)
-    for wrong in ([], ["1", "--all"], ["1", "--key", "k"]):
+    for wrong in ([], ["1", "--all"], ["1", "--delay-key", "k"]):
         delayer("cancel", *wrong, expect=2)
     assert "no terminal to ask at" in delayer("cancel", "--all", expect=2).stderr
-    assert "1 message would be cancelled" in delayer("cancel", "--key", "order-1", "--dry-run").stdout
-    assert "Cancelled: 1." in delayer("cancel", "--key", "order-1", "--yes").stdout
+    assert "1 message would be cancelled" in delayer("cancel", "--delay-key", "order-1", "--dry-run").stdout
+    assert "Cancelled: 1." in delayer("cancel", "--delay-key", "order-1", "--yes").stdout
+    assert "No messages match." in delayer("cancel", "--delay-key", "order-1", "--yes", expect=1).stdout
     names = (of[b"packed"], of[b"held"], of[b"soon"], "4711")
     asked = delayer("cancel", *names, "--dry-run", expect=1)
     assert "3 of 4 would be cancelled." in asked.stdout
@@ -141,8 +142,8 @@ async def test_reschedule(delayer: Run, database: str) -> None:
     assert f"its id is {name}@{at_ms + 3_600_000} now." in told
     told = delayer("reschedule", name, "--by", "-1h").stdout
     assert f"its id is {name}@{at_ms} now." in told
-    assert "1 message would be" in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--dry-run").stdout
-    assert "Rescheduled: 1 by -1d." in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--yes").stdout
+    assert "1 message would be" in delayer("reschedule", "--delay-key", "order-1", "--by", "-1d", "--dry-run").stdout
+    assert "Rescheduled: 1 by -1d." in delayer("reschedule", "--delay-key", "order-1", "--by", "-1d", "--yes").stdout
     moved = {one.partition("@")[0]: int(one.partition("@")[2]) for one in ids(delayer, "list")}
     assert moved == {
         of[b"soon"].partition("@")[0]: at_ms,
@@ -410,11 +411,12 @@ async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*refused_ones(5), *refused_ones(3, "other"))
     applied("refused", "drop", expect=2)
-    applied("refused", "drop", "--all", "--from", "other", expect=2)
-    assert "Dropped: 3." in applied("refused", "drop", "--from", "other", "--yes").stdout
+    applied("refused", "drop", "--all", "--route", "other", expect=2)
+    assert "Dropped: 3." in applied("refused", "drop", "--route", "other", "--yes").stdout
     nobody = applied("refused", "drop", "nobody", "--yes", expect=1)
     assert '"nobody" was not found' in nobody.stderr
     assert ids(applied, "refused", "list") == [f"delayer.in-{n}" for n in range(5)]
     assert "Dropped: 5." in applied("refused", "drop", "--all", "--yes").stdout
+    assert "0 of 0 refused messages match." in applied("refused", "drop", "--reason", "x", "--yes", expect=1).stdout
     assert await take(vhost, "delays.refused") == []
     assert await take(vhost, "delays") == []

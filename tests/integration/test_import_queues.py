@@ -237,7 +237,7 @@ async def test_hold_queues_by_hand_and_what_is_left(
         for n in range(5):
             props = Props(message_id=b"%d" % n, timestamp=half_an_hour_ago)
             await raw.publish(Message("", b"hold", props, b"%d" % n))
-    by_hand = ("--queue", "hold", "--to-exchange", "", "--to-key", "work", "--yes", "--json")
+    by_hand = ("--queue", "hold", "--exchange", "", "--routing-key", "work", "--yes", "--json")
     told = delayer("import", "hold-queues", "run", "--queue", "ho*", "--yes", expect=1).stderr
     assert "patterns need broker.management_url" in told
     told = delayer("import", "hold-queues", "run", "--queue", "hold", "--yes", expect=1).stderr

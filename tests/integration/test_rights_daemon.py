@@ -170,7 +170,7 @@ async def test_a_daemon_of_everything_with_these_rights(
             await orders.got([b"1"])
             await parked.got([b"2"])
             said = await command(
-                config, "send", "--to", "delayer.in", "--key", "orders", "--delay", "100ms", "--body", "3"
+                config, "send", "--route", "delayer.in", "--routing-key", "orders", "--delay", "100ms", "--body", "3"
             )
             assert "Sent" in said
             await orders.got([b"1", b"3"])

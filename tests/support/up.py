@@ -51,7 +51,7 @@ def explain(stack: Stack) -> None:
 
 Send a message that comes back in ten seconds, and watch it arrive here:
 
-  [bold green]{command} send --to delayer.in --key hello --delay 10s --body 'hello again'[/]
+  [bold green]{command} send --route delayer.in --routing-key hello --delay 10s --body 'hello again'[/]
 
 Look around:
 

@@ -79,13 +79,13 @@ def test_help_reads_no_configuration_and_shows_no_secret(path: list[str]) -> Non
         ["send", "--at", "2031-01-31T08:00:00"], ["send", "--delay", "1s", "--at", "2031-01-31T08:00:00Z"],
         ["send", "--body", "x", "--body-file", "-"], ["send", "--header", "novalue"], ["send", "--header", "n:int=x"],
         ["send", "--header", "n:bool=yes"], ["send", "--header", "n:integer=3"], ["send", "--header", "n:=3"],
-        ["send", "--header", ":int=3"], ["send", "--count", "0"], ["send", "--to", "nonsense"],
+        ["send", "--header", ":int=3"], ["send", "--count", "0"], ["send", "--route", "nonsense"],
         ["--mode", "nonsense", "status"], ["--config", "/nowhere.toml", "status"],
         ["--mode", "native", "db", "upgrade"], ["--mode", "native", "db", "current"],
         ["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"],
         ["--set", 'route=[{"from": "a", "delay_from": ["x-delay"]}]', "send", "--at", "2031-01-31T08:00:00Z"],
         ["--set", 'route=[{"from": "a", "delay_from": []}]', "send", "--delay", "1s"],
-        ["send", "--delay", "1s", "--header", "x-delay:int=5"], ["send", "--key", "k" * 256],
+        ["send", "--delay", "1s", "--header", "x-delay:int=5"], ["send", "--routing-key", "k" * 256],
         ["compact", "--after", "7"], ["compact", "--after", "1d"], ["--set", "store.restore_ahead=8d", "compact"],
         ["compact", "--rows", "1"], ["compact", "--conf", "nonsense"], ["--mode", "native", "compact"], ["restore"],
         ["restore", "--all", "--within", "1d"], ["restore", "--within", "soon"], ["restore", "--all", "--conf", "=1"],
@@ -139,7 +139,7 @@ def test_every_mistake_at_once_with_its_place(tmp_path: Path) -> None:
 
 def test_unknown_route_lists_the_routes() -> None:
     routes = 'route=[{"from": "orders.in", "to": "o"}, {"from": ""}]'
-    result = call("--set", routes, "send", "--to", "order.in")
+    result = call("--set", routes, "send", "--route", "order.in")
     assert result.exit_code == ExitCode.USAGE
     assert result.stderr == ('delayer: no route comes from exchange "order.in"; expected one of "orders.in", ""\n')
 

@@ -46,7 +46,7 @@ def loaded(tmp_path: Path, *arguments: str, expect: int = 3) -> frozenset[str]:
     [
         (("--version",), ANY),
         ((*NOWHERE, "list"), STORE),
-        ((*NOWHERE, "list", "--json", "--key", "k"), STORE),
+        ((*NOWHERE, "list", "--json", "--delay-key", "k"), STORE),
         ((*NOWHERE, "show", "1@2"), STORE),
         ((*NOWHERE, "cancel", "1@2"), STORE),
         ((*NOWHERE, "reschedule", "1@2", "--by", "1h"), STORE),
