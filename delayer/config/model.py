@@ -205,9 +205,11 @@ class RefusedTable(Table):
 
 
 class HttpTable(Table):
-    """``token`` is what changing anything over HTTP needs; None: nothing can be changed there."""
+    """``token`` is what changing anything over HTTP needs; None: nothing can be changed there. At ``metrics_listen``
+    there are health and metrics only."""
 
     listen: values.Listen = "127.0.0.1:9419"
+    metrics_listen: values.Listen = ""
     token: values.Token = None
     token_file: values.Path | None = None
 

@@ -183,7 +183,7 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # delayer/cli/run.py blocked it
     log.info("starting", version=__version__, mode=settings.mode)
     daemon.services.add("reload", reload.run)
-    if settings.http.listen:
+    if settings.http.listen or settings.http.metrics_listen:
         from delayer.daemon.http import serve  # noqa: PLC0415 - its libraries take a tenth of a second to load
 
         serve(daemon)

@@ -123,7 +123,10 @@ def _row(one: RefusedMessage, preview: int = 80, most: int = 40, longest: int = 
 
 
 def serve(daemon: Daemon) -> None:
-    """Let ``daemon`` serve HTTP, as long as it runs."""
-    inside = DaemonInside(daemon)
+    """Let ``daemon`` serve HTTP at its addresses, as long as it runs."""
+    inside, http = DaemonInside(daemon), daemon.settings.http
     daemon.services.add("recent", inside.recent.run)
-    daemon.services.add("http", HttpPart(inside).run)
+    if http.listen:
+        daemon.services.add("http", HttpPart(inside).run)
+    if http.metrics_listen:
+        daemon.services.add("http metrics", HttpPart(inside, metrics_only=True).run)

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -52,6 +52,20 @@ class Files(StaticFiles):
         return answer
 
 
+def _probes(answers: Answers) -> list[BaseRoute]:
+    return [
+        Route("/health/live", answers.live),
+        Route("/health/ready", answers.ready),
+        Route("/metrics", answers.metrics),
+    ]
+
+
+def probes(answers: Answers) -> Starlette:
+    """Health and metrics alone."""
+    guard = Middleware(RequestGuard, listen=lambda: answers.inside.settings.http.metrics_listen)
+    return Starlette(routes=_probes(answers), middleware=[guard])
+
+
 def application(answers: Answers, at_once: int = 4) -> Starlette:
     """The paths and their handlers. At most ``at_once`` looks at the store run at a time, and as many changes."""
     settings = answers.inside
@@ -75,9 +89,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/health/live", answers.live),
-            Route("/health/ready", answers.ready),
-            Route("/metrics", answers.metrics),
+            *_probes(answers),
             Route("/", pages.overview),
             Route("/parts/overview", pages.part),
             Route("/api/live", pages.live_json),
@@ -102,10 +114,12 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
 
 
 class HttpPart:
-    """The HTTP server of this daemon."""
+    """One HTTP server of this daemon: at ``listen``, or with ``metrics_only`` at ``metrics_listen``."""
 
-    def __init__(self, inside: DaemonPort) -> None:
-        self._inside = inside
+    def __init__(self, inside: DaemonPort, *, metrics_only: bool = False) -> None:
+        http = inside.settings.http
+        self._inside, self._metrics_only = inside, metrics_only
+        self._listen = http.metrics_listen if metrics_only else http.listen
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set."""
@@ -116,22 +130,23 @@ class HttpPart:
             except OSError as taken:
                 reason = (taken.strerror or str(taken)).partition(" (")[0].capitalize()
                 if throttle.should_log(reason, asyncio.get_running_loop().time()):
-                    log.error("http not served", listen=self._inside.settings.http.listen, reason=reason)
+                    log.error("http not served", listen=self._listen, reason=reason)
                 try:
                     await asyncio.wait_for(stopping.wait(), AGAIN)
                 except TimeoutError:
                     continue
 
     async def _serve(self, stopping: asyncio.Event) -> None:
-        sockets = await listening(self._inside.settings.http.listen)
+        sockets = await listening(self._listen)
         view = View(self._inside)
         try:
             addresses = [_shown(one) for one in sockets]
-            if all(is_loopback(one.rpartition(":")[0]) for one in addresses):
+            if self._metrics_only or all(is_loopback(one.rpartition(":")[0]) for one in addresses):
                 log.info("http served", addresses=addresses)
             else:
                 log.warning("http served", addresses=addresses, reason=OPEN)
-            server = uvicorn.Server(_config(application(Answers(self._inside, view))))
+            answers = Answers(self._inside, view)
+            server = uvicorn.Server(_config((probes if self._metrics_only else application)(answers)))
             server.capture_signals = nullcontext  # type: ignore[assignment,method-assign] # the daemon's
             serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
             stop = asyncio.create_task(stopping.wait(), name="stopping")

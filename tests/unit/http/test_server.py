@@ -28,7 +28,7 @@ class Inside:
     """A daemon in native mode without a store."""
 
     def __init__(self, listen: str = "127.0.0.1:0", **more: Any) -> None:
-        http = {"listen": listen, "token": TOKEN}
+        http = {"listen": listen, "metrics_listen": listen, "token": TOKEN}
         self.settings = Settings.model_validate({"mode": "native", "http": http, **more})
         self.lost = False
         self.blocked = False
@@ -54,7 +54,7 @@ class Inside:
 
 
 @asynccontextmanager
-async def served(inside: Inside) -> AsyncIterator[Web]:
+async def served(inside: Inside, *, metrics_only: bool = False) -> AsyncIterator[Web]:
     """Serve until the end of the block, at a port of the system's choice."""
     told: asyncio.Queue[str] = asyncio.Queue()
 
@@ -72,7 +72,7 @@ async def served(inside: Inside) -> AsyncIterator[Web]:
         patch.setattr(server, "log", Log())
         patch.setattr(server, "AGAIN", 0.05)
         stopping = asyncio.Event()
-        part = asyncio.create_task(HttpPart(inside).run(stopping))
+        part = asyncio.create_task(HttpPart(inside, metrics_only=metrics_only).run(stopping))
         try:
             yield Web(await told.get())
         finally:
@@ -116,6 +116,12 @@ async def test_every_path(path: str, status: int, says: str) -> None:
             "public, max-age=300" if status == 200 and "/static" in path else "no-store"
         )
         assert "server" not in answer.headers
+
+
+async def test_health_and_metrics_have_an_address_with_nothing_else() -> None:
+    async with served(Inside(), metrics_only=True) as web:
+        for path in ("/health/live", "/health/ready", "/metrics", "/", "/api/live", "/refused", "/login"):
+            assert (await web.get(path)).status == (200 if path.startswith(("/health", "/metrics")) else 404)
 
 
 @pytest.mark.parametrize(
