@@ -117,14 +117,10 @@ class Api:
 @pytest.mark.parametrize(
     ("version", "api", "found"),
     [
-        ((3, 10, 8), None, 0),
-        ((4, 2, 1), Api(), 0),
-        ((4, 3, 0), None, None),
-        ((4, 4, 0), Api(), None),
-        ((4, 4, 0), Api({}), 0),
-        ((4, 4, 0), Api({"delays": 7}), 7),
+        ((3, 10, 8), None, 0), ((4, 2, 1), Api(), 0), ((4, 3, 0), None, None), ((4, 4, 0), Api(), None),
+        ((4, 4, 0), Api({}), 0), ((4, 4, 0), Api({"delays": 7}), 7),
     ],
-)
+)  # fmt: skip
 async def test_what_is_not_known_is_not_called_empty(version: tuple[int, ...], api: Any, found: int | None) -> None:
     link: Any = SimpleNamespace(version=version)
     assert await Admin(link, api).delayed(["delays"], fresh=False) == {"delays": found}

@@ -133,15 +133,11 @@ def test_which_losses_are_about_a_message_that_was_sent(loss: ConnectionLost, ob
 @pytest.mark.parametrize(
     ("offered", "ours", "agreed"),
     [
-        ((2047, 131072, 60), 20.0, (2047, 131072, 20.0)),
-        ((0, 0, 60), 20.0, (65535, 131072, 20.0)),
-        ((5, 8192, 5), 20.0, (5, 8192, 5.0)),
-        ((5, 4096, 0), 20.0, (5, 4096, 20.0)),
-        ((5, 4096, 60), 0.0, (5, 4096, 0.0)),
-        ((5, 4096, 0), 0.0, (5, 4096, 0.0)),
-        ((5, 10, 0), 0.0, (5, 4096, 0.0)),
+        ((2047, 131072, 60), 20.0, (2047, 131072, 20.0)), ((0, 0, 60), 20.0, (65535, 131072, 20.0)),
+        ((5, 8192, 5), 20.0, (5, 8192, 5.0)), ((5, 4096, 0), 20.0, (5, 4096, 20.0)),
+        ((5, 4096, 60), 0.0, (5, 4096, 0.0)), ((5, 4096, 0), 0.0, (5, 4096, 0.0)), ((5, 10, 0), 0.0, (5, 4096, 0.0)),
     ],
-)
+)  # fmt: skip
 def test_limits(offered: tuple[int, int, int], ours: float, agreed: tuple[int, int, float]) -> None:
     limits = handshake.agree(commands.Connection.Tune(*offered), ours)
     assert limits == agreed
