@@ -97,10 +97,14 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
 
 def _configuration(report: CheckReport, settings: Settings) -> None:
     """Notes about the settings alone: others reach the page, a rate makes messages late, or a rate has no effect."""
-    listen = settings.http.listen
-    if listen and not is_loopback(listen.rpartition(":")[0]):
-        found = f"listening on {listen}: anyone who can reach this address can read messages without a token"
-        report.add("http", "note", found, "127.0.0.1, and a proxy with TLS and a login before it (docs/http.md)")
+    http = settings.http
+    if http.listen and not is_loopback(http.listen.rpartition(":")[0]):
+        if http.open:
+            found = f"listening on {http.listen}: anyone who can reach this address can read messages without a token"
+            report.add("http", "note", found, "leave `open` out, or put a proxy with TLS and a login before it")
+        elif not (http.token or http.token_file):
+            found = f"listening on {http.listen} without a token: nobody can read the page"
+            report.add("http", "note", found, "set http.token_file, or listen on 127.0.0.1 (docs/http.md)")
     for route in settings.routes:
         if route.max_rate and route.late_action == "hold":
             report.add(

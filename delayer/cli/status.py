@@ -18,8 +18,8 @@ from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import json_of_lane, note, print_json, print_lanes, print_queues, print_table, quoted, when
-from delayer.config.model import Settings
-from delayer.config.texts import service_of
+from delayer.config.model import HttpTable, Settings
+from delayer.config.texts import is_loopback, service_of
 from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.readable import duration
@@ -39,7 +39,7 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         return {"error": "[http] listen is off", "last": {}}
     try:
         async with asyncio.timeout(patience):
-            status, body = await _ask(listen)
+            status, body = await _ask(settings.http)
     except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name.
         return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
     if status not in ("200", ""):
@@ -54,14 +54,16 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         return {"error": f"the program at {listen} is no daemon of this version", "last": {}}
 
 
-async def _ask(listen: str) -> tuple[str, bytes]:
+async def _ask(http: HttpTable) -> tuple[str, bytes]:
     """The status (empty if the answer is no HTTP) and the body. HTTP/1.0 by hand, because an HTTP library takes longer
     to load than the daemon to answer. Raises OSError, UnicodeError."""
-    host, _, port = listen.rpartition(":")
+    host, _, port = http.listen.rpartition(":")
     host = _HERE.get(host, host)
+    asked = not (http.open or is_loopback(http.listen.rpartition(":")[0]))
+    token = f"Authorization: Bearer {http.token.reveal()}\r\n" if asked and http.token else ""
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     try:
-        writer.write(f"GET /api/live HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
+        writer.write(f"GET /api/live HTTP/1.0\r\nHost: {host}:{port}\r\n{token}\r\n".encode())
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     finally:
         writer.close()

@@ -205,11 +205,12 @@ class RefusedTable(Table):
 
 
 class HttpTable(Table):
-    """``token`` is what changing anything over HTTP needs; None: nothing can be changed there. At ``metrics_listen``
-    there are health and metrics only."""
+    """``token`` is what changing anything over HTTP needs; None: nothing can be changed there. Away from loopback the
+    page needs it for reading too, unless it is ``open``. At ``metrics_listen`` there are health and metrics only."""
 
     listen: values.Listen = "127.0.0.1:9419"
     metrics_listen: values.Listen = ""
+    open: StrictBool = False
     token: values.Token = None
     token_file: values.Path | None = None
 

@@ -1,9 +1,9 @@
 """Access control: hosts, origins, request sizes, and the token.
 
-Every client that reaches the address may look; the address is loopback by default. A web page must not look through a
-browser: the daemon does not answer to a foreign name that points at 127.0.0.1. Changes need the token: in the header
-``Authorization: Bearer``, or through a session that the token has opened (a cookie that scripts do not see and other
-sites cannot send). The token is never part of a URL.
+Every client that reaches a loopback address, the default, may look. A web page must not look through a browser: the
+daemon does not answer to a foreign name that points at 127.0.0.1. Changes need the token; away from loopback, reading
+needs it too. It comes in the header ``Authorization: Bearer``, or through a session that it has opened (a cookie that
+scripts do not see and other sites cannot send). The token is never part of a URL.
 """
 
 from __future__ import annotations

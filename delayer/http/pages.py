@@ -255,6 +255,13 @@ class Pages:
         answer.set_cookie(cookie_name(request.headers["host"]), session, httponly=True, samesite="strict", path="/")
         return answer
 
+    def locked(self, request: Request) -> Response:
+        """The answer where reading needs the token, and the client has not given it."""
+        wrong = "Reading needs the token: others can reach this address, and [http] open is not set."
+        if request.url.path.startswith("/api/"):
+            return JSONResponse({"error": wrong}, status_code=403)
+        return self.html(request, "login.html", 403, wrong=wrong, who="")
+
     async def logout(self, request: Request) -> Response:
         """Close the session."""
         self.sessions.close(request)

@@ -77,6 +77,17 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
         line = "No page of delayer has this address."
         return pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
 
+    def shown(answer: Handler) -> Handler:
+        """Away from loopback, an answer for clients with the token only, unless the page is open."""
+
+        async def answered(request: Request) -> Response:
+            http = settings.settings.http
+            local = is_loopback(http.listen.rpartition(":")[0])
+            allowed = local or http.open or sessions.who(request) is not None
+            return await answer(request) if allowed else pages.locked(request)
+
+        return answered
+
     # Two looks into the refused queue would see half of it each.
     looks, queues = asyncio.Semaphore(at_once), asyncio.Semaphore(1)
 
@@ -85,15 +96,15 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             async with turns:
                 return await answer(request)
 
-        return answered
+        return shown(answered)
 
     return Starlette(
         routes=[
             *_probes(answers),
-            Route("/", pages.overview),
-            Route("/parts/overview", pages.part),
-            Route("/api/live", pages.live_json),
-            Route("/api/backlog", pages.backlog_json),
+            Route("/", shown(pages.overview)),
+            Route("/parts/overview", shown(pages.part)),
+            Route("/api/live", shown(pages.live_json)),
+            Route("/api/backlog", shown(pages.backlog_json)),
             Route("/waiting", in_turn(looks, pages.waiting)),
             Route("/find", in_turn(looks, pages.find)),
             Route("/message/{token}", in_turn(looks, pages.message)),
@@ -141,7 +152,8 @@ class HttpPart:
         view = View(self._inside)
         try:
             addresses = [_shown(one) for one in sockets]
-            if self._metrics_only or all(is_loopback(one.rpartition(":")[0]) for one in addresses):
+            local = all(is_loopback(one.rpartition(":")[0]) for one in addresses)
+            if local or self._metrics_only or not self._inside.settings.http.open:
                 log.info("http served", addresses=addresses)
             else:
                 log.warning("http served", addresses=addresses, reason=OPEN)

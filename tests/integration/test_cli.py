@@ -451,6 +451,11 @@ def test_a_route_that_makes_messages_late_and_holds_them_is_told(delayer: Run) -
 
 
 def test_an_address_that_others_reach_is_told(delayer: Run) -> None:
-    for listen, told in (("127.0.0.1:9419", []), ("[::1]:9419", []), ("", []), ("0.0.0.0:9419", ["note"])):
-        seen = json.loads(delayer("check", "--offline", "--json", DELAYER_HTTP__LISTEN=listen).stdout)["checks"]
-        assert [row["result"] for row in seen if row["what"] == "http"] == told
+    away = "0.0.0.0:9419"
+    for listen, more, told in (
+        ("127.0.0.1:9419", {}, []), ("[::1]:9419", {}, []), ("", {}, []), (away, {}, ["without a token: nobody"]),
+        (away, {"DELAYER_HTTP__TOKEN": "t" * 16}, []), (away, {"DELAYER_HTTP__OPEN": "true"}, ["anyone who can reach"]),
+    ):  # fmt: skip
+        seen = json.loads(delayer("check", "--offline", "--json", DELAYER_HTTP__LISTEN=listen, **more).stdout)["checks"]
+        found = [row["found"] for row in seen if row["what"] == "http"]
+        assert len(found) == len(told) and all(text in one for text, one in zip(told, found, strict=True))

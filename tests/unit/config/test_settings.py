@@ -91,6 +91,8 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("store", "lanes"): "9",
         ("store", "restore_ahead"): "9d",
         ("http", "listen"): "[::1]:80",
+        ("http", "metrics_listen"): "[::1]:81",
+        ("http", "open"): "true",
         ("http", "token"): "open-sesame-open",
         ("intake", "give_back_after"): "9m",
         ("log", "format"): "console",

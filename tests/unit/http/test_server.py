@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from delayer.cli import status
 from delayer.config.model import Settings
 from delayer.core.errors import BrokerLost
 from delayer.http import server
@@ -27,8 +28,8 @@ EVIL = "<script>alert(1)</script>"
 class Inside:
     """A daemon in native mode without a store."""
 
-    def __init__(self, listen: str = "127.0.0.1:0", **more: Any) -> None:
-        http = {"listen": listen, "metrics_listen": listen, "token": TOKEN}
+    def __init__(self, listen: str = "127.0.0.1:0", *, is_open: bool = False, **more: Any) -> None:
+        http = {"listen": listen, "metrics_listen": listen, "token": TOKEN, "open": is_open}
         self.settings = Settings.model_validate({"mode": "native", "http": http, **more})
         self.lost = False
         self.blocked = False
@@ -280,7 +281,20 @@ async def test_long_looks_run_one_after_another() -> None:
         await asyncio.wait(more)
 
 
-async def test_an_address_that_others_reach_is_a_warning() -> None:
-    async with served(Inside("0.0.0.0:0")) as told:
-        assert told.address.startswith("0.0.0.0:")
-        assert told.address.endswith(server.OPEN)
+async def test_away_from_loopback_reading_needs_the_token() -> None:
+    async with served(Inside("0.0.0.0:0")) as web:
+        for path in ("/", "/parts/overview", "/api/live", "/refused"):
+            answer = await web.get(path)
+            assert (answer.status, "Reading needs the token" in answer.text) == (403, True)
+            assert (await web.get(path, Authorization=f"Bearer {TOKEN}")).status == 200
+        for path in ("/health/live", "/metrics", "/login", "/static/htmx.min.js"):
+            assert (await web.get(path)).status == 200
+        native = {"mode": "native", "http": {"listen": web.address, "token": TOKEN}}
+        assert (await status.look(Settings.model_validate(native)))["error"] is None
+
+
+async def test_an_open_address_that_others_reach_is_a_warning() -> None:
+    async with served(Inside("0.0.0.0:0", is_open=True)) as told:
+        address, _, reason = told.address.partition(" ")
+        assert (address.startswith("0.0.0.0:"), reason) == (True, server.OPEN)
+        assert (await Web(address).get("/")).status == 200
