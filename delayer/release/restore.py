@@ -74,8 +74,10 @@ class SegmentRestorer:
                 # The store rolled the restore back, after a lack of memory too. The release loops go on.
                 reason, advice = (str(error), error.advice) if isinstance(error, StoreLost) else (_MEMORY, "")
                 if self._throttle.should_log(reason, asyncio.get_running_loop().time()):
-                    tell = log.error if advice else log.warning
-                    tell("restoring interrupted", reason=reason, next_step=advice or None)
+                    if advice:
+                        log.error("restoring interrupted", reason=reason, next_step=advice)
+                    else:
+                        log.warning("restoring interrupted", reason=reason)
                 await retry.pause()
             else:
                 retry.succeeded()
