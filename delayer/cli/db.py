@@ -31,7 +31,7 @@ def upgrade(request: Request) -> None:
     \b
     Examples:
       delayer db upgrade
-      CREDENTIALS_DIRECTORY=/etc/delayer delayer db upgrade     # where the service gets its URLs as credentials
+      sudo delayer db upgrade           # as the service: its URLs stand in files that only root can read
     """
     settings = request.settings()
     url = store_url(settings)

@@ -23,10 +23,7 @@ _FILES = ("url_file", "ca_file", "cert_file", "key_file", "token_file")
 _CONTENTS = {"url_file": "url", "token_file": "token"}
 """The keys whose value stands in such a file."""
 _CREDENTIALS = "${CREDENTIALS_DIRECTORY}"
-_CREDENTIALS_HINT = (
-    "LoadCredential= in the unit sets it for the daemon; in a shell: "
-    "sudo CREDENTIALS_DIRECTORY=/etc/delayer delayer check"
-)
+_CLOSED = "Permission denied: a daemon needs LoadCredential= in its unit, and a command needs sudo"
 
 # Tables in lists, and in tables of lists, by the last part of their place.
 _TABLES_WITHIN: Mapping[str, type[BaseModel]] = {
@@ -72,7 +69,8 @@ def load(
     Raises ConfigError with every mistake of every source.
     """
     merged = MergedSettings(Flags(flags), Environment(environ), File(config_file(config, environ)))
-    _read_named_files(merged, environ, sealed)
+    directory = environ.get("CREDENTIALS_DIRECTORY") or str((config_file(config, environ) or SYSTEM_FILE).parent)
+    _read_named_files(merged, directory, sealed)
     settings = None
     try:
         settings = Settings.model_validate(merged.values)
@@ -93,9 +91,9 @@ def load(
     return settings
 
 
-def _read_named_files(merged: MergedSettings, environ: Mapping[str, str], sealed: list[str] | None) -> None:
-    """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys, check that each can be read, and read the URLs and
-    the token."""
+def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] | None) -> None:
+    """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys by ``directory``, check that each can be read, and
+    read the URLs and the token."""
     for section in ("broker", "store", "http"):
         table = merged.values.get(section)
         if not isinstance(table, dict):
@@ -105,18 +103,16 @@ def _read_named_files(merged: MergedSettings, environ: Mapping[str, str], sealed
             if not isinstance(given, str):
                 continue
             key = (section, name)
-            if _CREDENTIALS in given and not environ.get("CREDENTIALS_DIRECTORY"):
-                merged.note(key, "CREDENTIALS_DIRECTORY to be set", show(given), _CREDENTIALS_HINT)
-                continue
-            table[name] = given.replace(_CREDENTIALS, environ.get("CREDENTIALS_DIRECTORY", ""))
+            table[name] = given.replace(_CREDENTIALS, directory)
             try:
                 content = Path(table[name]).read_text("utf-8")
             except (OSError, ValueError) as error:
-                if sealed is not None and isinstance(error, PermissionError) and _CREDENTIALS in given:
+                closed = isinstance(error, PermissionError) and _CREDENTIALS in given
+                if sealed is not None and closed:
                     sealed.append(given)
                     del table[name]
                     continue
-                reason = error.strerror if isinstance(error, OSError) else "not text"
+                reason = _CLOSED if closed else error.strerror if isinstance(error, OSError) else "not text"
                 merged.note(key, "a file that can be read", show(table[name]), str(reason))
                 continue
             if name in _CONTENTS and _CONTENTS[name] not in table:

@@ -92,7 +92,7 @@ class Service:
 
     def say(self, *verb: str) -> Any:
         """Run a verb from a shell of the machine, as the README has it."""
-        done = self.machine.run("sudo", "CREDENTIALS_DIRECTORY=/etc/delayer", "delayer", *verb)
+        done = self.machine.run("sudo", "delayer", *verb)
         return json.loads(done.stdout) if "--json" in verb else done.stdout
 
     async def raw(self) -> Raw:
@@ -129,9 +129,8 @@ def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
         )
         share = machine.file("/opt/delayer/share/delayer")
         share.mkdir(parents=True)
-        shutil.copy(ROOT / "config" / "delayer.toml", share)
-        for unit in (ROOT / "systemd").iterdir():
-            shutil.copy(unit, share)
+        for file in (ROOT / "config" / "service.toml", *(ROOT / "systemd").iterdir()):
+            shutil.copy(file, share)
         text = "\n".join(["set -e", *readme()])
         for theirs, ours in (
             ("amqp://delayer:PASSWORD@localhost:5672/", secret_broker_url(rabbitmq, vhost)),
@@ -381,22 +380,21 @@ def test_an_instance_for_another_broker(service: Service) -> None:
     """delayer@orders.service, with a configuration and credentials of its own."""
     machine = service.machine
     machine.run("systemctl", "stop", "delayer")
-    machine.run("sh", "-c", "sed 's/^#LoadCredential=/LoadCredential=/'"
-                f" /opt/delayer/share/delayer/delayer@.service > {systemd.UNITS}/delayer@.service")  # fmt: skip
+    share, files = "/opt/delayer/share/delayer", ["delayer.toml", "broker-url", "store-url"]
+    machine.run("cp", f"{share}/delayer@.service", systemd.UNITS)
+    machine.run("install", "-Dt", f"{systemd.UNITS}/delayer@.service.d", f"{share}/credentials.conf")
     service.change()
-    for name, its in (("delayer.toml", "orders.toml"), ("broker-url", "orders.broker-url"),
-                      ("store-url", "orders.store-url")):  # fmt: skip
-        machine.run("mv", f"/etc/delayer/{name}", f"/etc/delayer/{its}")
-    machine.file("/etc/delayer/orders.env").write_text("DELAYER_CONFIG=/etc/delayer/orders.toml\n")
+    machine.run("mkdir", "/etc/delayer/orders")
+    machine.run("mv", *(f"/etc/delayer/{name}" for name in files), "/etc/delayer/orders")
+    machine.file("/etc/delayer/orders.env").write_text("DELAYER_CONFIG=/etc/delayer/orders/delayer.toml\n")
     directory = machine.file(f"{systemd.UNITS}/delayer@orders.service.d")
     directory.mkdir()
-    own = (f"LoadCredential={name}:/etc/delayer/orders.{name}" for name in ("broker-url", "store-url"))
-    (directory / "credentials.conf").write_text("\n".join(["[Service]", "LoadCredential=", *own]) + "\n")
+    own = (f"LoadCredential={name}:/etc/delayer/orders/{name}" for name in files[1:])
+    (directory / "orders.conf").write_text("\n".join(["[Service]", "LoadCredential=", *own]) + "\n")
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", "delayer@orders")
     shown = machine.shown("delayer@orders", "ActiveState", "User", "StatusText")
     assert shown == {"ActiveState": "active", "User": "delayer", "StatusText": "mode store"}
     machine.run("systemctl", "stop", "delayer@orders")
     assert machine.shown("delayer@orders", "Result") == {"Result": "success"}
-    for name in ("broker-url", "store-url"):
-        machine.run("mv", f"/etc/delayer/orders.{name}", f"/etc/delayer/{name}")
+    machine.run("mv", *(f"/etc/delayer/orders/{name}" for name in files), "/etc/delayer")

@@ -23,11 +23,11 @@ def unit(path: Path = UNIT) -> configparser.ConfigParser:
 
 
 def test_credentials_named_in_unit_and_configuration_agree() -> None:
-    text = UNIT.read_text()
-    sample = (UNIT.parents[1] / "config" / "delayer.toml").read_text()
+    drop_in = UNIT.with_name("credentials.conf").read_text()
+    sample, ours = ((ROOT / "config" / name).read_text() for name in ("delayer.toml", "service.toml"))
     for credential in ("broker-url", "store-url"):
-        assert f"LoadCredential={credential}:/etc/delayer/{credential}" in text
-        assert f"${{CREDENTIALS_DIRECTORY}}/{credential}" in text
+        assert f"LoadCredential={credential}:/etc/delayer/{credential}" in drop_in
+        assert f'\nurl_file = "${{CREDENTIALS_DIRECTORY}}/{credential}"' in ours
         assert f'# url_file = "${{CREDENTIALS_DIRECTORY}}/{credential}"' in sample
 
 

@@ -168,9 +168,10 @@ def test_urls_from_files(tmp_path: Path) -> None:
         '[broker]\nurl_file = "${CREDENTIALS_DIRECTORY}/broker"\n'
         '[store]\nurl_file = "${CREDENTIALS_DIRECTORY}/store"\n',
     )
-    settings = load(file, {"CREDENTIALS_DIRECTORY": str(tmp_path)}, {})
-    assert settings.broker_url == "amqp://u:pw1@h/v?heartbeat=20"
-    assert settings.store_url == "postgresql://u:pw2@h/d"
+    for environ in {}, {"CREDENTIALS_DIRECTORY": str(tmp_path)}:
+        settings = load(file, environ, {})
+        assert settings.broker_url == "amqp://u:pw1@h/v?heartbeat=20"
+        assert settings.store_url == "postgresql://u:pw2@h/d"
 
 
 def test_a_url_in_a_later_layer_beats_a_url_file_in_an_earlier_one(tmp_path: Path) -> None:
