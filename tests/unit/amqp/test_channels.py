@@ -35,8 +35,7 @@ from tests.unit.amqp.scripted import (
 class Clock:
     """A clock that shows what a test sets."""
 
-    def __init__(self) -> None:
-        self.ms = 0
+    ms = 0
 
     def __call__(self) -> int:
         return self.ms
