@@ -48,12 +48,11 @@ from delayer.core.delay_headers import (
     UnreadableDelay,
     read_delay_ms,
 )
-from delayer.core.delay_sources import CONSULTED
+from delayer.core.delay_sources import CONSULTED, COPY_HEADERS
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
 from delayer.core.message import SHORT_STRING, WINDOW_MS, Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import LATEST_MS
-from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt
 
 ID: Final = b"x-delayer-id"
@@ -79,28 +78,23 @@ _OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY, DELIVERY_TI
 without it they are the publisher's own."""
 _REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
 _DEATH: Final = b"-death-"
-_COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
 
 ROOM: Final = 2048
 """The bytes that any of these edits may add: ids, names of at most 255 bytes each, a reason of at most 500."""
 REASON: Final = 500
 
 
-_ASKED: Final = CONSULTED | _COPY_HEADERS
-_ASKED_OF_DEAD: Final = RETRY_CONSULTED | _COPY_HEADERS
-
-
-def asked(delivery: Delivery, properties: Properties, *, dead: bool = False) -> DelayRequest:
-    """The delay request in a message's headers. ``dead``: a queue dead-lettered the message, so retry headers count. Of
-    repeated headers the first counts, as for the broker; all ``CC`` and ``BCC`` are collected.
+def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
+    """The delay request in a message's headers, of those names. Of repeated headers the first counts, as for the
+    broker; all ``CC`` and ``BCC`` are collected.
 
     Raises MalformedTable.
     """
     raw, places = properties.raw, properties.places
     headers: dict[bytes, object] = {}
     copies = frozenset[bytes]()
-    for name, type_at, stop in properties.entries(_ASKED_OF_DEAD if dead else _ASKED):
-        if name in _COPY_HEADERS:
+    for name, type_at, stop in properties.entries(consulted):
+        if name in COPY_HEADERS:
             copies |= _keys(value_at(raw, type_at, stop))
         elif name not in headers:
             headers[name] = value_at(raw, type_at, stop)
@@ -166,7 +160,7 @@ def failed(properties: Properties, failure: FailedAttempt, max_properties: int) 
 
 
 def _noted(properties: Properties, append: bytes) -> bytes:
-    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH} | _COUNTED | _COPY_HEADERS
+    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH} | _COUNTED | COPY_HEADERS
     copies = properties.get(b"CC")
     if copies is not None:
         remove |= {_COPIES}

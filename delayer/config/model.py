@@ -21,7 +21,7 @@ from pydantic import (
 from delayer.config import values
 from delayer.config.errors import Expected, show
 from delayer.core.cascade import Cascade
-from delayer.core.delay_sources import DEFAULT_FORMS, SOURCES, source_of
+from delayer.core.delay_sources import DEFAULT_FORMS, FORMS, source_of
 from delayer.core.secret import SecretUrl
 
 # Looking for plugins reads the metadata of all that is installed; and one would see URLs with their passwords.
@@ -63,7 +63,7 @@ class IntakeTable(Table):
 
 
 def _delay_forms(value: object) -> tuple[str, ...]:
-    wanted = f"a list of {', '.join(SOURCES)} and json:/pointer, each at most once"
+    wanted = f"a list of {FORMS}, each at most once"
     if not isinstance(value, list | tuple):
         raise Expected(wanted)
     for at, one in enumerate(value):
@@ -100,6 +100,7 @@ class RouteTable(Table):
     from_: values.Exchange = Field(alias="from")
     to: values.Exchange = ""
     routing_key: values.RoutingKey = ""
+    routing_key_header: values.RoutingKey = ""
     delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DEFAULT_FORMS
     default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
     require_delay: StrictBool = False

@@ -36,8 +36,9 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_delay_ms(value: object) -> int:
-    """The relative delay of ``x-delay`` in ms, rounded up. It may be any AMQP integer, a numeric string, or a float.
+def read_delay_ms(value: object, unit: str = "milliseconds") -> int:
+    """The relative delay of ``x-delay`` in ms (other headers: in ``unit``), rounded up. It may be any AMQP integer, a
+    numeric string, or a float.
 
     >>> read_delay_ms(1500), read_delay_ms("1500"), read_delay_ms(0.25), read_delay_ms(-3)
     (1500, 1500, 1, -3)
@@ -53,7 +54,7 @@ def read_delay_ms(value: object) -> int:
             return math.ceil(value)
         case str() if _NUMBER.fullmatch(value):
             return math.ceil(Decimal(value))
-    raise UnreadableDelay(f"expected milliseconds as an integer, a numeric string or a float, found {shown(value)}")
+    raise UnreadableDelay(f"expected {unit} as an integer, a numeric string or a float, found {shown(value)}")
 
 
 def read_instant_ms(value: object) -> int:
@@ -206,6 +207,15 @@ def _absolute(header: bytes) -> Source:
     return lambda request: (None, read_due_ms(request.headers[header])) if header in request.headers else None
 
 
+def _in_seconds(header: bytes) -> Source:
+    def read(request: DelayRequest) -> Asked | None:
+        return (read_delay_ms(request.headers[header], "seconds") * 1000, None) if header in request.headers else None
+
+    return read
+
+
+UNITS: Final[Mapping[str, Callable[[bytes], Source]]] = {"ms": _relative, "s": _in_seconds, "rfc3339": _absolute}
+"""The readers of a header, by what it has: a delay in ms or in seconds, or a due time as in ``x-deliver-at``."""
 OWN_SOURCES: Final[Mapping[str, Source]] = {
     "x-delay": _relative(DELAY),
     "x-deliver-at": _absolute(DELIVER_AT),

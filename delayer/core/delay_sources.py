@@ -10,18 +10,13 @@ from typing import Any, Final
 from delayer.core import nservicebus
 from delayer.core.cascade import delay_in_key
 from delayer.core.delay_headers import (
-    CANCEL,
     DELAY,
-    DELIVER_AT,
     ETA,
-    EXCHANGE,
-    KEY,
     LAST_DUE,
-    OPT_DELAY,
-    OPT_TIME,
     OWN_SOURCES,
     RECEIVED_AT,
-    ROUTING_KEY,
+    REQUEST_HEADERS,
+    UNITS,
     Asked,
     DelayRequest,
     Source,
@@ -31,11 +26,9 @@ from delayer.core.delay_headers import (
     shown,
 )
 
-CONSULTED: Final = (
-    frozenset({DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL, RECEIVED_AT, LAST_DUE, ETA})
-    | nservicebus.CONSULTED
-)
-"""The headers that a plan reads. Routes with ``retry`` also read retry_policy.CONSULTED."""
+COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
+CONSULTED: Final = REQUEST_HEADERS | {DELAY, RECEIVED_AT, LAST_DUE, ETA} | nservicebus.CONSULTED | COPY_HEADERS
+"""The headers that a plan reads. Routes with ``retry`` read retry_policy.CONSULTED instead."""
 
 
 def _timestamp(request: DelayRequest) -> Asked | None:
@@ -74,14 +67,26 @@ SOURCES: Final[Mapping[str, Source]] = {
 DEFAULT_FORMS: Final = tuple(OWN_SOURCES)
 JSON: Final = "json:"
 """The prefix of a form that continues with a JSON pointer into the body."""
+HEADER: Final = "header:"
+"""The prefix of a form that continues with the name of a header and its unit: ``header:NAME[:ms|s|rfc3339]``."""
+FORMS: Final = f"{', '.join(SOURCES)}, header:NAME[:{'|'.join(UNITS)}] and json:/pointer"
+
+
+def header_of(form: str) -> bytes:
+    """The name of the header in ``header:NAME[:UNIT]``. Empty for other forms."""
+    name, _, unit = form.rpartition(":")
+    return (name if unit in UNITS else form)[len(HEADER) :].encode() if form.startswith(HEADER) else b""
 
 
 def source_of(form: str) -> Source:
     """The reader of this value of ``delay_from``. Raises ValueError if it is none."""
     if form in SOURCES:
         return SOURCES[form]
+    if header := header_of(form):
+        unit = form.rpartition(":")[2]
+        return UNITS[unit if unit in UNITS else "ms"](header)
     if not form.startswith(JSON):
-        raise ValueError(f"expected one of {', '.join(SOURCES)} and json:/pointer, found {shown(form)}")
+        raise ValueError(f"expected one of {FORMS}, found {shown(form)}")
     pointer = form.removeprefix(JSON)
     steps(pointer)
 

@@ -67,12 +67,7 @@ def read_wire_instant_ms(value: object) -> int:
 
 def delay_seconds(headers: Headers) -> int | None:
     """The delay of a message in seconds; None if the message is not delayed. Raises UnreadableDelay."""
-    if DELAY_IN_SECONDS not in headers:
-        return None
-    try:
-        return read_delay_ms(headers[DELAY_IN_SECONDS])  # The same number formats, in seconds.
-    except UnreadableDelay as unreadable:
-        raise UnreadableDelay(str(unreadable).replace("milliseconds", "seconds", 1)) from unreadable
+    return read_delay_ms(headers[DELAY_IN_SECONDS], "seconds") if DELAY_IN_SECONDS in headers else None
 
 
 def delayed_until_ms(headers: Headers) -> int | None:

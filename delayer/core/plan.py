@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeVar
 
-from delayer.core import nservicebus
+from delayer.core import nservicebus, retry_policy
 from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
 from delayer.core.delay_headers import (
     CANCEL,
@@ -32,7 +32,7 @@ from delayer.core.delay_headers import (
     shown,
     whole_seconds_until,
 )
-from delayer.core.delay_sources import DEFAULT_FORMS, source_of
+from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, header_of, source_of
 from delayer.core.hold import Hold, too_late
 from delayer.core.message import SHORT_STRING, KeyGroup, Target, as_bytes, is_direct_reply
 from delayer.core.retry_policy import NoFailure, RetryPolicy, failure, wait_ms
@@ -66,13 +66,21 @@ class Route:
     """Whether its messages are released at a limited rate. In store mode all of them are parked, also those due now."""
     require_delay: bool = False
     """Whether the daemon refuses messages without a delay."""
+    routing_key_header: bytes = b""
+    """The header that names a message's routing key, beside ``x-delay-routing-key``."""
     sources: tuple[tuple[str, Source], ...] = field(init=False, repr=False, compare=False)
     """The readers of ``delay_from``, by form."""
+    named: frozenset[bytes] = field(init=False, repr=False, compare=False)
+    """The headers that ``delay_from`` and ``routing_key_header`` name. They are removed, as other delay headers are."""
+    consulted: frozenset[bytes] = field(init=False, repr=False, compare=False)
     sagas: bool = field(init=False, repr=False, compare=False)
     """Whether it reads NServiceBus timeouts, which have sagas and addresses of their own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple((form, source_of(form)) for form in self.delay_from))
+        named = frozenset(filter(None, (self.routing_key_header, *map(header_of, self.delay_from))))
+        object.__setattr__(self, "named", named)
+        object.__setattr__(self, "consulted", CONSULTED | named if self.retry is None else retry_policy.CONSULTED)
         object.__setattr__(self, "sagas", nservicebus.TIMEOUT_FORM in self.delay_from)
 
 
@@ -288,8 +296,9 @@ def _due(asked: Asked, request: DelayRequest, policy: Policy, now_ms: int, now_l
 def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
     """The destination that the message asks for, or else that of its route."""
     headers, exchange = request.headers, route.to
-    if ROUTING_KEY in headers:
-        routing_key = _short_string(ROUTING_KEY, headers[ROUTING_KEY])
+    named = ROUTING_KEY if ROUTING_KEY in headers else route.routing_key_header
+    if named in headers:
+        routing_key = _short_string(named, headers[named])
     else:
         timeout = _of_timeout(nservicebus.timeout_address, headers) if route.sagas and not route.routing_key else None
         routing_key = route.routing_key or timeout or request.routing_key

@@ -29,6 +29,7 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
             source=route.from_.encode(),
             to=route.to.encode(),
             routing_key=route.routing_key.encode(),
+            routing_key_header=route.routing_key_header.encode(),
             delay_from=route.delay_from,
             default_delay_ms=route.default_delay_ms,
             require_delay=route.require_delay,

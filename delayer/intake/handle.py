@@ -19,11 +19,12 @@ import structlog
 from delayer.amqp import edits
 from delayer.amqp.edits import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, opened
 from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.amqp.properties import Properties
+from delayer.amqp.properties import Properties, splice
 from delayer.broker.ports import LivePolicy, Parking
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import whole_seconds_until
+from delayer.core.delay_sources import CONSULTED
 from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
@@ -121,11 +122,15 @@ def classify(
     retry = None if route is None else route.retry
     try:
         properties = Properties.parse(delivery.properties)
-        ask = edits.asked(delivery, properties, dead=retry is not None)
+        ask = edits.asked(delivery, properties, CONSULTED if route is None else route.consulted)
         plan = decide(ask, policy, now_ms, now_lower_ms)
-        if retry is not None and not isinstance(plan, Refuse):
-            noted = edits.failed(properties, failure(ask.headers, retry), max_properties)
-            delivery, properties = delivery._replace(properties=noted), Properties.parse(noted)
+        if route is not None and (retry is not None or route.named) and not isinstance(plan, Refuse):
+            edited = (
+                splice(properties, remove=route.named)
+                if retry is None
+                else edits.failed(properties, failure(ask.headers, retry), max_properties)
+            )
+            delivery, properties = delivery._replace(properties=edited), Properties.parse(edited)
     except MalformedProperties as broken:
         return _unusable(delivery, f"malformed properties: {broken}")
     except MalformedTable as broken:

@@ -16,6 +16,7 @@ from delayer.amqp.properties import Properties, byte_array, encode_headers, entr
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
 from delayer.core.retry_policy import FailedAttempt
 from tests.unit.amqp.tables import properties, sized, text, with_headers
 
@@ -142,7 +143,7 @@ def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     assert edits.asked(delivered(raw), found) == DelayRequest(b"orders.in", b"k", {}, names=found.names)
-    asked = edits.asked(delivered(raw), found, dead=True)
+    asked = edits.asked(delivered(raw), found, RETRY_CONSULTED)
     assert asked.headers == {b"x-death": ["x"]}
     assert 0 < asked.chance < 1
 
@@ -152,7 +153,7 @@ def test_messages_that_are_alike_do_not_come_back_together() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     every = [delivered(raw)._replace(tag=tag) for tag in range(1, 1_001)]
-    chances = sorted(edits.asked(one, found, dead=True).chance for one in every)
+    chances = sorted(edits.asked(one, found, RETRY_CONSULTED).chance for one in every)
     assert len(set(chances)) == 1_000
     assert max(after - before for before, after in pairwise(chances)) < 0.02
 

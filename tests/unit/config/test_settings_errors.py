@@ -98,6 +98,7 @@ FILES: list[tuple[str, dict[str, str]]] = [
     (f'{IN_A}delay_from = ["x-dely"]', {"route[0].delay_from": "a list of 1"}),
     (f'{IN_A}delay_from = ["x-delay", "x-delay"]', {"route[0].delay_from": "a list of 2"}),
     (f'{IN_A}delay_from = ["json:nextattempt.time"]', {"route[0].delay_from": "a list of 1"}),
+    (f'{IN_A}delay_from = ["header::s"]', {"route[0].delay_from": "a list of 1"}),
     (f'{IN_A}allow_exchanges = "b"', {"route[0].allow_exchanges": '"b"'}),
     (f'{IN_A}default_delay = "61m"\n[intake]\nmax_delay = "1h"', {"route[0].default_delay": '"61m"'}),
     (f'{IN_A}default_delay = "1m"\nrequire_delay = true', {"route[0].require_delay": "true"}),

@@ -40,10 +40,16 @@ TIMEOUTS = Route(b"Sales.Timeouts", b"", delay_from=("nservicebus-timeout",))
 BITS = Route(b"bits", b"out", delay_from=("routing-key-bits",))
 CELERY = Route(b"celery", b"out", delay_from=("celery-eta",))
 MAILERQ = Route(b"mailerq", b"amqpdelayer", delay_from=("timestamp", "json:/nextattempt/time"))
+HEADERS = Route(b"headers", b"", b"k", ("header:a:b:rfc3339", "header:c", "header:d:s"), routing_key_header=b"to")
+DRAMATIQ = Route(b"dramatiq", b"", delay_from=("json:/options/eta",))
+OF_DRAMATIQ = (  # As Dramatiq 2.2.1 publishes it: remind.send_with_options(args=("order-4711",), delay=3_600_000)
+    b'{"queue_name":"mail.DQ","actor_name":"remind","args":["order-4711"],"kwargs":{},"options":{"eta":1800003600000},'
+    b'"message_id":"ecc9e2b7-a84e-4d37-9177-873909bfcff5","message_timestamp":1800000000000}'
+)
 DEAD = Route(b"dead", b"", retry=RETRY)
 STORE = Policy(
     Mode.STORE,
-    {route.source: route for route in (NSB, TIMEOUTS, LATER, EVERY, BITS, CELERY, MAILERQ, DEAD)},
+    {route.source: route for route in (NSB, TIMEOUTS, LATER, EVERY, BITS, CELERY, MAILERQ, HEADERS, DRAMATIQ, DEAD)},
     max_delay_ms=3650 * 24 * HOUR_MS,
     own_queues=frozenset({b"delays", b"delays.due"}),
 )
@@ -78,6 +84,10 @@ def sent(ago_ms: int) -> str:
         (ask(b"celery"), NOW),
         (ask(b"mailerq", body=b'{"nextattempt": {"time": "2027-01-15 09:00:00"}}'), NOW + HOUR_MS),
         (ask(b"mailerq", body=b"{}"), NOW),
+        (ask(b"dramatiq", body=OF_DRAMATIQ), NOW + HOUR_MS),
+        (ask(b"headers", {b"a:b": "2027-01-15T09:00:00.0000001+00:00", b"c": 5}), NOW + HOUR_MS + 1),
+        (ask(b"headers", {b"c": "5"}), NOW + 5),
+        (ask(b"headers", {b"d": 2.5}), NOW + 3_000),
         # Of two forms the first one that is present.
         (ask(b"mailerq", timestamp=NOW // 1000 + 9, body=b"no json"), NOW + 9_000),
     ],
@@ -98,6 +108,8 @@ def test_the_digits_of_a_cascade_go() -> None:
     ("asked", "reason"),
     [
         (ask(b"nsb", {DELAY_IN_SECONDS: "soon"}), "nservicebus: expected seconds"),
+        (ask(b"headers", {b"d": "soon"}), "header:d:s: expected seconds"),
+        (ask(b"headers", {b"to": 5}), "to: expected a string"),
         (ask(b"nsb", {DELAY_IN_SECONDS: 5, TIME_SENT: "x"}), "nservicebus: NServiceBus.TimeSent: expected an instant"),
         (ask(b"nsb", {DELAY_IN_SECONDS: 1 << 40}), "the delay is too long"),
         (ask(b"celery", {b"eta": "soon"}), "celery-eta: expected an instant in ISO 8601"),

@@ -32,10 +32,13 @@ def test_every_key_of_a_route_arrives() -> None:
         "from": "grün", "to": "", "routing_key": "mail.inbox", "delay_from": ["timestamp"], "default_delay": "5s",
         "allow_exchanges": ["shop.*"],
     }  # fmt: skip
-    policy = policy_of(settings(route=[route, {"from": "", "require_delay": True}], mode="native"), has_store=False)
+    policy = policy_of(
+        settings(route=[route, {"from": "", "require_delay": True, "routing_key_header": "to"}], mode="native"),
+        has_store=False,
+    )
     assert policy.routes == {
         "grün".encode(): Route("grün".encode(), b"", b"mail.inbox", ("timestamp",), 5000, ("shop.*",)),
-        b"": Route(b"", b"", require_delay=True),
+        b"": Route(b"", b"", require_delay=True, routing_key_header=b"to"),
     }
     assert policy.mode is Mode.NATIVE
     assert not policy.has_store

@@ -65,6 +65,19 @@ def test_a_dead_letter_with_broken_headers_ends_no_daemon() -> None:
     assert broken.refusal.startswith("malformed header table: ")
 
 
+def test_a_deferred_message_of_rebus_leaves_without_the_headers_that_deferred_it() -> None:
+    """Its endpoint would defer it again."""
+    form, recipient = "header:rbs2-deferred-until:rfc3339", b"rbs2-defer-recipient"
+    route = Route(b"orders.in", b"", delay_from=(form,), routing_key_header=recipient)
+    kept = says(b"rbs2-defer-count", b"1")
+    until = says(b"rbs2-deferred-until", b"2286-11-20T17:46:40.1234567+00:00")
+    one = delivery(1, until, kept, says(recipient, b"orders"))
+    [step] = work(one, policy=replace(STORE, routes={b"orders.in": route}, max_delay_ms=10**13)).steps
+    [parcel] = step.parcels
+    assert (parcel.due_ms, parcel.target) == (10**13 + 124, Target(b"", b"orders"))
+    assert parcel.properties == encode_headers(kept)
+
+
 def test_parked_as_it_was_received() -> None:
     one = delivery(1, LATER, body=b"body")
     found = work(one)
