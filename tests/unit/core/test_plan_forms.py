@@ -241,17 +241,11 @@ def test_a_retry_route_refuses_messages_without_x_death(asked: DelayRequest, rea
 @pytest.mark.parametrize(
     ("retries", "chance", "wait"),
     [
-        (1, 0.0, 5_000),
-        (1, 1.0, 5_500),
-        (2, 0.0, 10_000),
-        (10, 0.0, 2_560_000),
-        (10, 1.0, 2_816_000),
+        (1, 0.0, 5_000), (1, 1.0, 5_500), (2, 0.0, 10_000), (10, 0.0, 2_560_000), (10, 1.0, 2_816_000),
         # The longest wait is one with jitter and all.
-        (11, 0.0, 3_272_728),
-        (9999, 0.5, 3_436_364),
-        (9999, 1.0, HOUR_MS),
+        (11, 0.0, 3_272_728), (9999, 0.5, 3_436_364), (9999, 1.0, HOUR_MS),
     ],
-)
+)  # fmt: skip
 def test_how_long_a_retry_waits(retries: int, chance: float, wait: int) -> None:
     assert retry_policy.wait_ms(replace(RETRY, jitter=0.1), retries, chance) == wait
 
