@@ -209,14 +209,11 @@ async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: st
 @pytest.mark.parametrize(
     "statement",
     [
-        "DROP TABLE held",
-        "ALTER TABLE lane ADD COLUMN mine int",
-        "UPDATE delayer_schema_version SET version_num = '9'",
-        "CREATE SCHEMA mine",
-        "TRUNCATE counter",
+        "DROP TABLE held", "ALTER TABLE lane ADD COLUMN mine int",
+        "UPDATE delayer_schema_version SET version_num = '9'", "CREATE SCHEMA mine", "TRUNCATE counter",
         "DELETE FROM lane",
     ],
-)
+)  # fmt: skip
 async def test_limits_of_the_daemon_s_role(store: str, statement: str) -> None:
     async with sql(store) as connection:
         with pytest.raises(asyncpg.InsufficientPrivilegeError):

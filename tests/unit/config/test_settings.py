@@ -76,28 +76,14 @@ def test_the_later_layer_wins(count: int, tmp_path: Path) -> None:
 def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_path: Path) -> None:
     some_file = str(write(tmp_path / "some", "amqp://h" if key[0] == "broker" else "postgresql://localhost"))
     texts = {
-        ("mode",): "native",
-        ("route",): '[{"from": "a", "to": "b"}]',
-        ("broker", "url"): "amqps://h",
-        ("broker", "verify"): "false",
-        ("broker", "heartbeat"): "5s",
-        ("broker", "management_url"): "http://h:15672",
-        ("intake", "prefetch"): "9",
-        ("intake", "max_delay"): "9d",
-        ("native", "prefix"): "other.",
-        ("native", "strategy"): "queue",
-        ("store", "url"): "postgres://h/d",
-        ("store", "park_beyond"): "9s",
-        ("store", "lanes"): "9",
-        ("store", "restore_ahead"): "9d",
-        ("http", "listen"): "[::1]:80",
-        ("http", "metrics_listen"): "[::1]:81",
-        ("http", "open"): "true",
-        ("http", "token"): "open-sesame-open",
-        ("intake", "give_back_after"): "9m",
-        ("log", "format"): "console",
-        ("log", "level"): "debug",
-    }
+        ("mode",): "native", ("route",): '[{"from": "a", "to": "b"}]', ("broker", "url"): "amqps://h",
+        ("broker", "verify"): "false", ("broker", "heartbeat"): "5s", ("broker", "management_url"): "http://h:15672",
+        ("intake", "prefetch"): "9", ("intake", "max_delay"): "9d", ("native", "prefix"): "other.",
+        ("native", "strategy"): "queue", ("store", "url"): "postgres://h/d", ("store", "park_beyond"): "9s",
+        ("store", "lanes"): "9", ("store", "restore_ahead"): "9d", ("http", "listen"): "[::1]:80",
+        ("http", "metrics_listen"): "[::1]:81", ("http", "open"): "true", ("http", "token"): "open-sesame-open",
+        ("intake", "give_back_after"): "9m", ("log", "format"): "console", ("log", "level"): "debug",
+    }  # fmt: skip
     text = some_file if key[1:] and key[1].endswith("_file") else texts.get(key, "another")
     base = {"DELAYER_BROKER__CERT_FILE": some_file} if key[-1] == "key_file" else {}
     plain = load(None, base, {})

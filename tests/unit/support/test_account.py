@@ -99,12 +99,10 @@ def test_changed_is_not_missing_too() -> None:
 @pytest.mark.parametrize(
     ("window", "excused"),
     [
-        (Window(NOW_MS - 50, NOW_MS - 1), False),
-        (Window(NOW_MS - 50, NOW_MS), True),
-        (Window(DUE_MS + 5, DUE_MS + 50), True),
-        (Window(DUE_MS + 6, DUE_MS + 50), False),
+        (Window(NOW_MS - 50, NOW_MS - 1), False), (Window(NOW_MS - 50, NOW_MS), True),
+        (Window(DUE_MS + 5, DUE_MS + 50), True), (Window(DUE_MS + 6, DUE_MS + 50), False),
     ],
-)
+)  # fmt: skip
 def test_a_fault_excuses_what_was_under_way(window: Window, excused: bool) -> None:
     verdict = verdict_of(arrival(), arrival(), windows=[window])
     assert (verdict.unexcused == []) is excused
