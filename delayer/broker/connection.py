@@ -14,11 +14,13 @@ import structlog
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
+from delayer.amqp.errors import AccessRefused
 from delayer.core.backoff import LogThrottle, pause
-from delayer.core.errors import BrokerLost
+from delayer.core.errors import OF_BROKER, BrokerLost, certificate_advice
 
 log = structlog.get_logger(__name__)
 
+LOGIN: Final = "check user, password and virtual host in broker.url, and that the broker has them"
 SETTLED: Final = 5.0
 """A connection that lasts for so many seconds counts as a success, so the next one is tried at once."""
 
@@ -26,7 +28,17 @@ SETTLED: Final = 5.0
 class ReconnectingConnection:
     """A connection that is kept open from :meth:`start` to :meth:`close`."""
 
-    def __init__(self, address: Address, name: str, *, heartbeat: float, timeout: float = 10.0) -> None:
+    def __init__(
+        self,
+        address: Address,
+        name: str,
+        *,
+        heartbeat: float,
+        timeout: float = 10.0,
+        throttle: LogThrottle | None = None,
+    ) -> None:
+        """``throttle``: of failures to connect, shared by connections to one broker, so that one of them logs."""
+        self._throttle = throttle or LogThrottle()
         self._address = address
         self._name = name
         self._heartbeat = heartbeat
@@ -124,7 +136,6 @@ class ReconnectingConnection:
 
     async def _keep(self) -> None:
         failures = 0
-        throttle = LogThrottle()
         while True:
             try:
                 connection = await Connection.open(
@@ -132,16 +143,14 @@ class ReconnectingConnection:
                 )
             except BrokerLost as lost:
                 # A refused password and a missing vhost are retried too: an operator can repair them meanwhile.
-                if throttle.should_log(str(lost), time.monotonic()):
-                    log.warning(
-                        "broker unreachable", connection=self._name, broker=str(self._address), reason=str(lost)
-                    )
+                if self._throttle.should_log(str(lost), time.monotonic()):
+                    self._log(lost)
                 await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
                 continue
             log.info("broker connected", connection=self._name, broker=str(self._address))
             self.connects += 1
-            throttle.reset()
+            self._throttle.reset()
             began = time.monotonic()
             self._connection = connection
             connection.on_alarm(partial(_alarmed, self._name))
@@ -156,6 +165,14 @@ class ReconnectingConnection:
                 # A connection that ends at once counts as a failed one.
                 await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
+
+    def _log(self, lost: BrokerLost) -> None:
+        """Log a failure to connect: an error if an operator has to act."""
+        advice = LOGIN if isinstance(lost, AccessRefused) else certificate_advice(str(lost), *OF_BROKER)
+        if advice:
+            log.error("broker refused", broker=str(self._address), reason=str(lost), next_step=advice)
+        else:
+            log.warning("broker unreachable", broker=str(self._address), reason=str(lost))
 
 
 def _alarmed(name: str, reason: str) -> None:

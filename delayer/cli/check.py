@@ -26,7 +26,7 @@ from delayer.store.admin import setup, stats
 from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
 from delayer.store.lanes.locks import broker_mark
 
-Result = Literal["ok", "note", "off", "out of reach"]
+Result = Literal["ok", "note", "off", "refused", "out of reach"]
 
 ONE_BROKER: Final = (
     "give each broker and virtual host a database of its own; at once, stop the daemons that have the wrong store.url: "
@@ -85,13 +85,14 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     if not offline:
         asyncio.run(_servers(report, settings))
     results = {row.result for row in report}
-    code = ExitCode.OUT_OF_REACH if "out of reach" in results else ExitCode.FOUND if "off" in results else ExitCode.DONE
+    away = {"refused", "out of reach"} & results
+    code = ExitCode.OUT_OF_REACH if away else ExitCode.FOUND if "off" in results else ExitCode.DONE
     if as_json:
         print_json({"ok": code == ExitCode.DONE, "checks": [row._asdict() for row in report]})
     else:
         print_table(["check", "result", "found", "next step"], report)
     if code != ExitCode.DONE:
-        note("Not all is well." if code == ExitCode.FOUND else "Something is out of reach.")
+        note("Not all is well." if code == ExitCode.FOUND else "Something is out of reach, or refuses us.")
     context.exit(code)
 
 
@@ -128,7 +129,8 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
             await _broker(rows, admin, settings)
             report += rows
     except (BrokerLost, BrokerRefused) as error:
-        report.add("broker", "out of reach", error, broker_advice(error))
+        result: Result = "refused" if isinstance(error, BrokerRefused) else "out of reach"
+        report.add("broker", result, error, broker_advice(error))
     await _store(report, settings, mark)
 
 
@@ -287,7 +289,7 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
         report.add("store", "off", unfit, unfit.advice)
         return
     except StoreLost as lost:
-        report.add("store", "out of reach", lost, lost.advice or STORE_RUNS)
+        report.add("store", "refused" if lost.advice else "out of reach", lost, lost.advice or STORE_RUNS)
         return
     except BadStoreUrl as bad:
         report.add("store", "off", str(bad), "write the URL as postgresql://user@host:port/database")

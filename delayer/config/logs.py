@@ -132,11 +132,13 @@ def finish(seconds: float = 0.3) -> None:
 
 
 def configure(
-    form: Literal["json", "console"], level: Literal["debug", "info", "warning", "error"], stream: TextIO | None = None
+    form: Literal["auto", "json", "console"],
+    level: Literal["debug", "info", "warning", "error"],
+    stream: TextIO | None = None,
 ) -> None:
     """Send every log of this process to ``stream`` (stderr). A second call changes format and level at once, also for
-    loggers that exist already."""
-    coloured = (stream or sys.stderr).isatty()
+    loggers that exist already. ``auto``: for people on a terminal, JSON elsewhere."""
+    terminal = (stream or sys.stderr).isatty()
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -148,8 +150,8 @@ def configure(
     ]
     renderer: Any = (
         structlog.processors.JSONRenderer(ensure_ascii=False)
-        if form == "json"
-        else structlog.dev.ConsoleRenderer(colors=coloured, pad_event_to=24, sort_keys=False)
+        if form == "json" or (form == "auto" and not terminal)
+        else structlog.dev.ConsoleRenderer(colors=terminal, pad_event_to=24, sort_keys=False)
     )
     handler: logging.Handler = _background if _background and stream is None else logging.StreamHandler(stream)
     handler.setFormatter(

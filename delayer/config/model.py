@@ -217,7 +217,7 @@ class HttpTable(Table):
 
 
 class LogTable(Table):
-    format: Literal["json", "console"] = "json"
+    format: Literal["auto", "json", "console"] = "auto"
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 

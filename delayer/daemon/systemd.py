@@ -166,7 +166,7 @@ def trouble(*, connected: bool, blocked: bool, store: bool, usable: bool, consum
     owns a lane of it; ``spare``: whether there are more processes than lanes.
 
     >>> trouble(connected=False, blocked=False, store=True, usable=False, consuming=False)
-    'the broker is out of reach; the store is out of reach, or gives us no lane'
+    'the broker is out of reach; the store is out of reach, refuses us, or gives us no lane'
     """
     found = []
     if not connected:
@@ -175,7 +175,7 @@ def trouble(*, connected: bool, blocked: bool, store: bool, usable: bool, consum
         found.append("the broker takes no publishes (a resource alarm)")
     if store and not usable:
         none = "no lane for this process: there are more processes than lanes"
-        found.append(none if spare else "the store is out of reach, or gives us no lane")
+        found.append(none if spare else "the store is out of reach, refuses us, or gives us no lane")
     if not consuming and not found:
         found.append("nothing is consumed yet")
     return "; ".join(found)

@@ -21,6 +21,7 @@ from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
 from delayer.broker.retry import first_set
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, topology_of, uses_cascade
+from delayer.core.backoff import LogThrottle
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
@@ -46,9 +47,9 @@ class Connections:
     def __init__(self, settings: Settings) -> None:
         address = Address.parse(settings.broker_url)
         self._vhost, self._cluster = address.vhost, ""
-        heartbeat = settings.broker.heartbeat_ms / 1000
+        heartbeat, throttle = settings.broker.heartbeat_ms / 1000, LogThrottle()
         self._connections = {
-            use: ReconnectingConnection(address, f"delayer {use}", heartbeat=heartbeat)
+            use: ReconnectingConnection(address, f"delayer {use}", heartbeat=heartbeat, throttle=throttle)
             for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
         }
         self.isolation = Isolation(self._connections["publish"], timeout=CONFIRM_TIMEOUT)

@@ -38,7 +38,7 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
     found += not_alive(state)
     if state["mode"] == "store":
         if store is None:
-            found.append(f"the store is out of reach: {error or 'it was not looked at yet'}")
+            found.append(f"the store is out of reach, or refuses us: {error or 'it was not looked at yet'}")
         elif store.upgrade_pending:
             found.append(f"the store's schema is {store.schema_found or 'missing'}, expected {store.schema_expected}")
     return found

@@ -221,9 +221,12 @@ class LaneManager:
                 await self._look(number, stopping)
             except StoreLost as lost:
                 self.out_of_reach.set()
-                if throttle.should_log(str(lost), time.monotonic()):
-                    advice = {"next_step": lost.advice} if lost.advice else {}
-                    log.warning("store unreachable", reason=str(lost), **advice)
+                if not throttle.should_log(str(lost), time.monotonic()):
+                    pass
+                elif lost.advice:
+                    log.error("store refused", reason=str(lost), next_step=lost.advice)
+                else:
+                    log.warning("store unreachable", reason=str(lost))
                 failed = True
             else:
                 self.out_of_reach.clear()

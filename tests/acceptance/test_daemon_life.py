@@ -56,13 +56,20 @@ async def test_a_store_with_another_schema_is_an_error_that_says_what_to_do(
         assert_no_secret(daemon)
 
 
-async def test_a_store_that_refuses_the_role_says_what_to_do(place: Place, postgres: Postgres, schema: str) -> None:
-    url = postgres.url(schema).replace("postgres@", "nobody@")
-    async with DaemonProcess(place.environ("store", url)) as daemon:
-        event = await daemon.event("store unreachable")
-        assert "nobody" in event["reason"]
-        assert event["next_step"].startswith("check user and password in store.url")
+@pytest.mark.parametrize("server", ["broker", "store"])
+async def test_a_refused_login_is_one_error_with_the_next_step(
+    place: Place, postgres: Postgres, schema: str, server: str
+) -> None:
+    urls = {"broker": place.rabbitmq.url(place.vhost), "store": postgres.url(schema)}
+    urls[server] = re.sub("//[^@]*@", "//nobody:Sesame@", urls[server])
+    environ = place.environ("store", urls["store"]) | {"BROKER__URL": urls["broker"]}
+    async with DaemonProcess(environ) as daemon:
+        event = await daemon.event(f"{server} refused")
+        assert (event["level"], "nobody" in event["reason"] or server == "broker") == ("error", True)
+        assert event["next_step"].startswith("check user")
+        await daemon.event("consuming interrupted")  # By now every connection has tried.
         assert await daemon.stop() == 0
+        assert [one["event"] for one in daemon.events if one["level"] == "error"] == [f"{server} refused"]
 
 
 @pytest.mark.parametrize("mode", ["store", "native"])
@@ -218,7 +225,7 @@ async def test_servers_that_come_late_and_go(servers: tuple[RabbitMQ, Postgres])
         assert await daemon.stop() == 0
         assert not daemon.stray_lines
         assert_no_secret(daemon)
-        assert not [event for event in daemon.events if event["level"] in ("error", "critical")]
+        assert {one["event"] for one in daemon.events if one["level"] in ("error", "critical")} <= {"broker refused"}
 
 
 def close_connections(place: Place) -> list[str]:

@@ -122,7 +122,7 @@ async def test_a_bad_certificate_is_told_and_waited_out(
             + f"?sslmode=verify-full&sslrootcert={papers.ca}",
         }
         async with DaemonProcess(environ) as daemon:
-            told = [await daemon.event(f"{server} unreachable") for server in ("broker", "store")]
+            told = [await daemon.event(f"{server} refused") for server in ("broker", "store")]
             assert all("CERTIFICATE_VERIFY_FAILED" in event["reason"] for event in told), told
             assert await daemon.stop() == 0
         assert broker.heard == store.heard == 0
@@ -165,7 +165,7 @@ async def test_passwords_are_nowhere(place: Place, schema: str, postgres: Postgr
     for verb in ("check", "status", "run"):
         if verb == "run":
             async with DaemonProcess({}, config=config) as daemon:
-                await daemon.event("broker unreachable")
+                await daemon.event("broker refused")
                 assert await daemon.stop() == 0
                 said = daemon.tail(1000)
         else:

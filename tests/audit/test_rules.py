@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
+NOBODY: dict[str, str] = {}
+
 
 def figures(number: int, waiting: int, held: int = 0, /, **counters: int) -> LaneFigures:
     return LaneFigures(number, "", True, dict.fromkeys(KINDS, 0) | counters, waiting, held)

@@ -22,7 +22,7 @@ from tests.support.rows import compact, put, row, rows, waiting
 from tests.support.store import sql
 
 PAGE = 8192
-EMPTY = bytes(PAGE)
+EMPTY, NOISE = bytes(PAGE), b"\xff" * PAGE
 LANE = 9
 ROWS = 900
 OF_A_SEGMENT = 30

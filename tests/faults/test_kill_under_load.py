@@ -20,6 +20,8 @@ SEED = 20_000
 LONGEST_LIFE = 0.8
 ENDS_SECONDS = 20.0
 """A lane is free 4 s after its owner hangs; the rest is the start of another daemon, on a busy machine."""
+HELD = 50
+"""Messages in hand of a connection that is lost."""
 
 
 def place_of(mode: str, vhost: str, store: str) -> Place:

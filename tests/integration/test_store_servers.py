@@ -45,7 +45,7 @@ async def test_a_server_that_cannot_hold_a_lane_is_refused(delayer: Run, vhost: 
     [row] = [row for row in rows if row["what"] == "store"]
     assert (row["result"], reason in row["found"]) == ("off", True), row
     async with DaemonProcess({"BROKER__URL": vhost, "STORE__URL": url}) as daemon:
-        event = await daemon.event("store unreachable")
+        event = await daemon.event("store refused")
         assert (event["reason"], event["next_step"]) == (row["found"], row["advice"])
         assert await daemon.stop() == 0
 

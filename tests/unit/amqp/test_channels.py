@@ -35,7 +35,8 @@ from tests.unit.amqp.scripted import (
 class Clock:
     """A clock that shows what a test sets."""
 
-    ms = 0
+    def __init__(self) -> None:
+        self.ms = 0
 
     def __call__(self) -> int:
         return self.ms

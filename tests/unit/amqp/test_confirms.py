@@ -62,15 +62,23 @@ async def test_one_batch(said: list[tuple[int, bool, bool] | str], expected: lis
     assert confirms.in_flight == 0
 
 
-async def test_confirms_of_nothing_and_second_ones() -> None:
+@pytest.mark.parametrize(
+    ("number", "multiple", "why"), [(0, False, "publish 0"), (4, False, "publish 4"), (4, True, "publish 4")]
+)
+async def test_confirms_of_nothing(number: int, multiple: bool, why: str) -> None:
     confirms, _ = await written(3)
-    for number, multiple in ((0, False), (4, False), (4, True)):
-        with pytest.raises(ProtocolError, match=f"confirm of publish {number}, the last was 3"):
-            confirms.settle(number, multiple=multiple, positive=True)
-    for number, multiple in ((2, False), (3, True)):
+    with pytest.raises(ProtocolError, match=why):
         confirms.settle(number, multiple=multiple, positive=True)
-        with pytest.raises(ProtocolError, match=f"second confirm of publish {number}"):
-            confirms.settle(number, multiple=False, positive=True)
+
+
+async def test_second_confirm() -> None:
+    confirms, _ = await written(3)
+    confirms.settle(2, multiple=False, positive=True)
+    with pytest.raises(ProtocolError, match="second confirm of publish 2"):
+        confirms.settle(2, multiple=False, positive=True)
+    confirms.settle(3, multiple=True, positive=True)
+    with pytest.raises(ProtocolError, match="second confirm of publish 3"):
+        confirms.settle(3, multiple=False, positive=True)
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,11 @@ def test_one_object_a_line(stream: io.StringIO) -> None:
     }
 
 
-def test_level_and_format_change_live(stream: io.StringIO) -> None:
+def test_level_and_format_change_live(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     log = structlog.get_logger("delayer.x")
     configure("json", "warning", stream)
     log.info("one")
-    configure("json", "debug", stream)
+    configure("auto", "debug", stream)
     log.debug("two")
     configure("console", "error", stream)
     log.warning("three")
@@ -80,6 +80,10 @@ def test_level_and_format_change_live(stream: io.StringIO) -> None:
     assert "four" in second
     assert "key=value" in second
     assert "\x1b" not in second, "no colours where no terminal is"
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    configure("auto", "info", stream)
+    log.info("five")
+    assert "\x1b" in stream.getvalue()
 
 
 def test_libraries_come_the_same_way_and_only_with_warnings(stream: io.StringIO) -> None:

@@ -12,7 +12,6 @@ from delayer.core.cascade import (
     MAX_SECONDS,
     Cascade,
     bindable,
-    delay_in_key,
     due_topology,
     intake_topology,
     routing_key,
@@ -34,7 +33,6 @@ def test_routing_keys_and_where_they_enter(seconds: int, low_bits: str, level: i
     key = routing_key(seconds, b"a.b")
     assert key == (NONE[len(low_bits) :] + low_bits + "a.b").encode()
     assert Cascade().entry(seconds) == f"delayer.delay-level-{level:02d}"
-    assert delay_in_key(key) == delay_in_key(routing_key(seconds, routing_key(7, b"a"))) == seconds
 
 
 @pytest.mark.parametrize("seconds", [-1, MAX_SECONDS + 1, 1 << 40])
@@ -73,7 +71,6 @@ def test_an_address_of_199_bytes_fits(letter: str) -> None:
 )
 def test_one_leading_prefix_is_stripped(key: bytes, expected: bytes) -> None:
     assert strip_prefix(key) == expected
-    assert (delay_in_key(key) is None) == (key == expected)
 
 
 @pytest.mark.parametrize(

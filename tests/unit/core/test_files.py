@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from delayer.core.files import replacing
+from tests.unit.audit import audit_reports
+
+EMPTY = audit_reports.empty()
 
 
 class Interrupted(Exception):

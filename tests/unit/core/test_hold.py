@@ -23,16 +23,27 @@ HOLDS = st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=5), st.boole
 
 @given(HOLDS, HOLDS, HOLDS)
 def test_flags_of_earlier_objections_stay(first: Hold, second: Hold, third: Hold) -> None:
-    last = third.after(second.after(first.after(None)))
+    last = third.after(second.after(first))
     every = (first, second, third)
     assert (last.kind, last.text) == (third.kind, third.text)
     assert last.may_be_delivered == any(one.may_be_delivered for one in every)
     assert last.isolated == any(one.isolated for one in every)
 
 
+@given(HOLDS)
+def test_first_objection_stands_alone(hold: Hold) -> None:
+    assert hold.after(None) == hold
+
+
 @given(HOLDS, st.integers(0, 10**12))
-def test_late_and_unfit_messages_wait_for_a_person_whatever_their_text(hold: Hold, again_ms: int) -> None:
+def test_late_and_unfit_messages_wait_for_a_person(hold: Hold, again_ms: int) -> None:
     assert hold.retry_ms(again_ms) == (None if hold.kind in FOR_A_PERSON else again_ms)
+
+
+@given(HOLDS, st.text(max_size=5), st.integers(0, 10**12))
+def test_the_text_decides_nothing(hold: Hold, text: str, again_ms: int) -> None:
+    reworded = Hold(hold.kind, text, hold.may_be_delivered, hold.isolated)
+    assert reworded.retry_ms(again_ms) == hold.retry_ms(again_ms)
 
 
 @pytest.mark.words

@@ -21,6 +21,7 @@ from delayer.core.nservicebus import (
     TIME_SENT,
     Timeout,
     cleared_timeouts,
+    delay_seconds,
     delayed_until_ms,
     read_wire_instant_ms,
     saga_of,
@@ -118,6 +119,11 @@ def test_when_a_delayed_message_is_due(headers: dict[bytes, object], due_ms: int
 def test_an_unreadable_header_is_named(headers: dict[bytes, object], named: str) -> None:
     with pytest.raises(UnreadableDelay, match=named):
         delayed_until_ms(headers)
+
+
+def test_how_long_a_message_is_delayed() -> None:
+    assert delay_seconds({}) is None
+    assert delay_seconds({DELAY_IN_SECONDS: 2147483647}) == 2147483647
 
 
 @pytest.mark.parametrize(

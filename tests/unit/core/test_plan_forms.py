@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from delayer.core import retry_policy
 from delayer.core.cascade import routing_key
 from delayer.core.delay_headers import DelayRequest
-from delayer.core.delay_sources import CONSULTED, SOURCES
+from delayer.core.delay_sources import CONSULTED, SOURCES, source_of
 from delayer.core.message import KeyGroup, Target, Timestamp
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
@@ -318,3 +318,14 @@ def test_every_message_has_a_plan(asked: DelayRequest, policy: Policy) -> None:
     if isinstance(plan, Refuse):
         assert plan.reason.isascii()
         assert plan.reason.isprintable()
+
+
+@pytest.mark.parametrize("name", [*SOURCES, "json:/nextattempt/time", "json:"])
+def test_the_names_of_forms(name: str) -> None:
+    assert callable(source_of(name))
+
+
+@pytest.mark.parametrize("name", ["json:nextattempt", "x-dely", "", "5"])
+def test_a_name_that_is_no_form(name: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        source_of(name)

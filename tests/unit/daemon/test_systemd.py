@@ -129,7 +129,7 @@ WELL = {"connected": True, "blocked": False, "store": True, "usable": True, "con
         (WELL | {"connected": False}, "the broker is out of reach"),
         (WELL | {"connected": False, "blocked": True}, "the broker is out of reach"),
         (WELL | {"blocked": True}, "the broker takes no publishes (a resource alarm)"),
-        (WELL | {"usable": False, "consuming": False}, "the store is out of reach, or gives us no lane"),
+        (WELL | {"usable": False, "consuming": False}, "the store is out of reach, refuses us, or gives us no lane"),
         (WELL | {"consuming": False}, "nothing is consumed yet"),
     ],
 )

@@ -25,7 +25,7 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(**AWAY), GOOD, ["queue 'delays' is not consumed"]),
         (state(consuming={}), GOOD, ["queue 'delays' is not consumed"]),
         (state(usable=False), GOOD, ["no lane of the store is owned"]),
-        (state(), None, ["the store is out of reach: connect: refused"]),
+        (state(), None, ["the store is out of reach, or refuses us: connect: refused"]),
         (state(), OLD, [f"the store's schema is 9999, expected {schema.HEAD}"]),
         (state(), NONE, [f"the store's schema is missing, expected {schema.HEAD}"]),
         (state(stalled=["lane 3"]), GOOD, ["loop 'lane 3' stands still"]),

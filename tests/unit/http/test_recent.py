@@ -13,6 +13,7 @@ from delayer.core.counters import LATENESS, Counters, Tally
 from delayer.http.recent import STEP_MS, Recent, quantile, series, summary
 
 NOW = 1_800_000_000_000
+ALL = len(LATENESS)
 
 
 def test_each_step_has_the_counts_since_the_one_before() -> None:

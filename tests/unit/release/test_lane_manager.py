@@ -179,8 +179,10 @@ async def test_a_store_without_lanes_is_told() -> None:
     with capture_logs() as logs:
         async with scene(ScriptedStore(0)) as it:
             await until(lambda: it.store.looks > 3)
-    [told] = [one for one in logs if one["event"] == "store unreachable"]
-    assert (told["reason"], told["next_step"]) == ("the store has no lanes", "run `delayer db upgrade`")
+    [told] = [one for one in logs if one["event"] == "store refused"]
+    assert (told["log_level"], told["reason"], told["next_step"]) == (
+        "error", "the store has no lanes", "run `delayer db upgrade`",
+    )  # fmt: skip
 
 
 async def test_owners_that_publish_to_another_broker_are_told_once() -> None:

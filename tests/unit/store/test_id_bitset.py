@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import tracemalloc
 
-from delayer.store.admin.actions import IdBitset
+from hypothesis import strategies as st
+
+from delayer.store.admin.actions import PART, IdBitset
+
+IDS = st.integers(0, (1 << 63) - 1) | st.integers(0, 3 * PART)
 
 
 def test_a_million_take_no_room() -> None:
