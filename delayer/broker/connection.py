@@ -143,8 +143,12 @@ class ReconnectingConnection:
                 )
             except BrokerLost as lost:
                 # A refused password and a missing vhost are retried too: an operator can repair them meanwhile.
-                if self._throttle.should_log(str(lost), time.monotonic()):
-                    self._log(lost)
+                told = self._throttle.should_log(str(lost), time.monotonic())
+                advice = LOGIN if isinstance(lost, AccessRefused) else certificate_advice(str(lost), *OF_BROKER)
+                if told and advice:
+                    log.error("broker refused", broker=str(self._address), reason=str(lost), next_step=advice)
+                elif told:
+                    log.warning("broker unreachable", broker=str(self._address), reason=str(lost))
                 await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
                 continue
@@ -165,14 +169,6 @@ class ReconnectingConnection:
                 # A connection that ends at once counts as a failed one.
                 await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
-
-    def _log(self, lost: BrokerLost) -> None:
-        """Log a failure to connect: an error if an operator has to act."""
-        advice = LOGIN if isinstance(lost, AccessRefused) else certificate_advice(str(lost), *OF_BROKER)
-        if advice:
-            log.error("broker refused", broker=str(self._address), reason=str(lost), next_step=advice)
-        else:
-            log.warning("broker unreachable", broker=str(self._address), reason=str(lost))
 
 
 def _alarmed(name: str, reason: str) -> None:

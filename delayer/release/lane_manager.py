@@ -221,19 +221,16 @@ class LaneManager:
                 await self._look(number, stopping)
             except StoreLost as lost:
                 self.out_of_reach.set()
-                if not throttle.should_log(str(lost), time.monotonic()):
-                    pass
-                elif lost.advice:
+                told = throttle.should_log(str(lost), time.monotonic())
+                if told and lost.advice:
                     log.error("store refused", reason=str(lost), next_step=lost.advice)
-                else:
+                elif told:
                     log.warning("store unreachable", reason=str(lost))
-                failed = True
             else:
                 self.out_of_reach.clear()
                 retry.succeeded()
                 throttle.reset()
-                failed = False
-            if failed:
+            if self.out_of_reach.is_set():
                 await retry.pause()
             stop = asyncio.create_task(stopping.wait(), name="stopping")
             loops = [stop, *self._releases]
