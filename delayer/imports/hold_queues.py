@@ -7,6 +7,7 @@ how long the queue holds it. The management API shows both. Options of the comma
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,8 +25,9 @@ from delayer.imports.queues import X_DEATH, Queues, Reader
 from delayer.imports.state_machine import BadSource, ImportImpossible, SourceLost
 
 COPIES: Final = b"CC"
-SENT_AGAIN: Final = "_retry"
-"""The end of the name of Symfony's queues whose messages its workers sent again, with their old timestamp."""
+SENT_AGAIN: Final = re.compile(r"_retry(_\d{4}-\d\d-\d\d)?\Z")
+"""The end of the name of Symfony's queues whose messages its workers sent again, with their old timestamp. Symfony 8.1
+can make one for each day."""
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class HoldQueue:
         None for messages that were dead-lettered before, and in Symfony's retry queues: their timestamp is of the first
         publish.
         """
-        if not self.stamped or self.queue.endswith(SENT_AGAIN) or properties is None:
+        if not self.stamped or SENT_AGAIN.search(self.queue) or properties is None:
             return None
         if properties.timestamp is None or properties.get(X_DEATH) is not None:
             return None

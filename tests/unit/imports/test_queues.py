@@ -76,6 +76,8 @@ STAMPED = Props(timestamp=SECOND - 20)
         (hold(), Props(headers=died(SECOND - 20)), False),
         # Symfony's workers send with the timestamp of the first time.
         (HoldQueue("delay_x__60000_retry", b"", b"work", 60_000, stamped=True), STAMPED, False),
+        (HoldQueue("delay_x__60000_retry_2026-11-27", b"", b"work", 60_000, stamped=True), STAMPED, False),
+        (HoldQueue("delay_x__60000_delay_2026-11-27", b"", b"work", 60_000, stamped=True), STAMPED, True),
         (HoldQueue("delay_x__60000_delay", b"", b"work", 60_000, stamped=True), STAMPED, True),
     ],
 )
