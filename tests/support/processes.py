@@ -267,4 +267,4 @@ def find_program(name: str, *directories: str, of: str) -> Path:
     for path in (*(Path(directory) / name for directory in directories), Path(shutil.which(name) or "/nowhere")):
         if path.exists():
             return path
-    raise StartFailed(f"{of} is not installed: there is no {name}; .ci/setup servers installs it")
+    raise StartFailed(f"{of} is not installed: there is no {name}; .ci/setup installs it")
