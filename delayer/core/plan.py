@@ -274,9 +274,9 @@ def _asked(request: DelayRequest, route: Route) -> Asked | None:
         if asked is not None:
             return asked
     for name in request.names():
-        right = (meant(name) or b"").decode()
-        if right and (right in route.delay_from or right not in OWN_SOURCES):
-            raise Unacceptable(f"the message has no delay, but a header {_name(name)}: expected {right!r}")
+        right = meant(name)
+        if right is not None and (right.decode() in route.delay_from or right.decode() not in OWN_SOURCES):
+            raise Unacceptable(f"the message has no delay, but a header {_name(name)}: expected {_name(right)}")
     if route.require_delay:
         raise Unacceptable(f"the message has no delay: expected one, by {', '.join(route.delay_from)} (require_delay)")
     return None

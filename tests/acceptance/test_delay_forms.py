@@ -181,6 +181,7 @@ CASES: Mapping[str, Make] = {
     "timestamp property where asked": property_timestamp,
     "timestamp property where not asked": property_not_asked,
     "timestamp property absent": second_form,
+    "another header": lambda now: Said(((b"wait", text("1")),), now + 1000, through="in.header"),
     "nothing": lambda now: Said((), now),
     "nothing, default delay": lambda now: Said((), now + 1200, through="in.default"),
     "x-delay before default delay": lambda now: Said(
@@ -237,7 +238,7 @@ def test_a_delay_form(played: tuple[World, dict[str, Said]], case: str) -> None:
     props = arrival.props
     if said.turned is not None:
         assert props.all(b"x-delay") == [said.turned]
-    for form in (b"x-deliver-at", b"x-opt-delivery-time", b"x-opt-delivery-delay"):
+    for form in (b"x-deliver-at", b"x-opt-delivery-time", b"x-opt-delivery-delay", b"wait"):
         assert not props.all(form)
     assert props.all(b"timestamp_in_ms") == [value for name, value in said.headers if name == b"timestamp_in_ms"]
     assert props.timestamp == said.timestamp

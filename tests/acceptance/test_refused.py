@@ -67,6 +67,8 @@ CASES: Mapping[str, Bad] = {
     "unreadable first form, readable second": Bad(
         ((b"x-deliver-at", number("l", 0)), (b"x-delay", text("?"))), "x-delay: .*found '\\?'"
     ),
+    "a misspelt header": Bad(((b"X-Delay", number("I", 5)),), "the message has no delay, but .* expected 'x-delay'"),
+    "no delay": Bad((), "the message has no delay", through="in.header"),
     "too long": Bad(((b"x-delay", number("l", 3650 * DAYS + 60_000)),), "too long"),
     "too long text": Bad(((b"x-delay", text("9" * 30)),), "too long"),
     "too long double": Bad(((b"x-delay", number("d", 1e300)),), "too long"),

@@ -142,6 +142,7 @@ def routes() -> list[Route]:
             "delay_from": ["x-opt-delivery-delay", "x-deliver-at", "x-delay", "x-opt-delivery-time"],
         },
         {"from": "in.default", "to": "out", "default_delay": "1200ms"},
+        {"from": "in.header", "to": "out", "delay_from": ["header:wait:s"], "require_delay": True},
         {"from": "in.fixed", "to": "out", "routing_key": "inbox"},
         {"from": "in.allowed", "to": "out", "allow_exchanges": ["side.*"]},
         {"from": "in.narrow", "to": "narrow"},
