@@ -75,6 +75,10 @@ dist: dev ## sdist and wheel in dist/, checked; the same bytes each time
 	@$(PYTHON_OF_VENV) -m twine check --strict dist/*
 	@sha256sum dist/*
 
+.PHONY: deb
+deb: ## the Debian package in dist/, for the Debian that this runs on (EXTRAS=segments puts pyarrow in)
+	@.ci/deb
+
 .PHONY: clean
 clean: ## delete .venv and whatever was made here
 	rm -rf .venv dist build .mypy_cache .ruff_cache .hypothesis
