@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import asyncpg
 import click
@@ -30,7 +30,7 @@ from delayer.cli.options import (
     whoami,
 )
 from delayer.cli.output import note, print_json, print_table
-from delayer.core.filters import MAX_ID, Filter
+from delayer.core.filters import Filter
 from delayer.core.readable import counted
 from delayer.store.admin import actions, detail
 from delayer.store.admin.detail import HeldEntry
@@ -136,58 +136,36 @@ def _act(
     wanted = selected(names, given, everything=everything)
     url = store_url(request_of(context).settings())
     tokens = messages_of(url, names)
-    ids = {token.id for token in tokens.values() if token is not None}
-    chosen = ChosenHeld(wanted, ids if names else None)
-    messages, last, absent = ask_store(url, "look at held messages", lambda connection: _count(connection, chosen))
-    missing = [name for name, token in tokens.items() if token is None or token.id in absent]
-    question = f"{verb.capitalize()} {counted(messages, 'held message')}"
-    some, sure = messages > 0, yes or bool(names)
+    ids = {token.id for token in tokens.values() if token is not None} if names else None
+    dues = ask_store(url, "look at held messages", lambda connection: _dues(connection, wanted, ids))
+    missing = [name for name, token in tokens.items() if token is None or token.id not in dues]
+    question = f"{verb.capitalize()} {counted(len(dues), 'held message')}"
+    some, sure = bool(dues), yes or bool(names)
     go_on(context, question, missing, some=some, fine=some or everything, dry_run=dry_run, yes=sure)
-    click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, chosen._replace(last=last))):,}.")
+    asked = wanted.as_dict() if ids is None else {"ids": sorted(ids)}
+    click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, asked, dues)):,}.")
     if missing:
         context.exit(ExitCode.FOUND)
 
 
-class ChosenHeld(NamedTuple):
-    """The held messages with these ``ids``; where they are None, all that match ``wanted`` up to the id ``last``."""
-
-    wanted: Filter
-    ids: Set[int] | None
-    last: int = MAX_ID
-
-
-async def _pages(connection: asyncpg.Connection, chosen: ChosenHeld) -> AsyncIterator[list[HeldEntry]]:
-    """The messages page by page, because there may be millions."""
-    if chosen.ids is not None:
-        yield await detail.held_named(connection, chosen.ids)
-        return
-    test = reading.properties_test(chosen.wanted)
-    after: int | None = 0
-    while after is not None and after < chosen.last:
-        page = await detail.held_page(connection, chosen.wanted, test, detail.AT_ONCE, after)
-        yield [one for one in page.messages if one.entry.place.id <= chosen.last]
+async def _dues(connection: asyncpg.Connection, wanted: Filter, ids: Set[int] | None) -> dict[int, int]:
+    """The held messages with these ``ids``; where they are None, all that match ``wanted``. Each with its due time."""
+    dues = {} if ids is None else await detail.held_dues(connection, ids)
+    test = reading.properties_test(wanted)
+    after: int | None = 0 if ids is None else None
+    while after is not None:
+        page = await detail.held_page(connection, wanted, test, detail.AT_ONCE, after)
+        dues |= {one.entry.place.id: one.entry.place.due_us // 1000 for one in page.messages}
         after = page.after
+    return dues
 
 
-async def _count(connection: asyncpg.Connection, chosen: ChosenHeld) -> tuple[int, int, Set[int]]:
-    """The number of matches, the last id, and the ids that are not held."""
-    messages, last, missing = 0, 0, set(chosen.ids or ())
-    async for page in _pages(connection, chosen):
-        numbers = [one.entry.place.id for one in page]
-        messages += len(numbers)
-        last = max([last, *numbers])
-        missing -= set(numbers)
-    return messages, last, missing
-
-
-async def _do(url: str, verb: str, chosen: ChosenHeld) -> int:
-    """Retry or drop all counted messages that are still held, and no later ones."""
-    asked = {"ids": sorted(chosen.ids)} if chosen.ids is not None else chosen.wanted.as_dict()
-    done = 0
+async def _do(url: str, verb: str, asked: Mapping[str, Any], dues: Mapping[int, int]) -> int:
+    """Retry or drop these, as far as they are still held, in portions."""
+    done, items = 0, list(dues.items())
+    change = actions.retry_held if verb == "retry" else actions.drop_held
     async with actions.recorded(url, whoami(), f"held {verb}", asked) as (connection, act):
-        async for some in _pages(connection, chosen):
-            work: Callable[[], Any] = partial(actions.drop_held, connection, some, act)
-            if verb == "retry":
-                work = partial(actions.retry_held, connection, [one.entry.place.id for one in some], act)
-            done += await actions.patiently(work) if some else 0
+        for start in range(0, len(items), detail.AT_ONCE):
+            some = dict(items[start : start + detail.AT_ONCE])
+            done += await actions.patiently(partial(change, connection, some, act))
     return done

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import asyncpg
@@ -97,6 +97,36 @@ instant = read_as(lambda text: texts.instant_ms(text, time.time_ns() // 1_000_00
 fixed_instant = read_as(texts.instant_ms)
 """Not from now on."""
 bytes_of = read_as(raw)
+
+
+Value = str | int | float | bool
+
+
+def headers_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Value]:
+    """The callback of an option for typed headers."""
+    headers: dict[str, Value] = {}
+    for text in given:
+        name, value = pair(text, "NAME=VALUE or NAME:TYPE=VALUE")
+        name, _, kind = name.rpartition(":") if ":" in name else (name, "", "str")
+        if not name or kind not in _TYPES:
+            raise click.BadParameter(
+                f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. A name with a colon needs the type "
+                f"too: {name}:{kind}:str={value}"
+            )
+        try:
+            headers[name] = _TYPES[kind](value)
+        except ValueError:
+            raise click.BadParameter(f"{name}: expected a value of type {kind}, found {value!r}") from None
+    return headers
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+_TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "float": float, "bool": _truth}
 
 
 def _header(text: str) -> tuple[bytes, str]:

@@ -21,7 +21,7 @@ from delayer.amqp.reading import iso
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import CommandFailed, Misused
-from delayer.cli.options import Request, duration, fixed_instant, pair
+from delayer.cli.options import Request, Value, duration, fixed_instant, headers_of
 from delayer.cli.output import note, progress, quoted
 from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import duration_text
@@ -32,7 +32,6 @@ from delayer.core.readable import readable
 WINDOW: Final = 500
 """Messages that wait for their confirms at once, at most."""
 WINDOW_BYTES: Final = 8 << 20
-Value = str | int | float | bool
 
 
 @dataclass(slots=True)
@@ -122,32 +121,6 @@ _RELATIVE = ("x-delay", "x-opt-delivery-delay")
 _ABSOLUTE = ("x-deliver-at", "x-opt-delivery-time")
 
 
-def _headers(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Value]:
-    headers: dict[str, Value] = {}
-    for text in given:
-        name, value = pair(text, "NAME=VALUE or NAME:TYPE=VALUE")
-        name, _, kind = name.rpartition(":") if ":" in name else (name, "", "str")
-        if not name or kind not in _TYPES:
-            raise click.BadParameter(
-                f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. A name with a colon needs the type "
-                f"too: {name}:{kind}:str={value}"
-            )
-        try:
-            headers[name] = _TYPES[kind](value)
-        except ValueError:
-            raise click.BadParameter(f"{name}: expected a value of type {kind}, found {value!r}") from None
-    return headers
-
-
-def _truth(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(text)
-    return text == "true"
-
-
-_TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "float": float, "bool": _truth}
-
-
 @click.command(short_help="Publish a message that asks for a delay.")
 @click.option(
     "--route", "route_name", metavar="EXCHANGE", help="The `from` exchange of its route, if there are several routes."
@@ -162,7 +135,7 @@ _TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "
     "--header",
     "headers",
     multiple=True,
-    callback=_headers,
+    callback=headers_of,
     metavar="NAME[:TYPE]=VALUE",
     help="A header. TYPE is str (the default), int, float or bool. A NAME with a colon needs it: "
     "a:b:str=c. May be repeated.",

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import click
+from pamqp.encode import field_table
 
 from delayer.amqp import reading
-from delayer.amqp.reading import address, iso
+from delayer.amqp.reading import address, iso, raw
 from delayer.broker.errors import QueueMissing
 from delayer.broker.pipelined_admin import pipelined_admin
-from delayer.cli.errors import ExitCode
-from delayer.cli.options import as_json, change_options, go_on, request_of, whoami
-from delayer.cli.output import note, print_json, print_table
+from delayer.cli.errors import ExitCode, Misused
+from delayer.cli.options import Value, as_json, change_options, duration, go_on, headers_of, request_of, whoami
+from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
-from delayer.intake.refusals import EntryPoints
+from delayer.core.delay_headers import DELIVER_AT, OPT_DELAY, OPT_TIME
+from delayer.intake.refusals import EntryPoints, Mend
 from delayer.intake.set_aside import (
     ANY,
     KEPT,
@@ -33,10 +36,14 @@ from delayer.intake.set_aside import (
 )
 from delayer.store.admin import actions, audit_log
 
+NOTHING: Final[Mend] = {}
+SETTLED: Final = 2.0
+"""Seconds that the daemon has to refuse retried messages again. It needs milliseconds."""
 
-def refused_of(settings: Settings) -> SetAside[RefusedMessage]:
+
+def refused_of(settings: Settings, mend: Mend = NOTHING) -> SetAside[RefusedMessage]:
     entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-    return refused_queue(settings.broker_url, settings.refused.queue, entries)
+    return refused_queue(settings.broker_url, settings.refused.queue, entries, mend)
 
 
 def strays_of(settings: Settings) -> SetAside[Stray]:
@@ -111,8 +118,9 @@ REFUSED: Final = SetAsideQueue(
     """,
     """Publish refused messages again. They go to the exchange that they came in by, without the headers of the refusal.
 
-    Correct the cause first, because the daemon refuses a message again that it still cannot delay. A relative delay
-    counts from now. A message leaves the refused queue when the broker has confirmed it elsewhere.
+    Correct the cause first, or the headers by --delay, --set-header and --drop-header: the daemon refuses a message
+    again that it still cannot delay. A relative delay counts from now. A message leaves the refused queue when the
+    broker has confirmed it elsewhere. Exit code 1 if some stay, or are refused again.
     """,
     "--reason 'too long' --route orders.in",
 )  # fmt: skip
@@ -161,10 +169,12 @@ def _change(
     **given: Any,
 ) -> None:
     """Look at the messages, ask, then retry or drop exactly these."""
+    mends = {name: given.pop(name) for name in ("delay_ms", "headers", "dropped") if name in given}
     wanted = Selection(**given)
     if everything == (wanted != ANY):
         raise click.UsageError("expected the messages: ids, --reason, --route, or --all alone")
     settings = request_of(context).settings()
+    mend = _mend(settings, wanted, **mends) if mends else {}
     seen = asyncio.run(_look(settings, kind, wanted))
     if seen.cut:
         _say_cut(kind, seen)
@@ -173,12 +183,33 @@ def _change(
     some, sure = bool(seen.found), yes or bool(wanted.ids)
     fine = (some or everything) and not seen.cut
     go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
-    done = asyncio.run(_recorded(settings, kind, verb, wanted, seen.looked))
+    queue = refused_of(settings, mend) if mend else kind.queue(settings)
+    asked = wanted.as_dict() | ({"mended": sorted(map(reading.text, mend))} if mend else {})
+    change = partial(queue.change, verb, wanted, limit=seen.looked)
+    done = asyncio.run(_recorded(settings, kind, verb, asked, change))
     click.echo(f"{kind.retried if verb == 'retry' else actions.PAST[verb]}: {len(done.found):,}.")
     for one, why in done.left:
         note(f"{one.names[0] or 'a message without an id'} stays {kind.stays}: {why}.")
-    if seen.cut or missing or len(done.found) < len(seen.found):
+    back = 0
+    if kind is REFUSED and verb == "retry" and done.found:
+        time.sleep(SETTLED)
+        back = max(asyncio.run(queue.look(limit=1)).depth + len(done.found) - done.depth, 0)
+        click.echo(f"Refused again within {SETTLED:.0f} s: {back:,}.")
+    if seen.cut or missing or back or len(done.found) < len(seen.found):
         context.exit(ExitCode.FOUND)
+
+
+def _mend(
+    settings: Settings, wanted: Selection, delay_ms: int | None, headers: Mapping[str, Value], dropped: Sequence[str]
+) -> Mend:
+    """The headers that a retry replaces. Raises Misused."""
+    removed = [raw(name) for name in dropped]
+    if delay_ms is not None:
+        for route in settings.routes:
+            if wanted.exchange in (None, route.from_) and "x-delay" not in route.delay_from:
+                raise Misused(f"route {quoted(route.from_)} does not read x-delay: use --set-header, or say --route")
+        headers, removed = {**headers, "x-delay": delay_ms}, [*removed, DELIVER_AT, OPT_DELAY, OPT_TIME]
+    return dict.fromkeys(removed, b"") | {raw(name): field_table({name: it})[4:] for name, it in headers.items()}
 
 
 def _say_cut(kind: SetAsideQueue, seen: Result[Any]) -> None:
@@ -195,23 +226,19 @@ async def _look(settings: Settings, kind: SetAsideQueue, wanted: Selection, limi
         return Result(0)
 
 
-async def _recorded(settings: Settings, kind: SetAsideQueue, verb: str, wanted: Selection, limit: int) -> Result[Any]:
+async def _recorded(
+    settings: Settings, kind: SetAsideQueue, verb: str, asked: Mapping[str, Any], change: Callable[..., Awaitable[Any]]
+) -> Any:
     """Make the change. With a store, a change of refused messages gets an entry in the audit log."""
-    queue = kind.queue(settings)
     if kind is REFUSED and settings.store_url is not None:
-        asked = wanted.as_dict()
         async with actions.recorded(settings.store_url, whoami(), f"refused {verb}", asked) as (connection, act):
-            return await queue.change(verb, wanted, lambda messages: audit_log.add(connection, act, messages), limit)
+            return await change(partial(audit_log.add, connection, act))
     if kind is REFUSED:
         note("There is no store, and so no audit log of this.")
     elif verb == "retry":
         async with pipelined_admin(settings.broker_url, "delayer strays") as broker:
             await broker.declare(native_of(settings))
-    return await queue.change(verb, wanted, _not_recorded, limit)
-
-
-async def _not_recorded(_messages: int) -> None:
-    return
+    return await change(lambda _messages: asyncio.sleep(0))
 
 
 def _selecting(command: Any) -> Any:
@@ -223,18 +250,29 @@ def _selecting(command: Any) -> Any:
     return click.argument("ids", nargs=-1, metavar="[ID]...", callback=lambda _c, _o, given: frozenset(given))(command)
 
 
+_MENDING: Final = (
+    click.option("--drop-header", "dropped", multiple=True, metavar="NAME", help="Remove a header. May be repeated."),
+    click.option("--set-header", "headers", multiple=True, callback=headers_of, metavar="NAME[:TYPE]=VALUE",
+                 help="Set a header, as `delayer send --header` does. May be repeated."),
+    click.option("--delay", "delay_ms", callback=duration, metavar="DURATION", help="Set x-delay, in place of others."),
+)  # fmt: skip
+
+
 def _group(kind: SetAsideQueue) -> click.Group:
     """The verbs of one queue."""
     limit = click.option(
         "--limit", type=click.IntRange(1, KEPT), default=kind.limit, show_default=True, help="Messages to look at."
     )
+    retry = change_options(partial(_change, kind=kind, verb="retry"))
+    for option in _MENDING if kind is REFUSED else ():
+        retry = option(retry)
     verbs: dict[str, tuple[str, str, Any]] = {
         "list": (
             f"List {kind.noun} from the head of their queue, with the reason. They stay in the queue.",
             kind.example,
             as_json(limit(click.pass_context(partial(_list, kind=kind)))),
         ),
-        "retry": (kind.retry, f"{kind.example} --dry-run", change_options(partial(_change, kind=kind, verb="retry"))),
+        "retry": (kind.retry, f"{kind.example} --dry-run", retry),
         "drop": (
             f"Drop {kind.noun} for good.",
             "--all --yes",

@@ -96,7 +96,7 @@ class DaemonInside:
     def _refused(self) -> SetAside[RefusedMessage]:
         settings = self.settings
         entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-        return refused_queue(settings.broker_url, settings.refused.queue, entries)
+        return refused_queue(settings.broker_url, settings.refused.queue, entries, {})
 
 
 @contextmanager

@@ -125,11 +125,8 @@ class Actions:
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> ActionResult:
         ids = [token.id for token in tokens]
         async with actions.recorded(self.pages._url(), who, f"held {verb}", {"ids": ids}) as (connection, act):
-            if verb == "retry":
-                done = await actions.patiently(lambda: actions.retry_held(connection, ids, act))
-            else:
-                some = await detail.held_named(connection, ids)
-                done = await actions.patiently(lambda: actions.drop_held(connection, some, act))
+            change = actions.retry_held if verb == "retry" else actions.drop_held
+            done = await actions.patiently(partial(change, connection, await detail.held_dues(connection, ids), act))
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC
@@ -13,7 +12,7 @@ from starlette.requests import Request
 
 from delayer.amqp.reading import iso, raw
 from delayer.config.texts import instant_ms, shift_ms
-from delayer.core.filters import MAX_ID, Filter, Token, read_place, read_token
+from delayer.core.filters import Filter, Token, read_place, read_token
 
 FIELDS: Final = ("route", "to", "to_key", "key", "message_id", "header", "due_after", "due_before")
 """The names of a filter's fields in forms and query strings."""
@@ -21,7 +20,6 @@ NAMES: Final = ("route", "to", "to_key")
 """Fields whose empty text has a meaning: messages without a route, the default exchange, the empty routing key."""
 MOST_NAMED: Final = 1_000
 """Messages that one form names."""
-_NUMBER: Final = re.compile(r"[0-9]{1,19}")
 T = TypeVar("T")
 
 
@@ -129,11 +127,7 @@ def place(text: str) -> tuple[int, int] | None:
 
 def number(text: str) -> int | None:
     """The number after which a page of a list starts; None for the first page. Raises FieldError."""
-    if not text:
-        return None
-    if not _NUMBER.fullmatch(text) or int(text) > MAX_ID:
-        raise FieldError(f"Page: expected the value from a link of this page, found {text[:80]!r}")
-    return int(text)
+    return token(text).id if text else None
 
 
 async def said(request: Request) -> dict[str, list[str]]:

@@ -20,6 +20,7 @@ from delayer.amqp.edits import DELIVERY_TIME, EXPIRATION, ID, USER_ID
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Field, Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
+from delayer.amqp.reading import text
 from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME
 from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes
 
@@ -66,9 +67,8 @@ def refusal_of(delivery: Delivery, entries: EntryPoints) -> Refusal:
         fields = {one.name: one for one in reversed(properties.headers_items())}
         reason, exchange, routing_key = _reason_and_origin(fields, entries.queue)
         mangled = _REASON in fields and _WRAPPED in fields
-        return Refusal(
-            _text(_content(fields, ID)), reason, exchange, routing_key, _text(properties.short("message_id")), mangled
-        )
+        id, message_id = _content(fields, ID) or b"", properties.short("message_id") or b""
+        return Refusal(text(id), reason, exchange, routing_key, text(message_id), mangled)
     except (MalformedProperties, MalformedTable) as error:
         return Refusal("", f"not readable: {error}", None, None, "", mangled=True)
 
@@ -78,7 +78,7 @@ def _reason_and_origin(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str,
     death = _death(fields, intake)
     if _REASON not in fields:
         return death or ("the reason is unknown: there is no note of delayer or of the broker", None, None)
-    reason, exchange, key = _text(fields[_REASON].content), _content(fields, _EXCHANGE), _content(fields, _ROUTING_KEY)
+    reason, exchange, key = text(fields[_REASON].content), _content(fields, _EXCHANGE), _content(fields, _ROUTING_KEY)
     if death is None:
         return reason, exchange, key
     # Both tell a reason and an origin. One of them may be forged.
@@ -86,15 +86,19 @@ def _reason_and_origin(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str,
     return (both, exchange, key) if exchange == death[1] else (both, None, None)
 
 
-def again(delivery: Delivery, entries: EntryPoints, max_properties: int) -> Outgoing | str:
-    """How the message goes back to where it came in; or why it cannot."""
+Mend = Mapping[bytes, bytes]
+"""Headers that a retry replaces: names with their encoded entries; an empty entry only removes the header."""
+
+
+def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: Mend) -> Outgoing | str:
+    """How the mended message goes back to where it came in; or why it cannot."""
     refusal = refusal_of(delivery, entries)
     if refusal.mangled:
         return "its original properties are malformed or too long: it would be refused again"
     if refusal.exchange is None or refusal.routing_key is None:
         return "its origin is unknown, or its headers contradict each other"
     if not entries.lead_in(refusal.exchange, refusal.routing_key):
-        return f"no route comes from its exchange {_text(refusal.exchange)!r} with this key"
+        return f"no route comes from its exchange {text(refusal.exchange)!r} with this key"
     properties = Properties.parse(delivery.properties)
     was_refused = properties.get(_REASON) is not None
     given = properties.get(ID) if was_refused else None
@@ -103,11 +107,12 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int) -> Outg
     if (user_id := properties.short("user_id")) is not None:  # The broker refuses a user_id of another user.
         append, remove = append + header(USER_ID, long_string(user_id)), remove | {USER_ID}
     delivery_time = properties.get(DELIVERY_TIME) if was_refused else None
-    if delivery_time is not None:
+    if delivery_time is not None and OPT_TIME not in mend:
         if why := _unfit_time(delivery_time):
             return why
         append += header(OPT_TIME, delivery_time.type_and_value)
-    raw = splice(properties, remove=remove, append=append, drop=("user_id",))
+    append += b"".join(mend.values())
+    raw = splice(properties, remove=remove | mend.keys(), append=append, drop=("user_id",))
     expiration = _expiration(properties) if was_refused else None
     if expiration is not None:
         raw = with_short(raw, "expiration", expiration)
@@ -161,7 +166,3 @@ def _death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | Non
 def _content(fields: Mapping[bytes, Any], name: bytes) -> bytes | None:
     content: bytes | None = fields[name].content if name in fields else None
     return content
-
-
-def _text(raw: bytes | None) -> str:
-    return "" if raw is None else raw.decode("utf-8", "backslashreplace")

@@ -25,7 +25,7 @@ from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
 from delayer.core.hold import Confirmed, Hold, HoldKind
 from delayer.core.message import Delivery, Outgoing, Target
-from delayer.intake.refusals import EntryPoints, Refusal, again, refusal_of
+from delayer.intake.refusals import EntryPoints, Mend, Refusal, again, refusal_of
 
 AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
@@ -227,13 +227,13 @@ async def _portions(subscription: AmqpSubscription, count: int, result: Result[T
             yield some
 
 
-def refused_queue(url: str, queue: str, entries: EntryPoints) -> SetAside[RefusedMessage]:
-    """The refused queue. A retried message goes back to the exchange that it came in by, one of ``entries``."""
+def refused_queue(url: str, queue: str, entries: EntryPoints, mend: Mend) -> SetAside[RefusedMessage]:
+    """The refused queue. A retried message goes back, mended, to its exchange, one of ``entries``."""
 
     def read(delivery: Delivery, _most: int) -> RefusedMessage:
         return RefusedMessage(refusal_of(delivery, entries), delivery.properties, _head(delivery), len(delivery.body))
 
-    return SetAside(url, queue, read, lambda delivery, most: again(delivery, entries, most))
+    return SetAside(url, queue, read, lambda delivery, most: again(delivery, entries, most, mend))
 
 
 def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:

@@ -274,12 +274,8 @@ def test_each_refusal_of_the_store_has_its_own_advice(delayer: Run, postgres: Po
             assert refused.stderr.startswith("delayer: the store refused: "), refused.stderr
             assert advice in refused.stderr
         if url != poor:
-            assert (
-                advice
-                in json.loads(delayer("check", "--json", expect=3, DELAYER_STORE__URL=url).stdout)["checks"][-1][
-                    "advice"
-                ]
-            )
+            checks = json.loads(delayer("check", "--json", expect=3, DELAYER_STORE__URL=url).stdout)["checks"]
+            assert advice in checks[-1]["advice"]
             assert advice in delayer("status", expect=3, DELAYER_STORE__URL=url).stderr
     name = urlsplit(empty_database).path[1:]
     postgres.execute(f'ALTER DATABASE "{name}" OWNER TO poor')

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from delayer.amqp import edits, reading
+from delayer.cli import set_aside as cli_set_aside
 from delayer.cli.set_aside import refused_of
 from delayer.config.loading import load
 from delayer.core import cascade
@@ -22,7 +23,7 @@ from delayer.core.units import DAY_MS
 from delayer.intake import set_aside
 from delayer.store.admin import detail
 from tests.faults.place import eventually
-from tests.integration.cli import Run, ids, take
+from tests.integration.cli import Run, channel_to, ids, said, take
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.rows import compact, conserved, waiting
 from tests.support.servers import RabbitMQ
@@ -344,25 +345,14 @@ def applied(delayer: Run) -> Iterator[Run]:
 
 def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too long") -> list[Message]:
     """As the daemon puts them there."""
-    return [
-        Message(
-            "delays.refused",
-            b"orders.eu",
-            Props(
-                headers=(
-                    (b"who", text("me")),
-                    (b"x-delayer-id", text(f"{exchange}-{n}")),
-                    (b"x-delayer-refused", text(reason)),
-                    (b"x-delayer-exchange", text(exchange)),
-                    (b"x-delayer-routing-key", text("orders.eu")),
-                    (b"x-delayer-expiration", text("600000")),
-                ),
-                delivery_mode=2,
-            ),
-            b"%s %d" % (exchange.encode(), n),
-        )
-        for n in range(count)
-    ]
+    notes = {"who": "me", "x-delayer-refused": reason, "x-delayer-exchange": exchange,
+             "x-delayer-routing-key": "orders.eu", "x-delayer-expiration": "600000"}  # fmt: skip
+    found = []
+    for n in range(count):
+        headers = tuple((name.encode(), text(it)) for name, it in {**notes, "x-delayer-id": f"{exchange}-{n}"}.items())
+        body = b"%s %d" % (exchange.encode(), n)
+        found.append(Message("delays.refused", b"orders.eu", Props(headers=headers, delivery_mode=2), body))
+    return found
 
 
 async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str) -> None:
@@ -389,6 +379,27 @@ async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: 
     assert len(ids(applied, "refused", "list")) == 3
     told = json.loads(applied("audit-log", "--json").stdout)
     assert [(one["verb"], one["messages"]) for one in told] == [("refused retry", 249), ("refused retry", 1)]
+
+
+async def test_a_retry_mends_headers_and_says_how_many_came_back(
+    applied: Run, vhost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_set_aside, "SETTLED", 0.2)
+    mends = ("--delay", "10s", "--set-header", "tries:int=3", "--drop-header", "who")
+    async with await Raw.connect(vhost) as raw, channel_to(vhost) as channel:
+        await raw.publish(*refused_ones(3))
+        assert "Refused again within 0 s: 0." in applied("refused", "retry", "delayer.in-1", *mends).stdout
+        await (await channel.get_queue("delays.refused")).bind("delayer.in", "#")  # In place of a daemon.
+        again = applied("refused", "retry", "delayer.in-2", "--drop-header", "who", expect=1)
+        assert "Refused again within 0 s: 1." in again.stdout
+    first, second = (said(one) for one in await take(vhost, "delays"))
+    assert first == {"x-delayer-id": "delayer.in-1", "x-delay": 10_000, "tries": 3}
+    assert second.keys() == {"x-delayer-id"}
+    routes = '[{"from": "delayer.in", "delay_from": ["timestamp"]}]'
+    told = applied("refused", "retry", "delayer.in-0", "--delay", "5s", expect=2, DELAYER_ROUTE=routes)
+    assert "does not read x-delay" in told.stderr
+    (_, one) = json.loads(applied("audit-log", "--json").stdout)
+    assert json.loads(one["asked"])["mended"][-1] == "x-opt-delivery-time"
 
 
 async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: str) -> None:

@@ -179,7 +179,7 @@ async def press(url: str) -> None:
         assert done[FoundIn.WAITING] == 4, "and what came out of the segment"
         assert await actions.named(connection, move, [Token(first)], act) == {first: FoundIn.HELD}
         assert await actions.retry_held(connection, [second], act) == 1
-        assert await actions.drop_held(connection, await detail.held_named(connection, [third]), act) == 1
+        assert await actions.drop_held(connection, await detail.held_dues(connection, [third]), act) == 1
         (written,) = await audit_log.listed(connection, 10)
         assert (written.who, written.messages) == ("ada", 3 + 1 + 4 + 1 + 1 + 1)
 

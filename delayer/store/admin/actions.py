@@ -30,7 +30,7 @@ from delayer.core.segment import Broken
 from delayer.core.units import DAY_MS
 from delayer.store import pool, statements
 from delayer.store.admin import audit_log, listing
-from delayer.store.admin.detail import ABSENT, FoundIn, HeldEntry
+from delayer.store.admin.detail import ABSENT, FoundIn
 from delayer.store.admin.listing import BEGINNING, NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING, check_arrow
 from delayer.store.lanes.notify import notify
@@ -312,16 +312,11 @@ async def named(connection: asyncpg.Connection, do: Do, tokens: Sequence[Token],
 
 async def whereabouts(connection: asyncpg.Connection, tokens: Sequence[Token]) -> dict[int, FoundIn]:
     """The places where :func:`named` would meet them, without changing them. Raises the driver's errors."""
-    found: dict[int, FoundIn] = {}
-    for start in range(0, len(tokens), PORTION):
-        some = tokens[start : start + PORTION]
-        entries, broken = await listing.named(connection, some)
-        held = await connection.fetch("SELECT id FROM held WHERE id = ANY($1)", [token.id for token in some])
-        found |= dict.fromkeys((token.id for token in some), FoundIn.NOWHERE)
-        found |= dict.fromkeys(broken, FoundIn.UNREADABLE)
-        found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in entries}
-        found |= dict.fromkeys((number for (number,) in held), FoundIn.HELD)
-    return found
+    entries, broken = await listing.named(connection, tokens)
+    held = await connection.fetch("SELECT id FROM held WHERE id = ANY($1)", [token.id for token in tokens])
+    found = dict.fromkeys((token.id for token in tokens), FoundIn.NOWHERE) | dict.fromkeys(broken, FoundIn.UNREADABLE)
+    found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in entries}
+    return found | dict.fromkeys((number for (number,) in held), FoundIn.HELD)
 
 
 async def every(
@@ -459,8 +454,6 @@ async def retry_held(connection: asyncpg.Connection, ids: Collection[int], act: 
     return len(rows)
 
 
-async def drop_held(connection: asyncpg.Connection, messages: Sequence[HeldEntry], act: int) -> int:
+async def drop_held(connection: asyncpg.Connection, dues: Dues, act: int) -> int:
     """Cancel these. How many there were; one that was delivered meanwhile is none. Raises the driver's errors."""
-    dues = {one.entry.place.id: one.entry.place.due_us // 1000 for one in messages}
-    found = await cancel(connection, list(dues), dues, act)
-    return met(found)
+    return met(await cancel(connection, list(dues), dues, act))

@@ -143,9 +143,7 @@ def fate(found: FullMessage, to: str, owner: str, instant: Callable[[int], str])
 
 
 AT_ONCE: Final = 1000
-_HELD_ENTRY: Final = f"SELECT {listing.ENTRY}, {HELD} FROM held"
-_NEXT: Final = f"{_HELD_ENTRY} WHERE id > $1 ORDER BY id LIMIT $2"
-_NAMED: Final = f"{_HELD_ENTRY} WHERE id = ANY($1) ORDER BY id"
+_NEXT: Final = f"SELECT {listing.ENTRY}, {HELD} FROM held WHERE id > $1 ORDER BY id LIMIT $2"
 
 
 class HeldEntry(NamedTuple):
@@ -176,7 +174,7 @@ async def held_page(
         rows = await connection.fetch(_NEXT, after, AT_ONCE)
         for row in rows:
             after = row["id"]
-            one = _read(row)
+            one = HeldEntry(entry_of(row), HeldState(*row[12:19]))
             if meant(one.entry, wanted, test):
                 found.append(one)
             if len(found) == limit:
@@ -187,10 +185,6 @@ async def held_page(
     return HeldPage(found, after, bounded=True)
 
 
-async def held_named(connection: asyncpg.Connection, ids: Collection[int]) -> list[HeldEntry]:
-    """The held messages among these ids. Raises the driver's errors."""
-    return [_read(row) for row in await connection.fetch(_NAMED, list(ids))]
-
-
-def _read(row: asyncpg.Record) -> HeldEntry:
-    return HeldEntry(entry_of(row), HeldState(*row[12:19]))
+async def held_dues(connection: asyncpg.Connection, ids: Collection[int]) -> dict[int, int]:
+    """The held messages among these ids, each with its due time. Raises the driver's errors."""
+    return dict(await connection.fetch("SELECT id, due_at FROM held WHERE id = ANY($1)", list(ids)))

@@ -116,10 +116,7 @@ def test_ids_and_pages() -> None:
     for text in ("x", "1", "1.x", "1.2.3", "9" * 19 + ".1", "1." + "9" * 19, "9" * 5000 + ".1", "\u0663.1"):
         with pytest.raises(FieldError):
             place(text)
-    for text in ("x", "-1", "9" * 19, "9" * 30, "9" * 5000, "\u0663"):
-        with pytest.raises(FieldError):
-            number(text)
-    for text in ("' OR 1=1", "1@9999999999999999", "1@-999999999999999", "9" * 19, "9" * 5000):
+    for text in ("x", "-1", "\u0663", "' OR 1=1", "1@9999999999999999", "1@-999999999999999", "9" * 19, "9" * 5000):
         with pytest.raises(FieldError):
             token(text)
 
