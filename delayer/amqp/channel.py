@@ -17,7 +17,6 @@ from delayer.amqp.errors import (
     ChannelClosed,
     ConfirmTimeout,
     ConnectionLost,
-    HeaderTooLarge,
     MalformedProperties,
     MalformedTable,
     ProtocolError,
@@ -222,7 +221,7 @@ class Channel:
     it with ``asyncio.wait`` or ``asyncio.shield``: a cancelled task that awaits the future directly cancels the future.
     Every method raises that error once the channel is gone.
 
-    ``released`` is done when the number is free again. A channel that we closed ignores all frames until then.
+    ``number_freed`` is done when the number is free again. A channel that we closed ignores all frames until then.
     """
 
     def __init__(self, connection: Connection, number: int) -> None:
@@ -294,7 +293,7 @@ class Channel:
         """Publish with the mandatory flag and wait for every confirm. Returns one outcome for each message, in order.
 
         With a ``schedule`` each message is written when it is due, and ``timeout`` counts from the last write.
-        Several calls may be in flight. Raises HeaderTooLarge and ValueError before it writes anything. Raises
+        Several calls may be in flight. Raises ValueError before it writes anything. Raises
         ChannelClosed (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost if some outcomes are in doubt; the
         error has the known outcomes. A cancelled call leaves the channel usable; the written messages are published.
         """
@@ -331,7 +330,8 @@ class Channel:
         limit = framing.header_limit(self._connection.frame_max)
         for index, (exchange, routing_key, properties, _, _, _) in enumerate(batch):
             if len(properties) > limit:
-                raise HeaderTooLarge(index, len(properties), limit)
+                text = f"content header of {len(properties)} bytes, a frame carries {limit}"
+                raise ValueError(f"message {index} of the batch: {text}")
             if len(exchange) > 255 or len(routing_key) > 255:
                 raise ValueError(f"message {index} of the batch: exchange and routing key hold 255 bytes each")
 

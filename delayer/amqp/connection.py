@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         self._room = asyncio.Event()
         self._room.set()
         self._soon: list[bytes | memoryview] = []
-        self._pulse = HeartbeatTimer(loop, self._write, self.drop)
+        self._pulse = HeartbeatTimer(loop, self.write, self.drop)
         self._alarm: str | None = None  # The broker's reason, while it accepts no publishes.
         self._on_alarm: Callable[[str], object] = lambda _reason: None
         self._unblocked = asyncio.Event()
@@ -235,12 +235,7 @@ class Connection(asyncio.Protocol):
         self._abort()
 
     def write(self, data: bytes) -> None:
-        """Hand bytes to the transport. Raises ConnectionLost."""
-        self._check_open()
-        self._write(data)
-
-    def _write(self, data: bytes) -> None:
-        """Hand over bytes. Does nothing while the transport is closing."""
+        """Hand bytes to the transport. Does nothing while the transport is closing."""
         if self._soon:
             self._flush()
         if self._transport is not None and not self._transport.is_closing():
@@ -248,31 +243,25 @@ class Connection(asyncio.Protocol):
             self._pulse.written_at = self._loop.time()
 
     def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Hand over the pieces of many frames, joined to writes of a size that does not double their memory. Raises
-        ConnectionLost."""
-        self._check_open()
-        self._write_parts(parts)
-
-    def _write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Hand over the pieces of many frames, joined to writes of a size that does not double their memory."""
         size = start = 0
         for index, part in enumerate(parts):
             size += len(part)
             if size >= WRITE_BYTES:
-                self._write(b"".join(parts[start : index + 1]))
+                self.write(b"".join(parts[start : index + 1]))
                 size, start = 0, index + 1
         if size:
-            self._write(b"".join(parts[start:]))
+            self.write(b"".join(parts[start:]))
 
     def write_soon(self, parts: Sequence[bytes | memoryview]) -> None:
         """The same at the end of this iteration of the loop, in one write with those of other channels."""
-        self._check_open()
         if not self._soon:
             self._loop.call_soon(self._flush)
         self._soon += parts
 
     def _flush(self) -> None:
         parts, self._soon = self._soon, []
-        self._write_parts(parts)
+        self.write_parts(parts)
 
     @property
     def writable(self) -> bool:
@@ -349,7 +338,7 @@ class Connection(asyncio.Protocol):
             refused = not self._opened and close.reply_code in handshake.REFUSALS
             kind = AccessRefused if refused else ConnectionLost
             self._fail(kind(close.reply_code or 0, close.reply_text))
-        self._write(marshal(commands.Connection.CloseOk(), 0))
+        self.write(marshal(commands.Connection.CloseOk(), 0))
         self._hang_up()
 
     def _on_protocol_error(self, error: ProtocolError) -> None:
@@ -375,6 +364,7 @@ class Connection(asyncio.Protocol):
         self._pulse.start(self._limits.heartbeat)
 
     async def _ask(self, frame: bytes, reply: type[_Reply]) -> _Reply:
+        self._check_open()
         self.write(frame)
         return await self._replies.next(reply)
 
@@ -386,7 +376,7 @@ class Connection(asyncio.Protocol):
         """Close from our side, without waiting."""
         self._fail(loss)
         self.resume_reading()  # Without this, the answer would never be read.
-        self._write(marshal(commands.Connection.Close(loss.code, framing.clipped(loss.text), 0, 0), 0))
+        self.write(marshal(commands.Connection.Close(loss.code, framing.clipped(loss.text), 0, 0), 0))
         self._abort_soon()
 
     def _hang_up(self) -> None:

@@ -33,19 +33,6 @@ class MalformedTable(Exception):
     """A field table has the wrong length, or a value in it cannot be read."""
 
 
-class HeaderTooLarge(Exception):
-    """Message ``index`` of a batch has a content header of ``size`` bytes; a frame carries ``limit``.
-
-    Nothing of the batch was written: the caller can publish the batch again without that message.
-    """
-
-    def __init__(self, index: int, size: int, limit: int) -> None:
-        super().__init__(f"message {index} of the batch: content header of {size} bytes, a frame carries {limit}")
-        self.index = index
-        self.size = size
-        self.limit = limit
-
-
 class NoFreeChannel(BrokerLost):
     """Every channel number that the broker allows is in use."""
 

@@ -271,11 +271,10 @@ class Properties:
     one of the ``bounds`` and ends at the next.
     """
 
-    __slots__ = ("bounds", "flags", "places", "raw")
+    __slots__ = ("bounds", "places", "raw")
 
-    def __init__(self, raw: bytes, flags: int, places: Mapping[str, int], bounds: list[int]) -> None:
+    def __init__(self, raw: bytes, places: Mapping[str, int], bounds: list[int]) -> None:
         self.raw = raw
-        self.flags = flags
         self.places = places
         self.bounds = bounds
 
@@ -288,8 +287,7 @@ class Properties:
         length = len(raw)
         if length < 2:
             raise MalformedProperties(f"properties have 2 bytes of flags at least, found {length}")
-        flags = raw[0] << 8 | raw[1]
-        places, kinds = _layout(flags)
+        places, kinds = _layout(raw[0] << 8 | raw[1])
         at = 2
         bounds = [at]
         try:
@@ -305,7 +303,7 @@ class Properties:
             raise MalformedProperties(f"the property list is cut short at offset {at} of {length}") from cut
         if at != length:
             raise MalformedProperties(f"the properties announced take {at} bytes, found {length}")
-        return cls(raw, flags, places, bounds)
+        return cls(raw, places, bounds)
 
     @property
     def spans(self) -> dict[str, tuple[int, int]]:

@@ -148,7 +148,7 @@ BATCH_BYTES: Final = 8 << 20
 
 class AmqpConsumer:
     """The opener of subscriptions, over a connection of its own, because pausing one queue must not pause another.
-    Consumers that share a connection share its ``flow_control``; otherwise each subscription has ``buffer_bytes``.
+    Consumers that share a connection share its ``flow_control``; otherwise each subscription has its own.
 
     ``adaptive_prefetch``: the size of a queue's messages so far. A subscription may end itself in order (``overrun``)
     to change how much it reads ahead.
@@ -159,19 +159,17 @@ class AmqpConsumer:
         reconnecting: ReconnectingConnection,
         *,
         batch_bytes: int = BATCH_BYTES,
-        buffer_bytes: int = BUFFER_BYTES,
         adaptive_prefetch: AdaptivePrefetch | None = None,
         flow_control: FlowControl | None = None,
     ) -> None:
         self._reconnecting = reconnecting
         self._flow_control = flow_control
         self._batch_bytes = batch_bytes
-        self._buffer_bytes = buffer_bytes
         self._adaptive_prefetch = adaptive_prefetch
 
     async def subscribe(self, queue: str, prefetch: int) -> AmqpSubscription:
         """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
-        flow_control = self._flow_control or FlowControl(self._buffer_bytes)
+        flow_control = self._flow_control or FlowControl()
         with flow_control.listening(BEGINNING):
             connection = await self._reconnecting.connection(ANSWER_SECONDS)
             channel = await connection.channel()
@@ -223,8 +221,6 @@ class AmqpSubscription:
         self.overrun = False
         """Whether the caller should end this subscription in order and subscribe again, with another prefetch. Its
         deliveries were too large for too long, or they are smaller now."""
-        self.received = 0
-        """Deliveries so far. The broker has as many acknowledgements, less the prefetch."""
         self.in_order = False
         """Whether the broker ended the consumer. If so, it has all earlier acknowledgements."""
         self._cancelled = False
@@ -317,7 +313,6 @@ class AmqpSubscription:
         self._bytes = 0
 
     def _on_delivery(self, delivery: Delivery) -> None:
-        self.received += 1
         if self._stopped:
             return  # The delivery returns to its queue when the channel closes.
         size = len(delivery.body) + len(delivery.properties)

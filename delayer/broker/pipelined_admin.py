@@ -60,10 +60,10 @@ def declaration(wanted: Exchange | Queue | Binding) -> Frame:
     """
     if isinstance(wanted, Exchange):
         return ExchangeDeclare(
-            exchange=wanted.name, exchange_type=wanted.type, durable=wanted.durable, arguments=dict(wanted.arguments)
+            exchange=wanted.name, exchange_type=wanted.type, durable=True, arguments=dict(wanted.arguments)
         )
     if isinstance(wanted, Queue):
-        return QueueDeclare(queue=wanted.name, durable=wanted.durable, arguments=dict(wanted.arguments))
+        return QueueDeclare(queue=wanted.name, durable=True, arguments=dict(wanted.arguments))
     if wanted.destination_kind == "queue":
         return QueueBind(queue=wanted.destination, exchange=wanted.source, routing_key=wanted.key)
     return ExchangeBind(destination=wanted.destination, source=wanted.source, routing_key=wanted.key)

@@ -23,7 +23,7 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation, Pending
 from delayer.broker.retry import raise_first
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.hold import Outcome
+from delayer.core.hold import Outcome, name_text
 from delayer.core.message import Outgoing, Schedule, is_direct_reply
 
 log = structlog.get_logger(__name__)
@@ -215,9 +215,5 @@ def _unconfirmed(batch: Sequence[Outgoing], outcomes: dict[int, Outcome], lost: 
     first = next(message for message, outcome in zip(batch, known, strict=True) if outcome is None)
     text = str(lost) if lost is not None else f"{known.count(None)} of {len(batch)} messages were not confirmed in time"
     return Unconfirmed(
-        f"{text}; the first for exchange {_shown(first.exchange)}, key {_shown(first.routing_key)}", known
+        f"{text}; the first for exchange {name_text(first.exchange)!r}, key {name_text(first.routing_key)!r}", known
     )
-
-
-def _shown(name: bytes) -> str:
-    return repr(name.decode("utf-8", "backslashreplace"))

@@ -28,13 +28,12 @@ class Exchange:
 
     name: str
     type: Literal["topic", "fanout", "direct", "headers"]
-    durable: bool = True
     arguments: Arguments = ()
     shared: bool = False
     closed: bool = False
 
     def __str__(self) -> str:
-        return _described(self.type, self.durable, self.arguments)
+        return _described(self.type, self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,10 @@ class Queue:
 
     name: str
     arguments: Arguments = ()
-    durable: bool = True
     shared: bool = False
 
     def __str__(self) -> str:
-        return _described("queue", self.durable, self.arguments)
+        return _described("queue", self.arguments)
 
     def argument(self, name: str) -> Value | None:
         return dict(self.arguments).get(name)
@@ -66,10 +64,10 @@ class Binding:
         return f"{self.source} -> {self.destination_kind} {self.destination} with key {self.key!r}"
 
 
-def _described(kind: str, durable: bool, table: Arguments) -> str:
+def _described(kind: str, table: Arguments) -> str:
     """A description without the name: ``durable queue (x-message-ttl=1000)``."""
     shown = ", ".join(f"{name}={value}" for name, value in table)
-    return f"{'durable' if durable else 'transient'} {kind}" + (f" ({shown})" if shown else "")
+    return f"durable {kind}" + (f" ({shown})" if shown else "")
 
 
 _N = TypeVar("_N", Exchange, Queue)

@@ -21,6 +21,9 @@ log = structlog.get_logger(__name__)
 
 FEEDS: Final = 3
 """Feedings in the time that the watchdog allows: one lost or late datagram does no harm."""
+LONGEST_ROUND: Final = 120.0
+"""Seconds of one round of a loop. The longest allowed wait is a park that is tried three times, each ended by the
+statement timeout."""
 
 
 class Notifier:
@@ -40,13 +43,9 @@ class Notifier:
         self._reloading = False
 
     @property
-    def active(self) -> bool:
-        return bool(self._address)
-
-    @property
     def watchdog_interval(self) -> float | None:
         """Seconds between feedings, a third of what systemd allows; None when it does not watch this process."""
-        return self._watchdog / FEEDS if self.active and self._watchdog is not None else None
+        return self._watchdog / FEEDS if self._address and self._watchdog is not None else None
 
     def ready(self, status: str = "") -> None:
         """The start is complete."""
@@ -129,11 +128,8 @@ class Watchdog:
     after any crash.
     """
 
-    def __init__(self, notifier: Notifier, limit: float = 120.0) -> None:
-        """``limit``: the seconds of one round of a loop. The longest allowed wait is a park that is tried three times,
-        each ended by the statement timeout."""
+    def __init__(self, notifier: Notifier) -> None:
         self._notifier = notifier
-        self._limit = limit
         self._last: dict[str, float] = {}
 
     def beat(self, loop: str) -> None:
@@ -145,7 +141,7 @@ class Watchdog:
     def stalled(self) -> list[str]:
         """The loops that are behind their limit."""
         now = time.monotonic()
-        return sorted(loop for loop, last in self._last.items() if now - last > self._limit)
+        return sorted(loop for loop, last in self._last.items() if now - last > LONGEST_ROUND)
 
     async def feed(self, stopping: asyncio.Event) -> None:
         """Feed until stopping is set; returns at once where no watchdog watches."""
@@ -153,7 +149,7 @@ class Watchdog:
         while interval is not None and not stopping.is_set():
             stalled = self.stalled()
             if stalled:
-                log.error("loops stalled", loops=stalled, limit_seconds=self._limit)
+                log.error("loops stalled", loops=stalled, limit_seconds=LONGEST_ROUND)
             else:
                 self._notifier.feed_watchdog()
             await first_set(stopping, seconds=interval)

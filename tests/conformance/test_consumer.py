@@ -184,7 +184,7 @@ async def test_a_buffer_is_bounded_by_bytes(place: Place) -> None:
             assert await world.publisher.publish([message(n, "q", body=bytes((n,)) * size)]) == [CONFIRMED]
         async with relay_to(place.address) as reconnecting:
             connection = await reconnecting.connection(30)
-            consumer = AmqpConsumer(reconnecting, batch_bytes=bound // 2, buffer_bytes=bound)
+            consumer = AmqpConsumer(reconnecting, batch_bytes=bound // 2, flow_control=FlowControl(bound))
             subscription = await consumer.subscribe("q", count)
             found = []
             most = 0
@@ -208,7 +208,7 @@ async def test_stopping_with_a_full_buffer(place: Place) -> None:
             await world.publisher.publish([message(n, "q", body=b"%d" % n + bytes(1 << 17))])
         async with relay_to(place.address) as reconnecting:
             connection = await reconnecting.connection(30)
-            subscription = await AmqpConsumer(reconnecting, buffer_bytes=1 << 18).subscribe("q", 32)
+            subscription = await AmqpConsumer(reconnecting, flow_control=FlowControl(1 << 18)).subscribe("q", 32)
             first = await subscription.next_batch(1, GATHER)
             while connection._pulse.reading:
                 await asyncio.wait_for(subscription._arrived.wait(), 10)
@@ -227,7 +227,8 @@ async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place, mo
     size, bound = 1 << 16, 1 << 18
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
         await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
-        reader = AmqpConsumer(reconnecting, buffer_bytes=bound, adaptive_prefetch=AdaptivePrefetch(bound))
+        adaptive, flow_control = AdaptivePrefetch(bound), FlowControl(bound)
+        reader = AmqpConsumer(reconnecting, adaptive_prefetch=adaptive, flow_control=flow_control)
         with monkeypatch.context() as patch:
             patch.setattr("delayer.broker.consumer.UNREAD", 0.3)
             first = await reader.subscribe("q", 32)

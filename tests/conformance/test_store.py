@@ -24,6 +24,7 @@ from tests.support.store import (
     owned,
     parcel,
     release_all,
+    release_from,
     sql,
     taken,
 )
@@ -61,30 +62,20 @@ async def test_order_is_due_instant_then_arrival(database: str) -> None:
         assert bodies(await release_all(lane)) == [b"1", b"2", b"3", b"4", b"5"]
 
 
-async def test_a_batch_is_bounded_by_count(database: str) -> None:
+async def test_a_batch_is_bounded_by_count_and_by_bytes_but_takes_one(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         now = store.now_upper_ms()
-        await store.park(lane, [parcel(now - 1, b"%d" % n) for n in range(7)], [])
+        await store.park(lane, [parcel(now - 99 + n, b"x" * 1000) for n in range(10)], [])
+        bounds = [(2, ROOM), (2, ROOM), (MANY, 1), (MANY, 1500), (MANY, 1), (2, ROOM)]
         sizes = []
-        for _ in range(4):
-            rows = await lane.windows[0].claim(2, ROOM)
+        for limit, max_bytes in bounds:
+            rows = await lane.windows[0].claim(limit, max_bytes)
             await lane.windows[0].settle(rows, [])
             sizes.append(len(rows))
-            if len(rows) == 2:
+            if len(rows) == limit:
                 assert lane.sleep_hint() == 0.0
-        assert sizes == [2, 2, 2, 1]
-
-
-async def test_a_batch_is_bounded_by_bytes_but_takes_one(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
-        now = store.now_upper_ms()
-        await store.park(lane, [parcel(now - 9 + n, b"x" * 1000) for n in range(4)], [])
-        sizes = []
-        for limit in (1, 1500, 1):
-            rows = await lane.windows[0].claim(MANY, limit)
-            await lane.windows[0].settle(rows, [])
-            sizes.append(len(rows))
-        assert sizes == [1, 2, 1]
+        assert sizes == [2, 2, 1, 2, 1, 2]
+        assert await release_all(lane) == []
 
 
 async def test_never_early_and_not_missed(database: str) -> None:
@@ -165,9 +156,7 @@ async def test_a_lane_is_taken_when_its_owner_is_gone(database: str) -> None:
         await with_rows.close()
         await with_rows.close()
         assert not with_rows.owned
-        again = await taken(two, with_rows.number)
-        assert bodies(await release_all(again)) == [b"orphan"]
-        await again.close()
+        assert bodies(await release_from(two, with_rows.number)) == [b"orphan"]
 
 
 async def test_a_look_shows_the_live_processes_and_the_owned_lanes(database: str) -> None:

@@ -278,20 +278,13 @@ async def test_the_management_api_shows_what_is_asked_of_it(rabbitmq: RabbitMQ, 
 # A whole daemon with the rights that the page grants, in broker and store.
 
 
-@asynccontextmanager
-async def ledger_at(url: str) -> AsyncIterator[Ledger]:
-    async with Ledger.open(url, random.Random(3)) as ledger:
-        yield ledger
-
-
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_daemon_with_these_rights(
     rabbitmq: RabbitMQ, postgres: Postgres, store: str, mode: str, tmp_path: Path
 ) -> None:
     """Messages come back, and nothing is ever refused to it."""
     await asyncio.to_thread(clear, postgres)
-    vhost = rabbitmq.add_vhost()
-    try:
+    async with place(rabbitmq) as vhost:
         url = user_url(rabbitmq, vhost, patterns_of(mode), f"delayer-{mode}")
         environ = {"MODE": mode, "BROKER__URL": url} | ({"STORE__URL": store} if mode == "store" else {})
         config = tmp_path / "delayer.toml"
@@ -299,7 +292,7 @@ async def test_the_daemon_with_these_rights(
         config.write_text("\n".join([*lines, *(["[store]", f'url = "{store}"'] if mode == "store" else [])]) + "\n")
         async with DaemonProcess(environ) as daemon:
             await daemon.ready()
-            async with ledger_at(rabbitmq.url(vhost)) as ledger:
+            async with Ledger.open(rabbitmq.url(vhost), random.Random(3)) as ledger:
                 await ledger.publish(300, longest_ms=1_500)
                 await ledger.all_back()
                 ledger.verdict().assert_kept()
@@ -313,18 +306,15 @@ async def test_the_daemon_with_these_rights(
                     await command(config, "drain", "--to", "store", "--dry-run")
             assert await daemon.stop() == 0
         assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
-    finally:
-        rabbitmq.drop_vhost(vhost)
 
 
 @pytest.mark.words
 async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgres: Postgres, page: str) -> None:
     """Its buttons, for messages that wait, are held and are refused; the last need one more right."""
     await asyncio.to_thread(clear, postgres)
-    vhost = rabbitmq.add_vhost()
     http = {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": "open-sesame-open-sesame"}
     allowed = {"Authorization": "Bearer open-sesame-open-sesame", "Accept": "application/json"}
-    try:
+    async with place(rabbitmq) as vhost:
         url = user_url(rabbitmq, vhost, patterns_of("store"), "delayer-page")
         environ = {"MODE": "store", "BROKER__URL": url, "STORE__URL": page} | http
         async with DaemonProcess(environ) as daemon, await Raw.connect(rabbitmq.url(vhost)) as raw:
@@ -362,5 +352,3 @@ async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgr
             assert (await told("/actions/refused", verb="retry", id=row[1]))["done"] == 1
             assert (await web.get("/audit-log")).status == 200
             assert await daemon.stop() == 0
-    finally:
-        rabbitmq.drop_vhost(vhost)

@@ -32,6 +32,7 @@ from tests.support.store import (
     owned,
     parcel,
     release_all,
+    release_from,
     sql,
     taken,
 )
@@ -53,9 +54,7 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
             await lane.windows[0].claim(2, ROOM)
         with pytest.raises(LaneLost):
             await one.park(lane, [parcel(one.now_upper_ms())], [])
-        adopted = await taken(two, lane.number)
-        assert bodies(await release_all(adopted)) == [b"2", b"1", b"0"]
-        await adopted.close()
+        assert bodies(await release_from(two, lane.number)) == [b"2", b"1", b"0"]
 
 
 async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
@@ -67,9 +66,7 @@ async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
         await lane.wait(30.0)
         with pytest.raises(LaneLost):
             await lane.windows[0].settle(rows, [])
-        again = await taken(store, lane.number)
-        assert len(await release_all(again)) == 1
-        await again.close()
+        assert len(await release_from(store, lane.number)) == 1
 
 
 async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(database: str) -> None:
@@ -83,9 +80,7 @@ async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(datab
             with pytest.raises(LaneLost):
                 await lane.windows[0].claim(MANY, ROOM)
             proxy.resume()
-        adopted = await taken(other, lane.number)
-        assert len(await release_all(adopted)) == 1
-        await adopted.close()
+        assert len(await release_from(other, lane.number)) == 1
 
 
 async def test_a_fed_lane_outlives_its_idle_timeout(database: str) -> None:
@@ -179,9 +174,7 @@ async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
             claiming.cancel()
             assert isinstance((await asyncio.gather(claiming, return_exceptions=True))[0], asyncio.CancelledError)
             assert not lane.owned
-        adopted = await taken(two, lane.number)
-        assert len(await release_all(adopted)) == 1
-        await adopted.close()
+        assert len(await release_from(two, lane.number)) == 1
 
 
 async def test_a_refused_statement_is_not_the_end_of_the_lane(database: str) -> None:
@@ -223,9 +216,7 @@ async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str, monkey
             with pytest.raises(TypeError):
                 await lane.windows[0].claim(MANY, ROOM)
         assert not lane.owned
-        adopted = await taken(two, lane.number)
-        assert len(await release_all(adopted)) == 1
-        await adopted.close()
+        assert len(await release_from(two, lane.number)) == 1
 
 
 async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
@@ -389,13 +380,12 @@ async def test_the_loss_of_either_connection_ends_the_lane_and_an_open_claim_set
             await windows[1].settle(rows[1], [])
             assert await claiming == rows[0]
             await adopted.windows[0].settle(rows[0], [])
+            await adopted.close()
         else:
             await windows[1].settle(rows[1], [])
             await lane.close()
-            adopted = await taken(two, lane.number)
-            assert await release_all(adopted) == rows[0]
+            assert await release_from(two, lane.number) == rows[0]
         assert (await conserved(admin))["released"] == 6
-        await adopted.close()
 
 
 async def test_a_claim_waits_for_a_cancel_that_is_rolled_back_and_takes_its_row_beside_an_open_claim(

@@ -35,16 +35,11 @@ class Cancelled(NamedTuple):
     keys: set[bytes]
 
 
-def lock_number(key: bytes) -> int:
-    """The key's advisory lock. Keys that share one take turns."""
-    return crc32(key) % LOCKS
-
-
 async def lock_keys(connection: asyncpg.Connection, keys: Collection[bytes]) -> None:
     """Step 1: until the end of the transaction no other one changes these keys."""
     await connection.execute(
         "SELECT pg_advisory_xact_lock('message_key'::regclass::oid::int, number) FROM unnest($1::int[]) AS number",
-        sorted({lock_number(key) for key in keys}),
+        sorted({crc32(key) % LOCKS for key in keys}),  # Keys that share a lock take turns.
     )
 
 

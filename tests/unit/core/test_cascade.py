@@ -216,7 +216,7 @@ ONE = Topology(
         Topology((Exchange("in", "topic", arguments=(("alternate-exchange", "x"),)),)),
         Topology((Exchange("in", "topic", shared=True),)),
         Topology(queues=(Queue("q"),)),
-        Topology(queues=(Queue("q", ONE.queues[0].arguments, durable=False),)),
+        Topology(queues=(Queue("q", ONE.queues[0].arguments, shared=True),)),
     ],
 )
 def test_one_name_in_two_ways_is_refused(other: Topology) -> None:
@@ -226,4 +226,4 @@ def test_one_name_in_two_ways_is_refused(other: Topology) -> None:
 
 def test_a_conflict_inside_one_topology_is_refused_too() -> None:
     with pytest.raises(ValueError, match="queue 'q'"):
-        Topology(queues=(Queue("q"), Queue("q", durable=False)))
+        Topology(queues=(Queue("q"), Queue("q", shared=True)))
