@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.place import Place
-from tests.support.daemon import DaemonProcess, answered
+from tests.support.daemon import answered
 from tests.support.raw import Inbox, Raw
 from tests.support.web import Web
 
@@ -91,9 +91,8 @@ async def shown(place: Place, store: str, tmp_path: Path) -> AsyncIterator[Shown
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
     environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": TOKEN}
-    async with DaemonProcess(environ) as daemon, await place.raw() as raw, chromium() as browser:
-        inbox = await raw.inbox("inbox")
-        web = await Web.of(await daemon.ready())
+    async with place.working(environ) as (daemon, raw, inbox), chromium() as browser:
+        web = await Web.of(daemon)
         this = Shown(web, raw, inbox, browser, config)
         yield this
         assert not this.complaints, this.complaints

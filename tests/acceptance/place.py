@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from tests.acceptance.world import Things, secret_broker_url
-from tests.support.raw import Message, Props, Raw, number, text
+from tests.support.daemon import DaemonProcess
+from tests.support.raw import Inbox, Message, Props, Raw, number, text
 from tests.support.servers import RabbitMQ
 
 ROUTES = ({"from": "in", "to": "out"}, {"from": "in.queue", "to": ""}, {"from": "in.missing", "to": "missing"})
@@ -35,6 +37,15 @@ class Place:
     async def raw(self) -> Raw:
         """A connection as guest."""
         return await Raw.connect(self.rabbitmq.url(self.vhost))
+
+    @asynccontextmanager
+    async def working(
+        self, environ: Mapping[str, str] | None = None, **how: Any
+    ) -> AsyncIterator[tuple[DaemonProcess, Raw, Inbox]]:
+        """A daemon that is ready, a connection as guest, and what comes to ``inbox``. ``how``: see DaemonProcess."""
+        async with DaemonProcess(environ or {}, **how) as daemon, await self.raw() as raw:
+            inbox = await raw.inbox("inbox")
+            yield await daemon.ready(), raw, inbox
 
     def environ(self, mode: str, store_url: str = "") -> dict[str, str]:
         found = {"MODE": mode, "BROKER__URL": self.url, "ROUTE": json.dumps(ROUTES)}

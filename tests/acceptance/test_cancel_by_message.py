@@ -56,10 +56,8 @@ async def test_cancelled_messages_are_not_delivered_and_late_cancels_are_reporte
 
 async def test_cancels_without_a_waiting_message_or_a_reader(place: Place, store: str) -> None:
     place.things.queue("answers")
-    async with DaemonProcess(place.environ("store", store)) as daemon, await place.raw() as raw:
+    async with place.working(place.environ("store", store)) as (daemon, raw, inbox):
         answers = await raw.inbox("answers")
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
         await raw.publish(cancel("never there"), cancel("nobody listens", b"no such queue"), cancel("ours", b"delays"))
         await raw.publish(delayed("held", 100, under="held"), delayed("after all of that", 300))
         assert await answers.until(lambda: len(answers.arrivals) == 1, 30)

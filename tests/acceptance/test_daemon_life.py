@@ -245,9 +245,7 @@ async def test_a_topology_change_does_not_stop_a_running_daemon(place: Place, po
     consuming goes on when the queue is what it should be."""
     theirs = [{"exchange": "theirs", "type": "topic", "queue": "theirs"}]
     environ = place.environ("store", secret_store_url(postgres, schema)) | {"DESTINATION": json.dumps(theirs)}
-    async with DaemonProcess(environ) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
+    async with place.working(environ) as (daemon, raw, inbox):
         await raw.publish(delayed("parked", 4000), delayed("parked with it", 100))
         await inbox.got([b"parked with it"])
         place.rabbitmq.api("DELETE", f"/api/queues/{place.vhost}/theirs")
@@ -294,13 +292,10 @@ async def test_a_key_without_its_store_stops_nobody_in_native_mode(place: Place)
     """The store is configured and out of reach: what needs it is refused with that reason, the rest flows."""
     environ = place.environ("native", "postgresql://nobody@127.0.0.1:1/nowhere")
     keyed = delayed("with a key", 100, under="k")
-    async with DaemonProcess(environ) as daemon:
-        await daemon.ready()
-        async with await place.raw() as raw:
-            inbox = await raw.inbox("inbox")
-            good = [delayed(f"good {n}", 0) for n in range(50)]
-            await raw.publish(*good[:25], keyed, *good[25:])
-            await inbox.got([message.body for message in good])
+    async with place.working(environ) as (daemon, raw, inbox):
+        good = [delayed(f"good {n}", 0) for n in range(50)]
+        await raw.publish(*good[:25], keyed, *good[25:])
+        await inbox.got([message.body for message in good])
         refused = await daemon.event("message refused")
         assert "need a store" in refused["reason"]
         assert not [event for event in daemon.events if event["event"] == "consuming interrupted"]
@@ -366,9 +361,8 @@ async def test_a_log_that_nobody_reads(place: Place) -> None:
 async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_path: Path) -> None:
     config = tmp_path / "delayer.toml"
     environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0"}
-    async with DaemonProcess(environ) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        web = await Web.of(await daemon.ready())
+    async with place.working(environ) as (daemon, raw, inbox):
+        web = await Web.of(daemon)
         place.write(config, "store", {"store": {"url": store}, "http": {"listen": web.address}})
         messages = [delayed(f"soon {n}", n) for n in range(200)]
         await raw.publish(*messages, delayed("later", 3_600_000))
@@ -400,9 +394,7 @@ async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_pat
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_more_than_a_minute_in_which_nothing_else_happens(place: Place, store: str, mode: str) -> None:
-    async with await place.raw() as raw, DaemonProcess(place.environ(mode, store)) as daemon:
-        await daemon.ready()
-        inbox = await raw.inbox("inbox")
+    async with place.working(place.environ(mode, store)) as (daemon, raw, inbox):
         sent_ms = time.time() * 1000
         await raw.publish(delayed("soon", 2_000), delayed("far", 68_000))
         assert await inbox.until(lambda: len(inbox.arrivals) == 2, timeout=90)

@@ -30,9 +30,7 @@ def check_all(inbox: Inbox, bodies: list[bytes]) -> None:
 async def test_a_bad_file_changes_nothing(place: Place, store: str, tmp_path: Path) -> None:
     config, sections = tmp_path / "delayer.toml", {"store": {"url": store}}
     place.write(config, "store", sections)
-    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
+    async with place.working(config=config) as (daemon, raw, inbox):
         sent: list[bytes] = []
 
         async def refused_because(*expected: str) -> None:
@@ -74,9 +72,7 @@ async def test_a_first_store_is_taken_up_once_it_is_fit(
 ) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
-    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
+    async with place.working(config=config) as (daemon, raw, inbox):
         place.write(config, "store", {"store": {"url": secret_store_url(postgres, empty_database.rpartition("/")[2])}})
         daemon.reload()
         assert "delayer db upgrade" in (await daemon.event("reload refused"))["reason"]
@@ -112,9 +108,7 @@ async def test_a_first_store_is_taken_up_once_it_is_fit(
 async def test_park_beyond_splits_short_from_long(place: Place, store: str, tmp_path: Path) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store, "park_beyond": "1500ms"}})
-    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
+    async with place.working(config=config) as (daemon, raw, inbox):
         split = [delayed(f"{name} {n}", delay) for n in range(20) for name, delay in (("short", 900), ("long", 2600))]
         await raw.publish(*split, delayed("at once", 0))
         await inbox.got(message.body for message in split)
@@ -140,9 +134,7 @@ async def test_native_mode_beside_a_store(
     config = tmp_path / "delayer.toml"
     store = {"store": {"url": secret_store_url(postgres, schema)}}
     place.write(config, first, store)
-    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
+    async with place.working(config=config) as (daemon, raw, inbox):
         if first == "store":
             place.write(config, "native", store)
             daemon.reload()

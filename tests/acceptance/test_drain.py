@@ -9,7 +9,7 @@ import pytest
 
 from tests.acceptance.place import Place
 from tests.faults.place import eventually
-from tests.support.daemon import DaemonProcess, answered, command
+from tests.support.daemon import answered, command
 from tests.support.raw import Message, Props, number, text
 
 COUNT = 700
@@ -32,9 +32,7 @@ async def listed(config: Path) -> dict[str, Any]:
 async def test_into_the_cascade_and_back(place: Place, store: str, tmp_path: Path) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
-    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
+    async with place.working(config=config) as (daemon, raw, inbox):
         keyed = Props(headers=((b"x-delay", number("l", HOUR)), (b"x-delay-key", text("k"))), message_id=b"keyed")
         await raw.publish(*map(letter, range(COUNT)), Message("in", b"inbox", keyed, b"keyed"))
         before = await eventually(lambda: listed(config), lambda rows: len(rows) == COUNT + 1)

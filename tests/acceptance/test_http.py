@@ -20,9 +20,8 @@ HOUR = 3_600_000
 
 
 async def test_metrics_say_what_happened(place: Place, store: str) -> None:
-    async with DaemonProcess(place.environ("store", store) | ANY_PORT) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        web = await Web.of(await daemon.ready())
+    async with place.working(place.environ("store", store) | ANY_PORT) as (daemon, raw, inbox):
+        web = await Web.of(daemon)
         soon = [delayed(f"soon {n}", 300 + n) for n in range(100)]
         later = [delayed(f"later {n}", 5 * HOUR + n) for n in range(40)]
         next_day = [delayed(f"days {n}", 50 * HOUR + n) for n in range(3)]

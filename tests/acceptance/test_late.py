@@ -167,9 +167,8 @@ async def test_with_a_store(place: Place, store: str, tmp_path: Path, rewording:
     place.write(config, "store", {"store": {"url": store}})
     place.things.queue("answers")
     program = reworded.PROGRAM if rewording else None
-    async with DaemonProcess(environ(place, "store", store), program=program) as daemon, await place.raw() as raw:
-        inbox, answers = await raw.inbox("inbox"), await raw.inbox("answers")
-        await daemon.ready()
+    async with place.working(environ(place, "store", store), program=program) as (daemon, raw, inbox):
+        answers = await raw.inbox("answers")
         now_ms = time.time_ns() // 1_000_000
         await raw.publish(
             due_at("late", now_ms - 60_000, "in.strict"), due_at("late too", now_ms - 60_000, "in.strict"),
@@ -205,9 +204,7 @@ async def test_in_native_mode(place: Place, tmp_path: Path, rewording: bool) -> 
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
     program = reworded.PROGRAM if rewording else None
-    async with DaemonProcess(environ(place, "native"), program=program) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
+    async with place.working(environ(place, "native"), program=program) as (daemon, raw, inbox):
         now_ms = time.time_ns() // 1_000_000
         await raw.publish(
             *(due_at(f"late {n}", now_ms - 60_000, "in.strict") for n in range(2)), unreadable("unreadable")

@@ -28,9 +28,7 @@ def file(place: Place, path: Path, strategy: str) -> Path:
 
 async def test_auto_takes_what_the_broker_has(place: Place, tmp_path: Path) -> None:
     config = file(place, tmp_path, "auto")
-    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
+    async with place.working(config=config) as (daemon, raw, inbox):
         chosen = await daemon.event("native strategy")
         assert chosen["strategy"] == ("queue" if place.rabbitmq.delays_messages else "cascade")
         assert bool(chosen["reason"]) is not place.rabbitmq.delays_messages

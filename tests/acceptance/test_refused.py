@@ -51,16 +51,10 @@ def deep(levels: int) -> Value:
 DAYS = 86_400_000
 CASES: Mapping[str, Bad] = {
     "x-delay words": said("x-delay", text("ten minutes"), "found 'ten minutes'"),
-    "x-delay empty": said("x-delay", text(""), "found ''"),
-    "x-delay NaN text": said("x-delay", text("NaN"), "found 'NaN'"),
     "x-delay not UTF-8": said("x-delay", text(b"\xff12"), "expected milliseconds"),
     "x-delay bool": said("x-delay", number("t", True), "found True"),
     "x-delay void": said("x-delay", VOID, "found None"),
-    "x-delay table": said("x-delay", table((b"ms", number("I", 1))), "found"),
     "x-deliver-at words": said("x-deliver-at", text("tomorrow"), "found 'tomorrow'"),
-    "x-deliver-at numeric text": said("x-deliver-at", text("1700000000000"), "expected an instant"),
-    "x-deliver-at without a zone": said("x-deliver-at", text("2026-01-01T00:00:00"), "expected an instant"),
-    "x-deliver-at void": said("x-deliver-at", VOID, "expected an instant"),
     "x-deliver-at greatest": Bad(((b"x-deliver-at", number("l", 2**63 - 1)),), "too long"),
     "x-opt-delivery-time words": said("x-opt-delivery-time", text("never"), "found 'never'"),
     "x-opt-delivery-delay words": said("x-opt-delivery-delay", text("long"), "found 'long'"),
@@ -70,9 +64,6 @@ CASES: Mapping[str, Bad] = {
     "a misspelt header": Bad(((b"X-Delay", number("I", 5)),), "the message has no delay, but .* expected 'x-delay'"),
     "no delay": Bad((), "the message has no delay", through="in.header"),
     "too long": Bad(((b"x-delay", number("l", 3650 * DAYS + 60_000)),), "too long"),
-    "too long text": Bad(((b"x-delay", text("9" * 30)),), "too long"),
-    "too long double": Bad(((b"x-delay", number("d", 1e300)),), "too long"),
-    "too long, greatest integer": Bad(((b"x-delay", number("l", 2**63 - 1)),), "too long"),
     "too long, far instant": Bad(((b"x-deliver-at", text("9999-12-31T23:59:59Z")),), "too long"),
     "too long for the cascade": Bad(
         ((b"x-delay", number("l", (LONGEST + 1) * 1000)),), f"too long.*{LONGEST} s", (NATIVE,)

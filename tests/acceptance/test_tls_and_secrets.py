@@ -143,9 +143,7 @@ async def test_passwords_are_nowhere(place: Place, schema: str, postgres: Postgr
     assert BROKER_SECRET.startswith("Sesame")
     assert STORE_SECRET.startswith("Sesame")
     place.write(config, "store", {"store": {"url": store}})
-    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
-        await daemon.event("ready")
-        inbox = await raw.inbox("inbox")
+    async with place.working(config=config) as (daemon, raw, inbox):
         await raw.publish(delayed("one", 200), delayed("held", 0, through="in.missing"))
         await inbox.got([b"one"])
         await daemon.event("message held")

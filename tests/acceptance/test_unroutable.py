@@ -158,9 +158,7 @@ async def test_after_ten_attempts_it_waits_for_a_person(place: Place, tmp_path: 
     now_ms = time.time_ns() // 1_000_000
     parcel = Parcel(now_ms, b"in.missing", b"in.missing", b"inbox", Target(b"missing", b"inbox"), b"\0\0", b"doomed")
     held = edits.HoldNote(Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE"), 9, now_ms)
-    async with DaemonProcess(place.environ("native")) as daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
+    async with place.working(place.environ("native")) as (daemon, raw, inbox):
         await raw.publish(Message("", b"delays.due", edits.enveloped(parcel, b"0815", held), parcel.body))
 
         [row] = await eventually(lambda: strays(config), lambda rows: len(rows) == 1)

@@ -18,6 +18,7 @@ from tests.faults.place import Place, eventually
 from tests.support.daemon import DaemonProcess
 from tests.support.ledger import Ledger
 from tests.support.odd import Clock, program
+from tests.support.processes import Server
 from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ
 
@@ -230,6 +231,14 @@ class Fleet:
             for thing in sorted(set(things)):
                 await stack.enter_async_context(self._locks[thing])
             yield
+
+    async def paused(self, server: Server, seconds: float) -> None:
+        """Connections stay open meanwhile, and nothing answers."""
+        await asyncio.to_thread(server.pause)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            await asyncio.to_thread(server.resume)
 
     async def sql(self, statement: str) -> Any:
         """One value of the store, or None."""

@@ -204,7 +204,7 @@ class Scenes:
                 postgres = Postgres()
                 stack.callback(postgres.close)
                 await asyncio.to_thread(postgres.start)
-                await asyncio.to_thread(add_template, postgres, self._template)
+                await asyncio.to_thread(postgres.add_store, self._template)
             vhost = rabbitmq.add_vhost()
             plays: dict[str, Play] = {}
             for number, (name, row) in enumerate(rows.items()):
@@ -233,13 +233,6 @@ class Scenes:
                 await asyncio.to_thread(server.start)
             await together(plays.values(), Play.go_on)
             return {name: play.outcome for name, play in plays.items() if play.outcome is not None}
-
-
-def add_template(server: Postgres, template: str) -> None:
-    """A database with the schema, to which nobody is connected."""
-    from delayer.store import upgrades  # alembic is slow to import, and only this needs it
-
-    asyncio.run(upgrades.upgrade(server.url(server.add_database(template))))
 
 
 async def told(place: Place) -> str:

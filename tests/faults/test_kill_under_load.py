@@ -65,7 +65,7 @@ async def test_without_a_fault_nothing_comes_twice(mode: str, vhost: str, store:
         first, second = [await stack.enter_async_context(place.daemon()) for _ in range(2)]
         await asyncio.gather(first.ready(), second.ready())
         publishing = asyncio.create_task(ledger.publish(MESSAGES // 4, longest_ms=2_000))
-        await ledger.until(lambda: len(ledger.arrivals) > MESSAGES // 20)
+        await ledger.until(lambda: ledger.account.back > MESSAGES // 20)
         assert await first.stop() == 0
         await publishing
         await place.ended(ledger, redelivered=True)  # what the first one had read and not begun

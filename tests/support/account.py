@@ -4,7 +4,7 @@ bytes a message, so that hours of messages fit."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -193,24 +193,6 @@ def _begun_ms(owed: Owed, arrivals: Sequence[Arrival]) -> float:
     if owed.form.absolute or len({one.id for one in arrivals}) > 1:
         return owed.sent_ms
     return max(owed.sent_ms, arrivals[0].due_ms - owed.delay_ms - AFTERMATH_MS)
-
-
-class Arrivals(Mapping[int, Sequence[Arrival]]):
-    """By number, of what arrived."""
-
-    def __init__(self, account: Account) -> None:
-        self._account = account
-
-    def __len__(self) -> int:
-        return self._account.back
-
-    def __iter__(self) -> Iterator[int]:
-        return (number for number in range(self._account.sent) if self._account.arrivals_of(number))
-
-    def __getitem__(self, number: int) -> Sequence[Arrival]:
-        if 0 <= number < self._account.sent and (found := self._account.arrivals_of(number)):
-            return found
-        raise KeyError(number)
 
 
 def _packed(id: bytes) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from delayer.amqp.connection import Connection
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import CONFIRMED
 from delayer.core.message import Delivery, Outgoing
-from tests.support.account import Account, Arrival, Arrivals, Owed, Verdict
+from tests.support.account import Account, Arrival, Owed, Verdict
 from tests.support.letters import NUMBER, Letter, Letters, doomed
 from tests.support.proxy import Listener
 from tests.support.readings import Readings
@@ -280,8 +280,9 @@ class Ledger:
 
     @property
     def arrivals(self) -> Mapping[int, Sequence[Arrival]]:
-        """What arrived, by number."""
-        return Arrivals(self.account)
+        """What arrived so far, by number."""
+        account = self.account
+        return {number: found for number in range(account.sent) if (found := account.arrivals_of(number))}
 
     def total(self) -> int:
         """Arrivals, copies included."""

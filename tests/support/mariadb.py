@@ -7,7 +7,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import time
 from typing import Any, Self
 
 import asyncmy
@@ -28,8 +27,7 @@ from tests.support.processes import (
 
 
 class MariaDB(Server):
-    """Everybody on this machine is root there, by the
-    password ``secret``: what must not be shown."""
+    """Everybody on this machine is root there, by the password ``secret``: what must not be shown."""
 
     PASSWORD = "s3cret-source"
 
@@ -44,7 +42,6 @@ class MariaDB(Server):
         self._environment = clean_environment("MYSQL", "MARIADB") | {"HOME": str(self._directory)}
 
     def start(self) -> Self:
-        began = time.monotonic()
         self._initialize()
         options = {
             "datadir": self._data, "port": self.port, "bind-address": ports.HOST,
@@ -62,7 +59,6 @@ class MariaDB(Server):
             farewell=signal.SIGKILL,
         )
         self._family.wait_ready(self._is_ready, "MariaDB")
-        self.start_seconds = time.monotonic() - began
         return self
 
     def stop(self) -> None:
@@ -84,11 +80,13 @@ class MariaDB(Server):
     def drop_database(self, name: str) -> None:
         self.execute(f"DROP DATABASE IF EXISTS {name}")
 
-    def execute(self, sql: str) -> None:
+    def execute(self, sql: str, *, password: str = PASSWORD) -> None:
         """Run one statement; for set-up, not for what a test is about."""
 
         async def run() -> None:
-            connection: Any = await self._connect(self.PASSWORD)
+            connection: Any = await asyncmy.connect(
+                host=ports.HOST, port=self.port, user="root", password=password, autocommit=True
+            )
             try:
                 async with connection.cursor() as cursor:
                     await cursor.execute(sql)
@@ -96,9 +94,6 @@ class MariaDB(Server):
                 connection.close()
 
         run_apart(run())
-
-    async def _connect(self, password: str) -> Any:
-        return await asyncmy.connect(host=ports.HOST, port=self.port, user="root", password=password, autocommit=True)
 
     def _initialize(self) -> None:
         self._data.mkdir(mode=0o700)
@@ -114,16 +109,8 @@ class MariaDB(Server):
             raise StartFailed(f"mariadb-install-db failed\n{tail(initialize.log)}")
 
     def _is_ready(self) -> bool:
-        async def secure() -> None:
-            connection: Any = await self._connect("")
-            try:
-                async with connection.cursor() as cursor:
-                    await cursor.execute(f"SET PASSWORD FOR 'root'@'127.0.0.1' = PASSWORD('{self.PASSWORD}')")
-            finally:
-                connection.close()
-
         try:
-            run_apart(secure())
+            self.execute(f"SET PASSWORD FOR 'root'@'127.0.0.1' = PASSWORD('{self.PASSWORD}')", password="")
         except (OSError, MySQLError):  # not yet
             return False
         return True

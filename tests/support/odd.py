@@ -53,25 +53,22 @@ def acknowledge_first() -> None:
     def broken(self: IntakeHandler, batch: Sequence[Any]) -> None:
         acks = self._session.acks
         acks.accept([delivery.tag for delivery in batch])
-        self._session.acks = _Deaf(acks)  # type: ignore[assignment]
+        self._session.acks = _Like(acks, accept=lambda _: None, keep=lambda _: None)  # type: ignore[assignment]
         take(self, batch)
         self._session.acks = acks
 
     IntakeHandler.take = broken  # type: ignore[method-assign]
 
 
-class _Deaf:
-    def __init__(self, acks: Any) -> None:
-        self._acks = acks
+class _Like:
+    """Another object, but for some methods."""
+
+    def __init__(self, other: Any, **methods: Callable[..., Any]) -> None:
+        self.__dict__.update(methods)
+        self._other = other
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._acks, name)
-
-    def accept(self, tags: object) -> None:
-        """Was accepted before."""
-
-    def keep(self, delivery: object) -> None:
-        """Was accepted before."""
+        return getattr(self._other, name)
 
 
 def early() -> None:
@@ -94,18 +91,8 @@ def early() -> None:
     seconds, init = plan.whole_seconds_until, DueHandler.__init__
     plan.whole_seconds_until = lambda due_ms, now_ms: max(0, seconds(due_ms, now_ms) - 1)
 
-    class Ahead:
-        def __init__(self, live: Any) -> None:
-            self._live = live
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._live, name)
-
-        def now_lower_ms(self) -> int:
-            return int(self._live.now_lower_ms()) + 1_000
-
     def broken(self: DueHandler, live: Any, *more: Any) -> None:
-        init(self, Ahead(live), *more)
+        init(self, _Like(live, now_lower_ms=lambda: live.now_lower_ms() + 1_000), *more)
 
     DueHandler.__init__ = broken  # type: ignore[method-assign]
 

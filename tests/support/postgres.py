@@ -8,7 +8,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -61,7 +60,6 @@ class Postgres(Server):
         self._environment = clean_environment("PG", "LC_", "LANG") | {"HOME": str(self._directory), "LC_ALL": "C.UTF-8"}
 
     def start(self) -> Self:
-        began = time.monotonic()
         if not self._data.exists():
             self._initialize()
         self._family = Family(
@@ -73,7 +71,6 @@ class Postgres(Server):
             farewell=signal.SIGQUIT,  # ends at once, and gives its shared memory back
         )
         self._family.wait_ready(self._is_ready, "Postgres")
-        self.start_seconds = time.monotonic() - began
         return self
 
     def stop(self) -> None:
@@ -115,11 +112,11 @@ class Postgres(Server):
         self.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
         return name
 
-    def add_store(self) -> str:
+    def add_store(self, name: str | None = None) -> str:
         """A fresh database with our schema, to which nobody is connected; returns its name."""
         from delayer.store import upgrades  # alembic is slow to import
 
-        name = self.add_database()
+        name = self.add_database(name)
         run_apart(upgrades.upgrade(self.url(name)))
         return name
 

@@ -188,7 +188,6 @@ class Server(ABC):
     continue every process of it. All methods block: from a coroutine, `await asyncio.to_thread(server.start)`.
     """
 
-    start_seconds = 0.0
     _family: Family | None = None
 
     @abstractmethod

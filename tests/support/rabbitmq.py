@@ -147,7 +147,6 @@ class RabbitMQ(OfAVersion, Server):
         self._environment = environment(self._inside(self._directory), self.node, numbers, hidden or {})
 
     def start(self) -> Self:
-        began = time.monotonic()
         if self._epmd is None:
             self._epmd = self._run(
                 "epmd.log", self._find("epmd"), "-port", str(self._epmd_port), "-address", ports.HOST
@@ -158,7 +157,6 @@ class RabbitMQ(OfAVersion, Server):
             self._family.wait_ready(self._is_ready, "RabbitMQ")
         except StartFailed as failed:
             raise StartFailed(f"{failed}\n{tail(self._directory / 'log' / 'node.log')}") from None
-        self.start_seconds = time.monotonic() - began
         return self
 
     def stop(self) -> None:

@@ -19,9 +19,9 @@ def main() -> int:
     signals = {signal.SIGINT, signal.SIGTERM}
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        print(f"broker      {rabbitmq.url()}   ({rabbitmq.start_seconds:.1f} s to start)")
+        print(f"broker      {rabbitmq.url()}")
         print(f"management  {rabbitmq.management_url}")
-        print(f"store       {postgres.url()}   ({postgres.start_seconds:.1f} s to start)")
+        print(f"store       {postgres.url()}")
         print("Ctrl-C ends both and deletes their data.", flush=True)
         signal.sigwait(signals)
     return 0

@@ -35,41 +35,31 @@ async def killed(fleet: Fleet, fault: Fault) -> None:
 
 
 async def stopped(fleet: Fleet, fault: Fault) -> None:
-    """Connections stay open, and nothing answers, for ``seconds``."""
-    await asyncio.to_thread(fleet.rabbitmq.pause)
-    try:
-        await asyncio.sleep(fault.seconds)
-    finally:
-        await asyncio.to_thread(fleet.rabbitmq.resume)
+    await fleet.paused(fleet.rabbitmq, fault.seconds)
 
 
 async def memory_alarm(fleet: Fleet, fault: Fault) -> None:
     """Whoever publishes is blocked for ``seconds``."""
-    await _ctl(fleet, "set_vm_memory_high_watermark", "0.0000001")
-    try:
-        await _raised(fleet, "mem_alarm")
-        await asyncio.sleep(fault.seconds)
-    finally:
-        await _ctl(fleet, "set_vm_memory_high_watermark", "0.4")
+    await _alarm(fleet, fault, "mem_alarm", "set_vm_memory_high_watermark", "0.0000001", "0.4")
 
 
 async def disk_alarm(fleet: Fleet, fault: Fault) -> None:
     """The same, by the other alarm."""
-    await _ctl(fleet, "set_disk_free_limit", "1000000GB")
-    try:
-        await _raised(fleet, "disk_free_alarm")
-        await asyncio.sleep(fault.seconds)
-    finally:
-        await _ctl(fleet, "set_disk_free_limit", "10MB")
+    await _alarm(fleet, fault, "disk_free_alarm", "set_disk_free_limit", "1000000GB", "10MB")
 
 
-async def _raised(fleet: Fleet, alarm: str) -> None:
-    """Wait until the broker says that it blocks whoever publishes."""
+async def _alarm(fleet: Fleet, fault: Fault, alarm: str, limit: str, low: str, usual: str) -> None:
+    """By a limit that is too low, from when the broker says that it blocks whoever publishes."""
 
     async def said() -> bool:
         return any(node.get(alarm) for node in await fleet.api("GET", "/api/nodes"))
 
-    await eventually(said)
+    await _ctl(fleet, limit, low)
+    try:
+        await eventually(said)
+        await asyncio.sleep(fault.seconds)
+    finally:
+        await _ctl(fleet, limit, usual)
 
 
 async def _ctl(fleet: Fleet, *words: str) -> None:

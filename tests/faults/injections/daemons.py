@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from delayer.store.errors import DRIVER_ERRORS
 from tests.faults.fault import Fault, Missed, Untouched
@@ -32,40 +33,41 @@ def of(fleet: Fleet, fault: Fault) -> Kept:
     return daemon
 
 
-async def killed(fleet: Fleet, fault: Fault) -> None:
-    """SIGKILL, and ``seconds`` without it."""
-    daemon = of(fleet, fault)
+@asynccontextmanager
+async def replaced(daemon: Kept, fault: Fault) -> AsyncIterator[None]:
+    """Whoever ends it in here does so on purpose. ``seconds`` later another process is started in its place."""
     async with daemon.meant():
-        await daemon.kill()
+        yield
         await asyncio.sleep(fault.seconds)
         await daemon.start()
     await daemon.ready()
+
+
+async def killed(fleet: Fleet, fault: Fault) -> None:
+    """SIGKILL, and ``seconds`` without it."""
+    daemon = of(fleet, fault)
+    async with replaced(daemon, fault):
+        await daemon.kill()
 
 
 async def without_memory(fleet: Fleet, fault: Fault) -> None:
     """The kernel kills it for want of memory."""
     daemon = of(fleet, fault)
-    async with daemon.meant():
+    async with replaced(daemon, fault):
         await asyncio.to_thread(out_of_memory, daemon.process.pid)
         await daemon.process.wait(timeout=60)
-        await asyncio.sleep(fault.seconds)
-        await daemon.start()
-    await daemon.ready()
 
 
 async def told_to_stop(fleet: Fleet, fault: Fault) -> None:
     """SIGTERM in the middle of its work: it stops in time, and with exit code 0."""
     daemon = of(fleet, fault)
     await daemon.ready()
-    async with daemon.meant():
+    async with replaced(daemon, fault):
         began = asyncio.get_running_loop().time()
         code = await daemon.process.stop()
         took = asyncio.get_running_loop().time() - began
         if code != 0 or took > STOP_SECONDS:
             fleet.surprises.append(f"daemon {daemon.number} stopped with {code} after {took:.1f} s")
-        await asyncio.sleep(fault.seconds)
-        await daemon.start()
-    await daemon.ready()
 
 
 async def hanging(fleet: Fleet, fault: Fault) -> None:
@@ -107,7 +109,7 @@ def _losses(daemon: Kept) -> int:
 async def dying_at(fleet: Fleet, fault: Fault) -> None:
     """A daemon that kills itself at the point ``detail``, a row of the crash tables."""
     daemon = of(fleet, fault)
-    async with daemon.meant():
+    async with replaced(daemon, fault):
         await daemon.kill()
         await daemon.start(fault.detail)
         came = True
@@ -116,9 +118,6 @@ async def dying_at(fleet: Fleet, fault: Fault) -> None:
         except TimeoutError:
             came = False
         await daemon.kill()
-        await asyncio.sleep(fault.seconds)
-        await daemon.start()
-    await daemon.ready()
     if not came:
         raise Missed(f"daemon {daemon.number} did not come to {fault.detail}")
 

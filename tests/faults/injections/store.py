@@ -31,12 +31,7 @@ async def killed(fleet: Fleet, fault: Fault) -> None:
 
 
 async def stopped(fleet: Fleet, fault: Fault) -> None:
-    """Connections stay open, and nothing answers, for ``seconds``."""
-    await asyncio.to_thread(fleet.postgres.pause)
-    try:
-        await asyncio.sleep(fault.seconds)
-    finally:
-        await asyncio.to_thread(fleet.postgres.resume)
+    await fleet.paused(fleet.postgres, fault.seconds)
 
 
 async def connections_ended(fleet: Fleet, fault: Fault) -> None:
