@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,6 +19,19 @@ from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import opened, owned, parcel, sql
 
 LEVELS = 28
+
+
+def rows(run: Run, *what: str, expect: int = 0, options: Sequence[str] = (), **more: str) -> list[dict[str, str]]:
+    """What `delayer check` finds of these things."""
+    told = json.loads(run(*options, "check", "--json", expect=expect, **more).stdout)
+    assert told["ok"] == (expect == 0)
+    return [row for row in told["checks"] if row["what"] in what]
+
+
+async def destination(vhost: str) -> None:
+    """Declare the exchange that due messages go to."""
+    async with channel_to(vhost) as channel:
+        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
 
 
 def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ) -> None:
@@ -70,8 +84,7 @@ async def test_a_mismatch_is_named_and_nothing_is_bound(delayer: Run, vhost: str
     refused = delayer("topology", "apply", expect=1)
     assert "'delays'" in refused.stderr
     assert "Nothing was bound" in refused.stderr
-    check = json.loads(delayer("check", "--json", expect=1).stdout)
-    (row,) = [row for row in check["checks"] if "queue delays:" in row["found"]]
+    (row,) = [row for row in rows(delayer, "topology", expect=1) if "queue delays:" in row["found"]]
     assert row["advice"].startswith("delete it while it is empty and has no consumer, or choose another name")
     assert "`rabbitmqctl delete_queue NAME`, while it is empty" in refused.stderr
 
@@ -80,8 +93,7 @@ async def test_no_advice_deletes_a_queue_with_messages(delayer: Run, vhost: str)
     async with channel_to(vhost) as channel:
         await channel.declare_queue("delays", durable=True)
         await channel.default_exchange.publish(aio_pika.Message(b"", delivery_mode=2), "delays")
-    check = json.loads(delayer("check", "--json", expect=1).stdout)
-    (row,) = [row for row in check["checks"] if "queue delays:" in row["found"]]
+    (row,) = [row for row in rows(delayer, "topology", expect=1) if "queue delays:" in row["found"]]
     assert row["found"].endswith("messages in it, which deleting it loses: 1")
     refused = delayer("topology", "apply", expect=1).stderr
     assert "messages in it: 1" in refused
@@ -190,15 +202,13 @@ def test_db(delayer: Run, empty_database: str) -> None:
 async def test_check_finds_one_thing_after_another(delayer: Run, empty_database: str, vhost: str) -> None:
     def off(expect: int, **more: str) -> dict[str, str]:
         answer = json.loads(delayer("check", "--json", expect=expect, **more).stdout)
-        assert answer["ok"] == (expect == 0)
         return {row["what"]: row["advice"] for row in answer["checks"] if row["result"] == "off"}
 
     found = off(1, DELAYER_STORE__URL=empty_database)
     assert found.keys() == {"destination", "schema"}
     assert "db upgrade" in found["schema"]
     assert off(1).keys() == {"destination"}
-    async with channel_to(vhost) as channel:
-        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+    await destination(vhost)
     assert off(0) == {}
     table = delayer("check")
     assert "off" not in table.stdout.split()
@@ -207,13 +217,11 @@ async def test_check_finds_one_thing_after_another(delayer: Run, empty_database:
 
 async def test_missing_parts_that_the_daemon_declares_are_notes(delayer: Run, vhost: str) -> None:
     """`delayer --config new.toml check && systemctl reload delayer` has to pass for what a reload brings along."""
-    async with channel_to(vhost) as channel:
-        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+    await destination(vhost)
     delayer("topology", "apply")
     routes = '[{"from": "delayer.in", "to": "delayer.out"}, {"from": "mail.in", "to": "delayer.out"}]'
     for more in ({"DELAYER_MODE": "native"}, {"DELAYER_ROUTE": routes}):
-        answer = json.loads(delayer("check", "--json", **more).stdout)
-        (row,) = [row for row in answer["checks"] if row["what"] == "topology" and "missing" in row["found"]]
+        (row,) = [row for row in rows(delayer, "topology", **more) if "missing" in row["found"]]
         assert (row["result"], "the daemon declares it" in row["advice"]) == ("note", True)
         delayer("topology", "verify", expect=1, **more)
 
@@ -228,14 +236,9 @@ async def test_check_counts_what_is_set_aside(delayer: Run, vhost: str, database
                 await channel.default_exchange.publish(aio_pika.Message(b""), queue)
     async with sql(database) as admin:
         await admin.execute("INSERT INTO counter VALUES (1, 'parked', 3), (1, 'held', 3)")
-    answer = json.loads(delayer("check", "--json").stdout)
-    aside = {
-        row["found"]: (row["result"], row["advice"])
-        for row in answer["checks"]
-        if row["what"] in ("refused, strays", "held")
-    }
+    aside = {row["found"]: row for row in rows(delayer, "refused, strays", "held")}
     assert aside.keys() == {'2 in "delays.refused"', '1 in "delayer.delay-strays"', "3 in the store"}
-    assert all(result == "note" and advice for result, advice in aside.values())
+    assert all(row["result"] == "note" and row["advice"] for row in aside.values())
 
 
 def test_a_newer_schema_is_left_alone_and_every_verb_says_so(delayer: Run, postgres: Postgres, database: str) -> None:
@@ -274,8 +277,7 @@ def test_each_refusal_of_the_store_has_its_own_advice(delayer: Run, postgres: Po
             assert refused.stderr.startswith("delayer: the store refused: "), refused.stderr
             assert advice in refused.stderr
         if url != poor:
-            checks = json.loads(delayer("check", "--json", expect=3, DELAYER_STORE__URL=url).stdout)["checks"]
-            assert advice in checks[-1]["advice"]
+            assert advice in rows(delayer, "store", expect=3, DELAYER_STORE__URL=url)[-1]["advice"]
             assert advice in delayer("status", expect=3, DELAYER_STORE__URL=url).stderr
     name = urlsplit(empty_database).path[1:]
     postgres.execute(f'ALTER DATABASE "{name}" OWNER TO poor')
@@ -330,17 +332,14 @@ async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, databa
         assert "LATE: 1 segments with 7 messages should be restored by now" in delayer("status").stdout
         found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
         assert (found["late"], found["late_messages"]) == (1, 7)
-        checks = json.loads(delayer("check", "--json", expect=1).stdout)["checks"]
-        assert [row["found"] for row in checks if row["what"] == "segments"] == [
-            "1 with 7 messages should be restored by now"
-        ]
+        [row] = rows(delayer, "segments", expect=1)
+        assert row["found"] == "1 with 7 messages should be restored by now"
         await connection.execute("UPDATE segment SET first_due = now() + interval '30 hours' WHERE id = 2")
         await connection.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE id = 1")
     assert "BROKEN: 1 segments with 7 messages do not read back" in delayer("status").stdout
     found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
     assert (found["count"], found["messages"], found["broken"], found["broken_messages"]) == (2, 14, 1, 7)
-    checks = json.loads(delayer("check", "--json", expect=1).stdout)["checks"]
-    [row] = [row for row in checks if row["what"] == "segments"]
+    [row] = rows(delayer, "segments", expect=1)
     assert (row["result"], row["found"]) == ("off", "1 do not read back, with 7 messages")
 
 
@@ -361,11 +360,6 @@ def test_status_works_with_what_is_left(delayer: Run) -> None:
 # delayer check: whether daemons are at work.
 
 
-def rows(run: Run, what: str, *, expect: int = 0, **more: str) -> list[dict[str, str]]:
-    told = run("check", "--json", expect=expect, **more).stdout
-    return [row for row in json.loads(told)["checks"] if row["what"] == what]
-
-
 async def test_a_queue_that_nobody_consumes_is_told(delayer: Run, vhost: str) -> None:
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
@@ -384,8 +378,7 @@ async def test_a_queue_that_nobody_consumes_is_told(delayer: Run, vhost: str) ->
 
 async def test_overdue_messages_of_a_lane_without_owner_are_off(delayer: Run, vhost: str, database: str) -> None:
     """All daemons are gone: an exit code of 0 would be the wrong answer to "is it well?"."""
-    async with channel_to(vhost) as channel:
-        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+    await destination(vhost)
     async with opened(database) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms() - 90_000, b"overdue")], [])
         (row,) = rows(delayer, "lanes")
@@ -428,12 +421,12 @@ to = "orders.due"
 exchange = "orders.due"
 queue = "orders.eu"
 """)
-    seen = json.loads(delayer("--config", str(file), "check", "--json").stdout)["checks"]
-    assert [row["result"] for row in seen if row["what"] == "destination"] == []
-    assert any("orders.due" in row["found"] for row in seen if (row["what"], row["result"]) == ("topology", "note"))
+    options = ("--config", str(file))
+    assert rows(delayer, "destination", options=options) == []
+    seen = rows(delayer, "topology", options=options)
+    assert any("orders.due" in row["found"] for row in seen if row["result"] == "note")
     file.write_text(file.read_text().replace('exchange = "orders.due"', 'exchange = "other"'))
-    seen = json.loads(delayer("--config", str(file), "check", "--json", expect=1).stdout)["checks"]
-    assert [row["result"] for row in seen if row["what"] == "destination"] == ["off"]
+    assert [row["result"] for row in rows(delayer, "destination", expect=1, options=options)] == ["off"]
 
 
 def test_a_route_that_makes_messages_late_and_holds_them_is_told(delayer: Run) -> None:
