@@ -148,7 +148,8 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
         for text, tokens in there.items():
             if len(tokens) > 1:
                 several = ", ".join(map(str, tokens))
-                raise Misused(f"{quoted(others[text])} names {len(tokens)} messages: give an id of {several}")
+                number = f"{len(tokens)} or more" if len(tokens) == listing.NAMED else len(tokens)
+                raise Misused(f"{quoted(others[text])} names {number} messages: give an id of {several}")
             found[others[text]] = tokens[0] if tokens else None
     return found
 

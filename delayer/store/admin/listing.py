@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 
 from delayer.core.filters import MAX_ID, Filter, Token
+from delayer.core.message import SHORT_STRING
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS
 from delayer.store import pool, schema, statements
@@ -175,10 +176,11 @@ _KEYED: Final = (
     "SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint, m.id FROM message_key AS k JOIN message AS m"
     " ON m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id WHERE k.key = $1"
 )
+NAMED: Final = 10
 _CALLED: Final = " UNION ALL ".join(
     f"SELECT (extract(epoch FROM due_at) * 1000000)::bigint, id, properties, key, {token} FROM {table}"
     f" WHERE key = ANY($1) OR {token} = ANY($1)"
-    " OR EXISTS (SELECT FROM unnest($1::bytea[]) AS name WHERE position(name IN properties) > 0)"
+    " OR EXISTS (SELECT FROM unnest($2::bytea[]) AS text WHERE position(text IN properties) > 0)"
     for table, token in (("message", "NULL::bytea"), ("held", "token"))
 )
 
@@ -297,17 +299,20 @@ async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tupl
 async def called(
     connection: asyncpg.Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
 ) -> dict[bytes, list[Token]]:
-    """The messages, held ones too, whose key, ``x-delayer-id`` or message_id is one of ``names``. ``message_id`` reads
-    the last one from properties. Reads every row, and with ``packed`` every segment. Raises the driver's errors."""
+    """The messages, held ones too, whose key, ``x-delayer-id`` or message_id is one of ``names``. Of each name NAMED at
+    most. ``message_id`` reads the last one from properties. Reads every row, and with ``packed`` every segment. Raises
+    the driver's errors."""
     found: dict[bytes, list[Token]] = {name: [] for name in names}
+    short = [bytes([min(len(name), SHORT_STRING)]) + name for name in names]
 
     def add(due_us: int, number: int, properties: bytes, *others: bytes | None) -> None:
         for name in found.keys() & {message_id(properties), *others}:
-            found[name].append(Token(number, due_us // 1000))
+            if len(found[name]) < NAMED:
+                found[name].append(Token(number, due_us // 1000))
 
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         await connection.execute("SET LOCAL enable_seqscan = on")
-        for row in await connection.fetch(_CALLED, names):
+        async for row in connection.cursor(_CALLED, names, short, prefetch=100):  # A header's text may be in every row.
             add(*row)
         for (segment,) in await connection.fetch("SELECT id FROM segment WHERE $1", packed):
             for place, *_, properties in await entries_of(connection, segment) or ():
