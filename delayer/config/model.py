@@ -113,10 +113,10 @@ class RouteTable(Table):
     @field_validator("retry")
     @classmethod
     def _alone(cls, retry: RetryTable | None, info: ValidationInfo) -> RetryTable | None:
-        others = ("to", "routing_key", "default_delay_ms", "require_delay", "allow_exchanges")
+        others = ("to", "routing_key", "routing_key_header", "default_delay_ms", "require_delay", "allow_exchanges")
         if retry is not None and any(info.data.get(name) for name in others):
             raise Expected(
-                "no to, routing_key, default_delay, require_delay or allow_exchanges beside it: "
+                "no to, routing_key, routing_key_header, default_delay, require_delay or allow_exchanges beside it: "
                 "dead letters go back to their queue"
             )
         return retry

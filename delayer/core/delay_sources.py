@@ -73,9 +73,11 @@ FORMS: Final = f"{', '.join(SOURCES)}, header:NAME[:{'|'.join(UNITS)}] and json:
 
 
 def header_of(form: str) -> bytes:
-    """The name of the header in ``header:NAME[:UNIT]``. Empty for other forms."""
-    name, _, unit = form.rpartition(":")
-    return (name if unit in UNITS else form)[len(HEADER) :].encode() if form.startswith(HEADER) else b""
+    """The name of the header in ``header:NAME[:UNIT]``. Empty for other forms, and for an unknown unit."""
+    name, colon, unit = form.removeprefix(HEADER).rpartition(":")
+    if not form.startswith(HEADER) or (unit in UNITS) != bool(colon):
+        return b""
+    return (name if colon else unit).encode()
 
 
 def source_of(form: str) -> Source:

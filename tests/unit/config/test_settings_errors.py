@@ -98,7 +98,7 @@ FILES: list[tuple[str, dict[str, str]]] = [
     (f'{IN_A}delay_from = ["x-dely"]', {"route[0].delay_from": "a list of 1"}),
     (f'{IN_A}delay_from = ["x-delay", "x-delay"]', {"route[0].delay_from": "a list of 2"}),
     (f'{IN_A}delay_from = ["json:nextattempt.time"]', {"route[0].delay_from": "a list of 1"}),
-    (f'{IN_A}delay_from = ["header::s"]', {"route[0].delay_from": "a list of 1"}),
+    *((f'{IN_A}delay_from = ["header:{one}"]', {"route[0].delay_from": "a list of 1"}) for one in (":s", "a:sec", "s")),
     (f'{IN_A}allow_exchanges = "b"', {"route[0].allow_exchanges": '"b"'}),
     (f'{IN_A}default_delay = "61m"\n[intake]\nmax_delay = "1h"', {"route[0].default_delay": '"61m"'}),
     (f'{IN_A}default_delay = "1m"\nrequire_delay = true', {"route[0].require_delay": "true"}),
@@ -108,7 +108,10 @@ FILES: list[tuple[str, dict[str, str]]] = [
     (f'{IN_A}to = "out"\n[refused]\nqueue = "a"', {"route[0].from": '"a"'}),
     (f"{RETRY}{{}}", {"route[0].retry.exhausted": "nothing"}),
     (f'{RETRY}{{exhausted = "parked", first = "2h", max = "1h"}}', {"route[0].retry.max": '"1h"'}),
-    (f'{RETRY}{{exhausted = "parked"}}\nto = "b"', {"route[0].retry": "a table"}),
+    *(
+        (f'{RETRY}{{exhausted = "parked"}}\n{key} = "b"', {"route[0].retry": "a table"})
+        for key in ("to", "routing_key_header")
+    ),
     (f'{RETRY}{{exhausted = "delays.refused"}}', {"route[0].retry.exhausted": '"delays.refused"'}),
     (
         f'{RETRY}{{exhausted = "parked", factor = 0.5, jitter = 2, attempts = 0, first = 5}}',
