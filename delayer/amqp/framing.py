@@ -291,12 +291,10 @@ HEARTBEAT_FRAME = b"\x08\x00\x00\x00\x00\x00\x00\xce"
 
 
 def ack(channel: int, tag: int, *, multiple: bool) -> bytes:
-    """A basic.ack frame."""
     return _SETTLE.pack(METHOD, channel, 13, BASIC_ACK, tag, _MULTIPLE * multiple, FRAME_END)
 
 
 def nack(channel: int, tag: int, *, multiple: bool, requeue: bool) -> bytes:
-    """A basic.nack frame."""
     bits = _MULTIPLE * multiple | _REQUEUE * requeue
     return _SETTLE.pack(METHOD, channel, 13, BASIC_NACK, tag, bits, FRAME_END)
 

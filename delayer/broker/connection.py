@@ -137,6 +137,8 @@ class ReconnectingConnection:
     async def _keep(self) -> None:
         failures = 0
         while True:
+            if failures:
+                await asyncio.sleep(pause(failures - 1, random.random()))
             try:
                 connection = await Connection.open(
                     self._address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout
@@ -149,7 +151,6 @@ class ReconnectingConnection:
                     log.error("broker refused", broker=str(self._address), reason=str(lost), next_step=advice)
                 elif told:
                     log.warning("broker unreachable", broker=str(self._address), reason=str(lost))
-                await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
                 continue
             log.info("broker connected", connection=self._name, broker=str(self._address))
@@ -163,12 +164,8 @@ class ReconnectingConnection:
             self._connected.clear()
             self._connection = None
             log.warning("broker connection lost", connection=self._name, reason=str(reason))
-            if time.monotonic() - began > SETTLED:
-                failures = 0
-            else:
-                # A connection that ends at once counts as a failed one.
-                await asyncio.sleep(pause(failures, random.random()))
-                failures += 1
+            # A connection that ends at once counts as a failed one.
+            failures = 0 if time.monotonic() - began > SETTLED else failures + 1
 
 
 def _alarmed(name: str, reason: str) -> None:

@@ -238,10 +238,10 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
         if len(settings.routes) > 1:
             raise click.UsageError(f"--route is needed: there are several routes: {known}")
         return settings.routes[0]
-    route = settings.route_from(name)
-    if route is None:
-        raise Misused(f"no route comes from exchange {quoted(name)}; expected one of {known}")
-    return route
+    for route in settings.routes:
+        if route.from_ == name:
+            return route
+    raise Misused(f"no route comes from exchange {quoted(name)}; expected one of {known}")
 
 
 def prepared(

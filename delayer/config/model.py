@@ -267,6 +267,3 @@ class Settings(Table):
     def management_url(self) -> str | None:
         """The URL of the broker's management API, or None. Holds the password."""
         return self.broker.management_url.reveal() if self.broker.management_url else None
-
-    def route_from(self, exchange: str) -> RouteTable | None:
-        return next((route for route in self.routes if route.from_ == exchange), None)

@@ -43,7 +43,6 @@ class Tally:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Add one value."""
         self.count += 1
         self.total += value
         for at in range(bisect_left(self.bounds, value), len(self.below)):

@@ -48,7 +48,6 @@ class Notifier:
         return self._watchdog / FEEDS if self._address and self._watchdog is not None else None
 
     def ready(self, status: str = "") -> None:
-        """The start is complete."""
         self._ready = True
         self.reloaded(status)
 
@@ -61,7 +60,6 @@ class Notifier:
             self._send(f"RELOADING=1\nMONOTONIC_USEC={now_us}")
 
     def reloaded(self, status: str = "") -> None:
-        """A reload is complete."""
         self._status, self._reloading = status, False
         self._send("READY=1" if self._ready else "", self._words)
 

@@ -58,7 +58,6 @@ class Connections:
         return self._connections[use]
 
     def start(self) -> None:
-        """Connect, and stay so."""
         for connection in self._connections.values():
             connection.start()
 
@@ -75,7 +74,6 @@ class Connections:
         return broker_mark(cluster, self._vhost)
 
     def connected(self) -> bool:
-        """Whether all of them are."""
         return all(connection.current is not None for connection in self._connections.values())
 
     def blocked(self) -> bool:
@@ -126,7 +124,6 @@ class Daemon:
 
     @property
     def settings(self) -> Settings:
-        """The settings in force."""
         return self.live.settings
 
     async def run(self) -> None:

@@ -375,11 +375,8 @@ class DueHandler(KeepingHandler):
                 refuse = Refuse(f"not a message of the cascade: {broken}")
                 publications.append(to_refused(delivery, refuse, names, self._new_id()))
                 continue
-            parcel, held = publication.parcel, envelope.held
-            limit_ms = limits.get(envelope.parcel.route)
-            hold = None
-            if limit_ms is not None:
-                hold = too_late(envelope.parcel.due_ms, now_ms, limit_ms, held and held.hold)
+            parcel, held, limit_ms = publication.parcel, envelope.held, limits.get(envelope.parcel.route)
+            hold = too_late(envelope.parcel.due_ms, now_ms, limit_ms, held and held.hold)
             if parcel is not None and hold is not None:
                 parcel = parcel._replace(token=envelope.id)
                 late.append(Objection(delivery, parcel, hold, held))

@@ -25,7 +25,7 @@ from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold
-from delayer.core.message import Parcel
+from delayer.core.message import LaneRow, Parcel
 from delayer.core.segment import Restoration
 from delayer.release.loop import LaneRelease
 
@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 POLL_SECONDS: Final = 1.0
 ONE_BROKER: Final = "give each broker and virtual host a database of its own; stop daemons with the wrong store.url"
+MORE_LANES: Final = "`delayer db lanes N` raises the number of lanes"
 AWAY_SECONDS: Final = 10.0
 """How long a process without its broker keeps its lanes."""
 UPKEEP_LOOKS: Final = 60
@@ -129,14 +130,9 @@ class LaneManager:
 
     def _why_without(self, seconds: float) -> tuple[str, str]:
         if self.spare.is_set():
-            return (
-                "no lane for this process: there are more processes than lanes",
-                "`delayer db lanes N` raises the number of lanes",
-            )
-        return (
-            f"no lane after {seconds:g} s: the store is out of reach, refuses us, or other processes own all lanes",
-            "",
-        )
+            return "no lane for this process: there are more processes than lanes", MORE_LANES
+        text = f"no lane after {seconds:g} s: the store is out of reach, refuses us, or other processes own all lanes"
+        return text, ""
 
     async def wait_known(self, seconds: float) -> None:
         """Wait until there is a lane, or no store in reach; ``seconds`` at most. Raises StoreLost where a store is
@@ -272,7 +268,7 @@ class LaneManager:
         ordinary = [lane.number for lane in look.lanes if lane.route is None]
         if not ordinary:
             raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
-        self._warn_of_other_brokers([lane.number for lane in look.lanes if lane.owned and self._is_other(lane.broker)])
+        self._warn_of_other_brokers(look.lanes)
         free = {lane.number for lane in look.lanes if not lane.owned}
         part = share(len(ordinary), look.live, look.rank)
         self._say_spare(spare=part == 0, live=look.live, lanes=len(ordinary))
@@ -322,19 +318,16 @@ class LaneManager:
 
     def _say_spare(self, *, spare: bool, live: int, lanes: int) -> None:
         if spare and not self.spare.is_set():
-            advice = "`delayer db lanes N` raises the number of lanes"
-            log.warning("no lane", processes=live, lanes=lanes, next_step=advice)
+            log.warning("no lane", processes=live, lanes=lanes, next_step=MORE_LANES)
         (self.spare.set if spare else self.spare.clear)()
 
-    def _is_other(self, broker: str) -> bool:
-        ours = self._broker()
-        return bool(ours and broker and broker != ours)
-
-    def _warn_of_other_brokers(self, lanes: list[int]) -> None:
+    def _warn_of_other_brokers(self, lanes: Sequence[LaneRow]) -> None:
         """Daemons of another broker own lanes here: they publish our messages there, and we theirs here."""
-        if lanes and lanes != self._others:
-            log.warning("store shared", lanes=lanes, next_step=ONE_BROKER)
-        self._others = lanes
+        ours = self._broker()
+        others = [lane.number for lane in lanes if lane.owned and ours and lane.broker not in ("", ours)]
+        if others and others != self._others:
+            log.warning("store shared", lanes=others, next_step=ONE_BROKER)
+        self._others = others
 
     def _start_upkeep(self, store: Store, look: int) -> None:
         """Start the upkeep. It runs beside the looks: it may wait for locks, and the lanes must not wait for it.
@@ -349,14 +342,11 @@ class LaneManager:
 
     def _collect(self) -> None:
         """Forget the loops that have ended, and their lanes. Raises what one of them failed of: a bug."""
-        failures = []
-        for task in [task for task in self._releases if task.done()]:
+        ended = {task for task in self._releases if task.done()}
+        for task in ended:
             lane, _ = self._releases.pop(task)
             self._forget(lane)
-            if not task.cancelled() and (failure := task.exception()) is not None:
-                failures.append(failure)
-        if failures:
-            raise failures[0]
+        raise_first(take_failures(ended))
 
     async def _all_dropped(self) -> None:
         """Wait until every loop has ended."""

@@ -11,7 +11,6 @@ _HERE = files("delayer.store") / "sql"
 
 @cache
 def read(name: str) -> str:
-    """The statement of this name."""
     return (_HERE / f"{name}.sql").read_text(encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from delayer.core.cascade import (
     MAX_SECONDS,
     Cascade,
     bindable,
+    delay_in_key,
     due_topology,
     intake_topology,
     routing_key,
@@ -32,6 +33,7 @@ NONE = "0." * LEVELS
 def test_routing_keys_and_where_they_enter(seconds: int, low_bits: str, level: int) -> None:
     key = routing_key(seconds, b"a.b")
     assert key == (NONE[len(low_bits) :] + low_bits + "a.b").encode()
+    assert delay_in_key(key) == seconds
     assert Cascade().entry(seconds) == f"delayer.delay-level-{level:02d}"
 
 
@@ -71,6 +73,7 @@ def test_an_address_of_199_bytes_fits(letter: str) -> None:
 )
 def test_one_leading_prefix_is_stripped(key: bytes, expected: bytes) -> None:
     assert strip_prefix(key) == expected
+    assert (delay_in_key(key) is None) == (key == expected)
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,6 @@ def test_late_and_unfit_messages_wait_for_a_person(hold: Hold, again_ms: int) ->
     assert hold.retry_ms(again_ms) == (None if hold.kind in FOR_A_PERSON else again_ms)
 
 
-@given(HOLDS, st.text(max_size=5), st.integers(0, 10**12))
-def test_the_text_decides_nothing(hold: Hold, text: str, again_ms: int) -> None:
-    reworded = Hold(hold.kind, text, hold.may_be_delivered, hold.isolated)
-    assert reworded.retry_ms(again_ms) == hold.retry_ms(again_ms)
-
-
 @pytest.mark.words
 @pytest.mark.parametrize(
     "hold, kind, may_be_delivered, isolated, says",

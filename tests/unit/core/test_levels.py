@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core import levels
-from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, delay_in_key, routing_key
+from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, routing_key
 from delayer.core.levels import X_DEATH, due_at_level, longest_wait_seconds
 from delayer.core.message import Timestamp
 from delayer.core.nservicebus import DELAY_IN_SECONDS, EXPIRE, RETRIES_TIMESTAMP, TIME_SENT
@@ -16,21 +16,6 @@ from tests.support.raw import wire_instant
 NOW = 1_800_000_000_000
 NSB = Cascade("nservicebus-v2")
 HOUR = 3600
-
-
-@pytest.mark.parametrize(
-    ("key", "seconds"),
-    [
-        (routing_key(0, b"a"), 0),
-        (routing_key(MAX_SECONDS, b"Sales.Orders"), MAX_SECONDS),
-        (routing_key(5, routing_key(7, b"a")), 5),
-        (b"0.1." * 13 + b"a", None),
-        (b"", None),
-        (b"\xff", None),
-    ],
-)
-def test_the_delay_in_a_key(key: bytes, seconds: int | None) -> None:
-    assert delay_in_key(key) == seconds
 
 
 @pytest.mark.parametrize(

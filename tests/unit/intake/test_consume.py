@@ -344,15 +344,10 @@ async def test_a_pause_frees_what_stands_in_rings() -> None:
 # The settler.
 
 
-def settler_with(*tags: int) -> tuple[AckTracker, Acks]:
+def test_behind_a_kept_delivery_the_others_are_acknowledged_one_by_one() -> None:
     acks = Acks()
     settler = AckTracker(acks)
-    settler.read([delivery(tag) for tag in tags])
-    return settler, acks
-
-
-def test_behind_a_kept_delivery_the_others_are_acknowledged_one_by_one() -> None:
-    settler, acks = settler_with(1, 2, 3, 4)
+    settler.read(batch(1, 2, 3, 4))
     settler.keep(delivery(2))
     settler.accept([1, 3])
     assert acks.acked == [(1, True), (3, False)]
@@ -381,7 +376,7 @@ def test_any_order_of_acceptance(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(accepted)), max_size=5)))
     acks = Acks()
     settler = AckTracker(acks)
-    settler.read([delivery(tag) for tag in tags])
+    settler.read(batch(*tags))
     for tag in data.draw(st.sets(st.sampled_from(tags))):
         settler.keep(delivery(tag))
     done: set[int] = set()

@@ -14,8 +14,8 @@ from delayer.amqp.properties import Properties, encode_headers, entry, long_stri
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
-from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned, too_late, unfit
-from delayer.core.message import Due, Outgoing, Schedule
+from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned, too_late
+from delayer.core.message import Outgoing, Schedule
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.release import loop as module
 from delayer.release.loop import LaneRelease, prepared
@@ -263,16 +263,17 @@ HOUR = 3_600_000
 
 
 @pytest.mark.parametrize(
-    ("late_ms", "limit_ms", "held"),
+    ("late_ms", "limit_ms", "earlier", "held"),
     [
-        (0, 0, False), (1, 0, True), (HOUR, HOUR, False), (HOUR + 1, HOUR, True), (-1, 0, False),
-        (10 * HOUR, None, False),
+        (0, 0, None, False), (1, 0, None, True), (HOUR, HOUR, None, False), (HOUR + 1, HOUR, None, True),
+        (-1, 0, None, False), (10 * HOUR, None, None, False), (2 * HOUR, HOUR, HoldKind.RETURNED, True),
+        (2 * HOUR, HOUR, HoldKind.LATE, False), (2 * HOUR, HOUR, HoldKind.UNFIT, False),  # what a person wants goes
     ],
 )  # fmt: skip
-def test_the_rule(late_ms: int, limit_ms: int | None, held: bool) -> None:
-    hold = too_late(NOW - late_ms, NOW, limit_ms)
+def test_the_rule(late_ms: int, limit_ms: int | None, earlier: HoldKind | None, held: bool) -> None:
+    hold = too_late(NOW - late_ms, NOW, limit_ms, None if earlier is None else Hold(earlier, "late: not"))
     assert (hold is not None) == held
-    assert hold is None or hold.for_a_person
+    assert hold is None or (hold.kind is HoldKind.LATE and hold.for_a_person)
 
 
 def policy(limit_ms: int | None, mode: Mode = Mode.STORE, **more: Any) -> Policy:
@@ -309,24 +310,3 @@ def test_messages_that_come_in_late(asked: DelayRequest, limit_ms: int | None, p
 def test_a_keyed_message_is_parked_however_late_and_judged_at_its_release() -> None:
     keyed = DelayRequest(b"in", b"k", {b"x-deliver-at": OLD, b"x-delay-key": "a"})
     assert isinstance(decide(keyed, policy(HOUR), NOW), Park)
-
-
-def row(id: int, route: bytes, late_ms: int, *, attempts: int = 0, hold: Hold | None = None) -> Due:
-    whole = due(id, attempts=attempts)
-    parcel = whole.parcel._replace(route=route, due_ms=NOW - late_ms)
-    return whole._replace(due_ms=NOW - late_ms, parcel=parcel, hold=hold)
-
-
-def test_a_release_holds_what_its_route_wants_held() -> None:
-    rows = [
-        row(1, b"strict", 2 * HOUR),
-        row(2, b"strict", 1),
-        row(3, b"patient", 9 * HOUR),
-        row(4, b"strict", 2 * HOUR, attempts=3, hold=Hold(HoldKind.RETURNED, "late: not")),
-        row(5, b"strict", 2 * HOUR, attempts=1, hold=Hold(HoldKind.LATE, "x")),
-    ]
-    rows.append(row(6, b"strict", 2 * HOUR, attempts=1, hold=unfit("x")))
-    limits = {b"strict": HOUR}
-    held = {one.id: too_late(one.due_ms, NOW, limits.get(one.parcel.route), one.hold) for one in rows}
-    assert [id for id, hold in held.items() if hold is None] == [2, 3, 5, 6], "what a person wants goes, however late"
-    assert all(hold is None or hold.kind is HoldKind.LATE for hold in held.values())

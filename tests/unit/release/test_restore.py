@@ -111,7 +111,8 @@ async def test_a_failure_is_said_once(error: Exception, reason: str, step: str |
     assert (said["reason"], said.get("next_step"), said["log_level"]) == (reason, step, level)
 
 
-async def test_a_stop_does_not_wait_for_a_segment() -> None:
+@pytest.mark.parametrize("end", [asyncio.CancelledError(), StoreLost("cut off")], ids=repr)
+async def test_a_stop_does_not_wait_for_a_segment_and_its_loss_is_no_failure(end: BaseException) -> None:
     async with scene(far(1)) as it:
         begun, cancelled = asyncio.Event(), asyncio.Event()
 
@@ -119,8 +120,9 @@ async def test_a_stop_does_not_wait_for_a_segment() -> None:
             begun.set()
             try:
                 await asyncio.Event().wait()
-            finally:
+            except asyncio.CancelledError:
                 cancelled.set()
+                raise end from None
 
         it.store.on_write = for_ever
         async with running(it) as task:
@@ -128,25 +130,6 @@ async def test_a_stop_does_not_wait_for_a_segment() -> None:
             it.stopping.set()
             await task
             assert cancelled.is_set()
-
-
-async def test_a_loss_while_it_is_stopped_is_no_failure() -> None:
-    async with scene(far(1)) as it:
-        begun = asyncio.Event()
-
-        async def lost(_: int) -> None:
-            begun.set()
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                raise StoreLost("cut off") from None
-
-        it.store.on_write = lost
-        async with running(it) as task:
-            await begun.wait()
-            it.stopping.set()
-            await task
-        assert task.exception() is None
 
 
 async def test_a_bug_ends_the_daemon() -> None:
