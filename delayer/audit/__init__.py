@@ -1,4 +1,4 @@
-"""The Spark job: audit, compact and restore the stored backlog.
+"""Audits of the stored backlog, and the Spark jobs that compact and restore it.
 
 Only the command line imports this package, so the daemon needs no JVM.
 """

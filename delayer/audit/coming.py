@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from delayer.audit.extract import Extract
@@ -17,32 +17,52 @@ RELEASE_RATE: Final = 14_000.0
 
 
 def calendar(store: Extract, release_rate: float) -> Calendar:
-    """The forecast. ``release_rate``: messages a second. Raises ValueError unless it is above zero."""
-    if not release_rate > 0:
-        raise ValueError(f"release rate: expected messages a second, more than 0, found {release_rate:g}")
-    routes, more_routes = _shares(store, "route", 50)
-    destinations, more_destinations = _shares(store, "to_exchange, to_key", 200)
-    now = store.now_ms
-    minutes = (now - HOUR_MS) // MINUTE_MS * MINUTE_MS, now + DAY_MS
-    hours = (now - DAY_MS) // HOUR_MS * HOUR_MS, now + 31 * DAY_MS
+    """The forecast. ``release_rate``: messages a second."""
+    minutes, _ = spans(store.now_ms)
     due = {
         1_000: _due(store, 1_000),
         MINUTE_MS: _due(store, MINUTE_MS, *minutes),
-        HOUR_MS: _due(store, HOUR_MS, *hours),
+        HOUR_MS: _due(store, HOUR_MS, -1 << 62, 1 << 62),
     }
+    routes, more_routes = _groups(store, "route", ROUTES)
+    destinations, more = _groups(store, "to_exchange, to_key", DESTINATIONS)
+    shares = (
+        [Share(*_figures(row), route=bytes(row.route)) for row in routes],
+        [Share(*_figures(row), exchange=bytes(row.to_exchange), routing_key=bytes(row.to_key)) for row in destinations],
+    )
+    return drawn(store.now_ms, release_rate, due, shares, (more_routes, more))
+
+
+ROUTES, DESTINATIONS = 50, 200
+"""The numbers of them that are listed at most, the largest first."""
+
+
+def spans(now_ms: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The spans that minutes and hours are shown of."""
+    minutes = (now_ms - HOUR_MS) // MINUTE_MS * MINUTE_MS, now_ms + DAY_MS
+    return minutes, ((now_ms - DAY_MS) // HOUR_MS * HOUR_MS, now_ms + 31 * DAY_MS)
+
+
+def drawn(
+    now_ms: int,
+    release_rate: float,
+    due: Mapping[int, list[Any]],
+    shares: tuple[Sequence[Share], Sequence[Share]],
+    more: tuple[int, int],
+) -> Calendar:
+    """The forecast from slots (start_ms, messages, size) by their width, the fullest first; all hours are among them.
+    ``shares``: the routes and the destinations to list. ``more``: the numbers of the others."""
+    minutes, hours = spans(now_ms)
     return Calendar(
         release_rate=release_rate,
         minutes=_bars(due[MINUTE_MS], MINUTE_MS, *minutes),
         hours=_bars(due[HOUR_MS], HOUR_MS, *hours),
-        days=_days(store),
+        days=_days(due[HOUR_MS], now_ms),
         peaks=_peaks(due, release_rate),
-        routes=tuple(Share(*_figures(row), route=bytes(row.route)) for row in routes),
-        routes_more=more_routes,
-        destinations=tuple(
-            Share(*_figures(row), exchange=bytes(row.to_exchange), routing_key=bytes(row.to_key))
-            for row in destinations
-        ),
-        destinations_more=more_destinations,
+        routes=tuple(shares[0]),
+        routes_more=more[0],
+        destinations=tuple(shares[1]),
+        destinations_more=more[1],
     )
 
 
@@ -59,19 +79,20 @@ def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Any
     return sorted(rows, key=lambda row: (-row.messages, row.start_ms))
 
 
-def _bars(rows: list[Any], width: int, first: int, last: int) -> tuple[Bar, ...]:
+def _bars(rows: Iterable[Any], width: int, first: int, last: int) -> tuple[Bar, ...]:
     shown = sorted((row for row in rows if first <= row.start_ms <= last), key=lambda row: row.start_ms)
     return tuple(Bar(row.start_ms, width, row.messages, row.size) for row in shown)
 
 
-def _days(store: Extract) -> tuple[Bar, ...]:
+def _days(hours: Iterable[Any], now_ms: int) -> tuple[Bar, ...]:
     """A bar for each day. The bars at the edges hold everything that is farther away."""
-    first, last = ((store.now_ms + days * DAY_MS) // DAY_MS * DAY_MS for days in (-400, 4000))
-    rows = store.rows(f"""
-        SELECT least(greatest(due_ms - pmod(due_ms, {DAY_MS}), {first}), {last}) AS start_ms, count(*) AS messages,
-               sum(size) AS size
-        FROM messages WHERE kind <> '{HELD}' GROUP BY 1""")
-    return _bars(rows, DAY_MS, first, last)
+    first, last = ((now_ms + days * DAY_MS) // DAY_MS * DAY_MS for days in (-400, 4000))
+    found: dict[int, Bar] = {}
+    for row in hours:
+        start_ms = min(max(row.start_ms // DAY_MS * DAY_MS, first), last)
+        bar = found.get(start_ms, Bar(start_ms, DAY_MS, 0, 0))
+        found[start_ms] = Bar(start_ms, DAY_MS, bar.messages + row.messages, bar.size + row.size)
+    return tuple(found[start_ms] for start_ms in sorted(found))
 
 
 def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
@@ -88,7 +109,7 @@ def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
     return tuple(found)
 
 
-def _shares(store: Extract, by: str, limit: int) -> tuple[list[Any], int]:
+def _groups(store: Extract, by: str, limit: int) -> tuple[list[Any], int]:
     """The ``limit`` largest groups of waiting messages, and the number of the other groups."""
     of = f"FROM messages WHERE kind <> '{HELD}'"
     rows = store.rows(f"""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # While a replica streams, and has replayed all that it received, it is up to date. Otherwise it has come as far as the
 # last commit that it replayed, or the checkpoint that it started from.
-_EXPORT: Final = """
+EXPORT: Final = """
 SELECT pg_export_snapshot(), floor(extract(epoch FROM now) * 1000)::bigint,
        floor(extract(epoch FROM least(now, reached)) * 1000)::bigint
 FROM (
@@ -38,7 +38,7 @@ FROM (
     END AS reached
 ) AS seen
 """
-_LANES: Final = """
+LANES: Final = """
 SELECT l.number, l.owner,
        CASE WHEN pg_is_in_recovery() THEN NULL ELSE EXISTS (
            SELECT FROM pg_locks AS k
@@ -50,8 +50,8 @@ FROM lane AS l
 ORDER BY l.number
 """
 # Before the snapshot, so that no partition goes in between.
-_LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN ACCESS SHARE MODE"
-_COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
+LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN ACCESS SHARE MODE"
+COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
 
 
 class LaneState(NamedTuple):
@@ -62,22 +62,33 @@ class LaneState(NamedTuple):
     alive: bool | None
 
 
+@dataclass(frozen=True, slots=True)
+class AuditedStore:
+    """What both audits know of one instant. ``now_ms``: the store's clock then; on a replica that is ``behind_ms``
+    behind, the instant that it had reached. ``counters``: by lane and kind."""
+
+    now_ms: int
+    lanes: tuple[LaneState, ...]
+    counters: Mapping[tuple[int, str], int]
+    behind_ms: int
+
+
 class HeldSnapshot:
     """A snapshot for others to read on by its ``id``, and the small tables that the driver reads on it. ``now_ms``,
     ``behind_ms``: as in :class:`Extract`. Made by :func:`hold_snapshot`. Raises StoreLost."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        [(self.id, now_ms, self.now_ms)] = reading.rows(_EXPORT)
+        [(self.id, now_ms, self.now_ms)] = reading.rows(EXPORT)
         self.behind_ms = now_ms - self.now_ms
 
     def lanes(self) -> tuple[LaneState, ...]:
         """The lanes."""
-        return tuple(LaneState(*row) for row in self._reading.rows(_LANES))
+        return tuple(LaneState(*row) for row in self._reading.rows(LANES))
 
     def counters(self) -> dict[tuple[int, str], int]:
         """The counters by lane and kind."""
-        return {(lane, kind): n for lane, kind, n in self._reading.rows(_COUNTERS)}
+        return {(lane, kind): n for lane, kind, n in self._reading.rows(COUNTERS)}
 
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
         """The bytes of these tables. A table of 0 bytes has no rows."""
@@ -92,7 +103,7 @@ def hold_snapshot(url: SecretUrl) -> Iterator[HeldSnapshot]:
     """Take the snapshot and keep it until the end of the block. Raises StoreLost."""
     from delayer.audit.connection import reading  # noqa: PLC0415 - needs the extra
 
-    with reading(url, _LOCK, 1 << 20) as own:
+    with reading(url, LOCK, 1 << 20) as own:
         yield HeldSnapshot(own)
 
 
@@ -121,22 +132,14 @@ _MESSAGES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Extract:
+class Extract(AuditedStore):
     """The store of one instant: values that the driver read, and views of files with the rest. All of it comes from one
-    snapshot, so its figures agree.
-
-    - now_ms: the store's clock at the snapshot. On a replica that is behind, the instant that it had reached.
-    - sample: the share of the pages of ``message`` and of the segments that was read, 0 < sample <= 1. Below 1 the
-      audit does not check sums, dangling keys and repeats.
-    - behind_ms: the lag of a replica behind its primary.
+    snapshot, so its figures agree. ``sample``: the share of the pages of ``message`` and of the segments that was read,
+    0 < sample <= 1. Below 1 the audit does not check sums, dangling keys and repeats.
     """
 
     spark: SparkSession
-    now_ms: int
-    lanes: tuple[LaneState, ...]
-    counters: Mapping[tuple[int, str], int]
     sample: float = 1.0
-    behind_ms: int = 0
 
     @property
     def whole(self) -> bool:
@@ -225,6 +228,6 @@ def take(
             with watch(_SAID[name]):
                 spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
-        extract = Extract(spark, held.now_ms, held.lanes(), held.counters(), sample, held.behind_ms)
+        extract = Extract(held.now_ms, held.lanes(), held.counters(), held.behind_ms, spark, sample)
     extract.show(files)
     return extract

@@ -23,6 +23,12 @@ VERSION: Final = 1
 
 WAITING, HELD, PACKED = "waiting", "held", "segment"
 """Kinds of messages: a row of ``message``, a row of ``held``, inside a segment."""
+PARTITION: Final = "it is due outside its partition"
+"""A finding about rows of ``message``."""
+NEWER: Final = "its format is newer than this delayer"
+CHANGED: Final = "its bytes do not fit its digest: one of them has changed"
+UNREADABLE: Final = "it does not decode to the messages that it should have"
+"""Reasons why a segment does not read back."""
 
 
 def shown(name: bytes) -> str:
@@ -156,7 +162,7 @@ def run_of(rule: str, found: Iterable[Finding], skipped: str = "") -> tuple[Rule
 class AuditReport:
     """An audit. ``store_now_ms``: the store's clock at the snapshot; on a replica that was ``behind_ms`` behind, the
     instant that it had reached. ``sample``: the share of rows read (None: all). ``seconds``: the time that the audit
-    took."""
+    took. ``quick``: by counters, indexes and headers (audit.quick); sizes, routes and destinations are estimates."""
 
     store_now_ms: int
     seconds: float
@@ -167,6 +173,7 @@ class AuditReport:
     rules: tuple[RuleRun, ...]
     findings: tuple[Finding, ...]
     behind_ms: int = 0
+    quick: bool = False
     version: int = VERSION
 
     @property

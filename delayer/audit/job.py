@@ -1,18 +1,16 @@
-"""The steps of `delayer audit`: extract, judge, ask the broker, keep the findings."""
+"""The steps of `delayer audit --deep`: extract, judge, ask the broker."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from delayer.audit import coming, extract, rules
 from delayer.audit import spark as sessions
 from delayer.audit.coming import RELEASE_RATE
-from delayer.audit.errors import JobFailed
 from delayer.audit.findings import AuditReport
 from delayer.audit.tasks import Say, StageWatcher
 from delayer.core.secret import SecretUrl
@@ -23,18 +21,12 @@ from delayer.store.admin.stats import RESTORED_MS
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from delayer.audit.extract import Extract
-
-_COLUMNS: Final = ("rule", "severity", "subject", "count", "first_due_ms")
-FINDINGS: Final = (
-    "audited_ms bigint, rule string, severity string, subject string, count bigint, first_due_ms bigint, details string"
-)
-"""Columns of the findings as Parquet; ``details`` is JSON."""
+    from delayer.broker.route_check import CheckedTarget
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of an audit. ``broker``, ``management``: where to ask about destinations. ``work``, ``out``: a path,
+    """The options of an audit. ``broker``, ``management``: where to ask about destinations. ``work``: a path,
     or a URL of shared storage. ``sample``: the share of the store to read, above 0 and up to 1. ``release_rate``:
     messages a second. ``restored_ms``: how long before its first due instant a segment must be restored. ``paced``:
     messages a second of each limited route."""
@@ -43,7 +35,6 @@ class Options:
     broker: SecretUrl | None = None
     management: SecretUrl | None = None
     work: str | None = None
-    out: str | None = None
     sample: float = 1.0
     seed: int = 0
     release_rate: float = RELEASE_RATE
@@ -53,12 +44,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A finished audit. ``remarks``: why questions have no answer, for people. ``unkept``: why the findings are not in
-    ``out``."""
+    """A finished audit. ``remarks``: why questions have no answer, for people."""
 
     report: AuditReport
     remarks: tuple[str, ...] = ()
-    unkept: JobFailed | None = None
 
 
 def check(options: Options) -> None:
@@ -79,39 +68,23 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
             report = rules.judge(
                 store, release_rate=options.release_rate, restored_ms=options.restored_ms, paced=options.paced
             )
-        report, remarks = _asked(report, store, options, watching)
-    report = replace(report, seconds=round(time.monotonic() - began, 3))
-    unkept = None
-    if options.out is not None:
-        try:
-            with watching("writing the findings"):
-                add_findings(spark, report, options.out)
-        except JobFailed as error:
-            unkept = error
-    return Audited(report, remarks, unkept)
+        with watching("gathering destinations"):
+            # The broker is asked about 100,000 destinations at most, the soonest due.
+            targets = coming.targets(store, 100_000)
+        report, remarks = asked(report, targets, options)
+    return Audited(replace(report, seconds=round(time.monotonic() - began, 3)), remarks)
 
 
-def add_findings(spark: SparkSession, report: AuditReport, out: str) -> None:
-    """Add this audit's findings to the Parquet files there; ``audited_ms`` tells audits apart. Spark's errors pass."""
-    rows = [
-        (report.store_now_ms, *(getattr(one, name) for name in _COLUMNS), json.dumps(one.details, default=str))
-        for one in report.findings
-    ]
-    spark.createDataFrame(rows, FINDINGS).coalesce(1).write.mode("append").parquet(out)
-
-
-def _asked(
-    report: AuditReport, store: Extract, options: Options, watching: StageWatcher
+def asked(
+    report: AuditReport, targets: list[CheckedTarget], options: Options, unseen: Iterable[str] = ()
 ) -> tuple[AuditReport, tuple[str, ...]]:
-    """The report with the broker's answers, and the reasons why some are missing."""
+    """The report with the broker's answers, and the reasons why some are missing. ``unseen``: the destinations that are
+    not among ``targets``."""
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
-    with watching("gathering destinations"):
-        # The broker is asked about 100,000 destinations at most, the soonest due.
-        targets = coming.targets(store, 100_000)
     if options.broker is None:
-        asked = route_check.not_asked(targets, "the broker was not asked about destinations (--no-broker)")
+        answers = route_check.not_asked(targets, "the broker was not asked about destinations (--no-broker)")
     else:
         management = options.management.reveal() if options.management else None
-        asked = asyncio.run(route_check.ask(options.broker.reveal(), management, targets))
-    return rules.with_destinations(report, asked), asked.remarks
+        answers = asyncio.run(route_check.ask(options.broker.reveal(), management, targets))
+    return rules.with_destinations(report, answers, unseen), answers.remarks

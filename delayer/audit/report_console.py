@@ -145,8 +145,8 @@ def _verdict(report: AuditReport, console: Console) -> None:
             console.print(Text(f"{words.ADVICE[run.rule].title}, not checked: {words.name(run.skipped)}", "dim"))
     if behind := words.behind(report):
         console.print(Text(behind, "yellow"))
-    if report.sample is not None:
-        console.print(Text(words.sampled(report), "yellow"))
+    if sampled := words.sampled(report):
+        console.print(Text(sampled.replace("`", ""), "yellow"))
     sign, style = ("✗", "bold red") if report.violations else ("✓", "bold green")
     line = Text.assemble((f"{sign} {words.verdict(report)}", style))
     line.append(f"  ({instant(report.store_now_ms)}, took {duration(report.seconds)})", "dim")

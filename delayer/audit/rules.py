@@ -22,7 +22,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from delayer.audit.coming import RELEASE_RATE, calendar, peaks
-from delayer.audit.extract import Extract
+from delayer.audit.extract import AuditedStore, Extract
 from delayer.audit.findings import (
     HELD,
     PACKED,
@@ -74,13 +74,16 @@ def judge(
     of_segments = store.rows("""
         SELECT lane, count(*) AS segments, sum(messages) AS packed, sum(packed_bytes) AS packed_bytes
         FROM segment GROUP BY lane""")
-    figures = _figures(store, places, of_segments)
-    totals = _totals(figures, places, of_segments)
+    packed = {row.lane: row.packed for row in of_segments}
+    if not store.whole:  # The unpacked messages, not the headers of all segments.
+        packed = {place.lane: place.messages for place in places if place.kind == PACKED}
+    figures = figures_of(store, places, packed)
+    totals = totals_of(figures, places, of_segments)
     coming = calendar(store, release_rate)
     first_due = {place.lane: place.first_due_ms for place in places if place.kind == WAITING}
     questions: dict[str, Callable[[], list[Finding]]] = {
         CONSERVATION: lambda: conservation(figures),
-        SEGMENTS: lambda: [*segments(store, restored_ms), *_law_of_segments(store, figures)],
+        SEGMENTS: lambda: [*segments(store, restored_ms), *(law_of_segments(figures) if store.whole else [])],
         INTEGRITY: lambda: integrity(store),
         OVERDUE: lambda: overdue(store, figures, paced or {}),
         LANES: lambda: lanes(store, figures, first_due),
@@ -90,31 +93,26 @@ def judge(
     }
     why = "a sample was read, and this rule needs the whole store"
     skipped = {} if store.whole else dict.fromkeys(OF_THE_WHOLE, why)
-    runs: list[RuleRun] = []
-    listed: list[Finding] = []
-    for rule, question in questions.items():
-        run, some = run_of(rule, [] if rule in skipped else question(), skipped.get(rule, ""))
-        runs.append(run)
-        listed += some
+    found = {rule: [] if rule in skipped else question() for rule, question in questions.items()}
+    sample = None if store.whole else store.sample
     return AuditReport(
-        store_now_ms=store.now_ms,
-        seconds=0.0,
-        sample=None if store.whole else store.sample,
-        behind_ms=store.behind_ms,
-        totals=totals,
-        lanes=tuple(figures),
-        calendar=coming,
-        rules=tuple(runs),
-        findings=tuple(listed),
+        store.now_ms, 0.0, sample, totals, tuple(figures), coming, *ruled(found, skipped), behind_ms=store.behind_ms
     )
 
 
-def _figures(store: Extract, places: list[Any], of_segments: list[Any]) -> list[LaneFigures]:
-    """Every lane that the table of lanes, a counter or a row names. In a sample ``packed`` counts unpacked messages,
-    not the headers of all segments."""
+def ruled(
+    found: Mapping[str, Iterable[Finding]], skipped: Mapping[str, str]
+) -> tuple[tuple[RuleRun, ...], tuple[Finding, ...]]:
+    """The rules and the findings of a report. ``skipped``: by rule, what it did not look at."""
+    runs = [run_of(rule, some, skipped.get(rule, "")) for rule, some in found.items()]
+    return tuple(run for run, _ in runs), tuple(one for _, some in runs for one in some)
+
+
+def figures_of(store: AuditedStore, places: Iterable[Any], packed: Mapping[int, int]) -> list[LaneFigures]:
+    """Every lane that the table of lanes, a counter or a row names. ``places``: lane, kind, messages. ``packed``: live
+    messages in the segments of each lane."""
     known = {lane.number: lane for lane in store.lanes}
     counts = {(place.lane, place.kind): place.messages for place in places}
-    packed = {row.lane: row.packed for row in of_segments}
     numbers = {*known, *packed, *(number for number, _ in store.counters), *(number for number, _ in counts)}
     return [
         LaneFigures(
@@ -124,13 +122,14 @@ def _figures(store: Extract, places: list[Any], of_segments: list[Any]) -> list[
             counters={kind: store.counters.get((number, kind), 0) for kind in KINDS},
             waiting=counts.get((number, WAITING), 0),
             held=counts.get((number, HELD), 0),
-            packed=packed.get(number, 0) if store.whole else counts.get((number, PACKED), 0),
+            packed=packed.get(number, 0),
         )
         for number in sorted(numbers)
     ]
 
 
-def _totals(figures: list[LaneFigures], places: list[Any], of_segments: list[Any]) -> Totals:
+def totals_of(figures: Iterable[LaneFigures], places: Sequence[Any], of_segments: Iterable[Any]) -> Totals:
+    """The sums of ``places`` (lane, kind, messages, keyed, size, first_due_ms, last_due_ms) and ``of_segments``."""
     coming = [place for place in places if place.kind != HELD]
     return Totals(
         waiting=sum(lane.waiting for lane in figures),
@@ -178,7 +177,7 @@ def _off(where: str, waits: int, held: int, counters: Mapping[str, int]) -> Iter
             yield Finding(CONSERVATION, "violation", f"{where}: {what}", abs(rows - expected), None, details)
 
 
-UNREADABLE: Final = "does not read back"
+NUMBER: Final = "it has another number of ids than of messages"
 DUE: Final = "its first and last due time are not those of its messages"
 IDS: Final = "its ids are not those of its messages: a cancel would miss them"
 SIZE: Final = "its messages have another size than it says"
@@ -190,8 +189,9 @@ def segments(store: Extract, restored_ms: int) -> list[Finding]:
     """The headers of segments against their unpacked messages."""
     rows = f"""
         WITH found AS (
-            SELECT segment, max(id) IS NULL AS unreadable, array_sort(collect_list(id)) AS ids,
-                   min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms, sum(size) AS raw_bytes
+            SELECT segment, max(if(id IS NULL, get(faults, 0), NULL)) AS unreadable,
+                   array_sort(collect_list(id)) AS ids, min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms,
+                   sum(size) AS raw_bytes
             FROM segment_message GROUP BY segment
         ), joined AS (
             SELECT s.id, s.lane, s.first_due_ms AS due_ms, s.broken_ms, s.messages, f.unreadable,
@@ -202,20 +202,21 @@ def segments(store: Extract, restored_ms: int) -> list[Finding]:
         )
         SELECT concat('lane ', lane, ': ', fault) AS subject, id, due_ms, messages
         FROM joined LATERAL VIEW explode(array(
-            CASE WHEN unreadable THEN '{UNREADABLE}' WHEN broken_ms IS NOT NULL THEN '{MARKED}'
+            CASE WHEN unreadable IS NOT NULL THEN unreadable WHEN broken_ms IS NOT NULL THEN '{MARKED}'
                  WHEN due_ms < {store.now_ms + restored_ms} THEN '{LATE}' END,
-            CASE WHEN NOT unreadable AND other_due THEN '{DUE}' END,
-            CASE WHEN NOT unreadable AND other_ids THEN '{IDS}' END,
-            CASE WHEN NOT unreadable AND other_size THEN '{SIZE}' END
+            CASE WHEN unreadable IS NULL AND other_due THEN '{DUE}' END,
+            CASE WHEN unreadable IS NULL AND other_ids THEN '{IDS}' END,
+            CASE WHEN unreadable IS NULL AND other_size THEN '{SIZE}' END
         )) AS fault"""
     return _violations(store, SEGMENTS, rows, "segments")
 
 
-def _law_of_segments(store: Extract, figures: list[LaneFigures]) -> list[Finding]:
+def law_of_segments(figures: Iterable[LaneFigures]) -> list[Finding]:
+    """compacted - restored = live messages in segments, over all lanes."""
     packed, compacted = sum(lane.packed for lane in figures), sum(lane.counters["compacted"] for lane in figures)
     restored = sum(lane.counters["restored"] for lane in figures)
     expected = compacted - restored
-    if packed == expected or not store.whole:
+    if packed == expected:
         return []
     details = {"expected": expected, "found": packed, "compacted": compacted, "restored": restored}
     return [Finding(SEGMENTS, "violation", "all segments: compacted - restored", abs(packed - expected), None, details)]
@@ -255,6 +256,14 @@ def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, in
     routes = rows and store.rows(f"""
         SELECT lane, kind, route, count(*) AS messages
         FROM ({late}) GROUP BY lane, kind, route ORDER BY messages DESC, route LIMIT 500""")
+    return late_ones(rows, routes, figures, paced)
+
+
+def late_ones(
+    rows: Iterable[Any], routes: Iterable[Any], figures: Sequence[LaneFigures], paced: Mapping[bytes, int]
+) -> list[Finding]:
+    """The findings of :func:`overdue`. ``rows``: lane, kind, messages, first_due_ms, late_ms. ``routes``: lane, kind,
+    route, messages, the largest first."""
     alive = {lane.number: lane.alive for lane in figures}
     anybody = any(alive.values()) or (None if None in alive.values() else False)
     found = []
@@ -274,7 +283,7 @@ def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, in
     return found
 
 
-def lanes(store: Extract, figures: list[LaneFigures], first_due: Mapping[int, int]) -> list[Finding]:
+def lanes(store: AuditedStore, figures: Iterable[LaneFigures], first_due: Mapping[int, int]) -> list[Finding]:
     """Lanes without an owner whose messages are due soon: a warning, as a running daemon takes them in time. Lanes that
     the table of lanes lacks: a violation, as no daemon takes them. ``first_due``: by lane, for its waiting rows."""
     found = []
@@ -353,10 +362,10 @@ application with order numbers as keys has millions."""
 _Row = tuple[CheckedTarget, RouteVerdict]
 
 
-def with_destinations(report: AuditReport, asked: RouteVerdicts) -> AuditReport:
+def with_destinations(report: AuditReport, asked: RouteVerdicts, unseen: Iterable[str] = ()) -> AuditReport:
     """The report with the rule "destinations" in it: its findings, its line among the rules, and a verdict in each row
-    of the calendar's destinations."""
-    run, listed = run_of(DESTINATIONS, destinations(asked.routes), _skipped(asked))
+    of the calendar's destinations. ``unseen``: what was not looked at."""
+    run, listed = run_of(DESTINATIONS, destinations(asked.routes), _skipped(asked, unseen))
     answers = {(target.exchange, target.routing_key): answer for target, answer in asked.routes}
     rows = tuple(_judged(share, answers) for share in report.calendar.destinations)
     return replace(
@@ -411,14 +420,14 @@ def _judged(share: Share, answers: dict[tuple[bytes, bytes], RouteVerdict]) -> S
     return replace(share, verdict=answer.verdict.value, way=answer.way)
 
 
-def _skipped(asked: RouteVerdicts) -> str:
+def _skipped(asked: RouteVerdicts, unseen: Iterable[str]) -> str:
     """The questions without an answer, and why; empty if every question has its answer."""
     counts = asked.counts
     parts = []
     for verdict in (Verdict.NOT_ASKED, Verdict.UNKNOWN, Verdict.DEPENDS):
         if verdict.value in counts:
             parts.append(f"{verdict.value} for {counts[verdict.value]:,} of {sum(counts.values()):,} messages")
-    return "; ".join([*parts, *asked.remarks])
+    return "; ".join([*parts, *asked.remarks, *unseen])
 
 
 def _quoted(name: bytes) -> str:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from struct import Struct
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
@@ -37,8 +37,9 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.audit import connection
 from delayer.audit.connection import Reading
-from delayer.audit.findings import HELD, PACKED, WAITING
+from delayer.audit.findings import CHANGED, HELD, NEWER, PACKED, PARTITION, UNREADABLE, WAITING
 from delayer.core.secret import SecretUrl
+from delayer.core.segment import FORMAT as SEGMENT_FORMAT
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS
 from delayer.store.rows.envelope import FORMAT, checksum
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 UNKNOWN_FORMAT: Final = "the format is not known"
 CHECKSUM: Final = "the checksum does not fit its bytes"
 PROPERTIES: Final = "the properties cannot be decoded"
-PARTITION: Final = "it is due outside its partition"
 
 _FINGERPRINT = Struct(">qIII")
 
@@ -177,7 +177,7 @@ def _messages(columns: Mapping[str, Any], rows: int, home: str = "", days: Colle
 
 
 def _unpacked(found: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The messages of each segment; a row without an id for one that does not read back."""
+    """The messages of each segment; a row without an id, and with the reason, for one that does not read back."""
     from delayer.store.segments import codec  # noqa: PLC0415
 
     for id_, lane, format_, messages, digest, packed in zip(*(one.to_pylist() for one in found.columns), strict=True):
@@ -185,7 +185,9 @@ def _unpacked(found: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         try:
             table = codec.unpack(packed, format_, messages, digest)
         except SegmentBroken:
-            yield made(MESSAGES, 1, place)
+            changed = sha256(packed).digest() != digest
+            reason = NEWER if format_ > SEGMENT_FORMAT else CHANGED if changed else UNREADABLE
+            yield made(MESSAGES, 1, {**place, "faults": [[reason]]})
             continue
         for part in table.to_batches(max_chunksize=10_000):
             columns = dict(zip(part.schema.names, part.columns, strict=True))

@@ -237,11 +237,8 @@ def check_java(environ: Mapping[str, str]) -> None:
 
 def version_of(told: str) -> int | None:
     """The major version in the output of ``java -version``: 17 of "17.0.15", 8 of "1.8.0_402"; None without one."""
-    match = re.search(r'version "(\d+)(?:\.(\d+))?', told)
-    if match is None:
-        return None
-    first, second = int(match[1]), int(match[2] or 0)
-    return second if first == 1 else first
+    match = re.search(r'version "(?:1\.)?(\d+)', told)
+    return int(match[1]) if match else None
 
 
 def _java(environ: Mapping[str, str]) -> str | None:

@@ -91,7 +91,12 @@ def behind(report: AuditReport) -> str:
 
 
 def sampled(report: AuditReport) -> str:
-    """The note about a sample; empty if the whole store was read."""
+    """The note about what was not read; empty if the whole store was read."""
+    if report.quick:
+        return (
+            "A quick audit, of counters, indexes and headers. Sizes, routes and destinations are estimates from a "
+            "sample of rows. `delayer audit --deep` reads every message."
+        )
     if report.sample is None:
         return ""
     read = report.totals.waiting + report.totals.packed

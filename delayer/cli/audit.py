@@ -10,9 +10,8 @@ import click
 from rich.console import Console
 
 from delayer.cli.errors import ExitCode, Misused
-from delayer.cli.options import as_json, conf_option, master_option, request_of, store_url, store_url_of_hosts, url_of
+from delayer.cli.options import as_json, conf_option, master_option, request_of, store_url
 from delayer.cli.output import note, progress
-from delayer.config.model import Settings
 from delayer.core.secret import SecretUrl
 from delayer.store.admin.stats import restored_ms
 
@@ -30,12 +29,10 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
 
 @click.command(short_help="Check that nothing is missing, and show the forecast.")
 @click.option(
-    "--url",
-    metavar="URL",
-    help="Read this store and not the configured one: a replica, for example. Others can see it in the process list.",
-)
-@click.option(
-    "--url-file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="The same, from a file."
+    "--deep",
+    is_flag=True,
+    help="Read every message and unpack every segment, by Spark, which needs Java. Goes with --sample, --work, "
+    "--master and --conf.",
 )
 @click.option(
     "--sample",
@@ -49,7 +46,6 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
 @click.option(
     "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report as a page."
 )
-@click.option("--out", metavar="DIR", help="Add the findings to the Parquet files there.")
 @click.option(
     "--release-rate",
     type=click.FloatRange(0, min_open=True),
@@ -72,18 +68,19 @@ def audit(
     context: click.Context,
     /,
     *,
-    url: str | None,
-    url_file: Path | None,
     as_json: bool,
     html: Path | None,
+    deep: bool,
     no_broker: bool,
     master: str | None,
     conf: dict[str, str],
     **given: Any,
 ) -> None:
-    """Read the whole store at one instant, check it by the rules of docs/backlog.md, and show when messages are due.
+    """Check the store of one instant by the rules of docs/backlog.md, and show when messages are due.
 
-    Daemons may go on working meanwhile. The audit changes nothing in the store or the broker, and publishes no message.
+    Without --deep it takes seconds: it reads counters, indexes, headers of segments and a sample of rows, and says what
+    it did not look at. Daemons may go on working meanwhile. The audit changes nothing in the store or the broker, and
+    publishes no message.
 
     Exit code 1 if a rule is violated (or the store's schema is of another version). Exit code 3 if the store is out
     of reach, Java is missing, or Spark gave up.
@@ -92,16 +89,20 @@ def audit(
     Examples:
       delayer audit
       delayer audit --html backlog.html
-      delayer audit --sample 0.01 --no-broker
-      delayer audit --url-file /etc/delayer/replica.url --json
-      delayer audit --master spark://cluster:7077 --work hdfs://cluster/tmp
+      delayer --set store.url_file=/etc/delayer/replica.url audit --json
+      delayer audit --deep
+      delayer audit --deep --sample 0.01 --no-broker
+      delayer audit --deep --master spark://cluster:7077 --work hdfs://cluster/tmp
     """
-    from delayer.audit.job import Options  # noqa: PLC0415 - only the job's own verbs need it
-    from delayer.cli.errors import failure  # noqa: PLC0415 - the errors of every layer
+    from delayer.audit.job import Options  # noqa: PLC0415 - only this verb needs it
 
+    of_spark = {**given, "master": master, "conf": conf or None}
+    alone = [f"--{name}" for name in ("sample", "work", "master", "conf") if of_spark[name] not in (None, 1.0)]
+    if alone and not deep:
+        raise Misused(f"{', '.join(alone)}: expected --deep with it")
     settings = request_of(context).settings()
     options = Options(
-        store=_store(settings, url, url_file),
+        store=SecretUrl(store_url(settings)),
         broker=None if no_broker else SecretUrl(settings.broker_url),
         management=settings.broker.management_url,
         restored_ms=restored_ms(settings.store.restore_ahead_ms),
@@ -110,38 +111,30 @@ def audit(
     )
     if html is not None and not html.parent.is_dir():
         raise Misused(f"--html {html}: there is no directory {html.parent}")
-    audited = _run(options, master, conf)
+    audited = _deep(options, master, conf) if deep else _quick(options)
     for remark in audited.remarks:
         note(remark)
     _tell(audited.report, as_json=as_json)
-    failures = [failure(audited.unkept)] if audited.unkept is not None else []
+    code = ExitCode.DONE
     if html is not None:
         from delayer.audit import report_html  # noqa: PLC0415
 
         try:
             report_html.write(audited.report, html)
         except OSError as error:
-            failures.append(Misused(f"--html {html}: {error.strerror}"))
-    for one in failures:
-        note(f"delayer: {one.message}")
-    if audited.report.violations:
-        context.exit(ExitCode.FOUND)
-    context.exit(failures[0].exit_code if failures else ExitCode.DONE)
+            note(f"delayer: --html {html}: {error.strerror}")
+            code = ExitCode.USAGE
+    context.exit(ExitCode.FOUND if audited.report.violations else code)
 
 
-def _store(settings: Settings, url: str | None, url_file: Path | None) -> SecretUrl:
-    if url is not None and url_file is not None:
-        raise Misused("--url and --url-file: expected one of them")
-    if url_file is not None:
-        try:
-            text = url_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise Misused(f"--url-file {url_file}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
-        return url_of("--url-file", text, store_url_of_hosts)
-    return SecretUrl(store_url(settings)) if url is None else url_of("--url", url, store_url_of_hosts)
+def _quick(options: Options) -> Audited:
+    from delayer.audit import quick  # noqa: PLC0415
+
+    with progress("reading"):
+        return quick.run(options)
 
 
-def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:
+def _deep(options: Options, master: str | None, conf: dict[str, str]) -> Audited:
     from delayer.audit import job, spark, tasks  # noqa: PLC0415
 
     spark.check_machine()

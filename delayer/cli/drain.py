@@ -64,7 +64,9 @@ def left_in_store(now: draining.DrainBacklog, unsound: int, *, keys_too: bool) -
             by_itself=True,
         ),
         LeftBehind(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
-        LeftBehind(unsound, "store", "their checksum is wrong, or their properties are too long", "delayer audit"),
+        LeftBehind(
+            unsound, "store", "their checksum is wrong, or their properties are too long", "delayer audit --deep"
+        ),
         LeftBehind(others, "store", "they came in meanwhile, or another session had them locked", AGAIN),
         LeftBehind(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
         LeftBehind(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import asyncpg
 import click
@@ -21,7 +20,7 @@ import click
 from delayer.amqp.reading import message_id, raw
 from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.output import note, quoted
-from delayer.config import loading, texts, values
+from delayer.config import loading, texts
 from delayer.config.errors import Expected, show
 from delayer.config.model import Settings
 from delayer.config.values import duration_ms
@@ -278,18 +277,3 @@ def url_of(option: str, text: str, read: Callable[[object], SecretUrl | None]) -
     if url is None:
         raise Misused(f"{option}: expected a URL, found none")
     return url
-
-
-def store_url_of_hosts(value: object) -> SecretUrl:
-    """Like values.store_url, for one or several hosts: h1:5432,h2:5432. The drivers take one that answers. Raises
-    Expected."""
-    try:
-        parts = urlsplit(value if isinstance(value, str) else "")
-    except ValueError:
-        return values.store_url(value)
-    _, at, hosts = parts.netloc.rpartition("@")
-    if not isinstance(value, str) or "," not in hosts:
-        return values.store_url(value)
-    for host in hosts.split(","):
-        values.store_url(value.replace(f"{at}{hosts}", f"{at}{host}", 1))
-    return SecretUrl(value)

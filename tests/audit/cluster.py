@@ -1,7 +1,7 @@
 """A cluster of this machine: Spark's standalone master and a worker, whose executors are JVMs of their own.
 
     with Cluster() as cluster:
-        delayer("audit", "--master", cluster.url, "--work", work, **cluster.environment)
+        delayer("audit", "--deep", "--master", cluster.url, "--work", work, **cluster.environment)
 
 Jobs of other processes only: a session of this process, once made, keeps its master.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncpg
 
 from delayer.audit import rules
+from delayer.audit.findings import CHANGED, NEWER, UNREADABLE
 from delayer.core.units import DAY_MS
 from delayer.store.rows import envelope
 from delayer.store.rows.partitions import bounds_of, name_of
@@ -88,10 +89,11 @@ COPIES = {
 }
 """What differs in the copy of a message; both are counted."""
 SAYS = {
-    "digest = sha256('other')": rules.UNREADABLE,
+    "digest = sha256('other')": CHANGED,
     "first_due = last_due": rules.DUE,
     "ids[1] = 4711": rules.IDS,
     "raw_bytes = raw_bytes + 1": rules.SIZE,
+    "format = 99": NEWER,
     "broken_at = now(), broken = 'it was read from a bad disk'": rules.MARKED,
 }
 """What a segment says of itself."""
@@ -167,7 +169,7 @@ class Planting:
             await self._connection.execute(f"UPDATE segment SET {sets} WHERE id = $1", segment["id"])
             if not fault:
                 await count(self._connection, segment["lane"], parked=1, compacted=1)
-            subject = f"lane {segment['lane']}: {fault or rules.UNREADABLE}"
+            subject = f"lane {segment['lane']}: {fault or UNREADABLE}"
             found[subject] = found.get(subject, 0) + segment["messages"] + (not fault)
         return [("segments", "violation", subject, messages) for subject, messages in found.items()]
 

@@ -93,7 +93,7 @@ def store(
         "message_key": list(keys),
     }
     counted = fitting(messages, segments) if counters is None else counters
-    extract = Extract(spark, now_ms, tuple(lanes), counted, sample)
+    extract = Extract(now_ms, tuple(lanes), counted, 0, spark, sample)
     extract.show(
         {
             name: spark.createDataFrame(pa.Table.from_pylist(rows, schema=RELATIONS[name].schema))

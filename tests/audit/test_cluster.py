@@ -52,7 +52,7 @@ async def begun(
     }
     master = ["--master", cluster.url] if len(program) == 1 else []
     return await asyncio.create_subprocess_exec(
-        *program, "audit", "--url", url, "--no-broker", "--json", *master, "--work", str(work),
+        *program, "--store-url", url, "audit", "--deep", "--no-broker", "--json", *master, "--work", str(work),
         env=ours | cluster.environment | environ, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
 

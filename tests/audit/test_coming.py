@@ -6,8 +6,6 @@ import json
 from random import Random
 from typing import TYPE_CHECKING
 
-import pytest
-
 from delayer.audit import coming
 from delayer.audit.coming import calendar
 from delayer.audit.findings import Bar, Finding, Peak, run_of
@@ -69,12 +67,6 @@ def test_a_minute_is_a_peak_of_its_own_if_no_second_of_it_is(spark: SparkSession
     slow = calendar(store(spark, messages), 4.0)
     assert [(found.count, found.severity) for found in coming.peaks(slow)] == [(600, "warning")]
     assert coming.peaks(calendar(store(spark, messages), 5.0)) == [], "one minute later is not worth a word"
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
-def test_a_release_rate_that_is_none(spark: SparkSession, rate: float) -> None:
-    with pytest.raises(ValueError, match="release rate: expected"):
-        calendar(store(spark), rate)
 
 
 def test_routes_and_destinations_are_the_largest_and_the_number_of_the_others(spark: SparkSession) -> None:

@@ -68,17 +68,6 @@ def test_a_sound_store_has_no_violations(spark: SparkSession, filled: str, tmp_p
     assert list(work.iterdir()) == []
 
 
-def test_findings_of_every_audit_are_added(spark: SparkSession, filled: str, tmp_path: Path) -> None:
-    out = (tmp_path / "findings").as_uri()
-    execute(filled, "DELETE FROM message WHERE id = 17")
-    for _ in range(2):
-        audit(spark, filled, out=out)
-    rows = [row for row in spark.read.parquet(out).collect() if row.rule == "conservation"]
-    assert len({row.audited_ms for row in rows}) == 2
-    assert {row.severity for row in rows} == {"violation"}
-    assert all(isinstance(json.loads(row.details), dict) for row in rows)
-
-
 def test_progress_counts_the_tasks(spark: SparkSession, filled: str) -> None:
     told: list[tuple[str, int, int]] = []
     job.run(spark, options(filled), lambda *words: told.append(words))
@@ -102,7 +91,6 @@ def test_the_password_is_nowhere(
     url = secret(filled)
     pack(filled)
     report = rules.judge(take(spark, url, work))
-    job.add_findings(spark, report, (Path(work) / "findings").as_uri())
     frame = load(spark, url, "message").where("id > 5")
     frame.collect()
     frame.explain("extended")
@@ -179,8 +167,9 @@ def delayer(*arguments: str, program: list[str] | None = None, **environ: str) -
 def test_the_command(filled: str, tmp_path: Path) -> None:
     file, page, work = (tmp_path / name for name in ("url", "backlog.html", "work"))
     file.write_text(secret(filled))
-    common = ["--url-file", str(file), "--no-broker", "--work", str(work), "--conf", "spark.driver.memory=768m"]
-    done = delayer("audit", *common, "--html", str(page), "--conf", "spark.log.level=INFO")
+    given = ["--set", f"store.url_file={file}", "audit", "--deep", "--no-broker", "--work", str(work)]
+    spark = ["--conf", "spark.driver.memory=768m", "--conf", "spark.log.level=INFO"]
+    done = delayer(*given, *spark, "--html", str(page))
     assert done.returncode == 0, done.stderr
     assert "3,000 wait" in done.stdout
     assert PASSWORD not in done.stdout + done.stderr
@@ -194,7 +183,7 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
     program = [str(starter), "--master", "local[2]", "--driver-memory", "768m", submit.__file__]
     environ = {"PYSPARK_PYTHON": sys.executable, "DELAYER_STORE__URL": secret(filled)}
     work = tmp_path / "work"
-    done = delayer("audit", "--json", "--no-broker", "--work", str(work), program=program, **environ)
+    done = delayer("audit", "--deep", "--json", "--no-broker", "--work", str(work), program=program, **environ)
     assert done.returncode == 1, done.stderr
     *_, last = done.stdout.splitlines()  # spark-submit puts what goes to stderr there too
     assert "conservation" in [run["rule"] for run in json.loads(last)["rules"] if run["violations"]]
@@ -205,10 +194,7 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["--url", "postgresql://u:hunter2@127.0.0.1:1/d"], 3, "the store is out of reach"),
-        (["--url", "postgresql://u:hunter2@h:port/d"], 2, "--url: expected a URL like"),
-        (["--url", "postgresql://h/d", "--url-file", "/x"], 2, "expected one of them"),
-        (["--url-file", "/nowhere/url"], 2, "No such file"),
+        (["--no-broker"], 3, "the store is out of reach"),
         (["--html", "/nowhere/page.html"], 2, "there is no directory"),
         (["--master", "spark://nowhere:7077"], 2, "--work is needed"),
         (["--sample", "0"], 2, "--sample"),
@@ -220,7 +206,8 @@ def test_bad_options_are_reported_before_spark_starts(
     arguments: list[str], code: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "session", lambda *_, **__: pytest.fail("Spark was started"))
-    result = CliRunner().invoke(cli, ["audit", *arguments], prog_name="delayer")
+    url = "postgresql://u:hunter2@127.0.0.1:1/d"
+    result = CliRunner().invoke(cli, ["--store-url", url, "audit", "--deep", *arguments], prog_name="delayer")
     assert (result.exit_code, told in result.output) == (code, True), result.output
     assert "hunter2" not in result.output
 
@@ -229,6 +216,6 @@ def test_no_java_is_exit_3_and_the_package(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
-    result = CliRunner().invoke(cli, ["audit"], prog_name="delayer")
+    result = CliRunner().invoke(cli, ["audit", "--deep"], prog_name="delayer")
     assert result.exit_code == 3, result.output
     assert "default-jre-headless" in result.output

@@ -35,7 +35,7 @@ def extracts(work: Path) -> list[str]:
 async def midway(url: str, work: Path) -> asyncio.subprocess.Process:
     """An audit in the middle of its work."""
     process = await asyncio.create_subprocess_exec(
-        str(EXECUTABLE), "audit", "--url", url, "--no-broker", "--work", str(work),
+        str(EXECUTABLE), "--store-url", url, "audit", "--deep", "--no-broker", "--work", str(work),
         "--conf", "spark.driver.memory=768m",
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from delayer.audit import rules
-from delayer.audit.findings import PACKED, LaneFigures
+from delayer.audit.findings import CHANGED, NEWER, PACKED, LaneFigures
 from delayer.core.units import DAY_MS
 from delayer.store.admin.stats import KINDS, RESTORED_MS
 from tests.audit.rows import NOW, Row, held, judged, key, message, packed, said, segment, store
@@ -79,11 +79,11 @@ def wrong_segments() -> Iterator[tuple[Row, list[Row], tuple[str, str, int]]]:
         inside = [packed(first + n, number, lane=number, due_ms=due_ms + n) for n in range(10)]
         said = segment(number, inside, lane=number, **says)
         if broken:
-            inside = [{"segment": number, "lane": number, "kind": PACKED}]
+            inside = [{"segment": number, "lane": number, "kind": PACKED, "faults": [fault]}]
         return said, inside, ("violation", f"lane {number}: {fault}", 10)
 
-    yield one(rules.UNREADABLE, broken=True)
-    yield one(rules.UNREADABLE, broken=True, broken_ms=NOW)
+    yield one(CHANGED, broken=True)
+    yield one(NEWER, broken=True, broken_ms=NOW)
     yield one(rules.DUE, first_due_ms=NOW + 8 * DAY_MS - 1)
     yield one(rules.DUE, last_due_ms=NOW + 9 * DAY_MS)
     yield one(rules.IDS, ids=[])
@@ -102,7 +102,7 @@ def test_segments(spark: SparkSession) -> None:
     found = rules.segments(extract, RESTORED_MS)
     assert sorted(said(found)) == sorted(("segments", *told) for *_, told in cases)
     by_subject = {one.subject: one for one in found}
-    assert by_subject[f"lane 1: {rules.UNREADABLE}"].details == {"segments": [1]}
+    assert by_subject[f"lane 1: {CHANGED}"].details == {"segments": [1]}
     sooner = rules.segments(extract, 1000)
     assert [one.subject for one in sooner if rules.LATE in one.subject] == []
 

@@ -9,7 +9,7 @@ import aio_pika
 import pytest
 
 from delayer.audit import job, rules
-from delayer.audit.findings import AuditReport
+from delayer.audit.findings import CHANGED, NEWER, UNREADABLE, AuditReport
 from delayer.core.secret import SecretUrl
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
@@ -74,6 +74,6 @@ async def test_every_violation_planted_once_is_found_and_nothing_else(
     assert clean == ["peaks"]
     # Nothing that the rule of segments can find is left out.
     faults = (
-        rules.UNREADABLE, rules.DUE, rules.IDS, rules.SIZE, rules.LATE, rules.MARKED,
+        CHANGED, NEWER, UNREADABLE, rules.DUE, rules.IDS, rules.SIZE, rules.LATE, rules.MARKED,
     )  # fmt: skip
     assert all(any(fault in subject for _, _, subject, _ in planted) for fault in faults)

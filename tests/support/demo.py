@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 import time
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import NamedTuple
 
 import aio_pika
 from aio_pika.abc import AbstractChannel
@@ -24,7 +21,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from delayer.core.message import Delivery
-from tests.support.daemon import EXECUTABLE
 from tests.support.ledger import Ledger, Verdict
 from tests.support.servers import StartFailed
 from tests.support.stack import Stack, running_stack
@@ -79,42 +75,18 @@ async def park_far_ahead(stack: Stack, channel: AbstractChannel) -> None:
             pass  # the command itself takes its time
 
 
-SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""For a JVM that ends before its better compiler would have paid: 22 s instead of 26 for three hundred messages."""
-
-
-class Audit(NamedTuple):
-    """What `delayer audit` printed, and its exit code."""
-
-    code: int
-    text: str
-
-
-async def audit(config: Path) -> Audit:
-    """`delayer audit`. Raises RuntimeError if it does not end with 0 or 1, with what it said."""
-    process = await asyncio.create_subprocess_exec(
-        str(EXECUTABLE), "--config", str(config), "audit",
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "JDK_JAVA_OPTIONS": SHORT_LIVED},
-    )  # fmt: skip
-    told, said = await process.communicate()
-    if process.returncode not in (0, 1):
-        raise RuntimeError(f"delayer audit: exit {process.returncode}\n{said.decode(errors='replace')}")
-    return Audit(process.returncode, told.decode())
-
-
-def show_audit(found: Audit, console: Console) -> int:
+def show_audit(found: str, console: Console) -> int:
     """Print what the command printed, and whether all that was parked is still here; the exit code."""
     console.print("\n[bold]delayer audit[/] [dim](--html FILE draws it as a page)[/]\n")
-    console.print(found.text, markup=False)
-    if found.code or f"  {LEFT} wait" not in found.text:
+    console.print(found, markup=False)
+    if f"  {LEFT} wait" not in found:
         console.print(f"[bold red]✗ {LEFT} messages were left parked, and the audit does not find them all[/]")
         return 1
     console.print(f"[bold green]✓ the {LEFT} messages that are due in days, weeks and months are all there[/]")
     return 0
 
 
-async def watch(stack: Stack, ledger: Shown) -> Audit:
+async def watch(stack: Stack, ledger: Shown) -> str:
     """Everything that happens, and the audit of what is left."""
 
     def phase(text: str) -> None:
@@ -135,8 +107,8 @@ async def watch(stack: Stack, ledger: Shown) -> Audit:
     phase("native mode: new delays wait in the broker's cascade; Postgres gives back what it holds")
     await ledger.publish(COUNT["native"], longest_ms=LONGEST_MS["native"])
     await ledger.all_back(timeout=max(LONGEST_MS.values()) / 1000 + SLACK)
-    phase("auditing what is left parked: a Spark job beside the daemon")
-    found = await audit(stack.config)
+    phase("auditing what is left parked, beside the daemon")
+    found = await stack.delayer("audit")
     phase("stopping")
     await stack.daemon.stop()
     await ledger.drained()  # what the daemon repeated, if anything, is in the queue by now

@@ -1,0 +1,182 @@
+"""The quick audit: a store judged without Spark, by counters, indexes, headers of segments and a sample of its pages.
+
+It reads the primary key of ``message`` once, for exact numbers by lane and hour. A sample of pages gives destinations
+and sizes. It checks no byte of a message and unpacks no segment. All of it is of one snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import asyncpg
+
+from delayer.audit import coming, extract, job, rules
+from delayer.audit.extract import AuditedStore, LaneState
+from delayer.audit.findings import NEWER, PACKED, PARTITION, WAITING, AuditReport, Bar, Calendar, Finding, Share
+from delayer.audit.job import Audited, Options
+from delayer.broker.route_check import CheckedTarget
+from delayer.core.segment import FORMAT
+from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
+from delayer.store.admin.listing import looking
+from delayer.store.rows.partitions import bounds_of, day_of
+from delayer.store.statements import read
+
+PAGES: Final = 10_000
+"""The pages (8 KB) of the sample, more or less."""
+
+_SLOTS: Final = """
+SELECT date_bin('{} ms', due_at, 'epoch'), count(*) FROM message WHERE due_at >= $1 AND due_at < $2 GROUP BY 1
+"""
+_SEGMENTS: Final = """
+SELECT 1 AS segments, first_due AS first_due_ms, last_due AS last_due_ms, messages, octet_length(packed) AS packed_bytes
+FROM segment
+"""
+_PARTITIONS: Final = """
+SELECT c.relname, pg_get_expr(c.relpartbound, c.oid), pg_relation_size(c.oid) / current_setting('block_size')::bigint
+FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass
+"""
+# Of a partition that has the bounds of another day.
+_MISPLACED: Final = f"""
+SELECT concat('lane ', lane, ', {WAITING}: {PARTITION}'), count(*), min(due_at) FROM (
+    SELECT lane, due_at FROM {{0}} WHERE NOT (due_at >= '{{1}}' AND due_at < '{{2}}')
+    UNION ALL SELECT lane, due_at FROM message_default WHERE due_at >= '{{1}}' AND due_at < '{{2}}'
+) AS misplaced GROUP BY 1
+"""
+_HEADERS: Final = (rules.MARKED, rules.LATE, NEWER, rules.DUE, rules.NUMBER)
+
+
+class _Record(asyncpg.Record):  # type: ignore[misc]  # the driver has no types
+    """A row with its columns as attributes, as Spark's rows have them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def run(options: Options) -> Audited:
+    """One audit. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    began = time.monotonic()
+    report, targets, unseen = asyncio.run(_judged(options))
+    report, remarks = job.asked(report, targets, options, unseen)
+    return Audited(replace(report, seconds=round(time.monotonic() - began, 3)), remarks)
+
+
+async def _judged(options: Options) -> tuple[AuditReport, list[CheckedTarget], list[str]]:
+    """The report, the destinations to ask about, and the unknown ones in words."""
+    patience = {"statement_timeout": "0", "lock_timeout": "30s"}
+    async with (
+        looking(options.store.reveal(), "audit", "delayer audit", patience) as connection,
+        connection.transaction(isolation="repeatable_read", readonly=True),
+    ):
+        await connection.execute(extract.LOCK)
+        return await _judge(partial(connection.fetch, record_class=_Record, timeout=DAY_MS / 1000), options)
+
+
+async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[CheckedTarget], list[str]]:
+    """``rows`` gives the rows of a statement on the snapshot. Raises the driver's errors."""
+    [(_, now_ms, reached_ms)] = await rows(extract.EXPORT)
+    lanes = tuple(LaneState(*row) for row in await rows(extract.LANES))
+    counters = {(lane, kind): n for lane, kind, n in await rows(extract.COUNTERS)}
+    store = AuditedStore(reached_ms, lanes, counters, now_ms - reached_ms)
+    counted, segments, partitions = await rows(read("audit_places")), await rows(_SEGMENTS), await rows(_PARTITIONS)
+    places = [row for row in counted if row.lane is not None]
+    figures = rules.figures_of(store, places, {row.lane: row.messages for row in places if row.kind == PACKED})
+    totals = rules.totals_of(figures, places, segments)
+
+    share = min(PAGES / max(sum(pages for *_, pages in partitions), 1), 1.0)
+    *sample, whole = await rows(read("audit_sample"), share * 100)
+    scale = (totals.waiting + totals.held) / max(whole.messages, 1)
+    totals = replace(totals, size=totals.size + round(whole.size * scale), keyed=round(whole.keyed * scale))
+    due = {HOUR_MS: _by_hour((row for row in counted if row.lane is None), segments)}
+    due |= await _slots(rows, due[HOUR_MS], reached_ms, options.release_rate)
+    mean = totals.size / max(totals.waiting + totals.held + totals.packed, 1)
+    destinations = [_share(row, scale) for row in sample if row.waiting]
+    forecast = _forecast(reached_ms, options.release_rate, due, mean, destinations)
+
+    late = await rows(read("audit_overdue"), reached_ms - rules.GRACE_MS, reached_ms, list(options.paced))
+    limited = [row for row in late if row.kind == rules.PACED]
+    first_due = {row.lane: row.first_due_ms for row in places if row.kind == WAITING}
+    headers = await rows(read("audit_headers"), reached_ms + options.restored_ms, FORMAT, _HEADERS)
+    found = {
+        rules.CONSERVATION: rules.conservation(figures),
+        rules.SEGMENTS: [
+            *(Finding(rules.SEGMENTS, "violation", one, n, due, {"segments": ids}) for one, n, due, ids in headers),
+            *rules.law_of_segments(figures),
+        ],
+        rules.INTEGRITY: [Finding(rules.INTEGRITY, "violation", *row) for row in await _misplaced(rows, partitions)],
+        rules.OVERDUE: rules.late_ones(late, limited, figures, options.paced),
+        rules.LANES: rules.lanes(store, figures, first_due),
+        rules.REPEATS: [],
+        rules.KEYS: [],
+        rules.PEAKS: coming.peaks(forecast),
+    }
+    skipped = {
+        rules.INTEGRITY: "bytes, checksums and properties of messages",
+        rules.REPEATS: "messages were not compared",
+        rules.KEYS: "keys were not compared with their messages",
+    }
+    unseen = [f"those outside a sample of {share * 100:.2g} % of the pages"] if share < 1 else []
+    if segments:
+        unseen.append("those of messages in segments")
+        skipped[rules.SEGMENTS] = "the messages inside them"
+        skipped[rules.PEAKS] = "within segments, whose messages count evenly for each of their hours"
+    told = rules.ruled(found, skipped)
+    report = AuditReport(reached_ms, 0.0, None, totals, tuple(figures), forecast, *told, store.behind_ms, quick=True)
+    return report, [_target(row, scale) for row in sample], unseen
+
+
+async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
+    """The rows outside the partition of their day, by lane."""
+    found: list[Any] = []
+    for name, bound, _ in partitions:
+        day = day_of(name)
+        if day is not None and bound != "FOR VALUES FROM ('{}') TO ('{}')".format(*bounds_of(day)):
+            found += await rows(_MISPLACED.format(name, *bounds_of(day)))
+    return found
+
+
+def _by_hour(hours: Iterable[Any], segments: Iterable[Any]) -> Counter[int]:
+    """Messages by hour. Those of a segment are spread evenly over its hours."""
+    found = Counter({row.start_ms: row.messages for row in hours})
+    for one in segments:
+        starts = range(one.first_due_ms // HOUR_MS * HOUR_MS, one.last_due_ms + 1, HOUR_MS)
+        for n, start in enumerate(starts):
+            found[start] += one.messages * (n + 1) // len(starts) - one.messages * n // len(starts)
+    return found
+
+
+async def _slots(rows: Any, hours: Mapping[int, int], now_ms: int, rate: float) -> dict[int, Counter[int]]:
+    """Minutes of the near future; minutes and seconds of each hour that may have a peak (coming.peaks)."""
+    found: dict[int, Counter[int]] = {1_000: Counter(), MINUTE_MS: Counter()}
+    full = [hour for hour, messages in hours.items() if messages > 60 * rate]
+    wanted = [(width, hour, hour + HOUR_MS) for hour in full for width in found]
+    for width, first_ms, after_ms in [(MINUTE_MS, *coming.spans(now_ms)[0]), *wanted]:
+        found[width] |= Counter(dict(await rows(_SLOTS.format(width), first_ms, after_ms)))
+    return found
+
+
+def _forecast(
+    now_ms: int, rate: float, due: Mapping[int, Mapping[int, int]], mean: float, destinations: list[Share]
+) -> Calendar:
+    """The forecast from numbers of messages by width and start. ``mean``: bytes of a message."""
+    slots = {}
+    for width in sorted(due):
+        fullest = sorted(due[width].items(), key=lambda slot: (-slot[1], slot[0]))
+        slots[width] = [Bar(start_ms, width, messages, round(messages * mean)) for start_ms, messages in fullest]
+    listed = destinations[: coming.DESTINATIONS]
+    return coming.drawn(now_ms, rate, slots, ((), listed), (0, len(destinations) - len(listed)))
+
+
+def _share(row: Any, scale: float) -> Share:
+    messages, size = max(round(row.waiting * scale), 1), round(row.size * scale)
+    return Share(messages, size, row.first_due_ms, row.last_due_ms, b"", row.to_exchange, row.to_key)
+
+
+def _target(row: Any, scale: float) -> CheckedTarget:
+    messages, held = max(round(row.messages * scale), 1), round((row.messages - row.waiting) * scale)
+    return CheckedTarget(row.to_exchange, row.to_key, messages, row.due_ms, held)

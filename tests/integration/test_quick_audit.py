@@ -1,0 +1,70 @@
+"""`delayer audit` without Spark: it finds what counters, indexes and headers show, and says what it did not look at."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import replace
+
+import pytest
+
+from delayer.audit import quick, rules
+from delayer.audit.findings import NEWER, PARTITION, UNREADABLE, AuditReport
+from delayer.audit.job import Options
+from delayer.core.secret import SecretUrl
+from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
+from tests.audit.rows import said
+from tests.support.store import sql
+
+pytestmark = pytest.mark.deadline(120)
+UNSEEN = ("segments", "integrity", "repeats", "keys", "peaks", "destinations")
+
+
+async def audited(database: str, **more: object) -> AuditReport:
+    options = replace(Options(store=SecretUrl(database)), **more)
+    return (await asyncio.to_thread(quick.run, options)).report
+
+
+async def test_a_sound_store_and_what_was_not_looked_at(database: str) -> None:
+    await build(database)
+    report = await audited(database)
+    assert said(report) == []
+    assert tuple(run.rule for run in report.rules if run.skipped) == UNSEEN
+    totals, coming = report.totals, report.calendar
+    assert (totals.segments, totals.held, totals.keyed) == (SEGMENTS, 3, 5)
+    assert totals.waiting == totals.expected
+    assert totals.waiting + totals.packed == FAR + NEAR + 5 + 5 == sum(bar.messages for bar in coming.days)
+    assert sum(one.messages for one in coming.destinations) == totals.waiting, "a small store is all of its sample"
+    slow = [one.subject for one in (await audited(database, release_rate=0.001)).findings]
+    assert any(subject.endswith("1 due in 1 s") for subject in slow), "an hour with many messages is read by the second"
+    assert {lane.number: lane.alive for lane in report.lanes} == dict.fromkeys((1, 2, 3, 4), False)
+
+
+async def test_what_headers_and_counters_show_of_every_violation(database: str) -> None:
+    await build(database)
+    async with sql(database) as connection:
+        planted = await Planting(connection).everything()
+    shown = (rules.LATE, rules.MARKED, NEWER, UNREADABLE, PARTITION, "all segments")
+    expected = [
+        (rule, severity, subject.replace(UNREADABLE, rules.NUMBER), count)
+        for rule, severity, subject, count in planted
+        if rule not in {"repeats", "keys", "destinations"} and not subject.startswith("segments of")
+        and (rule not in {"segments", "integrity"} or any(text in subject for text in shown))
+    ]  # fmt: skip
+    found = await audited(database)
+    assert sorted(said(found)) == sorted(expected)
+
+
+async def test_it_needs_neither_spark_nor_pyarrow(database: str) -> None:
+    await build(database)
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('pyspark', 'pyarrow', 'pandas', 'adbc_driver_manager')));"
+        "from delayer.cli.main import main; main()"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, "--store-url", database, "audit", "--no-broker",
+        env={"PATH": "/nowhere", "DELAYER_CONFIG": "/dev/null"}, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    told, _ = await process.communicate()
+    assert process.returncode == 0
+    assert b"Integrity, not checked: bytes" in told
