@@ -22,7 +22,7 @@ from delayer.audit.errors import JobMisused
 from delayer.audit.tasks import ExecutorTurns, Say
 from delayer.core.errors import StoreLost
 from delayer.core.segment import SegmentBroken
-from delayer.core.units import DAY_MS
+from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool, schema
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.segments import compact
@@ -49,9 +49,10 @@ class PackedWindow(NamedTuple):
     """Messages that were packed, but may be undone: they are in no total."""
 
 
-def work(url: str, rows: int, windows: Iterable[CompactionWindow]) -> list[PackedWindow]:
+def work(url: str, rows: int, fewest: int, windows: Iterable[CompactionWindow]) -> list[PackedWindow]:
     """On an executor: make segments of ``windows``, one after the other."""
-    return asyncio.run(tasks.each(url, "delayer compact", list(windows), partial(pack_window, rows=rows), _lost))
+    pack = partial(pack_window, rows=rows, fewest=fewest)
+    return asyncio.run(tasks.each(url, "delayer compact", list(windows), pack, _lost))
 
 
 def _lost(window: CompactionWindow, one: PackedWindow | None, reason: str) -> PackedWindow:
@@ -62,7 +63,7 @@ def _lost(window: CompactionWindow, one: PackedWindow | None, reason: str) -> Pa
     return PackedWindow(window, 0, 0, 0, 0, lost, one.broken, one.messages)
 
 
-async def pack_window(connection: asyncpg.Connection, window: CompactionWindow, rows: int) -> PackedWindow:
+async def pack_window(connection: asyncpg.Connection, window: CompactionWindow, rows: int, fewest: int) -> PackedWindow:
     """Make segments of ``window`` until no row in it can be taken."""
     made: list[Compacted] = []
     ours = ExecutorTurns(connection)
@@ -74,7 +75,9 @@ async def pack_window(connection: asyncpg.Connection, window: CompactionWindow, 
             async with ours.turn() as beside_traffic:
                 # Beside traffic it locks 1,000 rows at once: 10 ms of the server, and a megabyte of its log.
                 portion = 1_000 if beside_traffic else None
-                one = await compact.compact_one(connection, window, rows=rows, portion=portion, pause=0.01)
+                one = await compact.compact_one(
+                    connection, window, rows=rows, fewest=fewest, portion=portion, pause=0.01
+                )
                 if one is not None:
                     made.append(one)  # Committed, even if the turn then fails.
         except WORTH_REPEATING as error:
@@ -102,16 +105,15 @@ async def pack_window(connection: asyncpg.Connection, window: CompactionWindow, 
 
 
 _NUMBERS: Final = """
-SELECT count(*) FILTER (WHERE taken), count(*) FILTER (WHERE key IS NOT NULL),
-       count(*) FILTER (WHERE key IS NULL AND NOT taken), coalesce(sum(size) FILTER (WHERE taken), 0)::bigint
+SELECT lane, floor(extract(epoch FROM due_at) / 3600)::int, count(*) FILTER (WHERE taken),
+       coalesce(sum(size) FILTER (WHERE taken), 0)::bigint, count(*) FILTER (WHERE key IS NOT NULL),
+       count(*) FILTER (WHERE key IS NULL AND NOT taken)
 FROM (
-    SELECT key, size, key IS NULL AND size <= $2 AS taken
+    SELECT lane, due_at, key, size, key IS NULL AND size <= $2 AS taken
     FROM message, LATERAL (SELECT octet_length(body) + octet_length(properties) AS size) AS sized
     WHERE due_at > $1
-) AS looked_at
+) AS looked_at GROUP BY 1, 2
 """
-
-
 _MAY: Final = "SELECT has_table_privilege('segment', 'INSERT')"
 _RIGHTS: Final = "run it with a URL of the role that owns the schema (docs/security.md, Postgres: two roles)"
 
@@ -122,6 +124,8 @@ class CompactionPlan(NamedTuple):
     now_ms: int
     after_ms: int
     windows: Sequence[CompactionWindow]
+    fewest: int = 0
+    """Messages of a segment at least."""
 
     @property
     def rows(self) -> int:
@@ -130,9 +134,12 @@ class CompactionPlan(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The figures of a dry run, counted row by row."""
+    """The figures of a dry run, counted row by row. ``segments``: about."""
 
     messages: int
+    segments: int
+    few: int
+    """Rows that stay rows because too few are due together."""
     keyed: int
     """Rows with a key, which stay rows."""
     large: int
@@ -174,7 +181,7 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
         )
 
 
-async def plan(url: str, after_ms: int, rows: int) -> CompactionPlan:
+async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> CompactionPlan:
     """Cut the messages that are due later than ``after_ms`` from now into windows.
 
     It needs no JVM. Raises BadStoreUrl, SchemaOutdated, and StoreLost, also if this role may not compact.
@@ -184,14 +191,26 @@ async def plan(url: str, after_ms: int, rows: int) -> CompactionPlan:
             user = await connection.fetchval("SELECT current_user")
             raise StoreLost(f"the role {user} may not write segments", _RIGHTS)
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
-        return CompactionPlan(now_ms, now_ms + after_ms, await compact.windows(connection, now_ms + after_ms, rows))
+        windows = await compact.windows(connection, now_ms + after_ms, rows, fewest)
+        return CompactionPlan(now_ms, now_ms + after_ms, windows, fewest)
 
 
-async def numbers(url: str, planned: CompactionPlan) -> Numbers:
+async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
     """Count the rows of ``planned``, reading each once. Raises StoreLost."""
     async with _reading(url) as connection:
-        messages, keyed, large, raw = await connection.fetchrow(_NUMBERS, planned.after_ms, compact.LARGEST)
-        return Numbers(messages, keyed, large, raw, await compact.size(connection))
+        found = await connection.fetch(_NUMBERS, planned.after_ms, compact.LARGEST)
+        disk_bytes = await compact.size(connection)
+    hours = {(lane, hour): figures for lane, hour, *figures in found}
+    messages = segments = raw_bytes = 0
+    for window in planned.windows:
+        span = range(window.first_ms // HOUR_MS, window.last_ms // HOUR_MS + 1)
+        inside = [hours[window.lane, hour] for hour in span if (window.lane, hour) in hours]
+        taken, size = (sum(one[at] for one in inside) for at in (0, 1))
+        if taken >= planned.fewest or size >= compact.BYTES:
+            messages, raw_bytes = messages + taken, raw_bytes + size
+            segments += -(-max(taken * compact.BYTES, size * rows) // (rows * compact.BYTES))
+    whole, keyed, large = (sum(one[at] for one in hours.values()) for at in (0, 2, 3))
+    return Numbers(messages, segments, whole - messages, keyed, large, raw_bytes, disk_bytes)
 
 
 def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: Say) -> CompactionResult:
@@ -200,7 +219,7 @@ def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: 
     # Windows that a worker repeats at most after its death. A task costs some 50 ms beside its work, a window half a
     # second.
     portions = tasks.portions(planned.windows, 4)
-    packed = tasks.run(spark, "packing", portions, partial(work, url, rows), say)
+    packed = tasks.run(spark, "packing", portions, partial(work, url, rows, planned.fewest), say)
     return _finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
 
 

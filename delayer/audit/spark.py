@@ -10,11 +10,9 @@ import logging
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
+from delayer.audit import tasks
 from delayer.audit.errors import JobImpossible, JobMisused
 
 if TYPE_CHECKING:
@@ -104,14 +103,17 @@ def session(
     """A session that starts tasks again when their worker dies, stopped at the end. ``master`` None means that of
     spark-submit, or else all cores of this machine. The other parameters are those of :func:`settings`.
 
-    Raises JobImpossible, JobMisused.
+    Raises JobImpossible, JobMisused, JobFailed, StoreLost.
     """
     check_machine()
     more = more or {}
     if "spark.master" in more:  # It would decide where the tasks run, against the checks above.
         raise JobMisused("--conf spark.master: expected --master")
     chosen = None if master is None and submitted() else with_retries(master)
+    if chosen is not None and not re.match(r"local\b|local-cluster\[|spark://|k8s://|yarn$", chosen):
+        raise JobMisused(f"--master {chosen}: expected local[N], spark://HOST:PORT, yarn or k8s://…")
     _point_to_python(chosen, more)
+    from py4j.protocol import Py4JError  # noqa: PLC0415
     from pyspark.errors import PySparkException  # noqa: PLC0415
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
@@ -123,11 +125,11 @@ def session(
             builder = builder.config(key, value)
         try:
             spark = builder.getOrCreate()
-        except (PySparkException, RuntimeError) as error:
-            raise JobMisused(f"Spark did not start with master {chosen}: {str(error).splitlines()[0]}") from error
+        except (PySparkException, Py4JError, RuntimeError) as error:
+            raise tasks.failure(f"Spark did not start with master {chosen}", tasks.told_by(error)) from None
         _hush(spark)
         try:
-            with _orderly():
+            with tasks.translated("Spark"):
                 yield spark
         finally:
             _stop(spark)
@@ -184,23 +186,6 @@ def end_machine(spark: SparkSession) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-@contextmanager
-def _orderly() -> Iterator[None]:
-    """Let SIGTERM (systemd's stop) end the block like an exception, so that the block removes its files."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(_number: int, _frame: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def check_machine() -> None:

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from delayer.cli.errors import ExitCode, Misused
-from delayer.cli.options import as_json, conf_option, master_option, request_of, store_url
+from delayer.cli.options import Stoppable, as_json, conf_option, master_option, request_of, store_url
 from delayer.cli.output import note, progress
 from delayer.core.secret import SecretUrl
 from delayer.store.admin.stats import restored_ms
@@ -27,7 +27,7 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     return value
 
 
-@click.command(short_help="Check that nothing is missing, and show the forecast.")
+@click.command(cls=Stoppable, short_help="Check that nothing is missing, and show the forecast.")
 @click.option(
     "--deep",
     is_flag=True,

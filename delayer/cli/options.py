@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import os
+import signal
 import socket
 import sys
 import time
@@ -27,6 +28,24 @@ from delayer.config.values import duration_ms
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.secret import SecretUrl
 from delayer.store.admin import listing
+
+
+class Stoppable(click.Command):
+    """A command that Ctrl-C and SIGTERM end with one line and exit code 130 or 143, after its clean-up."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        def leave(_number: int, _frame: object) -> None:
+            raise SystemExit(128 + signal.SIGTERM)
+
+        before = signal.signal(signal.SIGTERM, leave)
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, SystemExit) as ended:
+            interrupted = isinstance(ended, KeyboardInterrupt)
+            note(f"delayer: {'interrupted' if interrupted else 'ended by SIGTERM'}")
+            ctx.exit(128 + (signal.SIGINT if interrupted else signal.SIGTERM))
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True, slots=True)

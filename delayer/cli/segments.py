@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from delayer.cli.errors import ExitCode, Misused, OutOfReach
-from delayer.cli.options import as_json, conf_option, duration, master_option, request_of, store_url
+from delayer.cli.options import Stoppable, as_json, conf_option, duration, master_option, request_of, store_url
 from delayer.cli.output import Say, note, per_second, print_json, progress, when
 from delayer.core.readable import size
+from delayer.store.segments.compact import FEWEST
 
 if TYPE_CHECKING:
     from delayer.audit import compact as compaction
@@ -55,7 +56,7 @@ def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kep
         context.exit(ExitCode.FOUND)
 
 
-@click.command(short_help="Pack messages of the far future into compressed segments.")
+@click.command(cls=Stoppable, short_help="Pack messages of the far future into compressed segments.")
 @click.option(
     "--after",
     "after_ms",
@@ -85,9 +86,10 @@ def compact(
 ) -> None:
     """Pack the messages that are due in the far future into segments: compressed, inside the store.
 
-    Daemons restore them in time (store.restore_ahead), and `delayer restore` does it in bulk. Messages with a key, and
-    messages of more than 1 MiB, stay rows. Daemons may go on working meanwhile. The command may be interrupted and
-    repeated: every message is either a row or in exactly one segment. At the end it drops emptied partitions.
+    Daemons restore them in time (store.restore_ahead), and `delayer restore` does it in bulk. These stay rows: messages
+    with a key, messages of more than 1 MiB, and those with less than 300 of their lane within a week. Daemons may go on
+    working meanwhile. The command may be interrupted and repeated: every message is either a row or in exactly one
+    segment. At the end it drops emptied partitions.
 
     Exit code 1 if a segment did not read back (its messages stayed rows). Exit code 3 if the store is out of reach,
     Java is missing, or Spark gave up.
@@ -103,14 +105,13 @@ def compact(
     settings = request_of(context).settings()
     url = store_url(settings)
     job.check_after(after_ms, settings.store.restore_ahead_ms)
-    planned = asyncio.run(job.plan(url, after_ms, rows))
+    planned = asyncio.run(job.plan(url, after_ms, rows, min(FEWEST, rows // 2)))
     if dry_run:
-        found = asyncio.run(job.numbers(url, planned))
-        segments = -(-found.messages // rows)
-        counts = {"after_ms": planned.after_ms, "windows": len(planned.windows), "segments": segments}
+        found = asyncio.run(job.numbers(url, planned, rows))
+        counts = {"after_ms": planned.after_ms, "windows": len(planned.windows)}
         text = (
-            f"{found.messages:,} messages ({size(found.raw_bytes)}) would go into about {segments:,} segments; "
-            f"{found.keyed:,} with a key and {found.large:,} of more than 1 MiB would stay.\n"
+            f"{found.messages:,} messages ({size(found.raw_bytes)}) would go into about {found.segments:,} segments; "
+            f"{found.keyed:,} with a key, {found.large:,} of more than 1 MiB and {found.few:,} others would stay.\n"
             f"On disk: {size(found.disk_bytes)}, the messages that are due sooner among them."
         )
         _tell(found._asdict() | counts, text, as_json=as_json)
@@ -153,7 +154,7 @@ def _tell_packed(done: compaction.CompactionResult, *, as_json: bool) -> None:
         note(f"{len(shrunk.left)} partitions keep their room, as other sessions held them. The next run frees it.")
 
 
-@click.command(short_help="Bring segments back in bulk; daemons do it by themselves, in time.")
+@click.command(cls=Stoppable, short_help="Bring segments back in bulk; daemons do it by themselves, in time.")
 @click.option(
     "--within",
     "within_ms",

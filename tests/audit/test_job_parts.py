@@ -92,6 +92,11 @@ def test_the_master_that_spark_submit_knows_needs_one_as_well(monkeypatch: pytes
         job.run(session, job.Options(SecretUrl("postgresql://nowhere/none")), lambda *_: None)
 
 
+def test_a_master_that_spark_does_not_know() -> None:
+    with pytest.raises(JobMisused, match="expected local"), spark.session("x", master="nonsense"):
+        pytest.fail("a session was made")
+
+
 def test_the_master_is_an_option_and_no_setting() -> None:
     with pytest.raises(JobMisused, match="expected --master"), spark.session("x", more={"spark.master": "yarn"}):
         pytest.fail("a session was made")

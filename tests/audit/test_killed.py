@@ -48,12 +48,19 @@ async def midway(url: str, work: Path) -> asyncio.subprocess.Process:
     return process
 
 
-@pytest.mark.parametrize("end", [os.kill, os.killpg], ids=["alone", "with the JVM"])
-async def test_a_termination_leaves_nothing(filled: str, tmp_path: Path, end: Callable[[int, int], None]) -> None:
-    """systemd's stop in the middle of the work, which goes to the JVM and the workers too; and kill."""
+@pytest.mark.parametrize(
+    ("end", "number", "code"),
+    [(os.kill, signal.SIGTERM, 143), (os.killpg, signal.SIGTERM, 143), (os.killpg, signal.SIGINT, 130)],
+    ids=["alone", "with the JVM", "Ctrl-C"],
+)
+async def test_a_termination_leaves_nothing(
+    filled: str, tmp_path: Path, end: Callable[[int, int], None], number: int, code: int
+) -> None:
+    """systemd's stop in the middle of the work, which goes to the JVM and the workers too; kill; and Ctrl-C."""
     process = await midway(filled, tmp_path)
-    end(process.pid, signal.SIGTERM)
+    end(process.pid, number)
     _, told = await process.communicate()
     assert b"Traceback" not in told, told.decode()
+    assert told.splitlines()[-1].startswith(b"delayer: ")
     assert names(tmp_path) == []
-    assert process.returncode == 143
+    assert process.returncode == code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from delayer.audit.job import Options
 from delayer.core.secret import SecretUrl
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
-from tests.support.store import sql
+from tests.support.daemon import EXECUTABLE
+from tests.support.store import blocked, sql
 
 pytestmark = pytest.mark.deadline(120)
 UNSEEN = ("segments", "integrity", "repeats", "keys", "peaks", "destinations")
@@ -68,3 +70,19 @@ async def test_it_needs_neither_spark_nor_pyarrow(database: str) -> None:
     told, _ = await process.communicate()
     assert process.returncode == 0
     assert b"Integrity, not checked: bytes" in told
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
+)
+async def test_it_ends_with_one_line(database: str, number: int, code: int, line: str) -> None:
+    async with sql(database) as other, sql(database) as admin:
+        await other.execute("BEGIN; LOCK TABLE counter")
+        process = await asyncio.create_subprocess_exec(
+            str(EXECUTABLE), "--store-url", database, "audit", "--no-broker",
+            env={"DELAYER_CONFIG": "/dev/null"}, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        await blocked(admin, "LOCK TABLE message%")
+        process.send_signal(number)
+        _, told = await process.communicate()
+    assert (process.returncode, told.decode()) == (code, f"delayer: {line}\n")

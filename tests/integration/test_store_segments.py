@@ -13,6 +13,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from delayer.audit.compact import CompactionPlan, numbers, pack_window
 from delayer.core.segment import Broken, Restored, SegmentBroken
 from delayer.core.units import DAY_MS
 from delayer.store import statements
@@ -147,6 +148,22 @@ async def test_windows_begin_after_a_limit(database: str) -> None:
         made = await compacting.compact_one(admin, window)
         assert made is not None
         assert sorted(await waiting(admin)) == [0, 1, 2, 3, 4]
+
+
+async def test_few_messages_stay_rows_and_a_dry_run_plans_as_the_run(database: str) -> None:
+    """One window has enough, one too few rows, and one too few without a key."""
+    async with store(database) as admin:
+        many = [row(n, START_MS + n) for n in range(400)]
+        few = [row(400 + n, START_MS + 90 * DAY_MS + n) for n in range(5)]
+        keyed = [row(500 + n, START_MS + n, lane=2, key=b"%d" % n if n < 200 else None) for n in range(499)]
+        await put(admin, many + few + keyed)
+        planned = CompactionPlan(0, 0, await compacting.windows(admin, 0, fewest=compacting.FEWEST), compacting.FEWEST)
+        told = await numbers(database, planned, compacting.ROWS)
+        done = [await pack_window(admin, one, compacting.ROWS, planned.fewest) for one in planned.windows]
+        assert [one.rows for one in planned.windows] == [400, 499]
+        assert (told.messages, told.segments, told.few, told.keyed) == (400, 1, 5 + 299, 200)
+        assert [(one.messages, one.segments) for one in done] == [(400, 1), (0, 0)]
+        assert told.raw_bytes == done[0].raw_bytes
 
 
 async def test_many_due_at_one_instant(database: str) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ROWS: Final = 10_000
 """Messages of a segment at most."""
+FEWEST: Final = 300
+"""Messages of a segment at least, unless it is full by its bytes. Segments of 5 took more room than their rows."""
 BYTES: Final = 8 << 20
 """Bytes of bodies and properties in a segment at most. The daemon that restores it has several copies in memory for a
 moment."""
@@ -71,9 +73,11 @@ class Compacted(NamedTuple):
     more: bool
 
 
-async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROWS) -> list[CompactionWindow]:
+async def windows(
+    connection: asyncpg.Connection, after_ms: int, rows: int = ROWS, fewest: int = 0
+) -> list[CompactionWindow]:
     """Cut the messages due after ``after_ms`` (epoch ms) into windows of whole hours, by lane. A window has ``rows``
-    rows at most, unless one hour has more. Raises the driver's errors."""
+    rows at most, unless one hour has more. One with less than ``fewest`` is left out. Raises the driver's errors."""
     found: list[CompactionWindow] = []
     for lane, hour_ms, count in await connection.fetch(_HOURS, after_ms):
         window = CompactionWindow(lane, max(hour_ms, after_ms + 1), hour_ms + HOUR_MS - 1, count)
@@ -83,7 +87,7 @@ async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROW
             found[-1] = last._replace(last_ms=window.last_ms, rows=last.rows + count)
         else:
             found.append(window)
-    return found
+    return [window for window in found if window.rows >= fewest]
 
 
 async def compact_one(
@@ -91,11 +95,13 @@ async def compact_one(
     window: CompactionWindow,
     *,
     rows: int = ROWS,
+    fewest: int = 0,
     max_bytes: int = BYTES,
     portion: int | None = None,
     pause: float = 0.0,
 ) -> Compacted | None:
-    """Pack the first rows of ``window`` into a segment, in one transaction; None when no row is left there.
+    """Pack the first rows of ``window`` into a segment, in one transaction; None when none are left there, or less than
+    ``fewest``.
 
     Call it again while ``more``. Rows with a key, rows of more than LARGEST bytes and locked rows stay rows. It locks
     and reads ``portion`` rows at a time, with ``pause`` seconds after each; None: all at once. Raises the driver's
@@ -107,7 +113,7 @@ async def compact_one(
         await connection.execute(SETTINGS)
         rows = min(rows, await _fitting(connection, window, max_bytes))
         found, more = await _lock(connection, window, (rows, max_bytes), portion or rows, pause)
-        if not found:
+        if not found or (len(found) < fewest and not more):
             return None
         reach("compact.locked")
         table = packing.table_of(found)
