@@ -160,12 +160,14 @@ def test_refused_with_its_reason_and_the_others_go_on(raw: bytes, reason: str) -
     assert second.delivery.tag == 3
 
 
-def test_a_misspelt_delay_beside_a_right_one_or_of_a_form_that_the_route_does_not_read() -> None:
+def test_a_misspelt_delay_beside_a_right_one_or_a_hundred_others_or_of_a_form_that_the_route_does_not_read() -> None:
     misspelt = says(b"x-dealy", 5)
     stamped = replace(STORE, routes={b"orders.in": replace(ORDERS, delay_from=("timestamp",))})
     assert not work(delivery(1, misspelt, LATER)).publications
-    [publication] = work(delivery(1, misspelt), policy=stamped).publications
-    assert not publication.refusal
+    many = b"".join(says(b"%d" % n, 5) for n in range(100))
+    for headers, policy in ((misspelt, stamped), (many + misspelt, STORE)):  # One message must not hold the others up.
+        [publication] = work(delivery(1, headers), policy=policy).publications
+        assert not publication.refusal
 
 
 messages = st.builds(
