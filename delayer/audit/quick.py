@@ -141,12 +141,13 @@ async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
 
 
 def _by_hour(hours: Iterable[Any], segments: Iterable[Any]) -> Counter[int]:
-    """Messages by hour. Those of a segment are spread evenly over its hours."""
+    """Messages by hour. Those of a segment are spread evenly over its hours: few messages may be centuries apart."""
     found = Counter({row.start_ms: row.messages for row in hours})
     for one in segments:
         starts = range(one.first_due_ms // HOUR_MS * HOUR_MS, one.last_due_ms + 1, HOUR_MS)
-        for n, start in enumerate(starts):
-            found[start] += one.messages * (n + 1) // len(starts) - one.messages * n // len(starts)
+        slots = min(len(starts), one.messages)
+        for n in range(slots):
+            found[starts[n * len(starts) // slots]] += one.messages * (n + 1) // slots - one.messages * n // slots
     return found
 
 

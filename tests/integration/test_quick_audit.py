@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,11 @@ async def test_a_sound_store_and_what_was_not_looked_at(database: str) -> None:
     slow = [one.subject for one in (await audited(database, release_rate=0.001)).findings]
     assert any(subject.endswith("1 due in 1 s") for subject in slow), "an hour with many messages is read by the second"
     assert {lane.number: lane.alive for lane in report.lanes} == dict.fromkeys((1, 2, 3, 4), False)
+
+
+def test_a_segment_until_the_year_9999_costs_no_more_than_its_messages() -> None:
+    far = SimpleNamespace(first_due_ms=0, last_due_ms=253_402_300_799_999, messages=3)
+    assert list(quick._by_hour([], [far]).values()) == [1, 1, 1]
 
 
 async def test_what_headers_and_counters_show_of_every_violation(database: str) -> None:
