@@ -72,7 +72,6 @@ class SettingsSource(PydanticBaseSettingsSource):
         self.problems: list[Problem] = []
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """See pydantic-settings."""
         return self.values.get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
@@ -97,8 +96,6 @@ class SettingsSource(PydanticBaseSettingsSource):
 
 
 class File(SettingsSource):
-    """The TOML file."""
-
     def __init__(self, path: Path | None) -> None:
         super().__init__()
         self._path = path
@@ -106,7 +103,6 @@ class File(SettingsSource):
             self.values = self._read(path)
 
     def place(self, key: Key) -> str:
-        """See Source."""
         return str(self._path)
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -153,7 +149,6 @@ class Texts(SettingsSource):
             self._places[key] = place
 
     def place(self, key: Key) -> str:
-        """See Source."""
         return self._places.get(key) or self._places.get(key[:1]) or ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
 _TOKEN: Final = re.compile(r"([0-9]{1,19})(?:@(-?[0-9]{1,16}))?")
@@ -85,15 +85,10 @@ class Filter:
 
     def as_dict(self) -> dict[str, Any]:
         """The given fields, for the audit log and for JSON."""
-        fields: dict[str, Any] = {
-            name: value.decode("utf-8", "backslashreplace")
-            for name in ("route", "exchange", "routing_key", "key", "message_id")
-            if (value := getattr(self, name)) is not None
-        }
-        if self.due_from_ms is not None:
-            fields["due_from_ms"] = self.due_from_ms
-        if self.due_before_ms is not None:
-            fields["due_before_ms"] = self.due_before_ms
-        if self.headers:
-            fields["headers"] = {name.decode("utf-8", "backslashreplace"): value for name, value in self.headers}
-        return fields
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["headers"] = {_text(name): value for name, value in self.headers} or None
+        return {name: _text(value) for name, value in values.items() if value is not None}
+
+
+def _text(value: Any) -> Any:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value

@@ -47,8 +47,6 @@ MORE_GOALS: Final = f"destinations beyond the first {MOST_GOALS:,} are checked o
 
 
 class Phase(StrEnum):
-    """The phase of a run."""
-
     STAGING = "staging"
     RUNNING = "running"
     DONE = "done"
@@ -85,7 +83,6 @@ class ImportSelection:
         return self.cutoff_ms is None or due_ms >= self.cutoff_ms
 
     def as_dict(self) -> dict[str, object]:
-        """Return the selection as parameters of a run."""
         said = {"cutoff_ms": self.cutoff_ms, "limit": self.limit}
         return {name: value for name, value in said.items() if value is not None} | rewriting(self.rewrites)
 
@@ -191,10 +188,6 @@ class Run:
         return self.parked + self.held + self.superseded
 
 
-class NotARewrite(ValueError):
-    """A text is not a rewrite. The message completes a sentence that begins with "expected"."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rewrite:
     """One ``s/pattern/replacement/flags`` in the syntax of sed, for destinations such as ``queue@MACHINE``."""
@@ -243,7 +236,7 @@ def retargeted(target: Target, rewrites: Sequence[Rewrite]) -> Target:
 
 def read_rewrite(text: str) -> Rewrite:
     """Read ``s/@.*//``. Any character can replace the slashes; flags are ``g`` and ``i``. The pattern has Python's
-    syntax, the replacement sed's (``&``, ``\\1``). Raises NotARewrite.
+    syntax, the replacement sed's (``&``, ``\\1``). Raises ValueError with the expected form.
 
     >>> read_rewrite("s/@.*//")("sales@SERVER7")
     'sales'
@@ -251,7 +244,7 @@ def read_rewrite(text: str) -> Rewrite:
     expected = "an expression such as s/@.*//"
     found = _EXPRESSION.fullmatch(text)
     if found is None:
-        raise NotARewrite(f"{expected}, with flags of g and i only")
+        raise ValueError(f"{expected}, with flags of g and i only")
     delimiter = found["delimiter"]
     pattern, replacement = (found[name].replace(f"\\{delimiter}", delimiter) for name in ("pattern", "replacement"))
     try:
@@ -260,7 +253,7 @@ def read_rewrite(text: str) -> Rewrite:
         # This checks that the referenced groups exist; a pattern without a match would not show it.
         re.compile(f"(?:{pattern})|").sub(template, "")
     except (re.error, IndexError) as error:
-        raise NotARewrite(f"{expected}; this one does not compile: {error}") from None
+        raise ValueError(f"{expected}; this one does not compile: {error}") from None
     return Rewrite(compiled, template, "g" in found["flags"], text)
 
 

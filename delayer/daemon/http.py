@@ -36,11 +36,9 @@ class DaemonInside:
 
     @property
     def settings(self) -> Settings:
-        """See the port."""
         return self._daemon.settings
 
     def state(self) -> State:
-        """See the port."""
         daemon, lanes = self._daemon, self._daemon.lanes
         return {
             "mode": daemon.settings.mode,
@@ -57,7 +55,6 @@ class DaemonInside:
         }
 
     async def depths(self) -> Depths:
-        """See the port."""
         settings = self.settings
         queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
         try:
@@ -69,13 +66,11 @@ class DaemonInside:
         return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, delayed)
 
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
-        """See the port."""
         with _reached():
             seen = await self._refused().look(limit=limit)
         return [_row(one) for one in seen.found], seen.depth
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
-        """See the port."""
         wanted, url = Selection(ids), self.settings.store_url
         with _reached():
             if url is None:

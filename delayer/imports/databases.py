@@ -61,12 +61,6 @@ def database_url(text: str) -> URL:
     return url
 
 
-def shown(url: URL) -> str:
-    """The URL without its password, and without parameters that may hold one."""
-    query = {name: values for name, values in url.normalized_query.items() if name.lower() in SHOWN}
-    return url.set(password=None, query=query).render_as_string(hide_password=True)
-
-
 def secrets(url: URL) -> set[str]:
     """Texts that a driver must not quote: the password, and parameters whose names say that they are one."""
     found = [values for name, values in url.normalized_query.items() if _PASSWORD.search(name.lower())]
@@ -100,8 +94,9 @@ class Database:
 
     @property
     def shown(self) -> str:
-        """The URL without its password."""
-        return shown(self._url)
+        """The URL without its password, and without parameters that may hold one."""
+        query = {name: values for name, values in self._url.normalized_query.items() if name.lower() in SHOWN}
+        return self._url.set(password=None, query=query).render_as_string(hide_password=True)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[AsyncConnection]:
