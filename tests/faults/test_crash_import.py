@@ -179,6 +179,9 @@ def source(request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[Sourc
     yield from source_of(request.param, request, postgres)
 
 
+RUN = ("import", "nservicebus-sql", "run", "--unverified", "--yes", "--json")
+
+
 async def fill(source: Source) -> list[bytes]:
     rows = [source.timeout(n, NOON + timedelta(seconds=n % 7)) for n in range(COUNT)]
     for name, some in zip(TABLES, (rows[::3], [row for n, row in enumerate(rows) if n % 3]), strict=True):
@@ -191,16 +194,15 @@ async def fill(source: Source) -> list[bytes]:
 async def test_tables_are_in_one_place_only(store: str, source: Source, fault: str, committed: int) -> None:
     """Killed anywhere, each timeout is in its table, or staged, or in the store; and run again it is in the store."""
     states = await fill(source)
-    arguments = ("import", "nservicebus-sql", "run", "--unverified", "--yes", "--json")
     url = {"DELAYER_IMPORT_URL": source.url}
-    await killed(store, *arguments, fault=fault, **url)
+    await killed(store, *RUN, fault=fault, **url)
     assert len(await parked(store)) == committed
     # What a person is shown who is asked whether to go on: what is there yet, and that it is this import.
-    seen = await report(store, "import", "nservicebus-sql", "preview", *arguments[3::2], **url)
+    seen = await report(store, "import", "nservicebus-sql", "preview", *RUN[3::2], **url)
     at_least, at_most = COUNT - committed, COUNT - max(0, committed - BATCH)
     assert at_least <= seen["messages"] <= at_most
     assert seen["unfinished"]["parked"] == committed
-    assert (await report(store, *arguments, **url))["parked"] == COUNT
+    assert (await report(store, *RUN, **url))["parked"] == COUNT
     assert await parked(store) == states
     assert await source.tables() == list(TABLES)
     assert [await source.rows(name) for name in TABLES] == [[], []]
@@ -212,13 +214,12 @@ async def test_a_removal_that_a_crash_of_the_source_undid(store: str, source: So
     for name, some in zip(TABLES, (rows[:BATCH], rows[BATCH:]), strict=True):
         await source.create(name)
         await source.put(name, some)
-    arguments = ("import", "nservicebus-sql", "run", "--unverified", "--yes", "--json")
     url = {"DELAYER_IMPORT_URL": source.url}
-    await killed(store, *arguments, fault="import.committed:2", **url)
+    await killed(store, *RUN, fault="import.committed:2", **url)
     [staged] = [name for name in await source.tables() if name.startswith(f"{TABLES[0]}_delayer_")]
     assert await source.rows(staged) == []
     await source.put(staged, rows[:BATCH])
-    assert (await report(store, *arguments, **url))["this_time"]["parked"] == COUNT - 2 * BATCH
+    assert (await report(store, *RUN, **url))["this_time"]["parked"] == COUNT - 2 * BATCH
     assert await parked(store) == sorted(row["State"] for row in rows)
 
 
@@ -234,13 +235,12 @@ async def test_counts_that_differ_stop_the_import(store: str, postgres: Postgres
     name = postgres.add_database()
     source = Source("postgresql", postgres.url(name))
     await fill(source)
-    arguments = ("import", "nservicebus-sql", "run", "--unverified", "--yes", "--json")
     url = {"DELAYER_IMPORT_URL": source.url}
-    await killed(store, *arguments, fault="import.taken:1", **url)
+    await killed(store, *RUN, fault="import.taken:1", **url)
     [staged] = [name for name in await source.tables() if name.startswith(f"{TABLES[0]}_delayer_")]
     first = f""""Id" = '{uuid.UUID(int=0)}'"""
     postgres.execute(meanwhile.format(staged=source.quoted(staged), first=first), database=name)
-    code, _, told = await delayer(store, *arguments, **url)
+    code, _, told = await delayer(store, *RUN, **url)
     assert (code, differs in told) == (1, True), told
     postgres.drop_database(name)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 import pytest
 
@@ -45,14 +46,15 @@ STEPS = {
 BODIES = [b"%d" % n for n in range(COUNT)]
 
 
+@dataclass
 class Broker:
     """The vhost that the messages come from."""
 
-    def __init__(self, url: str, queue: str) -> None:
-        self.url = url
-        self.queue = queue
+    url: str
+    queue: str
 
-    async def fill(self, seconds: int = SECONDS, expiration: bytes | None = None) -> None:
+    async def fill(self, seconds: int = SECONDS, expiration: bytes | None = None) -> dict[str, str]:
+        """Put the messages there. Returns how a command finds it."""
         work = Queue("work", arguments({"x-queue-type": "quorum"}))
         hold = Queue("hold", arguments({"x-queue-type": "quorum", **HOLD}))
         await declare(self.url, Topology(queues=(work, hold)) if self.queue == "hold" else CASCADE.topology())
@@ -60,6 +62,7 @@ class Broker:
         async with await Raw.connect(self.url) as raw:
             props = [Props(message_id=body, delivery_mode=2, expiration=expiration) for body in BODIES]
             await raw.publish(*(Message(*through, of, body) for of, body in zip(props, BODIES, strict=True)))
+        return {"DELAYER_BROKER__URL": self.url}
 
     async def depth(self) -> int:
         async with await Admin.connect(self.url) as admin:
@@ -101,8 +104,7 @@ def said(words: Iterable[str], verb: str, *more: str) -> tuple[str, ...]:
 )
 async def test_run_again(store: str, source: Import, fault: str) -> None:
     broker, words = source
-    url = {"DELAYER_BROKER__URL": broker.url}
-    await broker.fill()
+    url = await broker.fill()
     await killed(store, *said(words, "run"), fault=fault, **url)
     committed = len(await parked(store))
     assert committed in STEPS[fault]
@@ -122,8 +124,7 @@ async def test_run_again(store: str, source: Import, fault: str) -> None:
 async def test_abort_instead(store: str, source: Import, fault: str) -> None:
     """What is committed stays here and is gone there, the rest is there."""
     broker, words = source
-    url = {"DELAYER_BROKER__URL": broker.url}
-    await broker.fill()
+    url = await broker.fill()
     await killed(store, *said(words, "run"), fault=fault, **url)
     here = await parked(store)
     assert len(here) in STEPS[fault]
@@ -157,8 +158,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 )
 async def test_cut_behind_a_commit(store: str, source: Import, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     broker, words = source
-    url = {"DELAYER_BROKER__URL": broker.url}
-    await broker.fill()
+    url = await broker.fill()
     with monkeypatch.context() as patch:
         cut_at(patch, number)
         code, _, told = await delayer(store, *said(words, "run"), **url)
@@ -172,8 +172,7 @@ async def test_cut_behind_a_commit(store: str, source: Import, monkeypatch: pyte
 @pytest.mark.long
 async def test_messages_that_fell_a_level_before_the_run_continues(store: str, vhost: str) -> None:
     broker, words = Broker(vhost, CASCADE.level(2)), SOURCES["cascade"][1]
-    url = {"DELAYER_BROKER__URL": vhost}
-    await broker.fill(seconds=6)
+    url = await broker.fill(seconds=6)
     await killed(store, *said(words, "run"), fault="import.committed", **url)
     committed = len(await parked(store))
     await eventually(Broker(vhost, CASCADE.level(1)).depth, lambda depth: depth > 0)
@@ -189,11 +188,11 @@ async def test_messages_behind_too_many_others_are_reported(
     monkeypatch.setattr(queues, "KEPT", 30)
     monkeypatch.setattr(queues, "PREFETCH", 10)
     broker, words = Broker(vhost, "hold"), SOURCES["hold-queues"][1]
-    await broker.fill(expiration=b"40000000")
+    url = await broker.fill(expiration=b"40000000")
     async with await Raw.connect(vhost) as raw:
         await raw.publish(Message("", b"hold", Props(message_id=b"behind", delivery_mode=2), b"behind"))
     more = ("--ttl", "3650d", "--cutoff", "2031-01-31T08:00:00Z")
-    urls = {"DELAYER_BROKER__URL": vhost, "DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    urls = url | {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
     done = await report(store, *said(words, "run", *more), **urls, expect=1)
     assert done["left"] == {BEHIND: COUNT + 1 - 40, "due before the cutoff": 40}
     assert await broker.depth() == COUNT + 1

@@ -419,12 +419,10 @@ async def test_one_that_begins_later_is_refused(source: Source, postgres: Postgr
     await source.create(TABLES[0])
     await source.put(TABLES[0], [source.timeout(n, NOON) for n in range(3)])
     async with source.connected() as connection:
-        quote = '"' if source.kind == "postgresql" else "`"
-        like = "(LIKE {0}{1}{0})" if source.kind == "postgresql" else "LIKE {0}{1}{0}"
         staged = f"{TABLES[0]}_delayer_0123456789ab"
-        await connection.execute(text(f"CREATE TABLE {quote}{staged}{quote} {like.format(quote, TABLES[0])}"))
-        await connection.execute(text(f"INSERT INTO {quote}{staged}{quote} SELECT * FROM {quote}{TABLES[0]}{quote}"))
-        await connection.execute(text(f"DELETE FROM {quote}{TABLES[0]}{quote}"))
+        theirs = source.quoted(TABLES[0])
+        await connection.execute(text(f"CREATE TABLE {source.quoted(staged)} AS SELECT * FROM {theirs}"))
+        await connection.execute(text(f"DELETE FROM {theirs}"))
     await source.put(TABLES[0], [source.timeout(9, NOON)])
     async with other_store(postgres) as store:
         code, _, told = await import_into(store, source)
