@@ -19,15 +19,7 @@ from delayer.config.model import Settings
 from delayer.core.importing import OTHER_REASONS, ImportSelection, Run, read_rewrite
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
-from delayer.imports.state_machine import (
-    BadSource,
-    CountMismatch,
-    ImportImpossible,
-    ImportReport,
-    ImportSource,
-    Preview,
-    SourceLost,
-)
+from delayer.imports.state_machine import ImportReport, ImportSource, Preview
 from delayer.store.admin.importing import ImportBusy, ImportStore
 
 
@@ -36,16 +28,16 @@ def import_failures() -> Iterator[None]:
     """Raise the errors of imports as Failure, with the next step."""
     try:
         yield
-    except SourceLost as error:
+    except state_machine.SourceLost as error:
         raise OutOfReach(
             f"the source is out of reach: {error}. Next: correct that, and run the same again; "
             "an import that had begun goes on where it stopped."
         ) from error
-    except BadSource as error:
+    except state_machine.BadSource as error:
         raise Misused(f"{error}.") from error
-    except (ImportBusy, ImportImpossible) as error:
+    except (ImportBusy, state_machine.ImportImpossible) as error:
         raise CommandFailed(f"{error}.") from error
-    except CountMismatch as error:
+    except state_machine.CountMismatch as error:
         raise CommandFailed(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.") from error
 
 

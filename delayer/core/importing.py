@@ -24,19 +24,22 @@ SOON_MS: Final = MINUTE_MS
 """Messages that are overdue or due within this time may already be processed by their system."""
 
 
-UNREADABLE: Final = "unreadable"
-"""The reason why unreadable records stay in their source."""
-BEFORE_CUTOFF: Final = "due before the cutoff"
-BEYOND_LIMIT: Final = "beyond the limit"
-BEHIND: Final = "behind too many messages that do not match: not examined"
-"""The reason why unreached messages stay in their queue."""
-UNGIVEN: Final = "not delivered by their broker in time: not examined"
-CONSUMED: Final = "in queues with other consumers: not examined, unless you name the queue"
-UNHELD: Final = "in queues that delay nothing: not examined, unless you name the queue"
-OWN: Final = "in queues of delayer's own ({}): never taken"
-DELAYED: Final = "that their broker delays itself: not examined before they are due"
-UNSEEN: Final = "queues may hold messages that their broker delays itself: a management URL would show them"
-FOR_PEOPLE: Final = frozenset({UNREADABLE, BEHIND, UNGIVEN, CONSUMED, DELAYED})
+class Left(StrEnum):
+    """The reasons why messages stay in their source."""
+
+    UNREADABLE = "unreadable"
+    BEFORE_CUTOFF = "due before the cutoff"
+    BEYOND_LIMIT = "beyond the limit"
+    BEHIND = "behind too many messages that do not match: not examined"
+    UNGIVEN = "not delivered by their broker in time: not examined"
+    CONSUMED = "in queues with other consumers: not examined, unless you name the queue"
+    UNHELD = "in queues that delay nothing: not examined, unless you name the queue"
+    OWN = "in queues of delayer's own ({}): never taken"
+    DELAYED = "that their broker delays itself: not examined before they are due"
+    UNSEEN = "queues may hold messages that their broker delays itself: a management URL would show them"
+
+
+FOR_PEOPLE: Final = frozenset({Left.UNREADABLE, Left.BEHIND, Left.UNGIVEN, Left.CONSUMED, Left.DELAYED})
 """The reasons that an operator must see: these messages stay against the operator's wish."""
 MOST_REASONS: Final = 100
 """Reasons that are reported one by one. A file may have another reason for each of its messages."""
@@ -85,6 +88,25 @@ class ImportSelection:
     def as_dict(self) -> dict[str, object]:
         said = {"cutoff_ms": self.cutoff_ms, "limit": self.limit}
         return {name: value for name, value in said.items() if value is not None} | rewriting(self.rewrites)
+
+    def redirected(self, item: ImportItem) -> ImportItem:
+        """The message with its renamed destination."""
+        if not self.rewrites:
+            return item
+        return item._replace(parcel=item.parcel._replace(target=self.retargeted(item.parcel.target)))
+
+    def retargeted(self, target: Target) -> Target:
+        """The destination after all rewrites: the exchange has a new name, or at the default exchange the queue."""
+        exchange, routing_key = target
+        if exchange:
+            return Target(self._renamed(exchange), routing_key)
+        return Target(exchange, self._renamed(routing_key))
+
+    def _renamed(self, name: bytes) -> bytes:
+        text = name.decode("utf-8", "surrogateescape")
+        for rewrite in self.rewrites:
+            text = rewrite(text)
+        return text.encode("utf-8", "surrogateescape")
 
 
 @dataclass(slots=True)
@@ -207,31 +229,6 @@ REPLIES: Final = "rewrite_reply_to"
 def rewriting(rewrites: Sequence[Rewrite], name: str = "rewrite") -> dict[str, object]:
     """The rewrites as parameters of a run."""
     return {name: [one.text for one in rewrites]} if rewrites else {}
-
-
-def renamed(name: bytes, rewrites: Sequence[Rewrite]) -> bytes:
-    """A name after all rewrites, in their order."""
-    if not rewrites:
-        return name
-    text = name.decode("utf-8", "surrogateescape")
-    for rewrite in rewrites:
-        text = rewrite(text)
-    return text.encode("utf-8", "surrogateescape")
-
-
-def redirected(item: ImportItem, rewrites: Sequence[Rewrite]) -> ImportItem:
-    """The message with a renamed destination: the exchange, or at the default exchange the queue."""
-    if not rewrites:
-        return item
-    return item._replace(parcel=item.parcel._replace(target=retargeted(item.parcel.target, rewrites)))
-
-
-def retargeted(target: Target, rewrites: Sequence[Rewrite]) -> Target:
-    """The destination after all rewrites."""
-    exchange, routing_key = target
-    if exchange:
-        return Target(renamed(exchange, rewrites), routing_key)
-    return Target(exchange, renamed(routing_key, rewrites))
 
 
 def read_rewrite(text: str) -> Rewrite:

@@ -31,17 +31,7 @@ from delayer.amqp.properties import Properties, entry, long_string, splice
 from delayer.amqp.reading import text
 from delayer.core import lines
 from delayer.core.hold import unfit
-from delayer.core.importing import (
-    BEFORE_CUTOFF,
-    BEYOND_LIMIT,
-    UNREADABLE,
-    ImportBatch,
-    ImportItem,
-    ImportSelection,
-    Run,
-    Survey,
-    redirected,
-)
+from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
 from delayer.core.lines import EndLine, NotALine
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
@@ -187,7 +177,7 @@ class FileSource(ABC):
                 survey.remarks.append(f"line {number}: will be held: {problem}")
         meant = self._messages - sum(survey.left.values())
         if limit is not None and meant > limit:
-            survey.leave(BEYOND_LIMIT, meant - limit)
+            survey.leave(Left.BEYOND_LIMIT, meant - limit)
             survey.messages = limit
         if self.counted and not self._ends:
             survey.doubt("the file does not have the number of its messages, so it may have been cut")
@@ -208,7 +198,7 @@ class FileSource(ABC):
                 try:
                     found = self._checked(line)
                 except Unreadable as why:
-                    found = SkippedRecord(UNREADABLE)
+                    found = SkippedRecord(Left.UNREADABLE)
                     unreadable += 1
                     if unreadable <= NAMED:
                         survey.doubt(f"line {number} is unreadable: {why}")
@@ -220,7 +210,7 @@ class FileSource(ABC):
                 elif found is not None and self.meant.includes(found.parcel.due_ms):
                     yield number, position, len(line), found
                 elif found is not None:
-                    survey.leave(BEFORE_CUTOFF)
+                    survey.leave(Left.BEFORE_CUTOFF)
                 position += len(line)
 
     def _checked(self, line: bytes) -> Reading:
@@ -229,7 +219,7 @@ class FileSource(ABC):
             return found
         if not 0 <= found.parcel.due_ms <= LATEST_MS:
             raise Unreadable(f"expected a due instant of 0 to {LATEST_MS} ms, found {found.parcel.due_ms}")
-        return redirected(found, self.meant.rewrites)
+        return self.meant.redirected(found)
 
     async def stage(self, run: Run) -> int:
         records = ((item.parcel.due_ms, position, size) for _, position, size, item in self._meant_records())

@@ -18,7 +18,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
-from delayer.core.importing import CONSUMED, OWN, UNHELD, ImportItem
+from delayer.core.importing import ImportItem, Left
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
 from delayer.imports.queues import X_DEATH, Queues, Reader
@@ -182,12 +182,12 @@ class HoldQueues(Queues):
         if own is None and name in self.patterns:
             return False
         if own is not None:
-            self.passed_over[name] = (OWN.format(own), await asked(_shown(admin, name)))
+            self.passed_over[name] = (Left.OWN.format(own), await asked(_shown(admin, name)))
             return True
         state = await asked(admin.state(name))
         if state is None:
             return False
-        why = UNHELD if "x-message-ttl" not in arguments else CONSUMED if state.consumers else ""
+        why = Left.UNHELD if "x-message-ttl" not in arguments else Left.CONSUMED if state.consumers else ""
         if why:
             self.passed_over[name] = (why, state.messages)
         return bool(why)

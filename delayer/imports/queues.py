@@ -17,21 +17,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.core.errors import BrokerLost
-from delayer.core.importing import (
-    BEFORE_CUTOFF,
-    BEHIND,
-    BEYOND_LIMIT,
-    DELAYED,
-    UNGIVEN,
-    UNSEEN,
-    ImportBatch,
-    ImportItem,
-    ImportSelection,
-    Run,
-    Survey,
-    redirected,
-    retargeted,
-)
+from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
 from delayer.core.message import Delivery, Target
 from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, asked
 from delayer.imports.state_machine import SourceLost
@@ -214,12 +200,12 @@ class Queues(ABC):
             if not depth:
                 continue
             if self._none_meant(readers[name], now_ms):
-                survey.leave(BEFORE_CUTOFF, depth)
+                survey.leave(Left.BEFORE_CUTOFF, depth)
                 continue
             survey.messages += depth
             survey.remarks.append(f"{name}: {depth:,} messages{_until(readers[name].latest_ms(now_ms))}")
             if (target := readers[name].target) is not None:
-                survey.expect(retargeted(target, self.meant.rewrites), depth)
+                survey.expect(self.meant.retargeted(target), depth)
         if self.meant.limit is not None:
             survey.messages = min(survey.messages, self.meant.limit)
         for name, (why, depth) in self.passed_over.items():
@@ -263,12 +249,12 @@ class Queues(ABC):
             properties = parsed(delivery.properties)
             digest = fingerprint(delivery, properties, falling=self.falling)
             if not self._doubt.met_again(delivery, properties, digest):
-                item = redirected(reader.item(delivery, properties, now_ms), self.meant.rewrites)
+                item = self.meant.redirected(reader.item(delivery, properties, now_ms))
                 if not self.meant.includes(item.parcel.due_ms):
-                    self._keep(BEFORE_CUTOFF)
+                    self._keep(Left.BEFORE_CUTOFF)
                     continue
                 if self._full(len(items)):
-                    self._keep(BEYOND_LIMIT)
+                    self._keep(Left.BEYOND_LIMIT)
                     continue
                 items.append(item)
             self._tags.append(delivery.tag)
@@ -297,7 +283,7 @@ class Queues(ABC):
         """The messages in these queues that their broker delays itself, or the number of queues that may hold some."""
         async with await admin_of(self.url, self.management_url) as admin:
             counts = (await asked(admin.delayed([*queues, *self.besides], fresh=fresh))).values()
-        return Counter({DELAYED: sum(filter(None, counts)), UNSEEN: list(counts).count(None)})
+        return Counter({Left.DELAYED: sum(filter(None, counts)), Left.UNSEEN: list(counts).count(None)})
 
     async def put_back(self, run: Run) -> None:
         """See Source. Messages that are not committed are in their queue. Committed ones that are still there are
@@ -379,7 +365,7 @@ class Queues(ABC):
                     # A run that died may have messages in hand that are on their way back into the queue.
                     self._unread = depth + self._doubt.total()
                     break
-                self._left[reader.queue] += Counter({BEFORE_CUTOFF: depth})
+                self._left[reader.queue] += Counter({Left.BEFORE_CUTOFF: depth})
                 self._at += 1
             else:
                 return None
@@ -406,7 +392,7 @@ class Queues(ABC):
         except BrokerLost as lost:
             raise SourceLost(str(lost)) from lost
         if self._unread > 0 and (unseen := min(await self._ready(), self._unread)):
-            self._left[self._reader.queue][BEHIND if self._kept >= KEPT else UNGIVEN] += unseen
+            self._left[self._reader.queue][Left.BEHIND if self._kept >= KEPT else Left.UNGIVEN] += unseen
         await self._leave()
         self._at += 1
         return []

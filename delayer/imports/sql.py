@@ -24,18 +24,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import DropTable
 
 from delayer.core.importing import (
-    BEFORE_CUTOFF,
-    BEYOND_LIMIT,
     REPLIES,
     SOON_MS,
     ImportBatch,
     ImportItem,
     ImportSelection,
+    Left,
     Phase,
     Rewrite,
     Run,
     Survey,
-    renamed,
     rewriting,
 )
 from delayer.core.message import Target
@@ -155,7 +153,7 @@ class SqlTimeouts:
                 await self._look(connection, one, one.source, one.looks(pick, shares.get(one.name)), survey)
                 meant += await self._leave_others(connection, one, pick, survey)
             if self.meant.limit is not None:
-                survey.leave(BEYOND_LIMIT, max(meant - self.meant.limit, 0))
+                survey.leave(Left.BEYOND_LIMIT, max(meant - self.meant.limit, 0))
         survey.remarks.append(f"tables: {', '.join(one.name for one in tables)}")
         return survey
 
@@ -368,12 +366,12 @@ class SqlTimeouts:
     ) -> int:
         """Count the rows that stay in ``survey``, with their reasons. Returns the number of chosen rows."""
         meant, *others = (await connection.execute(one.others(pick))).one()
-        for why, count in zip((NO_TIME, BEFORE_CUTOFF, SOON), others, strict=True):
+        for why, count in zip((NO_TIME, Left.BEFORE_CUTOFF, SOON), others, strict=True):
             survey.leave(why, count)
         return int(meant)
 
     def _target(self, destination: str) -> Target:
-        return Target(b"", renamed(destination.encode("utf-8", "surrogateescape"), self.meant.rewrites))
+        return self.meant.retargeted(Target(b"", destination.encode("utf-8", "surrogateescape")))
 
     def _item(self, row: Any) -> ImportItem:
         id_, destination, state, due, headers = row

@@ -11,24 +11,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import (
-    Column,
-    ColumnElement,
-    Delete,
-    Dialect,
-    Insert,
-    MetaData,
-    Select,
-    Table,
-    case,
-    cast,
-    delete,
-    func,
-    insert,
-    literal_column,
-    or_,
-    select,
-)
+import sqlalchemy as sa
 
 from delayer.imports.state_machine import ImportImpossible
 
@@ -76,12 +59,12 @@ class TimeoutTable:
     """A table of timeouts and its staging table; the methods make statements for them. ``endpoint``: only its timeouts
     are chosen, if the table has those of several."""
 
-    def __init__(self, source: Table, token: str, endpoint: str | None = None) -> None:
+    def __init__(self, source: sa.Table, token: str, endpoint: str | None = None) -> None:
         """Raises ImportImpossible for a table without the columns of timeouts."""
         self.name = source.name
         self.source = source
-        columns = (Column(column.name, column.type) for column in source.c)
-        self.staged = Table(staged_name(source.name, token), MetaData(), *columns, schema=source.schema)
+        columns = (sa.Column(column.name, column.type) for column in source.c)
+        self.staged = sa.Table(staged_name(source.name, token), sa.MetaData(), *columns, schema=source.schema)
         # NHibernate quotes no name, and PostgreSQL makes such names lower case.
         self._spelled = {column.name.lower(): column.name for column in source.c}
         needed = ["id", "destination", "state", "time", "headers", *([] if endpoint is None else ["endpoint"])]
@@ -92,10 +75,10 @@ class TimeoutTable:
                 )
         self._of_endpoint = [] if endpoint is None else [self.of(source, "endpoint") == endpoint]
 
-    def of(self, table: Table, name: str) -> Column[Any]:
+    def of(self, table: sa.Table, name: str) -> sa.Column[Any]:
         return table.c[self._spelled[name]]
 
-    def create(self, dialect: Dialect) -> list[str]:
+    def create(self, dialect: sa.Dialect) -> list[str]:
         """The statements for the empty staging table and its index in the order of reading. In MySQL the primary key is
         that order, because rows lie in its order: an index would lead to another page for each row."""
         prepare = dialect.identifier_preparer
@@ -108,15 +91,15 @@ class TimeoutTable:
             return [f"SELECT * INTO {staged} FROM {source} WHERE 1 = 0", index]
         return [f"CREATE TABLE {staged} AS SELECT * FROM {source} WHERE 1 = 0", index]
 
-    def take(self, pick: RowFilter, limit: int | None) -> Insert:
+    def take(self, pick: RowFilter, limit: int | None) -> sa.Insert:
         """Copy and lock the chosen rows that are not locked. :meth:`forget` follows in this transaction."""
-        rows = select(*self.source.c).where(*self.meant(pick)).order_by(*self._order(self.source)).limit(limit)
+        rows = sa.select(*self.source.c).where(*self.meant(pick)).order_by(*self._order(self.source)).limit(limit)
         rows = rows.with_for_update(skip_locked=True).with_hint(
             self.source, "WITH (UPDLOCK, ROWLOCK, READPAST)", "mssql"
         )
-        return insert(self.staged).from_select([column.name for column in self.source.c], rows)
+        return sa.insert(self.staged).from_select([column.name for column in self.source.c], rows)
 
-    def forget(self, dialect: Dialect) -> str:
+    def forget(self, dialect: sa.Dialect) -> str:
         """Delete the copied rows. The statement tells MySQL to begin with the staging table. Otherwise MySQL reads the
         whole table, and waits for every locked row in it."""
         prepare = dialect.identifier_preparer
@@ -126,77 +109,77 @@ class TimeoutTable:
             return f"DELETE {source} FROM {staged} STRAIGHT_JOIN {source} ON {source}.{id_} = {staged}.{id_}"
         return f"DELETE FROM {source} WHERE {id_} IN (SELECT {id_} FROM {staged})"
 
-    def give_back(self) -> Insert:
+    def give_back(self) -> sa.Insert:
         """Copy the staged rows back into their table."""
-        return insert(self.source).from_select([column.name for column in self.source.c], select(*self.staged.c))
+        return sa.insert(self.source).from_select([column.name for column in self.source.c], sa.select(*self.staged.c))
 
-    def looks(self, pick: RowFilter, limit: int | None) -> Select[Any]:
+    def looks(self, pick: RowFilter, limit: int | None) -> sa.Select[Any]:
         """The chosen rows with the columns of :meth:`looks_staged`; only the ``limit`` soonest, if there is a limit."""
         rows = self._looks(self.source).where(*self.meant(pick))
         return rows if limit is None else rows.order_by(*self._order(self.source)).limit(limit)
 
-    def looks_staged(self) -> Select[Any]:
+    def looks_staged(self) -> sa.Select[Any]:
         """Destination, due instant and headers of each row."""
         return self._looks(self.staged)
 
-    def dues(self, pick: RowFilter, limit: int) -> Select[Any]:
+    def dues(self, pick: RowFilter, limit: int) -> sa.Select[Any]:
         """The due instants of the ``limit`` soonest chosen rows."""
         due = self.of(self.source, "time")
-        return select(due).where(*self.meant(pick)).order_by(due).limit(limit)
+        return sa.select(due).where(*self.meant(pick)).order_by(due).limit(limit)
 
-    def others(self, pick: RowFilter) -> Select[Any]:
+    def others(self, pick: RowFilter) -> sa.Select[Any]:
         """Counts of rows: the chosen ones, those without a due instant, those before ``since``, those not after
         ``after``. Each row counts once."""
-        due, never = self.of(self.source, "time"), literal_column("0") == literal_column("1")
+        due, never = self.of(self.source, "time"), sa.literal_column("0") == sa.literal_column("1")
         sooner = never if pick.since is None else due < pick.since
         soon = never if pick.after is None else due <= pick.after
         if pick.since is not None:
             soon &= due >= pick.since
         conditions = [self._picked(pick), due.is_(None), sooner, soon]
-        counts: list[ColumnElement[Any]] = [func.count(case((one, 1))) for one in conditions]
-        return select(*counts).where(*self._of_endpoint)
+        counts: list[sa.ColumnElement[Any]] = [sa.func.count(sa.case((one, 1))) for one in conditions]
+        return sa.select(*counts).where(*self._of_endpoint)
 
-    def batch(self, limit: int, after: Place | None = None) -> Select[Any]:
+    def batch(self, limit: int, after: Place | None = None) -> sa.Select[Any]:
         """The soonest staged rows behind that place."""
         columns = [self.of(self.staged, name) for name in ("id", "destination", "state", "time", "headers")]
-        query = select(*columns).order_by(*self._order(self.staged)).limit(limit)
+        query = sa.select(*columns).order_by(*self._order(self.staged)).limit(limit)
         if after is None:
             return query
         due, id_ = self._order(self.staged)
         since = self._instant(after)
-        return query.where(due >= since, or_(due > since, id_ > after[1]))
+        return query.where(due >= since, sa.or_(due > since, id_ > after[1]))
 
-    def remove(self, upto: Place, after: Place | None = None) -> Delete:
+    def remove(self, upto: Place, after: Place | None = None) -> sa.Delete:
         """Delete the staged rows up to ``upto``; rows up to ``after`` are deleted already. The condition on ``after``
         keeps the database from reading dead entries of the index."""
         due, id_ = self._order(self.staged)
         until = self._instant(upto)
-        query = delete(self.staged).where(due <= until, or_(due < until, id_ <= upto[1]))
+        query = sa.delete(self.staged).where(due <= until, sa.or_(due < until, id_ <= upto[1]))
         return query if after is None else query.where(due >= self._instant(after))
 
-    def largest(self, dialect: Dialect, table: Table, *names: str) -> Select[Any]:
+    def largest(self, dialect: sa.Dialect, table: sa.Table, *names: str) -> sa.Select[Any]:
         """The bytes of these columns in the largest row."""
-        length = func.datalength if dialect.name == "mssql" else func.octet_length
-        sizes = [func.coalesce(length(self.of(table, name)), 0) for name in names]
-        return select(func.max(sum(sizes[1:], sizes[0])))
+        length = sa.func.datalength if dialect.name == "mssql" else sa.func.octet_length
+        sizes = [sa.func.coalesce(length(self.of(table, name)), 0) for name in names]
+        return sa.select(sa.func.max(sum(sizes[1:], sizes[0])))
 
-    def meant(self, pick: RowFilter) -> list[ColumnElement[bool]]:
+    def meant(self, pick: RowFilter) -> list[sa.ColumnElement[bool]]:
         return [self._picked(pick), *self._of_endpoint]
 
-    def _picked(self, pick: RowFilter) -> ColumnElement[bool]:
+    def _picked(self, pick: RowFilter) -> sa.ColumnElement[bool]:
         due = self.of(self.source, "time")
-        picked: ColumnElement[bool] = due.is_not(None)
+        picked: sa.ColumnElement[bool] = due.is_not(None)
         if pick.after is not None:
             picked &= due > pick.after
         return picked if pick.since is None else picked & (due >= pick.since)
 
-    def _order(self, table: Table) -> tuple[Column[Any], Column[Any]]:
+    def _order(self, table: sa.Table) -> tuple[sa.Column[Any], sa.Column[Any]]:
         return self.of(table, "time"), self.of(table, "id")
 
-    def _looks(self, table: Table) -> Select[Any]:
-        return select(*(self.of(table, name) for name in ("destination", "time", "headers")))
+    def _looks(self, table: sa.Table) -> sa.Select[Any]:
+        return sa.select(*(self.of(table, name) for name in ("destination", "time", "headers")))
 
-    def _instant(self, place: Place) -> ColumnElement[Any]:
+    def _instant(self, place: Place) -> sa.ColumnElement[Any]:
         """An instant in the type of the column. SQL Server's datetime counts in thirds of 10 ms. Its .003 is less than
         the true .00333 if the parameter is a datetime2."""
-        return cast(place[0], self.of(self.staged, "time").type)
+        return sa.cast(place[0], self.of(self.staged, "time").type)

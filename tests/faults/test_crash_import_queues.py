@@ -12,7 +12,7 @@ import pytest
 
 from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.importing import BEHIND, ImportBatch
+from delayer.core.importing import ImportBatch, Left
 from delayer.core.topology import Queue, Topology, arguments
 from delayer.imports import queues
 from delayer.imports.queues import Queues
@@ -194,5 +194,5 @@ async def test_messages_behind_too_many_others_are_reported(
     more = ("--ttl", "3650d", "--cutoff", "2031-01-31T08:00:00Z")
     urls = url | {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
     done = await report(store, *said(words, "run", *more), **urls, expect=1)
-    assert done["left"] == {BEHIND: COUNT + 1 - 40, "due before the cutoff": 40}
+    assert done["left"] == {Left.BEHIND: COUNT + 1 - 40, "due before the cutoff": 40}
     assert await broker.depth() == COUNT + 1

@@ -20,7 +20,7 @@ from delayer.broker.admin import Admin
 from delayer.config.model import Settings
 from delayer.config.topology import topology_of
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.importing import CONSUMED, OWN, UNHELD
+from delayer.core.importing import Left
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.integration.cli import Run
@@ -407,9 +407,9 @@ async def test_a_pattern_that_meets_work_queues_leaves_them(
         await (await channel.get_queue("work.mirror")).consume(keep)
         words = ("--queue", "work*", "--json")
         seen = json.loads(delayer("import", "hold-queues", "preview", *words, expect=1, **management).stdout)
-        assert (seen["messages"], seen["left"]) == (2, {UNHELD: 1, CONSUMED: 2})
+        assert (seen["messages"], seen["left"]) == (2, {Left.UNHELD: 1, Left.CONSUMED: 2})
         report = json.loads(delayer("import", "hold-queues", "run", *words, "--yes", expect=1, **management).stdout)
-        assert (report["parked"], report["held"], report["left"]) == (2, 0, {UNHELD: 1, CONSUMED: 2})
+        assert (report["parked"], report["held"], report["left"]) == (2, 0, {Left.UNHELD: 1, Left.CONSUMED: 2})
         assert await bodies(database) == [1, 1]
         told = delayer("import", "hold-queues", "preview", "--queue", "wor?", expect=1, **management).stderr
         assert "no queue matches wor?, but for queues that are passed over: work, in queues that delay nothing" in told
@@ -430,7 +430,7 @@ async def test_delayers_own_queues_are_never_taken(delayer: Run, vhost: str, rab
     seen = json.loads(delayer("import", "hold-queues", "preview", *words, "--json", **management).stdout)
     assert seen["messages"] == 1
     keys = {"intake.queue": 1, "refused.queue": 1, "native.due_queue": 1, "native.prefix": 2}
-    assert seen["left"] == {OWN.format(key): messages for key, messages in keys.items()}
+    assert seen["left"] == {Left.OWN.format(key): messages for key, messages in keys.items()}
     remark = "delays.refused: 1 messages, passed over: in queues of delayer's own (refused.queue): never taken"
     assert remark in seen["remarks"]
     report = json.loads(delayer("import", "hold-queues", "run", *words, "--yes", "--json", **management).stdout)

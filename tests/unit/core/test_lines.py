@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from delayer.cli.output import print_json
 from delayer.core import lines
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.importing import ImportItem, read_rewrite, redirected, renamed
+from delayer.core.importing import ImportItem, ImportSelection, read_rewrite
 from delayer.core.lines import EndLine, Line, NotALine, escaped
 from delayer.core.message import Parcel, Target
 from tests.support.fakes import due
@@ -53,14 +53,11 @@ def test_invalid_rewrites(text: str) -> None:
         read_rewrite(text)
 
 
-def test_bytes_that_are_no_text_are_kept() -> None:
-    assert renamed(b"\xff@x", [read_rewrite("s/@.*//")]) == b"\xff"
-
-
 def test_the_queue_is_renamed_or_the_exchange() -> None:
-    rewrites = [read_rewrite("s/@.*//"), read_rewrite("s/^/x./")]
-    assert redirected(ImportItem(parcel(b"", b"q@m")), rewrites).parcel.target == (b"", b"x.q")
-    assert redirected(ImportItem(parcel(b"e@m", b"q@m")), rewrites).parcel.target == (b"x.e", b"q@m")
+    chosen = ImportSelection(rewrites=[read_rewrite("s/@.*//"), read_rewrite("s/^/x./")])
+    assert chosen.redirected(ImportItem(parcel(b"", b"q@m"))).parcel.target == (b"", b"x.q")
+    assert chosen.redirected(ImportItem(parcel(b"e@m", b"q@m"))).parcel.target == (b"x.e", b"q@m")
+    assert chosen.retargeted(Target(b"", b"\xff@x")) == (b"", b"x.\xff"), "bytes that are no text are kept"
 
 
 def random_parcel(chance: random.Random) -> Parcel:

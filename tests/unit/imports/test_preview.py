@@ -26,7 +26,7 @@ GONE = Target(b"", b"gone")
         (2, {}, {}, None, 2, False),
         (2, {GONE: "no such queue"}, {}, None, 5, False),  # each counts once
         (5, {GONE: "no such queue"}, {}, None, 5, False),
-        (0, {}, {importing.UNREADABLE: 1}, None, 0, False),
+        (0, {}, {importing.Left.UNREADABLE: 1}, None, 0, False),
         (0, {}, {}, Run(1, "x", {}, Phase.RUNNING, "me", 0, held=0), 0, True),
         (0, {}, {}, Run(1, "x", {}, Phase.RUNNING, "me", 0, held=1), 0, False),
     ],
