@@ -110,6 +110,7 @@ def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes
         # The chance that spreads retries. Failed messages without an id can be equal byte for byte; their tags differ.
         crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0,
         properties.names,
+        properties.short("reply_to") if "reply_to" in places else None,
     )
 
 

@@ -105,6 +105,7 @@ class RouteTable(Table):
     default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
     require_delay: StrictBool = False
     allow_exchanges: values.Patterns = ()
+    exchange_from_reply_to: StrictBool = False
     late_limit_ms: values.Limit = Field(default=None, alias="late_limit")
     late_action: Literal["deliver", "hold"] = "deliver"
     max_rate: Annotated[StrictInt, Field(ge=0, le=1_000_000)] = 0
@@ -113,12 +114,9 @@ class RouteTable(Table):
     @field_validator("retry")
     @classmethod
     def _alone(cls, retry: RetryTable | None, info: ValidationInfo) -> RetryTable | None:
-        others = ("to", "routing_key", "routing_key_header", "default_delay_ms", "require_delay", "allow_exchanges")
-        if retry is not None and any(info.data.get(name) for name in others):
-            raise Expected(
-                "no to, routing_key, routing_key_header, default_delay, require_delay or allow_exchanges beside it: "
-                "dead letters go back to their queue"
-            )
+        others = {*cls.model_fields} - {"from_", "delay_from", "late_limit_ms", "late_action", "max_rate", "retry"}
+        if retry is not None and (found := [name for name in sorted(others) if info.data.get(name)]):
+            raise Expected(f"no {found[0].removesuffix('_ms')} beside it: dead letters go back to their queue")
         return retry
 
     @field_validator("to")

@@ -178,7 +178,7 @@ class DelayRequest(NamedTuple):
 
     ``timestamp`` is the property, in seconds. ``copies`` are the keys of ``CC``.
     ``chance``, 0 to 1, differs from message to message, and spreads retries over time.
-    ``names`` returns the names of all its headers.
+    ``names`` returns the names of all its headers. ``reply_to`` is the property.
     """
 
     exchange: bytes
@@ -191,6 +191,7 @@ class DelayRequest(NamedTuple):
     message_id: bytes | None = None
     chance: float = 0.0
     names: Callable[[], Sequence[bytes]] = tuple
+    reply_to: bytes | None = None
 
 
 Asked = tuple[int | None, int | None]

@@ -59,6 +59,8 @@ class Route:
     delay_from: tuple[str, ...] = DEFAULT_FORMS
     default_delay_ms: int = 0
     allow_exchanges: tuple[str, ...] = ()
+    exchange_from_reply_to: bool = False
+    """Whether ``reply_to`` names a message's exchange, as ``x-delay-exchange`` does."""
     late_limit_ms: int | None = None
     """The daemon holds later messages instead of delivering them; None: no message is too late."""
     retry: RetryPolicy | None = None
@@ -297,7 +299,7 @@ def _due(asked: Asked, request: DelayRequest, policy: Policy, now_ms: int, now_l
 
 def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
     """The destination that the message asks for, or else that of its route."""
-    headers, exchange = request.headers, route.to
+    headers = request.headers
     named = ROUTING_KEY if ROUTING_KEY in headers else route.routing_key_header
     if named in headers:
         routing_key = _short_string(named, headers[named])
@@ -306,14 +308,18 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
         routing_key = route.routing_key or timeout or request.routing_key
         if routing_key.startswith((b"0.", b"1.")):  # Perhaps another cascade's prefix; the message's key follows.
             routing_key = strip_prefix(routing_key)
+    exchange, by = route.to, EXCHANGE
+    # RabbitMQ 4 has no valid reply for a longer name of a missing exchange: it ends the whole connection.
     if EXCHANGE in headers:
-        # RabbitMQ 4 has no valid reply for a longer name of a missing exchange: it ends the whole connection.
-        exchange = _short_string(EXCHANGE, headers[EXCHANGE], NAME_BYTES)
-        if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
-            raise Unacceptable(
-                f"x-delay-exchange: exchange {_name(exchange)} is forbidden on this route: "
-                f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
-            )
+        exchange = _short_string(by, headers[EXCHANGE], NAME_BYTES)
+    elif route.exchange_from_reply_to and request.reply_to:
+        by = b"reply_to"
+        exchange = _short_string(by, request.reply_to, NAME_BYTES)
+    if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
+        raise Unacceptable(
+            f"{by.decode()}: exchange {_name(exchange)} is forbidden on this route: "
+            f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
+        )
     if request.copies and exchange == b"":
         for copy in sorted(request.copies):  # At the default exchange the keys of CC are queues too.
             _checked(b"", copy, request.exchange, policy.own_queues, policy.own_exchanges)

@@ -34,6 +34,7 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
             default_delay_ms=route.default_delay_ms,
             require_delay=route.require_delay,
             allow_exchanges=route.allow_exchanges,
+            exchange_from_reply_to=route.exchange_from_reply_to,
             late_limit_ms=route.late_limit_ms if route.late_action == "hold" else None,
             paced=route.max_rate > 0,
             retry=None if route.retry is None else _retry(route.retry),

@@ -129,7 +129,10 @@ TWO_DELAYS = with_headers(
     ("raw", "asked"),
     [
         (TWO_DELAYS, {"headers": {b"x-delay": 5, b"x-delay-key": "key"}}),
-        (b"\x40\x80" + b"\x04gzip" + b"\x04id-1", {"content_encoding": b"gzip", "message_id": b"id-1"}),
+        (
+            b"\x42\x80" + b"\x04gzip" + b"\x04back" + b"\x04id-1",
+            {"content_encoding": b"gzip", "reply_to": b"back", "message_id": b"id-1"},
+        ),
         (b"\x00\x40" + struct.pack(">Q", 77), {"timestamp": 77}),
     ],
 )

@@ -26,11 +26,12 @@ FIXED = Route(b"fixed.in", b"", routing_key=b"mail.inbox", default_delay_ms=5000
 STAMPED = Route(b"stamped.in", b"orders.out", delay_from=("timestamp", "x-delay"))
 OPEN = Route(b"open.in", b"orders.out", allow_exchanges=("shop.*", "r\udcffw"))
 STRAIGHT = Route(b"", b"orders.out")
+REPLY = Route(b"reply.in", b"orders.out", allow_exchanges=("shop.*",), exchange_from_reply_to=True)
 STRICT = Route(b"strict.in", b"orders.out", require_delay=True)
 
 STORE = Policy(
     Mode.STORE,
-    {route.source: route for route in (ORDERS, MAIL, FIXED, STAMPED, OPEN, STRAIGHT, STRICT)},
+    {route.source: route for route in (ORDERS, MAIL, FIXED, STAMPED, OPEN, STRAIGHT, STRICT, REPLY)},
     max_delay_ms=3650 * DAY,
     own_queues=frozenset({b"delays", b"delays.due", b"level-00"}),
     own_exchanges=frozenset({b"shop.cascade"}),
@@ -150,6 +151,9 @@ def test_when_a_message_is_due(asked: DelayRequest, due_ms: int) -> None:
         (ask(b"fixed.in", says={"x-delay-routing-key": "other", "x-delay": 0}), AtOnce(NOW, Target(b"", b"other"))),
         (ask(b"open.in", says={"x-delay-exchange": "shop.eu"}), AtOnce(NOW, Target(b"shop.eu", b"k"), undelayed=True)),
         (ask(b"open.in", says={"x-delay-exchange": b"r\xffw"}), AtOnce(NOW, Target(b"r\xffw", b"k"), undelayed=True)),
+        (ask(b"reply.in", reply_to=b"shop.eu", says={"x-delay": 5}), Park(in_ms(5), Target(b"shop.eu", b"k"))),
+        (ask(b"reply.in", reply_to=b"no", says={"x-delay": 5, "x-delay-exchange": "orders.out"}), Park(in_ms(5), OUT)),
+        (ask(b"open.in", reply_to=b"shop.eu", says={"x-delay": 5}), Park(in_ms(5), OUT)),
         (says(x_delay_exchange="orders.out"), AtOnce(NOW, OUT, undelayed=True)),  # the route's own needs no leave
         (
             ask(copies=frozenset({b"delays"}), says={"x-delay": 5}),
@@ -200,6 +204,7 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (says(x_delay_routing_key="ü" * 128), STORE, "x-delay-routing-key: expected at most 255 bytes, found 256"),
         (says(x_delay_exchange="shop.eu"), STORE, "x-delay-exchange: exchange 'shop.eu' is forbidden on this route"),
         (says(x_delay_exchange=""), STORE, "x-delay-exchange: exchange '' is forbidden"),
+        (ask(b"reply.in", reply_to=b"no", says={"x-delay": 5}), STORE, "reply_to: exchange 'no' is forbidden"),
         (ask(b"open.in", says={"x-delay-exchange": "Shop.eu"}), STORE, "exchange 'Shop.eu' is forbidden"),
         (ask(b"open.in", says={"x-delay-exchange": None}), STORE, "x-delay-exchange: expected a string, found None"),
         # Loops.

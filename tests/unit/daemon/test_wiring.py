@@ -30,14 +30,14 @@ def test_no_message_enters_a_cascade_that_is_taken_over() -> None:
 def test_every_key_of_a_route_arrives() -> None:
     route = {
         "from": "grün", "to": "", "routing_key": "mail.inbox", "delay_from": ["timestamp"], "default_delay": "5s",
-        "allow_exchanges": ["shop.*"],
+        "allow_exchanges": ["shop.*"], "exchange_from_reply_to": True,
     }  # fmt: skip
     policy = policy_of(
         settings(route=[route, {"from": "", "require_delay": True, "routing_key_header": "to"}], mode="native"),
         has_store=False,
     )
     assert policy.routes == {
-        "grün".encode(): Route("grün".encode(), b"", b"mail.inbox", ("timestamp",), 5000, ("shop.*",)),
+        "grün".encode(): Route("grün".encode(), b"", b"mail.inbox", ("timestamp",), 5000, ("shop.*",), True),
         b"": Route(b"", b"", require_delay=True, routing_key_header=b"to"),
     }
     assert policy.mode is Mode.NATIVE
