@@ -76,7 +76,7 @@ dist: dev ## sdist and wheel in dist/, checked; the same bytes each time
 	@sha256sum dist/*
 
 .PHONY: deb
-deb: ## the Debian package in dist/, for the Debian that this runs on (EXTRAS=segments,sql puts those in)
+deb: ## the Debian package in dist/, for the Debian that this runs on (EXTRAS=segments puts pyarrow in)
 	@.ci/deb
 
 .PHONY: clean

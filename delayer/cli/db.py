@@ -9,7 +9,7 @@ import click
 from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.options import Request, as_json, request_of, store_url
 from delayer.cli.output import json_of_lane, note, print_json, print_lanes
-from delayer.store import schema, upgrades
+from delayer.store import schema
 from delayer.store.admin import setup
 from delayer.store.admin.stats import StoreOverview, overview
 
@@ -37,6 +37,8 @@ def upgrade(request: Request) -> None:
     url = store_url(settings)
 
     async def work() -> tuple[str | None, str | None]:
+        from delayer.store import upgrades  # noqa: PLC0415 - Alembic and SQLAlchemy, which no other verb needs
+
         before = await setup.schema_of(url)
         if (wrong := schema.outdated(before)) is not None and wrong.newer:
             raise wrong

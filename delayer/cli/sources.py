@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from delayer.amqp.address import Address
 from delayer.amqp.reading import raw
-from delayer.cli.errors import Misused, OutOfReach
+from delayer.cli.errors import Misused
 from delayer.cli.importing import Make, SourceParameters, import_, rewrites_of, source
 from delayer.cli.options import duration, pair, url_of
 from delayer.config.topology import queues_at_work
@@ -197,10 +196,6 @@ _database_options = (
 
 def _timeouts(name: str) -> Make:
     def make(wanted: SourceParameters, given: dict[str, Any], _book: ImportStore) -> ImportSource:
-        if find_spec("sqlalchemy") is None:
-            raise OutOfReach(
-                "the Python package sqlalchemy is missing. Next: pip install '.[sql]' in delayer's checkout."
-            )
         from delayer.imports.sql import SqlTimeouts  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
 
         return SqlTimeouts(name=name, meant=wanted.meant, **given)

@@ -28,7 +28,7 @@ __all__ = ["clean_values", "configure", "finish", "log_in_background", "readable
 
 _DEEPEST = 6
 # Below a warning these libraries log about themselves. At debug level they log whole frames, with bodies and the login.
-_LIBRARIES = ("aio_pika", "aiormq", "pamqp", "sqlalchemy", "asyncio")
+_LIBRARIES = ("aio_pika", "aiormq", "pamqp", "alembic", "sqlalchemy", "asyncio")
 # These libraries log errors that they also raise, with tracebacks. delayer logs each error once.
 _TALKATIVE = ("aiormq.connection", "asyncpg.pool")
 

@@ -24,7 +24,7 @@ DRIVERS: Final = {
     "mssql": "mssql+aioodbc",
 }
 PACKAGES: Final = {
-    "asyncmy": "pip install '.[sql]' in delayer's checkout",
+    "asyncmy": "pip install '.[mysql]' in delayer's checkout",
     "aioodbc": "pip install aioodbc, and Microsoft's driver",
 }
 

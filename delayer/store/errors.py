@@ -79,8 +79,11 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
 
 def lost(doing: str, error: BaseException) -> StoreLost:
     """The loss that a driver's error means, with the advice that its cause calls for. Raise it from ``error``."""
-    told = describe(error)
-    advice = next((text for kind, text in _ADVICE if isinstance(error, kind)), "")
+    driver: BaseException | None = error  # SQLAlchemy wraps the driver's own.
+    while driver is not None and not isinstance(driver, DRIVER_ERRORS):
+        driver = driver.__cause__
+    told = describe(driver or error)
+    advice = next((text for kind, text in _ADVICE if isinstance(driver, kind)), "")
     return StoreLost(f"{doing}: {told}", advice or errors.certificate_advice(told, *errors.OF_STORE))
 
 

@@ -1,32 +1,51 @@
-"""Upgrades of the store's schema (`delayer db upgrade`). Each file of migrations/ is one upgrade, and its name is the
-revision. The files define the tables, and say what each table is for. schema.py tells which schema a store has."""
+"""Upgrades of the store's schema by Alembic (`delayer db upgrade`). The scripts in migrations/ define the tables, and
+say what each table is for. The wheel has them in delayer/store/migrations. schema.py tells which schema a store has."""
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import PurePath
+from pathlib import Path
 
-from delayer.store import pool, schema
+import asyncpg
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
+
+from delayer.store import pool
 from delayer.store.admin.setup import raise_lanes
-from delayer.store.errors import translated
+from delayer.store.errors import lost, translated
+
+
+def _config() -> Config:
+    here = Path(__file__).resolve().parent
+    shipped, checkout = here / "migrations", here.parents[1] / "migrations"
+    config = Config()
+    config.set_main_option("script_location", str(shipped if shipped.is_dir() else checkout).replace("%", "%%"))
+    return config
 
 
 async def upgrade(url: str, lanes: int = 4) -> None:
-    """Bring the schema up to schema.HEAD, in one transaction; then make ``lanes`` lanes, if there are less. A store of
-    a newer revision stays as it is. Raises StoreLost, BadStoreUrl."""
-    scripts = {PurePath(one.name).stem: one for one in (files("delayer.store") / "migrations").iterdir()}
-    # An upgrade of a large store takes as long as it takes.
-    connection = await pool.connect_plain(url, "delayer schema", {"statement_timeout": "0"}, command_seconds=None)
+    """Bring the schema up to schema.HEAD, in one transaction; then make ``lanes`` lanes, if there are less. Raises
+    StoreLost, BadStoreUrl."""
+
+    async def connect() -> asyncpg.Connection:
+        # An upgrade of a large store takes as long as it takes.
+        return await pool.connect_plain(url, "delayer schema", {"statement_timeout": "0"}, command_seconds=None)
+
+    def run(connection: Connection) -> None:
+        config = _config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+
+    engine = create_async_engine("postgresql+asyncpg://", async_creator=connect, poolclass=NullPool)
     try:
         with translated("schema upgrade"):
-            async with pool.transaction(connection):
-                # Two daemons or operators that upgrade at once take turns.
-                await connection.execute("SELECT pg_advisory_xact_lock(hashtext('delayer schema upgrade'))")
-                found = await schema.current_of(connection) or ""
-                for revision in sorted(one for one in scripts if one > found):
-                    await connection.execute(scripts[revision].read_text(encoding="utf-8"))
-                    await connection.execute(f"DELETE FROM {schema.VERSION_TABLE}")
-                    await connection.execute(f"INSERT INTO {schema.VERSION_TABLE} VALUES ($1)", revision)
+            async with engine.begin() as connection:
+                await connection.run_sync(run)
+    except DBAPIError as error:
+        raise lost("schema upgrade", error.orig or error) from error
     finally:
-        await pool.close(connection)
+        await engine.dispose()
     await raise_lanes(url, lanes)

@@ -118,6 +118,8 @@ def test_the_wheel_contains_the_files_of_a_service(installed: Path, tmp_path: Pa
 
 def test_the_wheel_holds_the_schema_and_no_tests(installed: Path) -> None:
     (package,) = installed.parent.parent.glob("lib/python*/site-packages/delayer")
+    assert (package / "store" / "migrations" / "env.py").is_file()
+    assert sorted(package.glob("store/migrations/versions/0*.py"))
     for kept in ("*.sql", "*.html", "*.css", "*.js"):
         ours = {path.relative_to(ROOT / "delayer") for path in (ROOT / "delayer").rglob(kept)}
         assert {path.relative_to(package) for path in package.rglob(kept)} >= ours, kept

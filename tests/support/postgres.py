@@ -114,7 +114,7 @@ class Postgres(Server):
 
     def add_store(self, name: str | None = None) -> str:
         """A fresh database with our schema, to which nobody is connected; returns its name."""
-        from delayer.store import upgrades
+        from delayer.store import upgrades  # alembic is slow to import
 
         name = self.add_database(name)
         run_apart(upgrades.upgrade(self.url(name)))

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 import delayer
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
-from delayer.cli import importing, sources
-from delayer.cli.errors import ExitCode, OutOfReach, failure
+from delayer.cli import importing
+from delayer.cli.errors import ExitCode, failure
 from delayer.cli.main import cli
 from delayer.cli.send import MessageToSend, ask, prepared
 from delayer.config import loading
@@ -44,12 +44,6 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def call(*arguments: str, env: dict[str, str] | None = None, stdin: bytes | None = None) -> Result:
     return CliRunner().invoke(cli, arguments, env=env, input=stdin, prog_name="delayer")
-
-
-def test_an_import_without_sqlalchemy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.cli.sources.find_spec", lambda _: None)
-    with pytest.raises(OutOfReach, match=r"pip install '\.\[sql\]'"):
-        sources._timeouts("nservicebus-sql")(None, {}, None)
 
 
 def test_version() -> None:

@@ -91,13 +91,13 @@ def test_libraries_come_the_same_way_and_only_with_warnings(stream: io.StringIO)
     logging.getLogger("aio_pika.robust").info("chatter")
     logging.getLogger("aiormq.connection").debug("Sending a frame with the login in it")
     logging.getLogger("asyncpg.pool").warning("Failed to restore the pool connection floor", exc_info=True)
-    logging.getLogger("sqlalchemy.engine").warning("to %s", "amqp://u:hunter2@h")
+    logging.getLogger("alembic.runtime.migration").warning("to %s", "amqp://u:hunter2@h")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("old\nways", stacklevel=1)
     first, second = lines(stream)
     assert first["event"] == "to amqp://u:***@h"
-    assert (first["level"], first["logger"]) == ("warning", "sqlalchemy.engine")
+    assert (first["level"], first["logger"]) == ("warning", "alembic.runtime.migration")
     assert second["logger"] == "py.warnings"
     assert "old\\nways" in second["event"]
 

@@ -139,6 +139,6 @@ async def test_a_bug_ends_the_daemon() -> None:
 
 
 def test_a_daemon_loads_no_arrow_and_no_spark_at_its_start() -> None:
-    script = "import sys, delayer.daemon.app; print(*{'pyarrow', 'pyspark', 'pandas'} & set(sys.modules))"
+    script = "import sys, delayer.daemon.app; print(*{'pyarrow', 'pyspark', 'alembic', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "\n"

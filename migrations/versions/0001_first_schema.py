@@ -1,16 +1,29 @@
--- The first schema.
---
--- Frozen from the first release on: it says what was done to stores that exist.
---
--- Byte strings that are only carried are bytea: AMQP's need not be text. Bodies are stored uncompressed. Postgres's
--- default, pglz, costs more parking time than the disk is worth: 4 KB of JSON were parked at 13 k rows/s with it (3.1 KB a
--- row on disk), and at 26 to 35 k/s without (5.8 KB). lz4 is as fast as none and as small as pglz, but not every server
--- has it. Bodies under 2 KB stay in their row. Partitions copy this setting.
+"""The first schema.
 
-CREATE TABLE delayer_schema_version (
-    version_num text NOT NULL,
-    CONSTRAINT delayer_schema_version_pkey PRIMARY KEY (version_num)
-);
+Frozen from the first release on: it says what was done to stores that exist. It imports nothing of delayer.
+
+Byte strings that are only carried are ``bytea``: AMQP's need not be text. Bodies are stored uncompressed. Postgres's
+default, pglz, costs more parking time than the disk is worth: 4 KB of JSON were parked at 13 k rows/s with it (3.1 KB a
+row on disk), and at 26 to 35 k/s without (5.8 KB). lz4 is as fast as none and as small as pglz, but not every server
+has it. Bodies under 2 KB stay in their row. Partitions copy this setting.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+# Autovacuum cleans a partition by its number of dead rows, not by their share: a partition that a million rows a minute
+# pass through must not wait for a fifth of its size. A truncation would lock out the traffic for nothing.
+ROWS_THAT_CHURN = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 50000, vacuum_truncate = off"
+# A handful of rows, updated at every commit: room on the page keeps the updates out of the index.
+ROWS_THAT_COUNT = "fillfactor = 10, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000"
+
+UP = f"""
 CREATE SEQUENCE message_id AS bigint;
 CREATE SEQUENCE segment_id AS bigint;
 CREATE SEQUENCE audit_log_id AS bigint;
@@ -36,11 +49,7 @@ CREATE TABLE message (
 ) PARTITION BY RANGE (due_at);
 ALTER TABLE message ALTER COLUMN body SET STORAGE EXTERNAL, ALTER COLUMN properties SET STORAGE EXTERNAL;
 
--- Autovacuum cleans a partition by its number of dead rows, not by their share: a partition that a million rows a minute
--- pass through must not wait for a fifth of its size. A truncation would lock out the traffic for nothing.
-CREATE TABLE message_default PARTITION OF message DEFAULT WITH (
-    autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 50000, vacuum_truncate = off
-);
+CREATE TABLE message_default PARTITION OF message DEFAULT WITH ({ROWS_THAT_CHURN});
 
 -- A message that its destination did not take. kind, reason, may_be_delivered and isolated are those of a Hold
 -- (core/hold.py). retry_at is the daemon's next attempt (null: a person decides). token is the x-delayer-id of a
@@ -97,14 +106,13 @@ CREATE TABLE lane (
     CONSTRAINT lane_route_key UNIQUE (route)
 );
 
--- A number of messages for each lane and kind of event. It has a handful of rows, updated at every commit: room on the
--- page keeps the updates out of the index.
+-- A number of messages for each lane and kind of event.
 CREATE TABLE counter (
     lane smallint NOT NULL,
     kind text     NOT NULL,
     n    bigint   NOT NULL,
     CONSTRAINT counter_pkey PRIMARY KEY (lane, kind)
-) WITH (fillfactor = 10, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+) WITH ({ROWS_THAT_COUNT});
 
 -- A run of far-future messages of one lane, compacted (segments/codec.py). broken is the reason why it did not read
 -- back. packed is a Parquet file, compressed already, and is stored as it is; digest is its SHA-256. ids are those of
@@ -166,3 +174,10 @@ CREATE TABLE import_item (
     size     integer NOT NULL,
     CONSTRAINT import_item_pkey PRIMARY KEY (run, due_ms, position)
 );
+"""
+
+
+def upgrade() -> None:
+    for statement in UP.split(";\n"):
+        if statement.strip():
+            op.execute(statement)
