@@ -40,7 +40,7 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
     try:
         async with asyncio.timeout(patience):
             status, body = await _ask(settings.http)
-    except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name.
+    except OSError as error:
         return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
     if status not in ("200", ""):
         return {"error": f"{listen} answers {status}", "last": {}}
@@ -56,7 +56,7 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
 
 async def _ask(http: HttpTable) -> tuple[str, bytes]:
     """The status (empty if the answer is no HTTP) and the body. HTTP/1.0 by hand, because an HTTP library takes longer
-    to load than the daemon to answer. Raises OSError, UnicodeError."""
+    to load than the daemon to answer. Raises OSError."""
     host, _, port = http.listen.rpartition(":")
     host = _HERE.get(host, host)
     asked = not (http.open or is_loopback(http.listen.rpartition(":")[0]))
@@ -71,11 +71,11 @@ async def _ask(http: HttpTable) -> tuple[str, bytes]:
     return (rest[:3].decode("ascii", "replace") if version.startswith(b"HTTP/") else ""), body
 
 
-def _reason(error: OSError | UnicodeError, patience: float) -> str:
+def _reason(error: OSError, patience: float) -> str:
     if isinstance(error, TimeoutError):
         return f"nothing within {patience:g} s"
     # Numbers below 0 come from the resolver.
-    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+    if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return str(error)
 

@@ -124,6 +124,10 @@ def listen_address(value: object) -> str:
     if not value:
         return value
     host, colon, port = value.rpartition(":")
+    try:
+        host.encode("idna")  # As the resolver does: its UnicodeError ended the daemon.
+    except UnicodeError:
+        raise Expected(wanted) from None
     bracketed = host.startswith("[") and host.endswith("]") and len(host) > 2
     if not colon or not host or (":" in host and not bracketed) or not re.fullmatch("[0-9]{1,5}", port):
         raise Expected(wanted)

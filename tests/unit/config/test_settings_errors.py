@@ -52,7 +52,7 @@ VALUES = {
     "native.prefix": ['"amq."'],
     "native.due_queue": ['"delays.*"', '"#"', '"delays"'],
     "takeover": ['"celery"'],
-    "http.listen": ['"9419"', '"::1:9419"', '"h:65536"'],
+    "http.listen": ['"9419"', '"::1:9419"', '"h:65536"', '"a..b:9419"'],
     "log.level": ['"loud"'],
     "log.format": ['"xml"'],
 }
