@@ -327,7 +327,7 @@ class Channel:
             del outcomes, waiting
 
     def _check_fits(self, batch: Sequence[Outgoing]) -> None:
-        limit = framing.header_limit(self._connection.frame_max)
+        limit = framing.header_limit(self._connection.limits.frame_max)
         for index, (exchange, routing_key, properties, _, _, _) in enumerate(batch):
             if len(properties) > limit:
                 text = f"content header of {len(properties)} bytes, a frame carries {limit}"
@@ -351,7 +351,7 @@ class Channel:
             self._check_open()
             if index:
                 faultpoint.reach("publish.begun")
-            start, frame_max = index, self._connection.frame_max
+            start, frame_max = index, self._connection.limits.frame_max
             parts, index = framing.publish(self.number, frame_max, batch, range(start, due), WRITE_BYTES)
             confirms.written(waiting, start, index - start)
             if schedule is not None:

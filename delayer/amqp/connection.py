@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         """The name of the broker's cluster, the same on all of its nodes. "" if the broker does not send it."""
         self.version: tuple[int, ...] = ()
         """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
-        self._limits = handshake.ConnectionLimits(0, DEFAULT_FRAME_MAX, 0.0)
+        self.limits = handshake.ConnectionLimits(0, DEFAULT_FRAME_MAX, 0.0)
         self._room = asyncio.Event()
         self._room.set()
         self._soon: list[bytes | memoryview] = []
@@ -160,19 +160,9 @@ class Connection(asyncio.Protocol):
         return connection
 
     @property
-    def frame_max(self) -> int:
-        """The agreed size of the longest frame, in bytes."""
-        return self._limits.frame_max
-
-    @property
-    def channel_max(self) -> int:
-        """The highest number of open channels."""
-        return self._limits.channel_max
-
-    @property
     def free_channels(self) -> int:
         """How many more channels can be opened now."""
-        return self._limits.channel_max + 1 - len(self.receivers)  # One receiver is the connection itself.
+        return self.limits.channel_max + 1 - len(self.receivers)  # One receiver is the connection itself.
 
     @property
     def blocked(self) -> bool:
@@ -194,8 +184,8 @@ class Connection(asyncio.Protocol):
         """Open a channel, in confirm mode if ``confirming``. Raises NoFreeChannel, ChannelClosed, ConnectionLost."""
         self._check_open()
         number = next(one for one in count(1) if one not in self.receivers)
-        if number > self._limits.channel_max:
-            raise NoFreeChannel(f"all {self._limits.channel_max} channels of the connection are in use")
+        if number > self.limits.channel_max:
+            raise NoFreeChannel(f"all {self.limits.channel_max} channels of the connection are in use")
         channel = self.receivers[number] = Channel(self, number)
         await channel.open(confirming=confirming)
         return channel
@@ -355,13 +345,13 @@ class Connection(asyncio.Protocol):
         self.version = handshake.server_version(start.server_properties)
         hello = handshake.start_ok(start, address, name)
         tune = await self._ask(marshal(hello, 0), commands.Connection.Tune)
-        self._limits = handshake.agree(tune, heartbeat)
-        self._parser.frame_max = self._limits.frame_max
-        self.write(marshal(handshake.tune_ok(self._limits), 0))
+        self.limits = handshake.agree(tune, heartbeat)
+        self._parser.frame_max = self.limits.frame_max
+        self.write(marshal(handshake.tune_ok(self.limits), 0))
         wish = commands.Connection.Open(virtual_host=address.vhost)
         await self._ask(marshal(wish, 0), commands.Connection.OpenOk)
         self._opened = True
-        self._pulse.start(self._limits.heartbeat)
+        self._pulse.start(self.limits.heartbeat)
 
     async def _ask(self, frame: bytes, reply: type[_Reply]) -> _Reply:
         self._check_open()

@@ -19,7 +19,7 @@ _CAPABILITIES = ("publisher_confirms", "consumer_cancel_notify", "connection.blo
 
 
 class ConnectionLimits(NamedTuple):
-    """The agreed limits. ``heartbeat`` is in seconds, 0 for none."""
+    """The agreed limits: the most open channels, the bytes of the longest frame, seconds of a heartbeat (0: none)."""
 
     channel_max: int
     frame_max: int

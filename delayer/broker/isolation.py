@@ -326,7 +326,11 @@ class Isolation:
         """The second connection, opened if there is none. If the broker refuses a second one, the publishers'
         connection serves, unless ``own``."""
         connection = self._connection
-        if connection is not None and not self._users and connection.free_channels <= connection.channel_max // 2:
+        if (
+            connection is not None
+            and not self._users
+            and connection.free_channels <= connection.limits.channel_max // 2
+        ):
             connection.abandon()  # The broker then ends its channels that wait for silent queues.
         if connection is not None and not connection.closed.done():
             return connection

@@ -69,7 +69,7 @@ class AmqpPublisher:
         """The most bytes of ``properties`` that fit a frame of this broker."""
         connection = self._reconnecting.current
         if connection is not None:
-            self._frame_max = connection.frame_max
+            self._frame_max = connection.limits.frame_max
         return header_limit(self._frame_max)
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:

@@ -106,7 +106,6 @@ PACKED: Final = 32
 thousandfold, and a batch of such bodies would keep the daemon from everything else until the watchdog ends it."""
 SHORT_BODY: Final = 64 << 10
 _GZIP_ONLY: Final = 16 + zlib.MAX_WBITS
-_MISSING: Final = object()
 
 
 def steps(pointer: str) -> tuple[str, ...]:
@@ -127,7 +126,7 @@ def instant_in_json_ms(body: bytes, pointer: str, encoding: bytes | None = None)
     error, because the publisher may have meant a due time. Raises UnreadableDelay.
     """
     value = _at(_parsed(body, encoding), steps(pointer))
-    if value is _MISSING or value is None:
+    if value is None:
         return None
     if (due_ms := read_utc_ms(value)) is None:
         raise UnreadableDelay(
@@ -160,11 +159,12 @@ def _unpacked(body: bytes) -> bytes:
 
 
 def _at(value: Any, path: tuple[str, ...]) -> Any:
+    """The value at the path; None if there is none."""
     for step in path:
         if isinstance(value, dict) and step in value:
             value = value[step]
         elif isinstance(value, list) and step.isascii() and step.isdecimal() and int(step) < len(value):
             value = value[int(step)]
         else:
-            return _MISSING
+            return None
     return value

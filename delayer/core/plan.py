@@ -332,22 +332,19 @@ def _checked(
 ) -> Target:
     """The target. Raises Unacceptable if the message would return at once and for ever, enter delayer's own queues, or
     end our connection."""
-    if exchange != b"":
-        if exchange == source:
-            raise Unacceptable(_leads(exchange, routing_key, "back into the intake queue"))
-        if exchange in own_exchanges:
-            raise Unacceptable(_leads(exchange, routing_key, "into delayer's own exchanges"))
-    elif routing_key in own_queues:
-        raise Unacceptable(_leads(exchange, routing_key, "into delayer's own queues"))
+    if exchange != b"" and exchange == source:
+        where = "back into the intake queue"
+    elif exchange != b"" and exchange in own_exchanges:
+        where = "into delayer's own exchanges"
+    elif exchange == b"" and routing_key in own_queues:
+        where = "into delayer's own queues"
     elif is_direct_reply(exchange, routing_key):
         # Up to RabbitMQ 4.x an invalid key of this kind ends the connection, with all publishes in flight. A valid one
         # is delivered, but the broker reports it as unroutable.
-        raise Unacceptable(_leads(exchange, routing_key, "to a direct reply, not to a queue"))
-    return Target(exchange, routing_key)
-
-
-def _leads(exchange: bytes, routing_key: bytes, where: str) -> str:
-    return f"the destination (exchange {_name(exchange)}, key {_name(routing_key)}) leads {where}"
+        where = "to a direct reply, not to a queue"
+    else:
+        return Target(exchange, routing_key)
+    raise Unacceptable(f"the destination (exchange {_name(exchange)}, key {_name(routing_key)}) leads {where}")
 
 
 def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:

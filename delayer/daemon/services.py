@@ -8,6 +8,8 @@ from typing import Final
 
 import structlog
 
+from delayer.broker.retry import take_failures
+
 log = structlog.get_logger(__name__)
 
 GRACE: Final = 6.5
@@ -84,8 +86,7 @@ class ServiceGroup:
 
     def _collect(self) -> None:
         """Forget the parts that have ended; note the failures among them."""
-        done = [task for task in self._parts | self._last if task.done()]
-        self._parts.difference_update(done)
-        self._last.difference_update(done)
-        failures = [None if task.cancelled() else task.exception() for task in done]
-        self._failures += [failure for failure in failures if failure is not None]
+        done = {task for task in self._parts | self._last if task.done()}
+        self._parts -= done
+        self._last -= done
+        self._failures += take_failures(done)

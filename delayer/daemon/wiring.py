@@ -73,13 +73,6 @@ class Connections:
         self._cluster = cluster
         return broker_mark(cluster, self._vhost)
 
-    def connected(self) -> bool:
-        return all(connection.current is not None for connection in self._connections.values())
-
-    def blocked(self) -> bool:
-        """Whether the broker takes no publishes on one of them."""
-        return any(connection.blocked for connection in self._connections.values())
-
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For each connection: connected, blocked, and the number of connects."""
         return {
@@ -176,9 +169,10 @@ class Daemon:
         return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
 
     def _trouble(self) -> str:
+        connections = self.connections.as_dict().values()
         return trouble(
-            connected=self.connections.connected(),
-            blocked=self.connections.blocked(),
+            connected=all(one["connected"] for one in connections),
+            blocked=any(one["blocked"] for one in connections),
             store=self.lanes.configured,
             usable=self.lanes.usable,
             spare=self.lanes.spare.is_set(),

@@ -60,7 +60,7 @@ async def test_a_dead_letter_whose_headers_are_longer_than_a_frame(vhost: str) -
         channel, consumer = await connection.channel(confirming=True), await connection.channel()
         await declare(channel, "grave")
         await channel.call(commands.Queue.Declare(queue="dying", arguments=to_grave), commands.Queue.DeclareOk)
-        large = entry(b"large", long_string(b"v" * (connection.frame_max - 200)))
+        large = entry(b"large", long_string(b"v" * (connection.limits.frame_max - 200)))
         one = message("1", "dying")
         await channel.publish([one._replace(properties=splice(one.properties, append=large))], timeout=TIMEOUT)
         await channel.publish([message("2", "grave")], timeout=TIMEOUT)
@@ -68,7 +68,7 @@ async def test_a_dead_letter_whose_headers_are_longer_than_a_frame(vhost: str) -
         first, second = [await asyncio.wait_for(came.get(), TIMEOUT) for _ in range(2)]
         if len(first.properties) < len(second.properties):
             first, second = second, first
-        assert len(first.properties) > connection.frame_max
+        assert len(first.properties) > connection.limits.frame_max
         assert b"x-death" in first.properties and (first.body, second.body) == (b"body", b"body")
 
 

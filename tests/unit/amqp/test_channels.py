@@ -219,7 +219,7 @@ async def test_a_channel_that_the_broker_refuses() -> None:
 async def test_channel_numbers_run_out() -> None:
     async with scripted() as script:
         connection, peer = await script.connect(tune=commands.Connection.Tune(2, 8192, 0))
-        assert connection.frame_max == 8192
+        assert connection.limits.frame_max == 8192
         for number in (1, 2):
             assert connection.free_channels == 3 - number
             channel = await another(connection, peer, number)

@@ -38,7 +38,7 @@ async def test_the_client_properties() -> None:
              "authentication_failure_close"), True,
         )  # fmt: skip
         assert (hello.mechanism, hello.response) == ("PLAIN", "\0guest\0guest")
-        assert connection.frame_max == 131072
+        assert connection.limits.frame_max == 131072
         await say_goodbye(connection, peer)
         assert connection.closed.result().code == 200
         await connection.close()
