@@ -261,6 +261,12 @@ def _judged(walk: _Walk) -> RouteVerdict:
 
 
 NAME: Final = "delayer audit"
+PATIENCE: Final = 10.0
+"""Seconds for each question."""
+AT_ONCE: Final = 4
+"""Connections."""
+MOST_EXCHANGES: Final = 1_000
+"""Exchanges on the ways from one destination."""
 _KEYS_AT_A_STRETCH: Final = 1000
 """Keys that are matched before other tasks of the loop run."""
 _DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to."
@@ -276,18 +282,6 @@ class CheckedTarget:
     messages: int
     first_due_ms: int
     held: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class InquiryLimits:
-    """Limits of an inquiry: ``seconds`` for all questions, ``patience`` for each, ``at_once`` connections, ``targets``
-    checked, and ``exchanges`` on the ways from one destination."""
-
-    seconds: float = 60.0
-    patience: float = 10.0
-    at_once: int = 4
-    targets: int = 100_000
-    exchanges: int = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,24 +305,26 @@ async def ask(
     broker_url: str,
     management_url: str | None,
     targets: Iterable[CheckedTarget],
-    limits: InquiryLimits = InquiryLimits(),
     *,
     name: str = NAME,
+    seconds: float = 60.0,
+    most: int = 100_000,
 ) -> RouteVerdicts:
-    """Ask the broker about every target. An unreachable or refusing broker raises nothing: the verdict is "not asked"
-    or "not known", with a remark. Raises ValueError for an invalid URL."""
+    """Ask the broker about every target, but no more than ``most``, for ``seconds`` altogether. An unreachable or
+    refusing broker raises nothing: the verdict is "not asked" or "not known", with a remark. Raises ValueError for an
+    invalid URL."""
     waiting = sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
     management = None
     if management_url:
-        management = Management(management_url, Address.parse(broker_url).vhost, timeout=limits.patience)
-    inquiry = _Inquiry(management, limits, name)
-    if len(waiting) > limits.targets:
-        inquiry.remark(f"checked only the {limits.targets:,} soonest of {len(waiting):,} destinations")
+        management = Management(management_url, Address.parse(broker_url).vhost, timeout=PATIENCE)
+    inquiry = _Inquiry(management, name)
+    if len(waiting) > most:
+        inquiry.remark(f"checked only the {most:,} soonest of {len(waiting):,} destinations")
     try:
-        async with asyncio.timeout(limits.seconds):
-            await inquiry.ask(broker_url, waiting[: limits.targets])
+        async with asyncio.timeout(seconds):
+            await inquiry.ask(broker_url, waiting[:most])
     except TimeoutError:
-        inquiry.remark(f"the time limit of {limits.seconds:g} s ended before all destinations were checked")
+        inquiry.remark(f"the time limit of {seconds:g} s ended before all destinations were checked")
     not_asked = RouteVerdict(Verdict.NOT_ASKED)
     return RouteVerdicts(tuple((one, inquiry.answers.get(one, not_asked)) for one in waiting), tuple(inquiry.remarks))
 
@@ -349,10 +345,9 @@ class _Question:
 
 
 class _Inquiry:
-    def __init__(self, management: Management | None, limits: InquiryLimits, name: str) -> None:
+    def __init__(self, management: Management | None, name: str) -> None:
         self._name = name
         self._management = management
-        self._limits = limits
         self._stops: dict[str, Stop | None] = {}
         self.answers: dict[CheckedTarget, RouteVerdict] = {}
         self.remarks: list[str] = []
@@ -365,7 +360,7 @@ class _Inquiry:
         questions = deque(self._questions(targets))
         if self._management is None and any(not one.is_queue for one in questions):
             self.remark("no broker.management_url is configured, so the routing of these keys is unknown")
-        workers = min(self._limits.at_once, len(questions))
+        workers = min(AT_ONCE, len(questions))
         await asyncio.gather(*(self._work(broker_url, questions) for _ in range(workers)))
 
     def _questions(self, targets: list[CheckedTarget]) -> list[_Question]:
@@ -406,7 +401,7 @@ class _Inquiry:
     async def _work(self, broker_url: str, questions: deque[_Question]) -> None:
         """Answer questions until there are no more. Each worker has its own connection: a refusal closes a channel."""
         try:
-            async with await Admin.connect(broker_url, name=self._name, patience=self._limits.patience) as admin:
+            async with await Admin.connect(broker_url, name=self._name, patience=PATIENCE) as admin:
                 while questions:
                     await self._answer(admin, questions.popleft())
         except (BrokerUnreachable, BrokerRefused) as error:
@@ -456,8 +451,8 @@ class _Inquiry:
             found[name] = stop
             todo += sorted(stop.leads - seen - {""})
             seen |= stop.leads
-            if len(seen) > self._limits.exchanges:
-                raise BrokerUnreachable(f"more than {self._limits.exchanges} exchanges follow {start!r}")
+            if len(seen) > MOST_EXCHANGES:
+                raise BrokerUnreachable(f"more than {MOST_EXCHANGES} exchanges follow {start!r}")
         return found
 
     async def _stop(self, admin: Admin, management: Management, name: str) -> Stop | None:

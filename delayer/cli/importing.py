@@ -7,7 +7,7 @@ import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -156,15 +156,9 @@ NO_STORE = (
 )
 
 
-class SourceParameters(NamedTuple):
-    """The parameters of every source: the settings, and the chosen messages."""
-
-    settings: Settings
-    meant: ImportSelection
-
-
-Make = Callable[[SourceParameters, dict[str, Any], ImportStore], ImportSource]
-"""Makes a source from its options. May raise ImportImpossible, SourceLost, ValueError."""
+Make = Callable[[Settings, dict[str, Any], ImportStore], ImportSource]
+"""Makes a source from its options, and from ``meant``, the chosen messages, which stands among them. May raise
+ImportImpossible, SourceLost, ValueError."""
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -276,9 +270,7 @@ def _with(
 ) -> T:
     """Open the store and the source, and call ``act``. Raises expected errors as Failure."""
     settings = request_of(context).settings()
-    wanted = SourceParameters(
-        settings, ImportSelection(*(given.pop(name) for name in ("cutoff_ms", "limit", "rewrites")))
-    )
+    given["meant"] = ImportSelection(*(given.pop(name) for name in ("cutoff_ms", "limit", "rewrites")))
     verified = not given.pop("unverified")
     if settings.store_url is None:
         raise Misused(NO_STORE)
@@ -286,7 +278,7 @@ def _with(
 
     async def work() -> T:
         async with ImportStore.open(url) as book:
-            source = make(wanted, given, book)
+            source = make(settings, given, book)
             judge = Destinations(settings.broker_url, settings.management_url, verified=verified)
             try:
                 done = await act(source, book, judge)

@@ -10,8 +10,9 @@ import click
 from delayer.amqp.address import Address
 from delayer.amqp.reading import raw
 from delayer.cli.errors import Misused
-from delayer.cli.importing import Make, SourceParameters, import_, rewrites_of, source
+from delayer.cli.importing import Make, import_, rewrites_of, source
 from delayer.cli.options import duration, pair, url_of
+from delayer.config.model import Settings
 from delayer.config.topology import queues_at_work
 from delayer.config.values import broker_url, management_url
 from delayer.core.cascade import KINDS, Cascade
@@ -55,24 +56,24 @@ def _from_url(given: dict[str, Any]) -> str | None:
     ),
     *_broker_options,
 )
-def _cascade(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
+def _cascade(settings: Settings, given: dict[str, Any], book: ImportStore) -> ImportSource:
     kind, prefix = given["kind"], given["prefix"]
     try:
         if kind == "delayer":
-            cascade = Cascade(kind, wanted.settings.native.prefix if prefix is None else prefix)
+            cascade = Cascade(kind, settings.native.prefix if prefix is None else prefix)
         else:
             cascade = Cascade(kind, owner=prefix or "")
     except ValueError as error:
         raise BadSource(str(error)) from None
     to = given["to_exchange"]
     return CascadeLevels(
-        url=_from_url(given) or wanted.settings.broker_url,
+        url=_from_url(given) or settings.broker_url,
         cascade=cascade,
-        meant=wanted.meant,
+        meant=given["meant"],
         now=book.now_ms,
-        due_queue=raw(wanted.settings.native.due_queue),
+        due_queue=raw(settings.native.due_queue),
         to_exchange=None if to is None else raw(to),
-        management_url=None if given["from_url"] else wanted.settings.management_url,
+        management_url=None if given["from_url"] else settings.management_url,
     )
 
 
@@ -105,8 +106,7 @@ def _cascade(wanted: SourceParameters, given: dict[str, Any], book: ImportStore)
     ),
     *_broker_options,
 )
-def _hold_queues(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
-    settings = wanted.settings
+def _hold_queues(settings: Settings, given: dict[str, Any], book: ImportStore) -> ImportSource:
     own = queues_at_work(settings)
     for name in given["queues"]:
         if name in own:
@@ -120,19 +120,18 @@ def _hold_queues(wanted: SourceParameters, given: dict[str, Any], book: ImportSt
         url=_from_url(given) or settings.broker_url,
         management_url=management,
         patterns=given["queues"],
-        meant=wanted.meant,
         now=book.now_ms,
         own=own,
-        **{name: given[name] for name in ("ttl_ms", "to_exchange", "to_key", "believe_timestamps")},
+        **{name: given[name] for name in ("meant", "ttl_ms", "to_exchange", "to_key", "believe_timestamps")},
     )
 
 
-file_argument = click.argument("file", type=click.Path(path_type=Path, dir_okay=False, readable=False), metavar="FILE")
+file_argument = click.argument("path", type=click.Path(path_type=Path, dir_okay=False, readable=False), metavar="FILE")
 
 
 @source("jsonl", "A file that `delayer export` wrote.", file_argument)
-def _jsonl(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
-    return JsonLines(path=given["file"], notes=book, meant=wanted.meant)
+def _jsonl(_settings: Settings, given: dict[str, Any], book: ImportStore) -> ImportSource:
+    return JsonLines(notes=book, **given)
 
 
 def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[bytes, Target]:
@@ -159,17 +158,15 @@ def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, 
         help="Publish messages of FROM to TO. May be repeated.",
     ),
 )  # fmt: skip
-def _delayed_exchange(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
+def _delayed_exchange(settings: Settings, given: dict[str, Any], book: ImportStore) -> ImportSource:
     vhost = given["vhost"]
     if vhost is None:
-        vhost = Address.parse(wanted.settings.broker_url).vhost
+        vhost = Address.parse(settings.broker_url).vhost
     by_route = {
-        one.from_.encode(): Target(one.to.encode(), one.routing_key.encode())
-        for one in wanted.settings.routes
-        if one.from_
+        one.from_.encode(): Target(one.to.encode(), one.routing_key.encode()) for one in settings.routes if one.from_
     }
     exchanges = by_route | given["exchanges"]
-    return DelayedExchange(path=given["file"], notes=book, meant=wanted.meant, vhost=raw(vhost), exchanges=exchanges)
+    return DelayedExchange(path=given["path"], notes=book, meant=given["meant"], vhost=raw(vhost), exchanges=exchanges)
 
 
 _reply_option = click.option(
@@ -195,10 +192,10 @@ _database_options = (
 
 
 def _timeouts(name: str) -> Make:
-    def make(wanted: SourceParameters, given: dict[str, Any], _book: ImportStore) -> ImportSource:
+    def make(_settings: Settings, given: dict[str, Any], _book: ImportStore) -> ImportSource:
         from delayer.imports.sql import SqlTimeouts  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
 
-        return SqlTimeouts(name=name, meant=wanted.meant, **given)
+        return SqlTimeouts(name=name, **given)
 
     return make
 
@@ -227,5 +224,5 @@ source(
     click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint owns. [default: all]"),
     _reply_option,
 )
-def _nservicebus_raven(wanted: SourceParameters, given: dict[str, Any], book: ImportStore) -> ImportSource:
-    return RavenExport(path=given.pop("file"), notes=book, meant=wanted.meant, **given)
+def _nservicebus_raven(_settings: Settings, given: dict[str, Any], book: ImportStore) -> ImportSource:
+    return RavenExport(notes=book, **given)

@@ -11,7 +11,7 @@ import aio_pika
 from aio_pika.abc import AbstractChannel
 from aio_pika.exceptions import ChannelClosed, DeliveryError
 
-from delayer.broker.route_check import CheckedTarget, InquiryLimits, Verdict, ask, not_asked
+from delayer.broker.route_check import CheckedTarget, Verdict, ask, not_asked
 from tests.support.rabbitmq import RabbitMQ
 
 KINDS = ("direct", "topic", "fanout", "headers")
@@ -162,14 +162,14 @@ async def test_a_broker_out_of_reach_ends_the_questions() -> None:
 async def test_a_broker_that_never_answers_costs_no_more_than_the_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]}/"
-        asked = await ask(url, None, [target("x", "a")], InquiryLimits(seconds=0.3))
+        asked = await ask(url, None, [target("x", "a")], seconds=0.3)
     assert [answer.verdict for _, answer in asked.routes] == [Verdict.NOT_ASKED]
     assert any("the time limit of 0.3 s ended" in remark for remark in asked.remarks)
 
 
 async def test_the_soonest_are_asked_first_and_the_rest_is_told(rabbitmq: RabbitMQ, vhost: str) -> None:
     targets = [target("", f"missing-{n}", first_due_ms=n) for n in range(300)]
-    asked = await ask(vhost, rabbitmq.management_url, reversed(targets), InquiryLimits(targets=200))
+    asked = await ask(vhost, rabbitmq.management_url, reversed(targets), most=200)
     assert [one.first_due_ms for one, _ in asked.routes] == list(range(300))
     assert [answer.verdict for _, answer in asked.routes] == [Verdict.MISSING] * 200 + [Verdict.NOT_ASKED] * 100
     assert asked.remarks == ("checked only the 200 soonest of 300 destinations",)
@@ -179,7 +179,7 @@ async def test_thousands_of_keys_of_one_exchange_are_one_look(rabbitmq: RabbitMQ
     async with await aio_pika.connect(vhost) as connection:
         await topology(await connection.channel())
     targets = [target("topic-gone", f"{'a' if n % 2 else 'c'}.{n}") for n in range(50_000)]
-    asked = await ask(vhost, rabbitmq.management_url, targets, InquiryLimits(seconds=20))
+    asked = await ask(vhost, rabbitmq.management_url, targets, seconds=20)
     assert asked.counts == {"routed": 75_000, "unroutable": 75_000}
 
 
