@@ -25,17 +25,24 @@ def test_the_shown_database_without_its_password(url: str, told: tuple[str, ...]
     assert "s3cr" not in shown
 
 
+HERE = "me:s3cret@127.0.0.1:1/sales"
+
+
 @pytest.mark.parametrize(
-    "url",
+    ("url", "why"),
     [
-        "sqlite:///x", "nonsense://db/sales", "mysql+pymysql://me:s3cret@127.0.0.1:1/sales",
-        "postgresql://me:s3cret@127.0.0.1:1/sales?nonsense=s3cret", "mysql://me:s3cret@127.0.0.1:1/sales?ssl=true",
+        ("sqlite:///x", ""), ("nonsense://db/sales", ""), (f"mysql+pymysql://{HERE}", ""),
+        (f"postgresql://{HERE}?nonsense=s3cret", ""), (f"mysql://{HERE}?ssl=true", ""),
+        ("mssql:///?odbc_connect=SERVER%3Dsql7%3BPWD%3Ds3cret", "found odbc_connect"),
+        # Not taken modulo 65,536.
+        *((f"postgresql://me:s3cret@localhost:{n}/sales", "a port from 1 to 65535") for n in (0, 65_536, 99_999)),
+        *((f"mysql://{HERE}?{name}=/no/such", f"{name}: /no/such: No such file or directory")
+          for name in ("ssl_ca", "ssl_cert", "ssl_key")),
     ],
 )  # fmt: skip
-async def test_a_url_that_cannot_be_right(url: str) -> None:
-    database = Database(database_url(url))
-    with pytest.raises(BadSource, match="the source's URL") as raised:
-        async with database.connected():
+async def test_a_url_that_cannot_be_right(url: str, why: str) -> None:
+    with pytest.raises(BadSource, match=f"the source's URL.*{why}") as raised:
+        async with Database(database_url(url)).connected():
             pass
     assert "s3cret" not in str(raised.value)
 
@@ -45,24 +52,4 @@ async def test_urls_as_other_tools_have_them() -> None:
     assert url.render_as_string() == "postgresql+asyncpg://me@127.0.0.1:1/sales?ssl=require"
     with pytest.raises(SourceLost):
         async with Database(url).connected():
-            pass
-
-
-def test_an_odbc_connection_string_is_refused_and_not_shown() -> None:
-    with pytest.raises(BadSource, match="found odbc_connect") as raised:
-        database_url("mssql:///?odbc_connect=SERVER%3Dsql7%3BPWD%3Ds3cret")
-    assert "s3cret" not in str(raised.value)
-
-
-@pytest.mark.parametrize("port", [0, 65_536, 99_999])
-def test_a_port_that_is_none_is_not_taken_modulo(port: int) -> None:
-    with pytest.raises(BadSource, match="expected a port from 1 to 65535"):
-        database_url(f"postgresql://me:s3cret@localhost:{port}/sales")
-
-
-@pytest.mark.parametrize("name", ["ssl_ca", "ssl_cert", "ssl_key"])
-async def test_a_file_that_is_not_there_is_named(name: str) -> None:
-    database = Database(database_url(f"mysql://me:s3cret@127.0.0.1:1/sales?{name}=/no/such"))
-    with pytest.raises(BadSource, match=f"{name}: /no/such: No such file or directory"):
-        async with database.connected():
             pass

@@ -69,15 +69,12 @@ def test_the_address_for_answers_is_renamed_where_that_is_said() -> None:
     assert made({}, replies=[read_rewrite("s/^/new./")])[0].short("reply_to") is None
 
 
-def test_a_timeout_without_a_message_id_has_its_own() -> None:
-    assert made({})[0].short("message_id") == b"id-1"
-
-
 @pytest.mark.parametrize("headers", [None, "", "null", "{}", "[]"])
-def test_no_headers(headers: str | None) -> None:
+def test_without_headers_its_own_id_is_the_message_id(headers: str | None) -> None:
     properties, problem = made(headers)
     assert problem == ""
     assert [one.name.decode() for one in properties.headers_items()] == [RELATED]
+    assert properties.short("message_id") == b"id-1"
 
 
 def test_both_ways_of_net_to_write_a_dictionary() -> None:
@@ -124,18 +121,13 @@ def test_destinations_that_are_none(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expire_ms", "due_ms"),
-    [(DUE_MS + 499, DUE_MS + 499), (DUE_MS + 1_000, DUE_MS + 1_000), (DUE_MS - 1, DUE_MS), (DUE_MS + 1_001, DUE_MS)],
+    ("expire", "later_ms"),
+    [*((wire_instant(DUE_MS + ms), ms if 0 < ms <= 1_000 else 0) for ms in (-1, 499, 1_000, 1_001)), ("tomorrow", 0)],
 )
-def test_a_rounded_instant_is_exact_in_the_header(expire_ms: int, due_ms: int) -> None:
-    headers = json.dumps({"NServiceBus.Timeout.Expire": wire_instant(expire_ms)})
+def test_a_rounded_instant_is_exact_in_the_header(expire: str, later_ms: int) -> None:
+    headers = json.dumps({"NServiceBus.Timeout.Expire": expire})
     item = item_of(StoredTimeout("1", "q", DUE_MS, headers, b""), b"", b"q")
-    assert item.parcel.due_ms == due_ms
-
-
-def test_an_expire_that_cannot_be_read_says_nothing() -> None:
-    headers = json.dumps({"NServiceBus.Timeout.Expire": "tomorrow"})
-    assert item_of(StoredTimeout("1", "q", DUE_MS, headers, b""), b"", b"q").parcel.due_ms == DUE_MS
+    assert item.parcel.due_ms == DUE_MS + later_ms
 
 
 @pytest.mark.parametrize(("due_ms", "expected"), [(-5, 0), (LATEST_MS, LATEST_MS), (LATEST_MS + 1, LATEST_MS)])
