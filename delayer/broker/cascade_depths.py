@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from delayer.amqp.errors import ChannelClosed, ReplyCode
 from delayer.broker.errors import BrokerRefused
@@ -32,10 +31,6 @@ class CascadeDepths:
     levels: tuple[LevelState, ...]
     queues: dict[str, int | None]
     hidden: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as a dict, for ``--json``."""
-        return asdict(self)
 
 
 async def cascade_depths(broker: PipelinedAdmin, cascade: Cascade, queues: Iterable[str] = ()) -> CascadeDepths:

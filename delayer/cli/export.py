@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import sys
-from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +20,7 @@ from delayer.core.files import replacing
 from delayer.core.filters import Filter
 from delayer.core.lines import Line
 from delayer.store.admin import exporting
-from delayer.store.admin.exporting import BrokenSegments, Exported
+from delayer.store.admin.exporting import BrokenSegments
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _NOTHING_KEPT = "nothing of it is kept. Next: make room, or name another place, and run it again"
@@ -84,24 +83,18 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
     count = 0
     broken = None
     async with exporting.snapshot(url) as connection:
-        try:
-            count += await _put(exporting.waiting(connection, wanted, reading.properties_test(wanted)), out)
-        except BrokenSegments as error:
-            broken = error
-            count += error.exported
-        if with_held:
-            count += await _put(exporting.held(connection), out)
+        kinds = [exporting.waiting(connection, wanted, reading.properties_test(wanted))]
+        kinds += [exporting.held(connection)] if with_held else []
+        for portions in kinds:
+            try:
+                async for portion in portions:
+                    for one in portion:
+                        _append(out, lines.write(Line(one.parcel, one.checksum, one.held)))
+                    count += len(portion)
+            except BrokenSegments as error:
+                broken = error
     _append(out, lines.write_end(count))
     return count, broken
-
-
-async def _put(portions: AsyncIterator[Sequence[Exported]], out: IO[bytes]) -> int:
-    count = 0
-    async for portion in portions:
-        for one in portion:
-            _append(out, lines.write(Line(one.parcel, one.checksum, one.held)))
-        count += len(portion)
-    return count
 
 
 def _append(out: IO[bytes], text: bytes) -> None:

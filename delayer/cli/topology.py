@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import TypeVar
 
 import click
@@ -122,7 +123,7 @@ def show(request: Request, as_json: bool) -> None:
 
     seen = asyncio.run(look())
     if as_json:
-        print_json(seen.as_dict())
+        print_json(asdict(seen))
         return
     used = uses_cascade(settings)
     print_queues(settings, seen, used=used, every_level=True)

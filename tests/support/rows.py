@@ -91,8 +91,9 @@ async def packed(admin: asyncpg.Connection) -> dict[int, Row]:
     """The live messages in segments, by id; each in one only."""
     found: dict[int, Row] = {}
     for segment in await catalog.listed(admin):
-        table = await catalog.read(admin, segment.id)
-        assert table is not None
+        inside = await catalog.read(admin, segment.id)
+        assert inside is not None
+        table, _ = inside
         columns = [column.cast(pa.timestamp("us", "UTC")).cast("int64") if name.endswith("_at") else column
                    for name, column in zip(table.column_names, table.columns, strict=True)]  # fmt: skip
         for values in zip(*(column.to_pylist() for column in columns), strict=True):

@@ -14,6 +14,7 @@ from delayer.core.segment import SegmentBroken
 from delayer.store.admin import listing
 from delayer.store.admin.listing import Entry, Test, entry_of, meant
 from delayer.store.rows import envelope
+from delayer.store.segments import catalog
 
 HELD: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
 BEGINNING: Final = 4096
@@ -93,7 +94,7 @@ async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 3
 
 async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> FullMessage | None:
     try:
-        found = await listing.unpacked(connection, segment)
+        found = await catalog.read(connection, segment)
     except SegmentBroken:
         return None
     import pyarrow.compute as pc  # noqa: PLC0415 - pyarrow, once there is a segment to read

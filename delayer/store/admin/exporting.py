@@ -54,11 +54,9 @@ class Exported(NamedTuple):
 
 
 class BrokenSegments(Exception):
-    """Some segments do not read back: their messages are not exported, all others, ``exported`` of them, are."""
+    """Some segments do not read back: their messages are not exported, all others are."""
 
-    def __init__(self, segments: Sequence[int], exported: int) -> None:
-        self.segments = tuple(segments)
-        self.exported = exported
+    def __init__(self, segments: Sequence[int]) -> None:
         super().__init__(f"segments {', '.join(map(str, segments))} do not read back: see docs/backlog.md")
 
 
@@ -80,7 +78,6 @@ async def waiting(
 ) -> AsyncIterator[Sequence[Exported]]:
     """Waiting messages of the snapshot, by portions. Raises the driver's errors; at the end BrokenSegments, if any."""
     broken: set[int] = set()
-    exported = 0
     after: tuple[int, int] | None = BEGINNING
     while after is not None:
         found = await listing.find(connection, wanted, test, PAGE, after, scan=100_000)
@@ -89,12 +86,10 @@ async def waiting(
             as_rows = Places.of(place for place in places if place.segment is None)
             rows = {row["id"]: _exported(row) for row in await connection.fetch(_WHOLE, *as_rows)}
             rows |= await _packed(connection, places)
-            whole = [rows[place.id] for place in places]  # All places are of one snapshot.
-            exported += len(whole)
-            yield whole
+            yield [rows[place.id] for place in places]  # All places are of one snapshot.
         after = found.after
     if broken:
-        raise BrokenSegments(sorted(broken), exported)
+        raise BrokenSegments(sorted(broken))
 
 
 async def held(connection: asyncpg.Connection) -> AsyncIterator[Sequence[Exported]]:
@@ -133,8 +128,8 @@ async def _packed(connection: asyncpg.Connection, places: Sequence[Place]) -> di
     """Messages in segments. One segment after the other is unpacked."""
     found: dict[int, Exported] = {}
     for segment in {place.segment for place in places if place.segment is not None}:
-        if (table := await catalog.read(connection, segment)) is not None:
-            found |= _messages(table, {place.id for place in places if place.segment == segment})
+        if (inside := await catalog.read(connection, segment)) is not None:
+            found |= _messages(inside[0], {place.id for place in places if place.segment == segment})
     return found
 
 

@@ -382,19 +382,10 @@ async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry
     """The live messages of a segment; None where it does not read back. Read in a thread, as by unpacking.read. Raises
     the driver's errors."""
     try:
-        found = await unpacked(connection, segment)
+        found = await catalog.read(connection, segment)
     except SegmentBroken:
         return None
     return [] if found is None else await asyncio.to_thread(entries_in, *found, segment)
-
-
-async def unpacked(connection: asyncpg.Connection, segment: int) -> tuple[Any, int] | None:
-    """The live messages of a segment as a table of codec.SCHEMA, and its lane; None for a segment that is gone. Raises
-    SegmentBroken, the driver's errors."""
-    table = await catalog.read(connection, segment)
-    if table is None:
-        return None
-    return table, await connection.fetchval("SELECT lane FROM segment WHERE id = $1", segment)
 
 
 def entries_in(table: Any, lane: int, segment: int) -> list[Entry]:

@@ -50,15 +50,15 @@ async def listed(
     return [SegmentEntry(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms, limit)]
 
 
-_READ = "SELECT id, messages, format, digest FROM segment WHERE id = $1"
+_READ = "SELECT id, messages, format, digest, lane FROM segment WHERE id = $1"
 
 
-async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
-    """The messages of a segment (see :func:`live`), for lists; None if it is gone. Raises SegmentBroken, StoreLost
-    without pyarrow, and the driver's errors."""
+async def read(connection: asyncpg.Connection, segment: int) -> tuple[Any, int] | None:
+    """The messages of a segment (see :func:`live`), for lists, and its lane; None if it is gone. Raises SegmentBroken,
+    StoreLost without pyarrow, and the driver's errors."""
     check_arrow()
     from delayer.store.segments.restore import live  # noqa: PLC0415 - pyarrow
 
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         row = await connection.fetchrow(_READ, segment)
-        return None if row is None else await live(connection, row)
+        return None if row is None else (await live(connection, row), row["lane"])
