@@ -204,9 +204,7 @@ async def _portions_out(
     longest = publisher.max_properties - ROOM
     now_ms = await connection.fetchval("SELECT now()")
     wanted = Filter(due_from_ms=now_ms + MARGIN_MS)
-    after: tuple[int, int] | None = listing.BEGINNING
-    while after is not None:
-        found = await listing.find(connection, wanted, None, PORTION, after)
+    async for found in listing.pages(connection, wanted, None, PORTION):
         places = [place for place in found.places if place.segment is None]
         while places:
             try:
@@ -218,7 +216,6 @@ async def _portions_out(
                 left |= unsound.ids
                 places = [place for place in places if place.id not in left]
         say("draining", done, None)
-        after = found.after
     return done, len(left)
 
 

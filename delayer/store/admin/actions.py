@@ -31,7 +31,7 @@ from delayer.core.units import DAY_MS
 from delayer.store import pool, statements
 from delayer.store.admin import audit_log, listing
 from delayer.store.admin.detail import ABSENT, FoundIn
-from delayer.store.admin.listing import BEGINNING, NO_DUES, Dues, Test
+from delayer.store.admin.listing import NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING, check_arrow
 from delayer.store.lanes.notify import notify
 from delayer.store.rows.keys import forget, lock_keys
@@ -265,8 +265,6 @@ async def _point(connection: asyncpg.Connection, keyed: Sequence[tuple[bytes, in
 
 T = TypeVar("T")
 PORTION: Final = 1000
-SCAN: Final = 100_000
-"""Rows that are read for one portion at most; then it goes on with the next."""
 
 Do = Callable[[asyncpg.Connection, Collection[int], Dues, int], Awaitable[dict[int, FoundIn]]]
 """Cancel or move messages by id."""
@@ -329,16 +327,13 @@ async def every(
     done: Counter[FoundIn] = Counter()
     # The loop meets a message again that it moved to a later instant.
     seen = IdBitset()
-    after: tuple[int, int] | None = BEGINNING
-    while after is not None:
-        found = await listing.find(connection, wanted, test, PORTION, after, scan=SCAN)
+    async for found in listing.pages(connection, wanted, test, PORTION):
         dues = {place.id: place.due_us // 1000 for place in found.places if place.id not in seen}
         if dues:
             done.update((await do(connection, list(dues), dues, act)).values())
             say(met(done))
         if do is not cancel:
             seen.update(dues)
-        after = found.after
     return done
 
 
@@ -396,12 +391,9 @@ async def _count_in_segments(
 async def _count_one_by_one(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> CountedMessages:
     messages = 0
     broken: set[int] = set()
-    after: tuple[int, int] | None = BEGINNING
-    while after is not None:
-        found = await listing.find(connection, wanted, test, PORTION, after, scan=SCAN)
+    async for found in listing.pages(connection, wanted, test, PORTION):
         messages += len(found.places)
         broken |= set(found.broken)
-        after = found.after
     return CountedMessages(messages, len(broken))
 
 

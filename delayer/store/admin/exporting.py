@@ -17,7 +17,7 @@ from delayer.core.filters import Filter
 from delayer.core.hold import Hold
 from delayer.core.message import Parcel, Target
 from delayer.store.admin import listing
-from delayer.store.admin.listing import BEGINNING, Place, Places, Test
+from delayer.store.admin.listing import Place, Places, Test
 from delayer.store.rows import envelope
 from delayer.store.segments import catalog
 
@@ -78,16 +78,13 @@ async def waiting(
 ) -> AsyncIterator[Sequence[Exported]]:
     """Waiting messages of the snapshot, by portions. Raises the driver's errors; at the end BrokenSegments, if any."""
     broken: set[int] = set()
-    after: tuple[int, int] | None = BEGINNING
-    while after is not None:
-        found = await listing.find(connection, wanted, test, PAGE, after, scan=100_000)
+    async for found in listing.pages(connection, wanted, test, PAGE):
         broken |= set(found.broken)
         for places in await _portions(connection, found.places):
             as_rows = Places.of(place for place in places if place.segment is None)
             rows = {row["id"]: _exported(row) for row in await connection.fetch(_WHOLE, *as_rows)}
             rows |= await _packed(connection, places)
             yield [rows[place.id] for place in places]  # All places are of one snapshot.
-        after = found.after
     if broken:
         raise BrokenSegments(sorted(broken))
 

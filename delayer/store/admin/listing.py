@@ -265,6 +265,18 @@ async def find(
     return FoundPage(meant, of_segments, end, bounded=end is not None and not full, broken=broken)
 
 
+async def pages(
+    connection: asyncpg.Connection, wanted: Filter, test: Test | None, limit: int
+) -> AsyncIterator[FoundPage]:
+    """All that :func:`find` finds, page by page; its transaction is over between two of them. Raises the driver's
+    errors."""
+    after: tuple[int, int] | None = BEGINNING
+    while after is not None:
+        found = await find(connection, wanted, test, limit, after, scan=10 * SCAN)
+        yield found
+        after = found.after
+
+
 async def entries(connection: asyncpg.Connection, found: FoundPage) -> list[Entry]:
     """The entries of found messages, without the bodies and without messages that went meanwhile. Raises the driver's
     errors."""
