@@ -141,7 +141,7 @@ class SqlTimeouts:
             else:
                 for one in tables:
                     if one.staged.name in there:
-                        await self._look(connection, one, one.staged, one.looks_staged(), survey)
+                        await self._look(connection, one, one.staged, one.look_at(one.staged), survey)
                 if survey.messages:  # The move is one transaction, so either all rows are staged or none.
                     survey.remarks.append("these are messages that the interrupted run staged and did not remove yet")
                 if survey.messages or unfinished.phase is Phase.RUNNING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.importing import FOR_PEOPLE, Goal, ImportBatch, ImportItem, Phase, Run, Survey, count_reason
+from delayer.core.importing import FOR_PEOPLE, ImportBatch, ImportItem, Phase, Run, Survey, count_reason
 from delayer.core.message import Target
 from delayer.store.admin.importing import ImportStore
 
@@ -252,15 +252,10 @@ async def _batches(
 
 async def _judged(batch: ImportBatch, judge: Destinations) -> ImportBatch:
     """The batch, with a hold for each message that the broker would not take."""
-    goals: dict[Target, Goal] = {}
+    survey = Survey()
     for item in batch.items:
-        parcel = item.parcel
-        if (goal := goals.get(parcel.target)) is None:
-            # The first parcel is the soonest, because they come in that order.
-            goals[parcel.target] = Goal(1, parcel.due_ms)
-        else:
-            goal.messages += 1
-    problems = await judge.problems(goals)
+        survey.expect(item.parcel.target, 1, item.parcel.due_ms)
+    problems = await judge.problems(survey.goals)
     if not problems:
         return batch
     items = [

@@ -114,13 +114,13 @@ class TimeoutTable:
         return sa.insert(self.source).from_select([column.name for column in self.source.c], sa.select(*self.staged.c))
 
     def looks(self, pick: RowFilter, limit: int | None) -> sa.Select[Any]:
-        """The chosen rows with the columns of :meth:`looks_staged`; only the ``limit`` soonest, if there is a limit."""
-        rows = self._looks(self.source).where(*self.meant(pick))
+        """The chosen rows as :meth:`look_at` has them; only the ``limit`` soonest, if there is a limit."""
+        rows = self.look_at(self.source).where(*self.meant(pick))
         return rows if limit is None else rows.order_by(*self._order(self.source)).limit(limit)
 
-    def looks_staged(self) -> sa.Select[Any]:
+    def look_at(self, table: sa.Table) -> sa.Select[Any]:
         """Destination, due instant and headers of each row."""
-        return self._looks(self.staged)
+        return sa.select(*(self.of(table, name) for name in ("destination", "time", "headers")))
 
     def dues(self, pick: RowFilter, limit: int) -> sa.Select[Any]:
         """The due instants of the ``limit`` soonest chosen rows."""
@@ -175,9 +175,6 @@ class TimeoutTable:
 
     def _order(self, table: sa.Table) -> tuple[sa.Column[Any], sa.Column[Any]]:
         return self.of(table, "time"), self.of(table, "id")
-
-    def _looks(self, table: sa.Table) -> sa.Select[Any]:
-        return sa.select(*(self.of(table, name) for name in ("destination", "time", "headers")))
 
     def _instant(self, place: Place) -> sa.ColumnElement[Any]:
         """An instant in the type of the column. SQL Server's datetime counts in thirds of 10 ms. Its .003 is less than

@@ -39,8 +39,7 @@ class StoredTimeout(NamedTuple):
 
 def epoch_ms(moment: datetime) -> int:
     """A column's instant (UTC, without a zone) in epoch ms, rounded up."""
-    since = (moment if moment.tzinfo is None else moment.replace(tzinfo=None)) - _EPOCH
-    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+    return -((_EPOCH - moment.replace(tzinfo=None)) // timedelta(milliseconds=1))
 
 
 def moment_of(epoch: int) -> datetime:

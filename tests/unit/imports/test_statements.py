@@ -101,7 +101,7 @@ def test_no_run_has_anothers_table() -> None:
         for name, dialect in DIALECTS.items():
             statements = (
                 one.take(RowFilter(), None), one.batch(1, place), one.remove(place), one.give_back(),
-                one.looks_staged(), one.largest(dialect, one.staged, "state"),
+                one.look_at(one.staged), one.largest(dialect, one.staged, "state"),
             )  # fmt: skip
             for text in (
                 *one.create(dialect),
