@@ -13,7 +13,6 @@ import click
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
 from delayer.cli.errors import ExitCode
-from delayer.cli.list import json_of
 from delayer.cli.options import (
     as_json,
     ask_store,
@@ -32,6 +31,7 @@ from delayer.cli.options import (
 from delayer.cli.output import note, print_json, print_table
 from delayer.core.filters import Filter
 from delayer.core.readable import counted
+from delayer.http import as_json as for_programs
 from delayer.store.admin import actions, detail
 from delayer.store.admin.detail import HeldEntry
 
@@ -66,7 +66,7 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
         lambda connection: detail.held_page(connection, wanted, test, limit, after),
     )
     if as_json:
-        rows = [{**json_of(one.entry), "held": one.held._asdict()} for one in page.messages]
+        rows = [{**for_programs.entry(one.entry), "held": one.held._asdict()} for one in page.messages]
         print_json({"messages": rows, "after": page.after, "bounded": page.bounded})
         return
     if not page.messages and page.bounded:

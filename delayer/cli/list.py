@@ -29,33 +29,11 @@ from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
 from delayer.core.filters import place_text, read_place
 from delayer.core.readable import away
+from delayer.http import as_json as for_programs
 from delayer.store.admin import audit_log as audit_trail
 from delayer.store.admin import detail, listing
 from delayer.store.admin.detail import FoundIn, FullMessage
 from delayer.store.admin.listing import BEGINNING, Entry
-
-
-def json_of(entry: Entry) -> dict[str, Any]:
-    """One entry of a list, for programs."""
-    said = reading.read(entry.properties)
-    return {
-        "id": str(entry.place.token),
-        "due_ms": entry.place.due_us // 1000,
-        "parked_ms": entry.parked_ms,
-        "lane": entry.place.lane,
-        "segment": entry.place.segment,
-        "route": reading.text(entry.route),
-        "exchange": reading.text(entry.exchange),
-        "routing_key": reading.text(entry.routing_key),
-        "to_exchange": reading.text(entry.to_exchange),
-        "to_key": reading.text(entry.to_key),
-        "key": None if entry.key is None else reading.text(entry.key),
-        "message_id": said.properties.get("message_id"),
-        "body_bytes": entry.size,
-        "properties": said.properties,
-        "headers": [one._asdict() for one in said.headers],
-        "broken": said.broken or None,
-    }
 
 
 def say_native(settings: Settings) -> None:
@@ -120,7 +98,7 @@ def list_(
     if as_json:
         print_json(
             {
-                "messages": [json_of(entry) for entry in entries],
+                "messages": list(map(for_programs.entry, entries)),
                 "after": place,
                 "bounded": found.bounded,
                 "broken_segments": list(found.broken),
@@ -184,30 +162,9 @@ def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) 
     if whole_body:
         click.echo(found.body, nl=False)
     elif as_json:
-        print_json(_json_of(found))
+        print_json(for_programs.message(found))
     else:
         _print(found)
-
-
-def fate(found: FullMessage) -> str:
-    """The future of the message, in a sentence."""
-    entry = found.entry
-    return detail.fate(found, address(entry.to_exchange, entry.to_key), found.owner, iso)
-
-
-def _json_of(found: FullMessage) -> dict[str, Any]:
-    held = found.held
-    return {
-        **json_of(found.entry),
-        "where": found.where.value,
-        "sound": found.sound,
-        "owner": found.owner,
-        "owner_alive": found.owned,
-        "held": None if held is None else held._asdict(),
-        "fate": fate(found),
-        "body": reading.preview(found.body),
-        "body_is_text": found.body[: reading.PREVIEW].hex(" ") != reading.preview(found.body),
-    }
 
 
 def _print(found: FullMessage) -> None:
@@ -219,7 +176,7 @@ def _print(found: FullMessage) -> None:
         ("id", entry.place.token),
         ("where", f"{where}, lane {entry.place.lane} ({found.owner}{', running' if found.owned else ', free'})"),
         ("due", f"{iso(due_ms)}, {away(due_ms, time.time_ns() // 1_000_000)}"),
-        ("will happen", fate(found)),
+        ("will happen", for_programs.fate(found)),
         ("parked", iso(entry.parked_ms)),
         ("came in at", address(entry.exchange, entry.routing_key)),
         ("route", reading.text(entry.route) or '"" (straight to the queue)'),

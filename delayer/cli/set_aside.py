@@ -36,14 +36,13 @@ from delayer.intake.set_aside import (
 )
 from delayer.store.admin import actions, audit_log
 
-NOTHING: Final[Mend] = {}
 SETTLED: Final = 2.0
 """Seconds that the daemon has to refuse retried messages again. It needs milliseconds."""
 
 
-def refused_of(settings: Settings, mend: Mend = NOTHING) -> SetAside[RefusedMessage]:
+def refused_of(settings: Settings, mend: Mend | None = None) -> SetAside[RefusedMessage]:
     entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-    return refused_queue(settings.broker_url, settings.refused.queue, entries, mend)
+    return refused_queue(settings.broker_url, settings.refused.queue, entries, mend or {})
 
 
 def strays_of(settings: Settings) -> SetAside[Stray]:

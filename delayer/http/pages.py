@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -12,8 +14,8 @@ from delayer.amqp import reading
 from delayer.config.texts import service_of
 from delayer.core import horizon
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.core.filters import Filter, place_text
-from delayer.http import forms, recent, render
+from delayer.core.filters import Filter, Token, place_text, read_token
+from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
@@ -31,6 +33,22 @@ _STRAYS: Final = (
 )
 
 
+_UNNAMED: Final = "expected the name of one message, found none or several: see /api/messages?message_id="
+
+
+def _by_program(request: Request) -> bool:
+    return request.url.path.startswith("/api/")
+
+
+async def _named(connection: Any, text: str) -> Token | None:
+    """The message of this name among rows and held messages; None for several or none."""
+    with suppress(ValueError):
+        return read_token(text)
+    name = reading.raw(text)
+    (tokens,) = (await listing.called(connection, [name], reading.message_id, packed=False)).values()
+    return tokens[0] if len(tokens) == 1 else None
+
+
 @dataclass(frozen=True, slots=True)
 class Pages:
     """The handlers of all pages that only show something."""
@@ -39,7 +57,10 @@ class Pages:
     sessions: Sessions
 
     def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """A page with the parts that every page has."""
+        """A page with the parts that every page has; for /api, its error as JSON."""
+        if _by_program(request):
+            error = values.get("wrong") or values.get("missing") or " ".join(values.get("lines", ()))
+            return JSONResponse({"error": error}, status_code=status)
         here = "/" + request.url.path.strip("/").partition("/")[0]
         session = self.sessions.session(request)
         return render.html(template, status, here=here, session=session, can_open=self.sessions.can_open, **values)
@@ -117,70 +138,56 @@ class Pages:
         )
 
     async def find(self, request: Request) -> Response:
-        """Redirect from a typed name to the page of its message; to the list unless one row has this name."""
-        text = request.query_params.get("id", "").strip()
-        name = reading.raw(text)
-        try:
-            tokens = [forms.token(text)]
-        except FieldError:
-            try:
-                async with listing.looking(self._url(), "find") as connection:
-                    found = await listing.called(connection, [name], reading.message_id, packed=False)
-            except STORE_ERRORS as error:
-                return await self._waiting(request, {"id": text}, str(error))
-            tokens = found[name]
-        listed = "/waiting?" + render.query({}, message_id=text)
-        return RedirectResponse(f"/message/{tokens[0]}" if len(tokens) == 1 else listed, status_code=303)
+        """Redirect from a typed name to the page of its message."""
+        name = quote(request.query_params.get("id", "").strip(), safe="")
+        return RedirectResponse(f"/message/{name}" if name else "/waiting", status_code=303)
 
     async def waiting(self, request: Request) -> Response:
         """Waiting messages, page by page."""
         if not self.answers.view.has_store:
             return self._storeless(request, "Waiting messages", _CASCADE)
-        return await self._waiting(request, {}, "")
-
-    async def _waiting(self, request: Request, more: dict[str, Any], wrong: str) -> Response:
         given = dict(request.query_params)
-        values: dict[str, Any] = {
-            "id": "",
-            "rows": [],
-            "bounded": False,
-            "broken": 0,
-            "next": "",
-            "given": given,
-        } | more
+        values: dict[str, Any] = {"rows": [], "bounded": False, "broken": 0, "next": "", "given": given}
+        wrong, status = "", 200
         try:
             forms.once([name for name, _ in request.query_params.multi_items()])
             form = forms.searched(given, recent.host_ms())
             after = forms.place(given.get("after", ""))
-            if not wrong:
-                values |= await self._list(form, after)
+            values |= await self._list(request.url.path, form, after)
             values["given"] = form.given
         except (FieldError, *STORE_ERRORS) as error:
-            wrong = str(error)
-        back = "/waiting" + (f"?{request.url.query}" if request.url.query and not more else "")
-        return self.html(request, "waiting.html", 400 if wrong else 200, wrong=wrong, back=back, **values)
+            wrong, status = str(error), 400 if isinstance(error, FieldError) else 503
+        if _by_program(request) and not wrong:
+            values["messages"] = list(map(as_json.entry, values.pop("rows")))
+            return JSONResponse({name: values[name] for name in ("messages", "bounded", "broken", "next")})
+        back = "/waiting" + (f"?{request.url.query}" if request.url.query else "")
+        return self.html(request, "waiting.html", status, wrong=wrong, back=back, **values)
 
-    async def _list(self, form: forms.Search, after: tuple[int, int] | None) -> dict[str, Any]:
+    async def _list(self, path: str, form: forms.Search, after: tuple[int, int] | None) -> dict[str, Any]:
         test = reading.properties_test(form.wanted)
         async with listing.looking(self._url(), "list") as connection:
             found = await listing.find(connection, form.wanted, test, ROWS, after or listing.BEGINNING)
             rows = await listing.entries(connection, found)
-        more = "" if found.after is None else "/waiting?" + render.query(form.given, after=place_text(found.after))
+        more = "" if found.after is None else f"{path}?{render.query(form.given, after=place_text(found.after))}"
         return {"rows": rows, "bounded": found.bounded, "broken": len(found.broken), "next": more}
 
     async def message(self, request: Request) -> Response:
-        """One message."""
-        text = request.path_params["token"]
+        """One message. Its name is an id, or a message_id, key or x-delayer-id that no other row has."""
+        text = request.path_params["name"]
         if not self.answers.view.has_store:
             return self._storeless(request, f"Message {text[:80]}", _CASCADE)
         try:
-            token = forms.token(text)
             async with listing.looking(self._url(), "show") as connection:
+                if (token := await _named(connection, text)) is None:
+                    listed = RedirectResponse("/waiting?" + render.query({}, message_id=text), status_code=303)
+                    return self.html(request, "", 404, wrong=_UNNAMED) if _by_program(request) else listed
                 found = await detail.show(connection, token, most=1 << 20)
-        except (FieldError, *STORE_ERRORS) as error:
-            return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
+        except STORE_ERRORS as error:
+            return self.html(request, "message.html", 503, token=text[:80], missing=str(error))
         if isinstance(found, FoundIn):
             return self.html(request, "message.html", 404, token=str(token), missing=detail.absent(token, found))
+        if _by_program(request):
+            return JSONResponse(as_json.message(found))
         segment = found.entry.place.segment
         where = found.where.value + ("" if segment is None else f" {segment}")
         state = "running" if found.owned else "free"
@@ -190,7 +197,7 @@ class Pages:
             token=str(found.entry.place.token),
             missing="",
             found=found,
-            fate=render.fate(found),
+            fate=render.name(as_json.fate(found)),
             where=f"{where}, lane {found.entry.place.lane} ({render.name(found.owner)}, {state})",
             said=reading.read(found.entry.properties),
             body=reading.preview(found.body),
@@ -257,9 +264,7 @@ class Pages:
 
     def locked(self, request: Request) -> Response:
         """The answer where reading needs the token, and the client has not given it."""
-        wrong = "Reading needs the token: others can reach this address, and [http] open is not set."
-        if request.url.path.startswith("/api/"):
-            return JSONResponse({"error": wrong}, status_code=403)
+        wrong = "Reading needs the token: of messages by a program always, of others unless [http] open is set."
         return self.html(request, "login.html", 403, wrong=wrong, who="")
 
     async def logout(self, request: Request) -> Response:

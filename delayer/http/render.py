@@ -18,8 +18,6 @@ from delayer.core import horizon
 from delayer.core.readable import away, duration, size
 from delayer.http.recent import host_ms
 from delayer.http.view import State
-from delayer.store.admin import detail
-from delayer.store.admin.detail import FullMessage
 from delayer.store.admin.stats import Census
 
 _UNSEEN: Final = re.compile(
@@ -80,13 +78,6 @@ def html(template: str, status: int = 200, **values: Any) -> HTMLResponse:
 
 
 TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two months", "months": "Two years"}
-
-
-def fate(found: FullMessage) -> str:
-    """The sentence about the future of a message. Pure."""
-    to = address(found.entry.to_exchange, found.entry.to_key)
-    said = detail.fate(found, to, name(found.owner), iso)
-    return f"{said[0].upper()}{said[1:]}."
 
 
 def blocked(state: State) -> bool:

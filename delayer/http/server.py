@@ -77,13 +77,13 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
         line = "No page of delayer has this address."
         return pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
 
-    def shown(answer: Handler) -> Handler:
-        """Away from loopback, an answer for clients with the token only, unless the page is open."""
+    def shown(answer: Handler, *, private: bool = False) -> Handler:
+        """If private, or away from loopback unless the page is open: an answer for clients with the token only."""
 
         async def answered(request: Request) -> Response:
             http = settings.settings.http
             local = is_loopback(http.listen.rpartition(":")[0])
-            allowed = local or http.open or sessions.who(request) is not None
+            allowed = (not private and (local or http.open)) or sessions.who(request) is not None
             return await answer(request) if allowed else pages.locked(request)
 
         return answered
@@ -91,12 +91,12 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
     # Two looks into the refused queue would see half of it each.
     looks, queues = asyncio.Semaphore(at_once), asyncio.Semaphore(1)
 
-    def in_turn(turns: asyncio.Semaphore, answer: Handler) -> Handler:
+    def in_turn(turns: asyncio.Semaphore, answer: Handler, *, private: bool = False) -> Handler:
         async def answered(request: Request) -> Response:
             async with turns:
                 return await answer(request)
 
-        return shown(answered)
+        return shown(answered, private=private)
 
     return Starlette(
         routes=[
@@ -105,9 +105,11 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/parts/overview", shown(pages.part)),
             Route("/api/live", shown(pages.live_json)),
             Route("/api/backlog", shown(pages.backlog_json)),
+            Route("/api/messages", in_turn(looks, pages.waiting, private=True)),
+            Route("/api/messages/{name:path}", in_turn(looks, pages.message, private=True)),
             Route("/waiting", in_turn(looks, pages.waiting)),
             Route("/find", in_turn(looks, pages.find)),
-            Route("/message/{token}", in_turn(looks, pages.message)),
+            Route("/message/{name:path}", in_turn(looks, pages.message)),
             Route("/held", in_turn(looks, pages.held)),
             Route("/refused", in_turn(queues, pages.refused)),
             Route("/audit-log", in_turn(looks, pages.audit_log)),

@@ -11,7 +11,7 @@ from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER
 from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
-from tests.support.raw import Message, Props, text
+from tests.support.raw import Message, Props, number, text
 from tests.support.servers import Postgres
 from tests.support.web import Web
 
@@ -120,6 +120,37 @@ async def test_without_a_store_the_log_says_who_dropped_what_was_refused(place: 
         assert told["who"] == "nightly (http, 127.0.0.1)"
         await daemon.stop()
         assert daemon.stray_lines == []
+
+
+async def test_a_program_with_the_token_finds_a_message(place: Place, store: str) -> None:
+    token = "a-token-for-this-test-alone"
+    allowed = {"Authorization": f"Bearer {token}"}
+    environ = place.environ("store", store) | ANY_PORT | {"HTTP__TOKEN": token}
+    async with place.working(environ) as (daemon, raw, _):
+        web = await Web.of(daemon)
+        hour = ((b"x-delay", number("I", HOUR)),)
+        named = [Message("in", b"inbox", Props(headers=hour, message_id=id_), id_) for id_ in (b"m/1", b"m-2", b"m-2")]
+        await raw.publish(delayed("keyed", HOUR, under="order-1"), *named)
+
+        async def listed(query: str) -> list[dict[str, str]]:
+            found: list[dict[str, str]] = (await web.get(f"/api/messages?{query}", **allowed)).json["messages"]
+            return found
+
+        rows = await eventually(lambda: listed(""), lambda rows: len(rows) == 4)
+        (one,) = await listed("message_id=m/1")
+        assert one in rows and await listed("key=order-1") == [row for row in rows if row["key"] == "order-1"]
+        for name, body in ((one["id"], "m/1"), ("m%2F1", "m/1"), ("order-1", "keyed")):
+            found = (await web.get(f"/api/messages/{name}", **allowed)).json
+            assert (found["body"], found["where"]) == (body, "waiting")
+        wrong = {"/api/messages/m-2": 404, "/api/messages/nobody": 404, "/api/messages/999": 404,
+                 "/api/messages?rout=x": 400}  # fmt: skip
+        for path, status in wrong.items():
+            answer = await web.get(path, **allowed)
+            assert (answer.status, list(answer.json)) == (status, ["error"])
+        assert (await web.get("/api/messages/order-1")).status == 403
+        assert (await web.get("/find?id=m/1")).headers["location"] == "/message/m%2F1"
+        assert (await web.get("/message/m%2F1")).status == 200
+        assert (await web.get("/message/m-2")).headers["location"] == "/waiting?message_id=m-2"
 
 
 async def test_off_is_off(place: Place, store: str) -> None:

@@ -1,0 +1,54 @@
+"""Messages for programs: the same for `--json` on the command line and for `/api/messages`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from delayer.amqp import reading
+from delayer.store.admin import detail
+from delayer.store.admin.detail import FullMessage
+from delayer.store.admin.listing import Entry
+
+
+def entry(entry: Entry) -> dict[str, Any]:
+    """One entry of a list, for programs."""
+    said = reading.read(entry.properties)
+    return {
+        "id": str(entry.place.token),
+        "due_ms": entry.place.due_us // 1000,
+        "parked_ms": entry.parked_ms,
+        "lane": entry.place.lane,
+        "segment": entry.place.segment,
+        "route": reading.text(entry.route),
+        "exchange": reading.text(entry.exchange),
+        "routing_key": reading.text(entry.routing_key),
+        "to_exchange": reading.text(entry.to_exchange),
+        "to_key": reading.text(entry.to_key),
+        "key": None if entry.key is None else reading.text(entry.key),
+        "message_id": said.properties.get("message_id"),
+        "body_bytes": entry.size,
+        "properties": said.properties,
+        "headers": [one._asdict() for one in said.headers],
+        "broken": said.broken or None,
+    }
+
+
+def fate(found: FullMessage) -> str:
+    """The future of the message, in a sentence."""
+    return detail.fate(found, reading.address(found.entry.to_exchange, found.entry.to_key), found.owner, reading.iso)
+
+
+def message(found: FullMessage) -> dict[str, Any]:
+    """One message with the beginning of its body, for programs."""
+    held = found.held
+    return {
+        **entry(found.entry),
+        "where": found.where.value,
+        "sound": found.sound,
+        "owner": found.owner,
+        "owner_alive": found.owned,
+        "held": None if held is None else held._asdict(),
+        "fate": fate(found),
+        "body": reading.preview(found.body),
+        "body_is_text": found.body[: reading.PREVIEW].hex(" ") != reading.preview(found.body),
+    }
