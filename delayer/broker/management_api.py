@@ -9,6 +9,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
@@ -17,6 +18,7 @@ from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 
 COUNTS_AGE: Final = 12.0
 """Seconds that the broker's counts may be old: two ticks of a quorum queue, and the pause of the management API."""
+_OTHER: Final = "this is not RabbitMQ's management API"
 
 
 class Management:
@@ -46,7 +48,10 @@ class Management:
         """For every queue of the vhost the messages that are neither ready nor unacknowledged: the broker itself delays
         them. The broker counts up to COUNTS_AGE seconds late, and nothing of a new queue."""
         rows = await self.get(f"queues/{self.vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
-        return {row["name"]: _delayed(row) for row in rows}
+        try:
+            return {row["name"]: _delayed(row) for row in rows}
+        except (LookupError, TypeError) as error:
+            raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 
     async def get(self, path: str, answers: int = 200) -> Any:
         """The decoded answer to a ``path`` below /api; an error of the code ``answers`` has one too.
@@ -71,8 +76,8 @@ class Management:
                 raise BrokerUnreachable(f"{self.where}: the management API answered {error.code}") from error
         except OSError as error:
             raise BrokerUnreachable(f"{self.where}: {getattr(error, 'reason', error)}") from error
-        except ValueError as error:
-            raise BrokerUnreachable(f"{self.where}: this is not RabbitMQ's management API") from error
+        except (ValueError, HTTPException) as error:
+            raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 
 
 def _delayed(row: Mapping[str, Any]) -> int:

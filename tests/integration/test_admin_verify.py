@@ -14,7 +14,7 @@ from aio_pika.abc import AbstractChannel
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable
 from delayer.broker.management_api import Management
-from delayer.broker.verify import BrokerPolicy, TopologyFinding, bindings_from, policies_in_force
+from delayer.broker.verify import BrokerPolicy, TopologyFinding, policies_in_force
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
 from tests.support.servers import RabbitMQ
@@ -253,10 +253,13 @@ async def test_a_management_api_out_of_reach_is_said_and_the_rest_is_done(
     assert "wr0ng" not in str(findings)
 
 
-async def test_something_else_than_a_management_api(vhost: str) -> None:
+@pytest.mark.parametrize(
+    "told", [b"AMQP\0\0\x09\x01", b"HTTP/1.0 200 OK\r\n\r\n<html>", b'HTTP/1.0 200 OK\r\n\r\n{"a": 1}']
+)
+async def test_something_else_than_a_management_api(told: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\n<html>")
+        writer.write(told)
         writer.close()
         await writer.wait_closed()
 
@@ -264,7 +267,7 @@ async def test_something_else_than_a_management_api(vhost: str) -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(BrokerUnreachable, match="not RabbitMQ's management API"):
-            await bindings_from(Management(f"http://127.0.0.1:{port}", "/"), "x")
+            await Management(f"http://127.0.0.1:{port}", "/").delayed()
 
 
 async def test_a_user_who_may_only_look_sees_what_exists(rabbitmq: RabbitMQ, vhost: str) -> None:
