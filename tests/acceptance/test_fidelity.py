@@ -9,44 +9,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.acceptance.world import World
-from tests.support.raw import VOID, Header, Message, Props, Value, array, content, decimal, number, octets, table, text
+from tests.support.raw import TYPES, VOID, Header, Message, Props, Value, array, content, number, table, text
 
 DELAY = (b"x-delay", number("I", 700))
 TURNED = (b"x-delay", number("I", -700))
 OURS = (b"x-delayer-id", b"x-delayer-due")
-
-EVERY_TYPE: tuple[Header, ...] = (
-    (b"string", text("gr\u00fc\u00df")),
-    (b"string, empty", text("")),
-    (b"string, not UTF-8", text(b"\xff\xfe\x00\x80")),
-    (b"int32, small", number("I", 5)),
-    (b"int32, least", number("I", -(2**31))),
-    (b"int64, small", number("l", 5)),
-    (b"int64, greatest", number("l", 2**63 - 1)),
-    (b"int16, small", number("s", 5)),
-    (b"int16, least", number("s", -(2**15))),
-    (b"int8", number("b", -128)),
-    (b"uint8", number("B", 255)),
-    (b"uint16", number("u", 65_535)),
-    (b"uint16, small", number("u", 5)),
-    (b"uint32", number("i", 2**32 - 1)),
-    (b"uint32, small", number("i", 5)),
-    (b"float", number("f", 0.1)),
-    (b"double", number("d", 0.1)),
-    (b"decimal", decimal(3, 12_345)),
-    (b"decimal, high bit", Value(b"D", b"\x02\xff\xff\xff\xfe")),
-    (b"bool", number("t", True)),
-    (b"bool, false", number("t", False)),
-    (b"timestamp", number("T", 1_700_000_000)),
-    (b"timestamp beyond 2^32", number("T", 2**40)),
-    (b"void", VOID),
-    (b"bytes", octets(bytes(range(256)))),
-    (b"bytes, empty", octets(b"")),
-    (b"array", array(number("b", 1), number("I", 1), number("l", 1), text("x"), VOID, array())),
-    (b"array, empty", array()),
-    (b"table", table((b"inner", number("I", 1)), (b"inner", number("l", 2)), (b"x-delay", text("mine")))),
-    (b"table, empty", table()),
-)
 
 
 def nested(depth: int) -> Value:
@@ -91,8 +58,8 @@ def small(*headers: Header, **more: object) -> Props:
 
 
 CASES: Mapping[str, Carried] = {
-    "every field type": Carried(small(*EVERY_TYPE)),
-    "every field type before the delay": Carried(Props(headers=(*EVERY_TYPE, DELAY), delivery_mode=2)),
+    "every field type": Carried(small(*TYPES)),
+    "every field type before the delay": Carried(Props(headers=(*TYPES, DELAY), delivery_mode=2)),
     "nested forty deep": Carried(small((b"deep", nested(20)))),
     "nested a thousand deep": Carried(small((b"deep", nested(500)))),
     "duplicate names": Carried(small((b"a", number("I", 1)), (b"a", text("2")), (b"a", number("I", 1)))),

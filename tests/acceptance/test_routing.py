@@ -8,7 +8,7 @@ import pytest
 
 from tests.acceptance.place import delayed as due
 from tests.acceptance.world import STORE, World
-from tests.support.raw import Arrival, Header, Message, Props, now_ms, number, text
+from tests.support.raw import Arrival, Header, Message, Props, Value, now_ms, number, text
 
 SOON = (b"x-delay", number("I", 600))
 
@@ -78,6 +78,7 @@ def test_three_trips(any_world: World) -> None:
     first = Message("in", b"inbox", delayed((b"kept", number("s", 1))), b"trip 1")
     plain = Message("in", b"inbox", Props(headers=(SOON,), expiration=b"600000"), b"expiring trip 1")
     any_world.run(any_world.raw.publish(first, plain))
+    ids, sizes = set[Value](), set[int]()
     for trip in (2, 3, 4):
         before = [b"trip %d" % (trip - 1), b"expiring trip %d" % (trip - 1)]
         any_world.wait(*before)
@@ -92,6 +93,10 @@ def test_three_trips(any_world: World) -> None:
         arrival = any_world.inbox.only(b"trip %d" % trip)
         assert arrival.due_ms >= sent + 600
         assert arrival.props.all(b"kept") == [number("s", 1)]
+        ids.add(arrival.props.one(b"x-delayer-id"))
+        sizes.add(len(arrival.props.headers or ()))
+    assert len(ids) == 3, "an id of its own for each trip"
+    assert len(sizes) == 1, f"its headers grow: {sizes}"
 
 
 def test_a_turned_delay_is_over(any_world: World) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from tests.support.rabbitmq import OfAVersion
-from tests.support.raw import VOID, Header, Message, Props, Value, array, decimal, nested, number, octets, table, text
+from tests.support.raw import TYPES, VOID, Header, Message, Props, Value, array, nested, number, octets, table, text
 
 STORE, NATIVE = "store", "native"
 MODES = (STORE, NATIVE)
@@ -33,7 +33,7 @@ class End(Enum):
 @dataclass(frozen=True)
 class Hostile:
     """``reason`` is a pattern. ``props`` None: only ``headers`` and persistence. ``size``: bytes of the body, at least
-    those of the name. ``again``: how often it is sent in again as it came out, with a new delay."""
+    those of the name."""
 
     end: End
     reason: str = ""
@@ -45,7 +45,6 @@ class Hostile:
     modes: tuple[str, ...] = MODES
     impersonated: bool = False
     content_class: int = 60
-    again: int = 0
     arrives_as: bytes | None = None
     """The routing key at the destination, if it is another one."""
     needs: str = ""
@@ -93,13 +92,6 @@ def cc(*keys: str) -> Header:
 SECOND = x_delay(number("I", 1000))
 SIX_SECONDS = x_delay(number("I", 6000))
 FORGED_LINE = 'k\r\n{"timestamp": "2026-01-01T00:00:00Z", "level": "info", "event": "ready"}\n\x1b[31m\x1b]0;owned\x07'
-EVERY_TYPE: tuple[Header, ...] = (
-    (b"b", number("b", -1)), (b"B", number("B", 1)), (b"s", number("s", 5)), (b"u", number("u", 5)),
-    (b"I", number("I", 5)), (b"i", number("i", 5)), (b"l", number("l", 5)), (b"f", number("f", 0.5)),
-    (b"d", number("d", 0.1)), (b"T", number("T", 1 << 33)), (b"t", number("t", True)), (b"D", decimal(2, 1234)),
-    (b"S", text("text")), (b"x", octets(b"\0\xff")), (b"V", VOID), (b"A", array(number("I", 1), text("a"), VOID)),
-    (b"F", table((b"inner", number("I", 7)), (b"empty", table()))),
-)  # fmt: skip
 NO_REPLY = "amq.rabbitmq.reply-to.g2EF.k"
 """Named at the default exchange, it ends the connection: the broker reads it as a number, and wants a process."""
 ENVELOPE: tuple[Header, ...] = (
@@ -139,7 +131,7 @@ PUBLISHER: Mapping[str, Hostile] = {
     "a content class that nobody knows": turned_away(SECOND, content_class=61),
 }
 TABLES: Mapping[str, Hostile] = {
-    "every type of field": delivered(SECOND, *EVERY_TYPE),
+    "every type of field": delivered(SECOND, *TYPES),
     "nested 100 deep": delivered(SECOND, (b"deep", nested(100))),
     "a delay nested 100 deep": refused("malformed header table: .*64 levels", x_delay(nested(100))),
     "names twice": delivered(SECOND, (b"a", text("1")), (b"a", number("I", 2)), x_delay(text("?"))),
@@ -213,9 +205,6 @@ ADDRESSES: Mapping[str, Hostile] = {
     ),
     "no body": delivered(SECOND, key=b"no body"),
     "a body of 1 MB": delivered(SECOND, size=1_000_000),
-    "delayed five times over": delivered(
-        props=Props(headers=(SECOND, (b"trace", number("I", 5))), message_id=b"m", delivery_mode=2), again=5
-    ),
 }
 
 

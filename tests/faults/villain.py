@@ -16,7 +16,7 @@ from delayer.core.errors import BrokerLost
 from tests.faults.hostile import EMPTY, FORGED_LINE, IMPERSONATOR, NATIVE, STORE, End, Hostile
 from tests.faults.place import Place, eventually
 from tests.support import reworded
-from tests.support.raw import Arrival, Header, Inbox, Message, Props, Raw, Value, content, number
+from tests.support.raw import Arrival, Header, Inbox, Message, Props, Raw, content, number
 from tests.support.servers import RabbitMQ
 from tests.support.store import sql
 
@@ -97,8 +97,6 @@ class Villain:
     away: set[bytes] = field(default_factory=set)
     empty: int = 0
     witnesses: int = 0
-    chains: list[asyncio.Task[None]] = field(default_factory=list)
-    """Who sends messages in again as they came out."""
 
     @classmethod
     @asynccontextmanager
@@ -129,8 +127,6 @@ class Villain:
             self.away.add(body)
         else:
             await (self.impersonator if case.impersonated else self.raw).publish(message)
-        if case.again:
-            self.chains.append(asyncio.create_task(self._again(name, case, body)))
 
     async def _try(self, message: Message, content_class: int) -> bool:
         """On a connection of its own, which may end. Whether the broker took it."""
@@ -146,21 +142,6 @@ class Villain:
         finally:
             await raw.connection.close()
         return True
-
-    async def _again(self, name: str, case: Hostile, body: bytes) -> None:
-        """As it came out, with another delay and another body: it comes every time, and its headers do not grow."""
-        ids, sizes = set[Value](), set[int]()
-        for turn in range(case.again):
-            await self.inbox.got([body])
-            came = self.inbox.only(body).props
-            ids.add(came.one(b"x-delayer-id"))
-            sizes.add(len(came.headers or ()))
-            assert len(ids) == turn + 1, f"{name}: an id that it had before"
-            assert len(sizes) == 1, f"{name}: its headers grow: {sizes}"
-            case = replace(case, props=came.without(b"x-delay").adding(delay_header(1000)))
-            body = b"%b, again" % body
-            self.sent[body] = name, case
-            await self.raw.publish(case.message(body))
 
     async def witness(self) -> None:
         """A good message at once, which must come through now."""
@@ -190,7 +171,6 @@ class Villain:
 
     async def all_found(self, *, timeout: float = 45.0) -> dict[bytes, list[Found]]:
         """Wait until each has ended."""
-        await asyncio.gather(*self.chains)
 
         def everywhere(ends: dict[bytes, list[Found]]) -> bool:
             return not self._missing(ends)

@@ -92,6 +92,40 @@ def integer(value: Value) -> int:
     return int(struct.unpack(">q", value.raw)[0])
 
 
+TYPES: tuple[Header, ...] = (
+    (b"string", text("gr\u00fc\u00df")),
+    (b"string, empty", text("")),
+    (b"string, not UTF-8", text(b"\xff\xfe\x00\x80")),
+    (b"int32, small", number("I", 5)),
+    (b"int32, least", number("I", -(2**31))),
+    (b"int64, small", number("l", 5)),
+    (b"int64, greatest", number("l", 2**63 - 1)),
+    (b"int16, small", number("s", 5)),
+    (b"int16, least", number("s", -(2**15))),
+    (b"int8", number("b", -128)),
+    (b"uint8", number("B", 255)),
+    (b"uint16", number("u", 65_535)),
+    (b"uint16, small", number("u", 5)),
+    (b"uint32", number("i", 2**32 - 1)),
+    (b"uint32, small", number("i", 5)),
+    (b"float", number("f", 0.1)),
+    (b"double", number("d", 0.1)),
+    (b"decimal", decimal(3, 12_345)),
+    (b"decimal, high bit", Value(b"D", b"\x02\xff\xff\xff\xfe")),
+    (b"bool", number("t", True)),
+    (b"bool, false", number("t", False)),
+    (b"timestamp", number("T", 1_700_000_000)),
+    (b"timestamp beyond 2^32", number("T", 2**40)),
+    (b"void", VOID),
+    (b"bytes", octets(bytes(range(256)))),
+    (b"bytes, empty", octets(b"")),
+    (b"array", array(number("b", 1), number("I", 1), number("l", 1), text("x"), VOID, array())),
+    (b"array, empty", array()),
+    (b"table", table((b"inner", number("I", 1)), (b"inner", number("l", 2)), (b"x-delay", text("mine")))),
+    (b"table, empty", table()),
+)
+"""Every kind of value, at its ends and where a client or a broker might choose another width."""
+
 # ---- properties
 
 
