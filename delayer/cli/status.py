@@ -225,10 +225,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
         "brokers": len({lane.broker for lane in seen.lanes if lane.alive and lane.broker}),
         "segments": {
             "count": seen.segments.segments,
-            "messages": seen.segments.messages,
-            "next_due_ms": seen.segments.next_due_ms,
-            "broken": seen.segments.broken,
-            "broken_messages": seen.segments.broken_messages,
+            **{name: getattr(seen.segments, name) for name in ("messages", "next_due_ms", "broken", "broken_messages")},
             "late": seen.late.segments,
             "late_messages": seen.late.messages,
         },

@@ -178,10 +178,6 @@ class Survey:
         self.remarks.append(text)
         self.doubts.append(text)
 
-    @property
-    def for_people(self) -> bool:
-        return not FOR_PEOPLE.isdisjoint(self.left)
-
     def leave(self, why: str, messages: int = 1) -> None:
         if messages:
             self.left[why] = self.left.get(why, 0) + messages

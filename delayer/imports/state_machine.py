@@ -114,7 +114,7 @@ class Preview:
     def clean(self) -> bool:
         """Whether a run would need no operator: no messages to hold, none unreadable, nothing to decide."""
         held_before = self.own and self.unfinished is not None and self.unfinished.held > 0
-        found = self.reasons or self.survey.superseded or self.survey.for_people
+        found = self.reasons or self.survey.superseded or not FOR_PEOPLE.isdisjoint(self.survey.left)
         return not (found or self.refusal or held_before)
 
 

@@ -18,11 +18,10 @@ from delayer.core.segment import Broken, Restored, SegmentBroken
 from delayer.core.units import DAY_MS
 from delayer.store import statements
 from delayer.store.rows import partitions
-from delayer.store.segments import catalog, restore
+from delayer.store.segments import catalog, packing, restore
 from delayer.store.segments import compact as compacting
 from delayer.store.segments.catalog import FOREVER_MS
 from delayer.store.segments.compact import CompactionWindow
-from delayer.store.segments.packing import PackedSegment
 from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.support.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
 from tests.support.store import claim_when_due, opened, owned, parcel, release_all, sql
@@ -304,19 +303,15 @@ async def enumerated(source: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any
 async def test_a_segment_that_does_not_read_back_is_not_committed(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = compacting._insert
-
-    async def worse(connection: asyncpg.Connection, lane: int, packed: PackedSegment) -> int:
-        return await good(connection, lane, packed._replace(packed=packed.packed[:-1] + b"?"))
-
+    good = packing.pack
     async with store(database) as admin:
         await put(admin, rows(20, START_MS))
         before = await everything(admin)
         with monkeypatch.context() as patch:
-            patch.setattr(compacting, "_insert", worse)
+            patch.setattr(packing, "pack", lambda table: (one := good(table))._replace(packed=one.packed[:-1] + b"?"))
             with pytest.raises(SegmentBroken, match="the bytes changed"):
                 await compact(admin)
-            patch.setattr(compacting, "_insert", lambda c, n, p: good(c, n, p._replace(messages=19)))
+            patch.setattr(packing, "pack", lambda table: good(table)._replace(messages=19))
             with pytest.raises(SegmentBroken, match="expected 19 messages, found 20"):
                 await compact(admin)
         with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import asyncpg
 import structlog
@@ -24,9 +24,6 @@ from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import describe, translated
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAYS_AHEAD, existing, name_of
-
-if TYPE_CHECKING:
-    from delayer.store.segments.packing import PackedSegment
 
 ROWS: Final = 10_000
 """Messages of a segment at most."""
@@ -118,7 +115,10 @@ async def compact_one(
         reach("compact.locked")
         table = packing.table_of(found)
         packed = packing.pack(table)
-        segment = await _insert(connection, window.lane, packed)
+        about = (packed.first_due_ms, packed.last_due_ms, packed.ids, packed.messages, packed.raw_bytes)
+        segment: int = await connection.fetchval(
+            statements.read("insert_segment"), window.lane, *about, FORMAT, packed.digest, packed.packed
+        )
         reach("compact.written")
         await _verify(connection, segment, table)
         reach("compact.verified")
@@ -161,14 +161,6 @@ async def _fitting(connection: asyncpg.Connection, window: CompactionWindow, max
     it, large messages would lock ten thousand rows for each hundred that fit."""
     mean = await connection.fetchval(statements.read("mean_size"), window.lane, window.first_ms, window.last_ms + 1)
     return int(max_bytes / mean * 1.5) + 1 if mean else 1 << 31
-
-
-async def _insert(connection: asyncpg.Connection, lane: int, packed: PackedSegment) -> int:
-    about = (packed.first_due_ms, packed.last_due_ms, packed.ids, packed.messages, packed.raw_bytes)
-    segment: int = await connection.fetchval(
-        statements.read("insert_segment"), lane, *about, FORMAT, packed.digest, packed.packed
-    )
-    return segment
 
 
 async def _verify(connection: asyncpg.Connection, segment: int, table: Any) -> None:
