@@ -92,7 +92,7 @@ async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
             assert (found["where"], found["body"], found["id"]) == (where, body.decode(), of[body])
     assert delayer("show", of[b"far"], "--body").stdout_bytes == b"far"
     assert "nobody is bound" in delayer("show", of[b"held"]).stdout
-    assert "is not in the store" in delayer("show", "999", expect=1).stderr
+    assert "a number needs --message-id" in delayer("show", "999", expect=1).stderr
     assert "the part before the @" in delayer("show", of[b"far"].partition("@")[0] + "@5", expect=1).stderr
     delayer("show", "", expect=1)
 

@@ -45,8 +45,11 @@ def absent(name: Token | str, found: FoundIn) -> str:
     """Why the message of this name is not here, in a sentence. Pure."""
     if found is FoundIn.UNREADABLE:
         return f"{name} may be in a segment that does not read back: see docs/backlog.md."
-    moved = isinstance(name, Token) and name.due_ms is not None
-    advice = " If it was rescheduled, try the part before the @." if moved else ""
+    advice = ""
+    if isinstance(name, Token):
+        advice = " If it was rescheduled, try the part before the @."
+        if name.due_ms is None:
+            advice = " A message_id or key that is a number needs --message-id or --delay-key, as of `delayer list`."
     return f"{name} is not in the store: it was delivered, cancelled or never parked.{advice}"
 
 
