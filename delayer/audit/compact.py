@@ -127,11 +127,6 @@ class CompactionPlan(NamedTuple):
     fewest: int = 0
     """Messages of a segment at least."""
 
-    @property
-    def rows(self) -> int:
-        """The approximate number of rows. Some may have keys or be large, and stay rows."""
-        return sum(window.rows for window in self.windows)
-
 
 class Numbers(NamedTuple):
     """The figures of a dry run, counted row by row. ``segments``: about."""

@@ -203,9 +203,7 @@ def _found(spark: SparkSession, url: str) -> tuple[Any, Any]:
     return path.getFileSystem(spark._jsc.hadoopConfiguration()), path
 
 
-def take(
-    spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0, seed: int = 0
-) -> Extract:
+def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0) -> Extract:
     """Write the extract into ``place`` (a URL of a directory).
 
     Raises StoreLost; Spark's errors, see tasks.translated.
@@ -224,7 +222,7 @@ def take(
                 files[name] = spark.createDataFrame([], columns)
                 continue
             share = sample if name in _SAMPLED else 1.0
-            options = {"snapshot": held.id, "relation": name, "sample": str(share), "seed": str(seed)}
+            options = {"snapshot": held.id, "relation": name, "sample": str(share)}
             with watch(_SAID[name]):
                 spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")

@@ -36,7 +36,6 @@ class Options:
     management: SecretUrl | None = None
     work: str | None = None
     sample: float = 1.0
-    seed: int = 0
     release_rate: float = RELEASE_RATE
     restored_ms: int = RESTORED_MS
     paced: Mapping[bytes, int] = field(default_factory=dict)
@@ -63,7 +62,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     sessions.check_work(spark.sparkContext.master, options.work)  # Only now is spark-submit's master known.
     watching = StageWatcher(spark, say)
     with extract.workplace(options.work, spark) as place:
-        store = extract.take(spark, options.store, place, watching, sample=options.sample, seed=options.seed)
+        store = extract.take(spark, options.store, place, watching, sample=options.sample)
         with watching("judging"):
             report = rules.judge(
                 store, release_rate=options.release_rate, restored_ms=options.restored_ms, paced=options.paced

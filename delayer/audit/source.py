@@ -6,7 +6,7 @@
 =============  =========================================================================================================
 relation       one of RELATIONS: a table and its columns
 snapshot       an exported snapshot (delayer/audit/extract.py). Without one each task sees the store of its own moment
-sample         the share of the pages to read, 0 to 1; ``seed`` chooses other ones
+sample         the share of the pages to read, 0 to 1
 split_bytes    bytes that one task reads; ``batch_bytes`` bytes that it has in memory at a time
 =============  =========================================================================================================
 
@@ -230,15 +230,13 @@ Split = tuple[PageRange, ...]
 """The pieces that one task reads, on one connection."""
 
 
-def plan_splits(
-    heaps: Iterable[HeapTable], *, split_bytes: int = SPLIT_BYTES, sample: float = 1.0, seed: int = 0
-) -> list[Split]:
+def plan_splits(heaps: Iterable[HeapTable], *, split_bytes: int = SPLIT_BYTES, sample: float = 1.0) -> list[Split]:
     """Everything, or a share ``sample`` of the pages, as tasks of about ``split_bytes``; small tables share one."""
     splits: list[Split] = []
     gathered: list[PageRange] = []
     filled = 0.0
     for heap in heaps:
-        for piece, size in _pieces(heap, split_bytes, sample, seed):
+        for piece, size in _pieces(heap, split_bytes, sample):
             if gathered and filled + size > split_bytes:
                 splits.append(tuple(gathered))
                 gathered, filled = [], 0.0
@@ -249,12 +247,12 @@ def plan_splits(
     return splits
 
 
-def _pieces(heap: HeapTable, split_bytes: int, sample: float, seed: int) -> Iterator[tuple[PageRange, float]]:
-    """The pieces of a table, each with its bytes. In a sample each chunk has the same chance. The caller gives the
-    seed, so that a repeated task reads the same pages."""
+def _pieces(heap: HeapTable, split_bytes: int, sample: float) -> Iterator[tuple[PageRange, float]]:
+    """The pieces of a table, each with its bytes. In a sample each chunk has the same chance, and a repeated task
+    reads the same pages."""
     if heap.pages == 0:
         return
-    chance = random.Random(f"{seed} {heap.name}")
+    chance = random.Random(heap.name)
     step = max(1, int((split_bytes if sample >= 1.0 else CHUNK_BYTES) / heap.page_size))
     for first in range(0, heap.pages, step):
         after = min(first + step, heap.pages)
@@ -322,7 +320,6 @@ class StoreReader(DataSourceReader):
     def __init__(self, options: Mapping[str, str], url: SecretUrl) -> None:
         self._name = options["relation"]
         self._sample = float(options.get("sample", 1))
-        self._seed = int(options.get("seed", 0))
         self._split_bytes = int(options.get("split_bytes", SPLIT_BYTES))
         first, batch_bytes = (
             connection.on_snapshot(options.get("snapshot", "")),
@@ -335,7 +332,7 @@ class StoreReader(DataSourceReader):
         with self._reading() as reading:
             found = [HeapTable(*row) for row in reading.rows(_HEAPS.format(table=RELATIONS[self._name].table))]
         days = frozenset(day for heap in found if (day := day_of(heap.name)) is not None)
-        planned = plan_splits(found, split_bytes=self._split_bytes, sample=self._sample, seed=self._seed)
+        planned = plan_splits(found, split_bytes=self._split_bytes, sample=self._sample)
         return [Task(split, days) for split in planned or [()]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -161,8 +161,9 @@ def _hush(spark: SparkSession) -> None:
 
 
 def _not_of_py4j(record: logging.LogRecord) -> bool:
-    """False for Py4J's log record of a lost JVM. It has a traceback, and the error that Py4J raises says the same."""
-    return record.msg != "Exception while sending command."
+    """False for Py4J's log records of a lost JVM and of Ctrl-C. They have a traceback, and the error that Py4J raises
+    says the same."""
+    return not str(record.msg).endswith("while sending command.")
 
 
 def _stop(spark: SparkSession) -> None:

@@ -128,7 +128,7 @@ def failure(doing: str, text: str) -> StoreLost | JobFailed:
 
     if lost := _STORE_LOST.search(text):
         return StoreLost(mask(lost[1]), advice_for(lost[1]))
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_CALL)]
+    lines = [line.strip(": ") for line in text.splitlines() if line.strip() and not line.startswith(_CALL)]
     lost_task, python = _LOST_TASK.search(text), _PYTHON.findall(text)
     if lost_task is not None and not lost_task[1].startswith("org.apache.spark.api.python.PythonException"):
         reason = lost_task[1]

@@ -34,16 +34,20 @@ class Stoppable(click.Command):
     """A command that Ctrl-C and SIGTERM end with one line and exit code 130 or 143, after its clean-up."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        def leave(_number: int, _frame: object) -> None:
-            raise SystemExit(128 + signal.SIGTERM)
+        stopped = []
+
+        def leave(number: int, _frame: object) -> None:
+            stopped.append(number)
+            raise SystemExit
 
         before = signal.signal(signal.SIGTERM, leave)
         try:
             return super().invoke(ctx)
-        except (KeyboardInterrupt, SystemExit) as ended:
-            interrupted = isinstance(ended, KeyboardInterrupt)
-            note(f"delayer: {'interrupted' if interrupted else 'ended by SIGTERM'}")
-            ctx.exit(128 + (signal.SIGINT if interrupted else signal.SIGTERM))
+        except BaseException as ended:  # Py4J may lose the exception, and raise another one in its place.
+            if not stopped and not isinstance(ended, KeyboardInterrupt):
+                raise
+            note(f"delayer: {'ended by SIGTERM' if stopped else 'interrupted'}")
+            raise click.exceptions.Exit(128 + (signal.SIGTERM if stopped else signal.SIGINT)) from None
         finally:
             signal.signal(signal.SIGTERM, before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -99,6 +100,31 @@ async def test_the_machine_of_the_job_goes_down(
         assert await everything(database) == before
         counters = await lawful(database)
         assert counters["compacted"] == FEW
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_the_command_is_stopped_in_the_middle_of_its_work(database: str, number: int, code: int) -> None:
+    arguments = ["compact", "--rows", "250", "--master", "local[2]"]
+    async with filled(database, FEW), sql(database) as admin, sql(database) as other:
+        before = await everything(database)
+        await other.execute("BEGIN; LOCK TABLE counter IN EXCLUSIVE MODE")
+        async with command(database, *arguments, fault="") as process, asyncio.timeout(120):
+            while not await admin.fetchval(COUNTING):  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.1)
+            os.killpg(process.pid, number)
+            _, told = await process.communicate()
+        assert (process.returncode, b"Traceback" in told) == (code, False), told.decode()
+        assert told.splitlines()[-1].startswith(b"delayer: ")
+        await other.execute("ROLLBACK")
+        await until_quiet(database, "delayer compact")
+        assert await everything(database) == before
+        await lawful(database)
+
+
+COUNTING = """
+SELECT count(*) FROM pg_stat_activity
+WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE '%INSERT INTO counter%'
+"""
 
 
 async def test_the_store_is_lost_meanwhile(spark: SparkSession, database: str) -> None:
