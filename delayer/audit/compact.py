@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -23,8 +22,8 @@ from delayer.audit.tasks import ExecutorTurns, Say
 from delayer.core.errors import StoreLost
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS, HOUR_MS
-from delayer.store import pool, schema
-from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.admin.listing import looking
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe
 from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted, CompactionWindow
 
@@ -118,6 +117,9 @@ _MAY: Final = "SELECT has_table_privilege('segment', 'INSERT')"
 _RIGHTS: Final = "run it with a URL of the role that owns the schema (docs/security.md, Postgres: two roles)"
 
 
+_PATIENT: Final = {"statement_timeout": "0"}
+
+
 class CompactionPlan(NamedTuple):
     """The work ahead of a job. Instants are epoch milliseconds by the store's clock."""
 
@@ -181,7 +183,7 @@ async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> Compactio
 
     It needs no JVM. Raises BadStoreUrl, SchemaOutdated, and StoreLost, also if this role may not compact.
     """
-    async with _reading(url) as connection:
+    async with looking(url, "plan", "delayer compact plan", _PATIENT) as connection:
         if not await connection.fetchval(_MAY):
             user = await connection.fetchval("SELECT current_user")
             raise StoreLost(f"the role {user} may not write segments", _RIGHTS)
@@ -192,8 +194,8 @@ async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> Compactio
 
 async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
     """Count the rows of ``planned``, reading each once. Raises StoreLost."""
-    async with _reading(url) as connection:
-        found = await connection.fetch(_NUMBERS, planned.after_ms, compact.LARGEST)
+    async with looking(url, "plan", "delayer compact plan", _PATIENT) as connection:
+        found = await connection.fetch(_NUMBERS, planned.after_ms, compact.LARGEST, timeout=DAY_MS / 1000)
         disk_bytes = await compact.size(connection)
     hours = {(lane, hour): figures for lane, hour, *figures in found}
     messages = segments = raw_bytes = 0
@@ -235,16 +237,3 @@ def _finish(
 def days_of(window: CompactionWindow) -> range:
     """The days of a window, counted from 1970."""
     return range(window.first_ms // DAY_MS, window.last_ms // DAY_MS + 1)
-
-
-@asynccontextmanager
-async def _reading(url: str) -> AsyncIterator[asyncpg.Connection]:
-    """A session that may read for minutes. Raises BadStoreUrl, SchemaOutdated, StoreLost."""
-    connection = await pool.connect_plain(url, "delayer compact plan", {"statement_timeout": "0"}, command_seconds=None)
-    try:
-        with translated("plan"):
-            await pool.prepare(connection)
-            await schema.check(connection)
-            yield connection
-    finally:
-        await pool.close(connection)

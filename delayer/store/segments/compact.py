@@ -76,7 +76,7 @@ async def windows(
     """Cut the messages due after ``after_ms`` (epoch ms) into windows of whole hours, by lane. A window has ``rows``
     rows at most, unless one hour has more. One with less than ``fewest`` is left out. Raises the driver's errors."""
     found: list[CompactionWindow] = []
-    for lane, hour_ms, count in await connection.fetch(_HOURS, after_ms):
+    for lane, hour_ms, count in await connection.fetch(_HOURS, after_ms, timeout=DAY_MS / 1000):
         window = CompactionWindow(lane, max(hour_ms, after_ms + 1), hour_ms + HOUR_MS - 1, count)
         last = found[-1] if found else window
         fits = last.rows + count <= rows and window.last_ms - last.first_ms < SPAN_MS
