@@ -29,7 +29,8 @@ async def check(url: str) -> None:
             if part in version:
                 raise _unfit(url, "PostgreSQL", name, "let store.url lead to PostgreSQL itself")
         if standby == "t":
-            raise _unfit(url, "a primary", "a standby", "let store.url lead to the primary, or promote this server")
+            advice = "let store.url lead to the primary; with several hosts add ?target_session_attrs=primary"
+            raise _unfit(url, "a primary", "a standby", advice)
         if pid != str(first.get_server_pid()):  # A pooler answered the login, with a number of its own.
             async with _session(url) as second:
                 await _check_pooler(url, pid, first, second)
