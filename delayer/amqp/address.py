@@ -67,6 +67,9 @@ class Address:
         if parts.fragment or "/" in parts.path[1:]:
             raise ValueError("broker URL: expected / and # in user, password and vhost to be written %2F and %23")
         query = _query(parts.query)
+        mechanism = query.get("auth_mechanism", "plain").upper()
+        if mechanism not in _MECHANISMS:
+            raise ValueError("broker URL: expected auth_mechanism to be plain or external")
         secure = parts.scheme == "amqps"
         if not secure and query.keys() & {"cafile", "certfile", "keyfile", "verify", "server_name"}:
             raise ValueError("broker URL: certificates and verification need amqps://")
@@ -77,7 +80,7 @@ class Address:
             user=unquote(parts.username) if parts.username else "guest",
             password="guest" if parts.password is None else unquote(parts.password),
             tls=_context(query) if secure else None,
-            auth_mechanism=_mechanism(query.get("auth_mechanism", "plain")),
+            auth_mechanism=mechanism,
             heartbeat=_number(query, "heartbeat"),
             timeout=None if (timeout_ms := _number(query, "connection_timeout")) is None else timeout_ms / 1000,
             server_name=query.get("server_name"),
@@ -120,12 +123,6 @@ def _number(query: Mapping[str, str], name: str) -> float | None:
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", value):
         raise ValueError(f"broker URL: expected {name} to be a number of 0 or more")
     return float(value)
-
-
-def _mechanism(name: str) -> str:
-    if name.upper() not in _MECHANISMS:
-        raise ValueError("broker URL: expected auth_mechanism to be plain or external")
-    return name.upper()
 
 
 def _context(query: Mapping[str, str]) -> ssl.SSLContext:

@@ -111,6 +111,11 @@ class Parcel(NamedTuple):
     """The present ``x-delayer-id`` of a message that was published or went through the cascade before it was held: it
     keeps that id. If empty, the release sets one."""
 
+    @property
+    def names(self) -> dict[str, bytes]:
+        """Its destination and its route, for a line of the log."""
+        return {"exchange": self.target.exchange, "routing_key": self.target.routing_key, "route": self.route}
+
 
 class Due(NamedTuple):
     """A claimed message: the store gave it up for release. It has its identity in the store.

@@ -106,16 +106,8 @@ class MessageHolder:
         first = [one.parcel.route for one in objections if not _attempts(one.earlier)]
         self._counters.add("held", first)
         for _, parcel, hold, earlier in objections:
-            log.warning(
-                "message held",
-                id=parcel.token,
-                kind=hold.kind,
-                reason=hold.text,
-                attempts=_attempts(earlier) + 1,
-                exchange=parcel.target.exchange,
-                routing_key=parcel.target.routing_key,
-                route=parcel.route,
-            )
+            why = {"kind": hold.kind, "reason": hold.text, "attempts": _attempts(earlier) + 1}
+            log.warning("message held", id=parcel.token, **why, **parcel.names)
 
     def _note(self, one: Objection, token: bytes, now_ms: int) -> HoldNote:
         """A note with one more attempt."""

@@ -182,7 +182,10 @@ class LaneRelease:
         self._counters.took("settle", time.monotonic() - began)
         self._counters.add("released", [row.parcel.route for row in released])
         self._counters.delivered(late)
-        self._report(held)
+        self._counters.add("held", [row.parcel.route for row, _ in held if not row.attempts])
+        for row, hold in held:
+            why = {"kind": hold.kind, "reason": hold.text, "attempts": row.attempts + 1}
+            log.warning("message held", id=row.id, **why, **row.parcel.names)
 
     async def _publish(
         self, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
@@ -216,21 +219,6 @@ class LaneRelease:
                 self._counters.objected(outcome, row.parcel.route)
                 held.append((row, outcome))
         return released, [(row, hold.after(row.hold)) for row, hold in held], late
-
-    def _report(self, held: Sequence[tuple[Due, Hold]]) -> None:
-        for row, hold in held:
-            if row.attempts == 0:
-                self._counters.add("held", [row.parcel.route])
-            log.warning(
-                "message held",
-                id=row.id,
-                kind=hold.kind,
-                reason=hold.text,
-                attempts=row.attempts + 1,
-                exchange=row.parcel.target.exchange,
-                routing_key=row.parcel.target.routing_key,
-                route=row.parcel.route,
-            )
 
 
 def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
