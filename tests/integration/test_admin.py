@@ -208,13 +208,12 @@ async def test_a_server_that_never_answers() -> None:
 
 
 async def test_a_lost_connection_is_said_so(rabbitmq: RabbitMQ, vhost: str) -> None:
-    admin = await Admin.connect(vhost, name="to be lost")
-    await admin.depths(["nowhere"])
-    await asyncio.to_thread(rabbitmq.ctl, "close_all_connections", "--vhost", urlsplit(vhost).path[1:], "test")
-    with pytest.raises(BrokerUnreachable):
-        while True:  # the broker's close travels while we ask
-            await admin.depths(["nowhere"])
-    await admin.close()
+    async with await Admin.connect(vhost, name="to be lost") as admin:
+        await admin.depths(["nowhere"])
+        await asyncio.to_thread(rabbitmq.ctl, "close_all_connections", "--vhost", urlsplit(vhost).path[1:], "test")
+        with pytest.raises(BrokerUnreachable):
+            while True:  # the broker's close travels while we ask
+                await admin.depths(["nowhere"])
 
 
 async def test_depths_are_those_of_the_admin(vhost: str) -> None:

@@ -16,7 +16,6 @@ import ssl
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from tests.support import ports
@@ -63,9 +62,7 @@ class Proxy:
         await self.accept()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.refuse()
         await asyncio.gather(*self._tasks)
 
