@@ -29,9 +29,9 @@ class Said:
 Make = Callable[[int], Said]
 
 
-def delay(value: Value, milliseconds: int, turned: Value | None = None) -> Make:
+def delay(value: Value, milliseconds: int, turned: Value | None = None, through: str = "in") -> Make:
     """``x-delay``; ``turned`` is how it arrives, unchanged if None."""
-    return lambda now: Said(((b"x-delay", value),), now + milliseconds, turned=turned or value)
+    return lambda now: Said(((b"x-delay", value),), now + milliseconds, through=through, turned=turned or value)
 
 
 def opt_delay(value: Value, milliseconds: int) -> Make:
@@ -67,14 +67,14 @@ def instants(name: str) -> dict[str, Make]:
     return {f"{name} {form}": at(name, make) for form, make in forms.items()}
 
 
-def counted_from_stamp(now: int) -> Said:
-    headers = ((b"timestamp_in_ms", number("l", now - 1000)), (b"x-delay", number("I", 2000)))
-    return Said(headers, now - 1000 + 2000, exact=True, turned=number("I", -2000))
+def stamped(ago_ms: int) -> Make:
+    """Two seconds that began then."""
 
+    def said(now: int) -> Said:
+        headers = ((b"timestamp_in_ms", number("l", now - ago_ms)), (b"x-delay", number("I", 2000)))
+        return Said(headers, now - ago_ms + 2000, exact=True, turned=number("I", -2000))
 
-def waited_it_out(now: int) -> Said:
-    headers = ((b"timestamp_in_ms", number("l", now - 9000)), (b"x-delay", number("I", 2000)))
-    return Said(headers, now - 7000, exact=True, turned=number("I", -2000))
+    return said
 
 
 def stale_stamp(now: int) -> Said:
@@ -91,11 +91,6 @@ def property_timestamp(now: int) -> Said:
     seconds = now // 1000 + 2
     headers = ((b"x-delay", number("I", 1)),)
     return Said(headers, seconds * 1000, True, seconds, "in.timestamp", number("I", -1))
-
-
-def second_form(now: int) -> Said:
-    headers = ((b"x-delay", number("I", SOON)),)
-    return Said(headers, now + SOON, through="in.timestamp", turned=number("I", -SOON))
 
 
 def order(through: str, *present: str, first: str) -> Make:
@@ -153,18 +148,14 @@ CASES: Mapping[str, Make] = {
     "timestamp property where asked": property_timestamp,
     # Far away: it would not arrive in this test.
     "timestamp property where not asked": lambda now: Said((), now, timestamp=now // 1000 + 100_000),
-    "timestamp property absent": second_form,
+    "timestamp property absent": delay(number("I", SOON), SOON, number("I", -SOON), "in.timestamp"),
     "another header": lambda now: Said(((b"wait", text("1")),), now + 1000, through="in.header"),
     "nothing": lambda now: Said((), now),
     "nothing, default delay": lambda now: Said((), now + 1200, through="in.default"),
-    "x-delay before default delay": lambda now: Said(
-        ((b"x-delay", number("I", 0)),), now, through="in.default", turned=number("I", 0)
-    ),
-    "straight to the queue": lambda now: Said(
-        ((b"x-delay", number("I", SOON)),), now + SOON, through="", turned=number("I", -SOON)
-    ),
-    "timestamp_in_ms": counted_from_stamp,
-    "timestamp_in_ms long ago": waited_it_out,
+    "x-delay before default delay": delay(number("I", 0), 0, through="in.default"),
+    "straight to the queue": delay(number("I", SOON), SOON, number("I", -SOON), ""),
+    "timestamp_in_ms": stamped(1000),
+    "timestamp_in_ms long ago": stamped(9000),
     "timestamp_in_ms of an earlier trip": stale_stamp,
     "timestamp_in_ms and default delay": lambda now: Said(
         ((b"timestamp_in_ms", number("l", now - 200)),), now - 200 + 1200, exact=True, through="in.default"

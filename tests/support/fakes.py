@@ -72,33 +72,14 @@ class Heartbeat:
         self.forgotten.append(loop)
 
 
-class Acks:
-    """The acknowledging half of a subscription."""
+class ScriptedSubscription:
+    """Hands out batches; an exception in the script is raised; at its end it is idle."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: Iterable[Sequence[Delivery] | Exception] = ()) -> None:
         self.acked: list[tuple[int, bool]] = []
         self.behind = False
         self.prefetch = 5_000
         self.overrun = False
-
-    def ack(self, tag: int, *, multiple: bool) -> None:
-        self.acked.append((tag, multiple))
-
-    async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        raise NotImplementedError
-
-
-class ScriptedSubscription(Acks):
-    """Hands out batches; an exception in the script is raised; at its end it is idle."""
-
-    def __init__(self, script: Iterable[Sequence[Delivery] | Exception]) -> None:
-        super().__init__()
         self._script = deque(script)
         self.read = asyncio.Event()
         self.events: list[str] = []
@@ -114,7 +95,7 @@ class ScriptedSubscription(Acks):
         return list(step)
 
     def ack(self, tag: int, *, multiple: bool) -> None:
-        super().ack(tag, multiple=multiple)
+        self.acked.append((tag, multiple))
         self.events.append(f"ack {tag}")
 
     def stop(self) -> None:
@@ -129,10 +110,8 @@ class ScriptedConsumer:
 
     def __init__(self, *subscriptions: ScriptedSubscription | Exception) -> None:
         self._left = deque(subscriptions)
-        self.subscribed = 0
 
     async def subscribe(self, queue: str, prefetch: int) -> ScriptedSubscription:
-        self.subscribed += 1
         one = self._left.popleft() if self._left else BrokerLost("no more")
         if isinstance(one, Exception):
             raise one

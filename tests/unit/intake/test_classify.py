@@ -26,7 +26,7 @@ from delayer.intake.consume import Dispatch, Session
 from delayer.intake.handle import BatchPlan, Classified, IntakeHandler, batch_plan, classify
 from delayer.intake.holding import MessageHolder
 from delayer.intake.refusals import with_short
-from tests.support.fakes import NOW, Acks, ScriptedLive, ScriptedPublisher, delivery, ids
+from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
 from tests.support.raw import Header, Props, Value, array, nested, number, table, text, wire_instant
 from tests.unit.amqp.tables import properties
 
@@ -269,20 +269,20 @@ class Parking:
         return taken
 
 
-async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delivery) -> Acks:
+async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delivery) -> ScriptedSubscription:
     policy = Policy(
         Mode.STORE,
         {b"in": Route(b"in", b"out")},
         10_000,
         own_queues=frozenset({b"delays", b"delays.due", b"delays.refused"}),
     )
-    acks = Acks()
+    acks = ScriptedSubscription()
     await handled(acks, publisher, parking, policy, *batch)
     return acks
 
 
 async def handled(
-    acks: Acks, publisher: ScriptedPublisher, parking: Parking, policy: Policy, *batch: Delivery
+    acks: ScriptedSubscription, publisher: ScriptedPublisher, parking: Parking, policy: Policy, *batch: Delivery
 ) -> IntakeHandler:
     """All of it settled, without the wait for company."""
     live = ScriptedLive(policy, NAMES)
@@ -341,7 +341,7 @@ class Gathered:
         self.gate.set()
         self.failure: Exception | None = None
         self.due_ms: list[int] = []
-        self.publisher, self.counters, self.acks = ScriptedPublisher(), Counters(), Acks()
+        self.publisher, self.counters, self.acks = ScriptedPublisher(), Counters(), ScriptedSubscription()
         self.acks.prefetch = prefetch
         self.live = live or ScriptedLive(replace(STORE, keep_ms=keep_ms), NAMES)
         holding = MessageHolder(self.publisher, None, self.live, self.counters, new_id=ids())  # type: ignore[arg-type]

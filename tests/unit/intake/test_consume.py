@@ -17,7 +17,7 @@ from delayer.broker.retry import Backoff, raise_first
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
 from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer, Session
-from tests.support.fakes import Acks, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
+from tests.support.fakes import Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
 
@@ -345,7 +345,7 @@ async def test_a_pause_frees_what_stands_in_rings() -> None:
 
 
 def test_behind_a_kept_delivery_the_others_are_acknowledged_one_by_one() -> None:
-    acks = Acks()
+    acks = ScriptedSubscription()
     settler = AckTracker(acks)
     settler.read(batch(1, 2, 3, 4))
     settler.keep(delivery(2))
@@ -358,7 +358,7 @@ def test_behind_a_kept_delivery_the_others_are_acknowledged_one_by_one() -> None
     assert (settler.outstanding, settler.kept, settler.kept_bytes) == (0, 0, 0)
 
 
-def gone(acks: Acks, read: list[int]) -> list[int]:
+def gone(acks: ScriptedSubscription, read: list[int]) -> list[int]:
     """What the broker has let go of: `multiple` settles everything unsettled up to the tag."""
     left, found = list(read), []
     for tag, multiple in acks.acked:
@@ -374,7 +374,7 @@ def test_any_order_of_acceptance(data: st.DataObject) -> None:
     tags = sorted(data.draw(st.sets(st.integers(1, 60), min_size=1)))
     accepted = data.draw(st.permutations(tags))[: data.draw(st.integers(0, len(tags)))]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(accepted)), max_size=5)))
-    acks = Acks()
+    acks = ScriptedSubscription()
     settler = AckTracker(acks)
     settler.read(batch(*tags))
     for tag in data.draw(st.sets(st.sampled_from(tags))):

@@ -19,7 +19,17 @@ from delayer.core.plan import LATEST_MS
 from delayer.intake.consume import AckTracker, Dispatch, Publication, Session
 from delayer.intake.handle import SLOT_MS, DueHandler
 from delayer.intake.holding import MAX_ATTEMPTS, MessageHolder, Objection
-from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
+from tests.support.fakes import (
+    NOW,
+    WHY,
+    ScriptedHolder,
+    ScriptedLive,
+    ScriptedPublisher,
+    ScriptedSubscription,
+    delivery,
+    ids,
+    outgoing,
+)
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
 PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
@@ -37,7 +47,7 @@ class Scene:
             self.publisher, self.holder, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
         )
         self.dispatch = Dispatch(self.publisher, holding, self.live, self.counters)
-        self.acks = Acks()
+        self.acks = ScriptedSubscription()
         self.session = Session(self.acks, lambda: None, 3)
         self.tracker = self.session.acks
 
