@@ -37,7 +37,7 @@ PROGRAM = f"""
 import sys
 from delayer.imports import files, queues, sql
 queues.BATCH = files.BATCH = sql.BATCH = {BATCH}
-sql.LEAST = sql.READ = 7
+sql.READ_BYTES = 1_000
 from delayer.cli.main import main
 main()
 """
