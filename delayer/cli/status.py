@@ -43,7 +43,8 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
     except OSError as error:
         return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
     if status not in ("200", ""):
-        return {"error": f"{listen} answers {status}", "last": {}}
+        why = ": reading it needs http.token, in this configuration too" if status == "403" else ""
+        return {"error": f"{listen} answers {status}{why}", "last": {}}
     try:
         said = json.loads(body)
         if said["service"] != service_of(settings):

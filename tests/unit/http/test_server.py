@@ -291,8 +291,10 @@ async def test_away_from_loopback_reading_needs_the_token() -> None:
             assert (await web.get(path, Authorization=f"Bearer {TOKEN}")).status == 200
         for path in ("/health/live", "/metrics", "/login", "/static/htmx.min.js"):
             assert (await web.get(path)).status == 200
-        native = {"mode": "native", "http": {"listen": web.address, "token": TOKEN}}
+        native: dict[str, Any] = {"mode": "native", "http": {"listen": web.address, "token": TOKEN}}
         assert (await status.look(Settings.model_validate(native)))["error"] is None
+        del native["http"]["token"]
+        assert "needs http.token" in (await status.look(Settings.model_validate(native)))["error"]
 
 
 async def test_an_open_address_that_others_reach_is_a_warning() -> None:
