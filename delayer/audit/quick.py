@@ -27,9 +27,6 @@ from delayer.store.admin.listing import looking
 from delayer.store.rows.partitions import bounds_of, day_of
 from delayer.store.statements import read
 
-PAGES: Final = 10_000
-"""The pages (8 KB) of the sample, more or less."""
-
 _SLOTS: Final = """
 SELECT date_bin('{} ms', due_at, 'epoch'), count(*) FROM message WHERE due_at >= $1 AND due_at < $2 GROUP BY 1
 """
@@ -88,7 +85,8 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
     figures = rules.figures_of(store, places, {row.lane: row.messages for row in places if row.kind == PACKED})
     totals = rules.totals_of(figures, places, segments)
 
-    share = min(PAGES / max(sum(pages for *_, pages in partitions), 1), 1.0)
+    # Of the pages (8 KB), some ten thousand at most.
+    share = min(10_000 / max(sum(pages for *_, pages in partitions), 1), 1.0)
     *sample, whole = await rows(read("audit_sample"), share * 100)
     scale = (totals.waiting + totals.held) / max(whole.messages, 1)
     totals = replace(totals, size=totals.size + round(whole.size * scale), keyed=round(whole.keyed * scale))

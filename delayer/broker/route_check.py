@@ -263,12 +263,8 @@ def _judged(walk: _Walk) -> RouteVerdict:
 NAME: Final = "delayer audit"
 PATIENCE: Final = 10.0
 """Seconds for each question."""
-AT_ONCE: Final = 4
-"""Connections."""
 MOST_EXCHANGES: Final = 1_000
 """Exchanges on the ways from one destination."""
-_KEYS_AT_A_STRETCH: Final = 1000
-"""Keys that are matched before other tasks of the loop run."""
 _DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to."
 
 
@@ -360,8 +356,8 @@ class _Inquiry:
         questions = deque(self._questions(targets))
         if self._management is None and any(not one.is_queue for one in questions):
             self.remark("no broker.management_url is configured, so the routing of these keys is unknown")
-        workers = min(AT_ONCE, len(questions))
-        await asyncio.gather(*(self._work(broker_url, questions) for _ in range(workers)))
+        connections = min(4, len(questions))
+        await asyncio.gather(*(self._work(broker_url, questions) for _ in range(connections)))
 
     def _questions(self, targets: list[CheckedTarget]) -> list[_Question]:
         """The questions, in the order of their soonest message. Targets that need none are answered here."""
@@ -434,8 +430,8 @@ class _Inquiry:
             return
         for n, one in enumerate(question.targets, 1):
             self.answers[one] = route(question.name, one.routing_key, stops)
-            if n % _KEYS_AT_A_STRETCH == 0:
-                await asyncio.sleep(0)
+            if n % 1000 == 0:
+                await asyncio.sleep(0)  # Other tasks of the loop run now.
 
     async def _reachable(self, admin: Admin, management: Management, start: str) -> dict[str, Stop]:
         """``start``, and every exchange that its bindings and alternates lead to."""

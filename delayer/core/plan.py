@@ -179,8 +179,6 @@ class Refuse:
     undelayed = False
 
 
-NAMES: Final = 100
-"""The headers of a message that are compared with the names of delay headers. A message may have ten thousand."""
 Plan = EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse
 
 
@@ -277,7 +275,7 @@ def _asked(request: DelayRequest, route: Route) -> Asked | None:
             raise Unacceptable(f"{form}: {unreadable}") from unreadable
         if asked is not None:
             return asked
-    for name in request.names()[:NAMES]:
+    for name in request.names()[:100]:  # A message may have ten thousand headers.
         right = meant(name)
         if right is not None and (right.decode() in route.delay_from or right.decode() not in OWN_SOURCES):
             raise Unacceptable(f"the message has no delay, but a header {_name(name)}: expected {_name(right)}")

@@ -16,7 +16,6 @@ from delayer.core.secret import SecretUrl
 from delayer.store import pool
 from delayer.store.errors import StoreUnfit, translated
 
-ROUNDS: Final = 3
 OTHERS: Final = {"CockroachDB": "CockroachDB", "-YB-": "YugabyteDB"}
 """A part of the version's text, and the name of the database."""
 
@@ -39,7 +38,7 @@ async def check(url: str) -> None:
 async def _check_pooler(url: str, pid: str, first: asyncpg.Connection, second: asyncpg.Connection) -> None:
     """Ask which sessions two clients get. A pooler gives idle sessions out last in, first out, or in turn: then both
     get one session, or one gets several. Other clients may hide this once."""
-    for _ in range(ROUNDS):
+    for _ in range(3):
         of_second = {(await _asked(second))[0] for _ in range(2)}
         of_first = {pid, (await _asked(first))[0]}
         if len(of_first) > 1 or len(of_second) > 1 or of_first & of_second:

@@ -24,7 +24,6 @@ from delayer.core.message import KeyGroup
 LOCKS: Final = 64
 """Advisory locks of all keys together."""
 _DELETE_HELD = "DELETE FROM held WHERE id = $1 RETURNING true"
-_LAST_BYTE = 0xFF
 
 
 class Cancelled(NamedTuple):
@@ -48,7 +47,7 @@ async def of_groups(connection: asyncpg.Connection, groups: Sequence[KeyGroup]) 
     transaction parks at this moment. In one lane of one process that does not happen."""
     found: set[bytes] = set()
     for group in groups:
-        after = group[:-1] + bytes((group[-1] + 1,)) if group[-1] < _LAST_BYTE else group + b"\xff" * 255
+        after = group[:-1] + bytes((group[-1] + 1,)) if group[-1] < 0xFF else group + b"\xff" * 255
         rows = await connection.fetch("SELECT key FROM message_key WHERE key >= $1 AND key < $2", bytes(group), after)
         found |= {row[0] for row in rows}
     return found
