@@ -85,7 +85,7 @@ def current(context: click.Context, as_json: bool) -> None:
 def lanes(request: Request, number: int | None, as_json: bool) -> None:
     """Show the store's lanes, or raise their number to NUMBER.
 
-    Processes share the lanes evenly, so more processes than lanes need more lanes. Each lane takes one connection to
+    Processes share the lanes evenly, so more processes than lanes need more lanes. Each lane takes two connections to
     Postgres. Running daemons take new lanes within seconds. The number never shrinks. Lanes of routes with max_rate
     come on top; daemons make them.
 
