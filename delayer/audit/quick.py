@@ -38,14 +38,16 @@ _PARTITIONS: Final = """
 SELECT c.relname, pg_get_expr(c.relpartbound, c.oid), pg_relation_size(c.oid) / current_setting('block_size')::bigint
 FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass
 """
-# Of a partition that has the bounds of another day.
+# Partition {0} has a day's name, but not that day's bounds {1} and {2}. Misplaced are its rows of other days, and the
+# day's rows in the default partition.
 _MISPLACED: Final = f"""
 SELECT concat('lane ', lane, ', {WAITING}: {PARTITION}'), count(*), min(due_at) FROM (
     SELECT lane, due_at FROM {{0}} WHERE NOT (due_at >= '{{1}}' AND due_at < '{{2}}')
     UNION ALL SELECT lane, due_at FROM message_default WHERE due_at >= '{{1}}' AND due_at < '{{2}}'
 ) AS misplaced GROUP BY 1
 """
-_HEADERS: Final = (rules.MARKED, rules.LATE, NEWER, rules.DUE, rules.NUMBER)
+# In the order of audit_headers.sql.
+_FAULTS: Final = (rules.MARKED, rules.LATE, NEWER, rules.DUE, rules.NUMBER)
 
 
 class _Record(asyncpg.Record):  # type: ignore[misc]  # the driver has no types
@@ -64,7 +66,7 @@ def run(options: Options) -> Audited:
 
 
 async def _judged(options: Options) -> tuple[AuditReport, list[CheckedTarget], list[str]]:
-    """The report, the destinations to ask about, and the unknown ones in words."""
+    """The report, the destinations to ask the broker about, and words for destinations outside of these."""
     patience = {"statement_timeout": "0", "lock_timeout": "30s"}
     async with (
         looking(options.store.reveal(), "audit", "delayer audit", patience) as connection,
@@ -85,7 +87,7 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
     figures = rules.figures_of(store, places, {row.lane: row.messages for row in places if row.kind == PACKED})
     totals = rules.totals_of(figures, places, segments)
 
-    # Of the pages (8 KB), some ten thousand at most.
+    # The sample has some ten thousand pages (8 KB each) at most. Its last row is the sum of all destinations.
     share = min(10_000 / max(sum(pages for *_, pages in partitions), 1), 1.0)
     *sample, whole = await rows(read("audit_sample"), share * 100)
     scale = (totals.waiting + totals.held) / max(whole.messages, 1)
@@ -99,11 +101,11 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
     late = await rows(read("audit_overdue"), reached_ms - rules.GRACE_MS, reached_ms, list(options.paced))
     limited = [row for row in late if row.kind == rules.PACED]
     first_due = {row.lane: row.first_due_ms for row in places if row.kind == WAITING}
-    headers = await rows(read("audit_headers"), reached_ms + options.restored_ms, FORMAT, _HEADERS)
+    headers = await rows(read("audit_headers"), reached_ms + options.restored_ms, FORMAT, _FAULTS)
     found = {
         rules.CONSERVATION: rules.conservation(figures),
         rules.SEGMENTS: [
-            *(Finding(rules.SEGMENTS, "violation", one, n, due, {"segments": ids}) for one, n, due, ids in headers),
+            *(Finding(rules.SEGMENTS, "violation", one, n, first, {"segments": ids}) for one, n, first, ids in headers),
             *rules.law_of_segments(figures),
         ],
         rules.INTEGRITY: [Finding(rules.INTEGRITY, "violation", *row) for row in await _misplaced(rows, partitions)],
@@ -129,7 +131,7 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
 
 
 async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
-    """The rows outside the partition of their day, by lane."""
+    """Rows outside the partition of their day, by lane, as Finding takes them: subject, messages, first due instant."""
     found: list[Any] = []
     for name, bound, _ in partitions:
         day = day_of(name)
@@ -139,7 +141,8 @@ async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
 
 
 def _by_hour(hours: Iterable[Any], segments: Iterable[Any]) -> Counter[int]:
-    """Messages by hour. Those of a segment are spread evenly over its hours: few messages may be centuries apart."""
+    """Messages by hour. Those of a segment are spread evenly over its hours, but over no more hours than messages: two
+    messages may be centuries apart."""
     found = Counter({row.start_ms: row.messages for row in hours})
     for one in segments:
         starts = range(one.first_due_ms // HOUR_MS * HOUR_MS, one.last_due_ms + 1, HOUR_MS)
@@ -150,10 +153,14 @@ def _by_hour(hours: Iterable[Any], segments: Iterable[Any]) -> Counter[int]:
 
 
 async def _slots(rows: Any, hours: Mapping[int, int], now_ms: int, rate: float) -> dict[int, Counter[int]]:
-    """Minutes of the near future; minutes and seconds of each hour that may have a peak (coming.peaks)."""
+    """Messages by minute of the near future, and by minute and second of each hour that may have a peak.
+
+    A peak takes over a minute longer than its width (coming.peaks). An hour has none if all its
+    messages take a minute at most.
+    """
     found: dict[int, Counter[int]] = {1_000: Counter(), MINUTE_MS: Counter()}
-    full = [hour for hour, messages in hours.items() if messages > 60 * rate]
-    wanted = [(width, hour, hour + HOUR_MS) for hour in full for width in found]
+    busy = [hour for hour, messages in hours.items() if messages > 60 * rate]
+    wanted = [(width, hour, hour + HOUR_MS) for hour in busy for width in found]
     for width, first_ms, after_ms in [(MINUTE_MS, *coming.spans(now_ms)[0]), *wanted]:
         found[width] |= Counter(dict(await rows(_SLOTS.format(width), first_ms, after_ms)))
     return found
@@ -162,7 +169,7 @@ async def _slots(rows: Any, hours: Mapping[int, int], now_ms: int, rate: float) 
 def _forecast(
     now_ms: int, rate: float, due: Mapping[int, Mapping[int, int]], mean: float, destinations: list[Share]
 ) -> Calendar:
-    """The forecast from numbers of messages by width and start. ``mean``: bytes of a message."""
+    """The forecast from ``due``: numbers of messages by width and start. ``mean``: bytes of a message."""
     slots = {}
     for width in sorted(due):
         fullest = sorted(due[width].items(), key=lambda slot: (-slot[1], slot[0]))

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and the settings that a verb works with."""
+"""The parts that several verbs share: options, settings, look-ups in the store, and the question before a change."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Request:
     flags: Mapping[str, str] = field(default_factory=dict)
 
     def settings(self, sealed: list[str] | None = None) -> Settings:
-        """``sealed`` as for load. Raises ConfigError."""
+        """``sealed`` as for :func:`loading.load`. Raises ConfigError."""
         return loading.load(self.config, os.environ, self.flags, sealed)
 
     @property
@@ -79,12 +79,12 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def ask_store(url: str, name: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
-    """The answer to one question about the store. ``name``: what the session is called there. Raises StoreLost,
+def ask_store(url: str, doing: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
+    """The answer to one question about the store. ``doing``: the operation that an error names. Raises StoreLost,
     BadStoreUrl, SchemaOutdated."""
 
     async def asked() -> T:
-        async with listing.looking(url, name) as connection:
+        async with listing.looking(url, doing) as connection:
             return await question(connection)
 
     return asyncio.run(asked())
@@ -99,8 +99,8 @@ def pair(text: str, expected: str) -> tuple[str, str]:
 
 
 def read_as(read: Callable[[str], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """The callback of an option whose text ``read`` understands, or raises ValueError with the expected form. The value
-    of an option that may be repeated is a tuple."""
+    """The callback of an option with the reader ``read``, which raises ValueError with the form that it expects. An
+    option that may be repeated gets a tuple."""
 
     def one(text: str) -> object:
         try:
@@ -117,7 +117,7 @@ def read_as(read: Callable[[str], object]) -> Callable[[click.Context, click.Par
 duration = read_as(duration_ms)
 instant = read_as(lambda text: texts.instant_ms(text, time.time_ns() // 1_000_000))
 fixed_instant = read_as(texts.instant_ms)
-"""Not from now on."""
+"""It reads no durations from now, such as 2h."""
 bytes_of = read_as(raw)
 
 
@@ -157,8 +157,8 @@ def _header(text: str) -> tuple[bytes, str]:
 
 
 def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
-    """The message of each name: an id as lists print it, or else a key, a message_id or an x-delayer-id. None where no
-    message has that name. Raises Misused for a name of several messages."""
+    """The message of each name: an id as lists print it, or else a key, a message_id or an x-delayer-id. None
+    where no message has that name; ids are not looked up. Raises Misused for a name of several messages."""
     found: dict[str, Token | None] = dict.fromkeys(names)
     for name in found:
         with suppress(ValueError):
@@ -234,7 +234,8 @@ def change_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def selected(names: Sequence[str], given: dict[str, Any], *, everything: bool) -> Filter:
-    """The Filter of a command that changes messages: these ``names``, a filter, or --all. Raises click.UsageError."""
+    """The Filter of a command that changes messages. It is empty with ``names`` or --all. Raises click.UsageError
+    unless the operator gave one of these: ids, a filter, --all."""
     wanted = filter_of(given)
     if names and (everything or not wanted.everything):
         raise click.UsageError("give either ids or a filter")
@@ -264,10 +265,10 @@ def agreed(question: str, *, yes: bool) -> bool:
 def go_on(
     context: click.Context, question: str, missing: Iterable[str], *, some: bool, fine: bool, dry_run: bool, yes: bool
 ) -> None:
-    """Report ``missing`` ids. Exit on a dry run, if nothing matched, or if the user declines.
+    """Report ``missing`` ids. Exit on a dry run, if nothing matched, or if the operator declines.
 
-    ``question``: the verb, and its messages. ``some``: whether any matched. ``fine``: whether so many are no
-    reason for exit code 1. ``yes``: whether to ask no question.
+    ``question``: the verb, and its messages. ``some``: whether any matched. ``fine``: whether a dry run, or a run
+    without matches, ends with exit code 0 if no id is missing. ``yes``: whether to ask no question.
     """
     absent = sorted(missing)
     for name in absent:

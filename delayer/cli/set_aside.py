@@ -89,9 +89,9 @@ def _json_of_stray(one: Stray) -> dict[str, Any]:
 
 
 class SetAsideQueue(NamedTuple):
-    """One of the two queues, and its words. ``row``, ``figures``: a message in a table, and for programs. ``right``:
-    the column with numbers. ``stays``: what a message stays that could not be retried. ``limit``: messages that a list
-    looks at; None for KEPT."""
+    """One of the two queues, and its words. ``row`` and ``figures`` show a message in a table and in JSON. ``right`` is
+    the column with numbers. A message that a retry left in the queue "stays ``stays``". ``limit``: the messages that a
+    list looks at; None for KEPT. ``about``, ``retry``, ``example``: help texts, and options for their examples."""
 
     name: str
     noun: str
@@ -167,7 +167,7 @@ def _change(
     yes: bool,
     **given: Any,
 ) -> None:
-    """Look at the messages, ask, then retry or drop exactly these."""
+    """Look at the messages, ask the operator, then retry or drop exactly these."""
     mends = {name: given.pop(name) for name in ("delay_ms", "headers", "dropped") if name in given}
     wanted = Selection(**given)
     if everything == (wanted != ANY):
@@ -201,13 +201,14 @@ def _change(
 def _mend(
     settings: Settings, wanted: Selection, delay_ms: int | None, headers: Mapping[str, Value], dropped: Sequence[str]
 ) -> Mend:
-    """The headers that a retry replaces. Raises Misused."""
+    """The headers that a retry replaces; an empty entry only removes its header. Raises Misused."""
     removed = [raw(name) for name in dropped]
     if delay_ms is not None:
         for route in settings.routes:
             if wanted.exchange in (None, route.from_) and "x-delay" not in route.delay_from:
                 raise Misused(f"route {quoted(route.from_)} does not read x-delay: use --set-header, or say --route")
         headers, removed = {**headers, "x-delay": delay_ms}, [*removed, DELIVER_AT, OPT_DELAY, OPT_TIME]
+    # Each value is the entry of a table with one header, without the table's length.
     return dict.fromkeys(removed, b"") | {raw(name): field_table({name: it})[4:] for name, it in headers.items()}
 
 
@@ -216,7 +217,7 @@ def _say_cut(kind: SetAsideQueue, seen: Result[Any]) -> None:
 
 
 async def _look(settings: Settings, kind: SetAsideQueue, wanted: Selection, limit: int | None = None) -> Result[Any]:
-    """In store mode there may be no strays queue: the store holds such messages."""
+    """The messages that match. There are none without a strays queue in store mode: the store holds such messages."""
     try:
         return await kind.queue(settings).look(wanted, limit)
     except QueueMissing:
@@ -235,6 +236,7 @@ async def _recorded(
     if kind is REFUSED:
         note("There is no store, and so no audit log of this.")
     elif verb == "retry":
+        # A retry publishes strays by an exchange of native mode to the due queue, so both must exist.
         async with pipelined_admin(settings.broker_url, "delayer strays") as broker:
             await broker.declare(native_of(settings))
     return await change(lambda _messages: asyncio.sleep(0))

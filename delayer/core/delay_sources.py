@@ -27,8 +27,10 @@ from delayer.core.delay_headers import (
 )
 
 COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
+"""The headers that name further routing keys of a message."""
 CONSULTED: Final = REQUEST_HEADERS | {DELAY, RECEIVED_AT, LAST_DUE, ETA} | nservicebus.CONSULTED | COPY_HEADERS
-"""The headers that a plan reads. Routes with ``retry`` read retry_policy.CONSULTED instead."""
+"""The headers that each plan reads, beside those that the settings of its route name. Routes with ``retry`` read
+retry_policy.CONSULTED instead."""
 
 
 def _timestamp(request: DelayRequest) -> Asked | None:
@@ -63,8 +65,9 @@ SOURCES: Final[Mapping[str, Source]] = {
     "routing-key-bits": _routing_key_bits,
     "celery-eta": _celery_eta,
 }
-"""All forms with a fixed name."""
+"""The readers of all forms with a fixed name."""
 DEFAULT_FORMS: Final = tuple(OWN_SOURCES)
+"""The forms of a route without ``delay_from``, in this order."""
 JSON: Final = "json:"
 """The prefix of a form that continues with a JSON pointer into the body."""
 HEADER: Final = "header:"
@@ -73,11 +76,11 @@ FORMS: Final = f"{', '.join(SOURCES)}, header:NAME[:{'|'.join(UNITS)}] and json:
 
 
 def header_of(form: str) -> bytes:
-    """The name of the header in ``header:NAME[:UNIT]``. Empty for other forms, and for an unknown unit."""
-    name, colon, unit = form.removeprefix(HEADER).rpartition(":")
-    if not form.startswith(HEADER) or (unit in UNITS) != bool(colon):
+    """The name of the header in ``header:NAME[:UNIT]``. Empty for other forms, an unknown unit, and a unit alone."""
+    name, colon, last = form.removeprefix(HEADER).rpartition(":")
+    if not form.startswith(HEADER) or (last in UNITS) != bool(colon):
         return b""
-    return (name if colon else unit).encode()
+    return (name if colon else last).encode()
 
 
 def source_of(form: str) -> Source:
@@ -90,7 +93,7 @@ def source_of(form: str) -> Source:
     if not form.startswith(JSON):
         raise ValueError(f"expected one of {FORMS}, found {shown(form)}")
     pointer = form.removeprefix(JSON)
-    steps(pointer)
+    steps(pointer)  # A wrong pointer is an error here, and not with each message.
 
     def read(request: DelayRequest) -> Asked | None:
         due_ms = instant_in_json_ms(request.body, pointer, request.content_encoding)
@@ -102,7 +105,7 @@ def source_of(form: str) -> Source:
 LONGEST_BODY: Final = 16 << 20
 """The most bytes of an unpacked body."""
 PACKED: Final = 32
-"""An unpacked body has at most so many times the bytes of the packed one, and SHORT_BODY more. Gzip packs up to a
+"""The most bytes of an unpacked body for each byte of the packed one, beside SHORT_BODY. Gzip packs up to a
 thousandfold, and a batch of such bodies would keep the daemon from everything else until the watchdog ends it."""
 SHORT_BODY: Final = 64 << 10
 _GZIP_ONLY: Final = 16 + zlib.MAX_WBITS

@@ -1,7 +1,7 @@
-"""The kinds of servers that cannot hold a lane: a lane is a lock of a session, and its rows are written.
+"""The check for servers that cannot hold a lane. A lane is a lock of one session, and its owner writes rows.
 
 PgBouncer's transaction and statement modes give the statements of one client to several sessions, and one session to
-several clients. CockroachDB's advisory locks lock nothing.
+several clients. CockroachDB's advisory locks lock nothing. A standby takes no writes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from delayer.core.secret import SecretUrl
 from delayer.store import pool
 from delayer.store.errors import StoreUnfit, translated
 
-OTHERS: Final = {"CockroachDB": "CockroachDB", "-YB-": "YugabyteDB"}
-"""A part of the version's text, and the name of the database."""
+_OTHER_DATABASES: Final = {"CockroachDB": "CockroachDB", "-YB-": "YugabyteDB"}
+"""The names of databases that speak PostgreSQL's protocol, by a part of their version's text."""
 
 
 async def check(url: str) -> None:
     """Raises StoreUnfit for a server that cannot hold a lane, StoreLost, BadStoreUrl."""
     async with _session(url) as first:
-        pid, version, standby = await _asked(first)
-        for part, name in OTHERS.items():
+        pid, version, standby = await _identity(first)
+        for part, name in _OTHER_DATABASES.items():
             if part in version:
                 raise _unfit(url, "PostgreSQL", name, "let store.url lead to PostgreSQL itself")
         if standby == "t":
@@ -36,11 +36,11 @@ async def check(url: str) -> None:
 
 
 async def _check_pooler(url: str, pid: str, first: asyncpg.Connection, second: asyncpg.Connection) -> None:
-    """Ask which sessions two clients get. A pooler gives idle sessions out last in, first out, or in turn: then both
-    get one session, or one gets several. Other clients may hide this once."""
+    """Raises StoreUnfit if two clients share sessions. If a pooler gives out the latest idle session, both clients get
+    one session; if it gives them out in turn, one client gets several. Other clients may hide this once."""
     for _ in range(3):
-        of_second = {(await _asked(second))[0] for _ in range(2)}
-        of_first = {pid, (await _asked(first))[0]}
+        of_second = {(await _identity(second))[0] for _ in range(2)}
+        of_first = {pid, (await _identity(first))[0]}
         if len(of_first) > 1 or len(of_second) > 1 or of_first & of_second:
             found = "a connection pooler that shares sessions (PgBouncer in transaction or statement mode)"
             advice = "set pool_mode = session in the pooler, or let store.url lead to Postgres itself"
@@ -63,8 +63,8 @@ async def _session(url: str) -> AsyncIterator[asyncpg.Connection]:
         await pool.close(connection)
 
 
-async def _asked(connection: asyncpg.Connection) -> list[str]:
-    """The server's process, its version, and whether it is a standby. COPY needs no prepared statement, which a pooler
+async def _identity(connection: asyncpg.Connection) -> list[str]:
+    """The session's process, the server's version, "t" on a standby. COPY needs no prepared statement, which a pooler
     may look for in another session."""
     told = bytearray()
 

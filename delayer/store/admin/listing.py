@@ -3,6 +3,8 @@
 A page begins behind the last place of the one before. The primary key of the few partitions that it touches finds that
 place, so a page costs the same with ten million rows as with ten. No index knows route, destination and headers. The
 page reads on to find them, up to a bound. A page that ends before it is full says so, and the next one goes on there.
+
+The functions ``named`` and ``called`` find single messages, by id and by the other names of a message.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ BEGINNING: Final = (-(1 << 53), -1)
 class Rows:
     """Rows of ``message``, read window by window: of the days ahead one, then two, then four, until there are enough.
 
-    One statement over all partitions would open hundreds of them to read the first page of one.
+    One statement over all partitions would open hundreds of them to read the first page of one. ``scan``: the rows to
+    read at most for a narrow filter.
     """
 
     def __init__(
@@ -75,10 +78,10 @@ class Rows:
         self._limit = limit
         self._left = scan
         self._each = limit + 1
-        """Rows of each lane that are read at once: few first, as the first may match."""
+        """Rows of each lane that the next window reads at most: few first, as they may all match."""
 
     async def read(self, after: tuple[int, int]) -> tuple[int, int] | None:
-        """Read behind ``after``. The last place up to which all matches were found; None for the end."""
+        """Read on behind ``after``. The place up to which it found all matches; None if it read to the end."""
         lanes = [lane for (lane,) in await self._connection.fetch(_LANES)]
         last_ms = catalog.FOREVER_MS if self._wanted.due_before_ms is None else self._wanted.due_before_ms
         if self._wanted.due_from_ms is not None:
@@ -105,16 +108,16 @@ class Rows:
     async def _window(
         self, lanes: Sequence[int], low_ms: int, high_ms: int, after: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Read the rows due from ``low_ms`` to before ``high_ms``. The place up to which every lane was read; None when
-        that is all of the window."""
+        """Read rows due from ``low_ms`` to before ``high_ms``. The place up to which it read every lane; None after
+        the whole window."""
         narrow = self._wanted.narrow
         each = max(min(self._left // len(lanes), self._each), 1) if narrow else self._limit + 1
         self._each *= 4
-        meant, given = conditions(self._wanted, first=7)
+        terms, given = conditions(self._wanted, first=7)
         columns = ", route, to_exchange, to_key" if given else ""
-        properties = "NULL::bytea" if self._test is None else f"CASE WHEN {meant} THEN properties END"
+        properties = "NULL::bytea" if self._test is None else f"CASE WHEN {terms} THEN properties END"
         statement = _NEXT.format(
-            meant=meant,
+            meant=terms,
             properties=properties,
             columns=f"lane, due_at, id{columns}{', properties' if self._test else ''}",
         )
@@ -177,6 +180,7 @@ _KEYED: Final = (
     " ON m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id WHERE k.key = $1"
 )
 NAMED: Final = 10
+"""The messages that :func:`called` finds for one name at most."""
 _CALLED: Final = " UNION ALL ".join(
     f"SELECT (extract(epoch FROM due_at) * 1000000)::bigint, id, properties, key, {token} FROM {table}"
     f" WHERE key = ANY($1) OR {token} = ANY($1)"
@@ -219,7 +223,7 @@ class FoundPage(NamedTuple):
 async def opened(
     url: str, application: str, doing: str, more: Mapping[str, str] | None = None
 ) -> AsyncIterator[asyncpg.Connection]:
-    """A connection of :func:`connect` for one block, which is ``doing`` something. Raises StoreLost, BadStoreUrl."""
+    """A connection of :func:`pool.connect` for one block. Errors say ``doing``. Raises StoreLost, BadStoreUrl."""
     connection = await pool.connect(url, application, more)
     try:
         with translated(doing):
@@ -232,7 +236,7 @@ async def opened(
 async def looking(
     url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = SETTINGS
 ) -> AsyncIterator[asyncpg.Connection]:
-    """A connection to look at the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    """A connection to look at the store with. Errors say ``doing``. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     async with opened(url, application, doing, settings) as connection:
         await schema.check(connection)
         yield connection
@@ -248,7 +252,8 @@ async def find(
     scan: int = SCAN,
 ) -> FoundPage:
     """The next ``limit`` messages of ``wanted`` that wait behind ``after`` (due microseconds, id), rows and those in
-    segments, on one snapshot. ``test`` stands for the headers of ``wanted``. Raises the driver's errors."""
+    segments, on one snapshot. ``test`` stands for the headers and the message_id of ``wanted``. ``scan``: the rows to
+    read at most. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         if wanted.key is not None:
             return await _find_keyed(connection, wanted, test, after)
@@ -257,12 +262,12 @@ async def find(
         packed, broken, end_of_segments = await _in_segments(connection, wanted, test, after, end, limit=limit)
         end = end if end_of_segments is None else min(end or end_of_segments, end_of_segments)
     both = sorted([*rows.places, *(entry.place for entry in packed)])
-    meant = [place for place in both if end is None or place[:2] <= end]
-    full = len(meant) >= limit and (len(meant) > limit or end is not None)
+    sure = [place for place in both if end is None or place[:2] <= end]
+    full = len(sure) >= limit and (len(sure) > limit or end is not None)
     if full:
-        meant, end = meant[:limit], meant[limit - 1][:2]
+        sure, end = sure[:limit], sure[limit - 1][:2]
     of_segments = {entry.place.id: entry for entry in packed}
-    return FoundPage(meant, of_segments, end, bounded=end is not None and not full, broken=broken)
+    return FoundPage(sure, of_segments, end, bounded=end is not None and not full, broken=broken)
 
 
 async def pages(
@@ -291,7 +296,7 @@ def entry_of(row: asyncpg.Record) -> Entry:
 
 
 async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tuple[list[Entry], list[int]]:
-    """The messages of these names that wait, as rows or in segments; and the ids of those in segments that do not read
+    """The waiting messages with these ids, as rows or in segments; and the ids of those in segments that do not read
     back. Raises the driver's errors."""
     ids = {token.id for token in tokens}
     dues = {token.id: token.due_ms for token in tokens if token.due_ms is not None}
@@ -311,10 +316,11 @@ async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tupl
 async def called(
     connection: asyncpg.Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
 ) -> dict[bytes, list[Token]]:
-    """The messages, held ones too, whose key, ``x-delayer-id`` or message_id is one of ``names``. Of each name NAMED at
-    most. ``message_id`` reads the last one from properties. Reads every row, and with ``packed`` every segment. Raises
-    the driver's errors."""
+    """The ids of waiting and held messages by name: a key, a message_id, or the ``x-delayer-id`` of a held message.
+    ``message_id`` reads the message_id from properties. Reads every row, and with ``packed`` every segment. Raises the
+    driver's errors."""
     found: dict[bytes, list[Token]] = {name: [] for name in names}
+    # As properties hold them: a byte of length, then the text.
     short = [bytes([min(len(name), SHORT_STRING)]) + name for name in names]
 
     def add(due_us: int, number: int, properties: bytes, *others: bytes | None) -> None:
@@ -373,7 +379,7 @@ async def _in_segments(
     broken: list[int] = []
     last: tuple[int, int] | None = None
     for position, (segment, first_due_ms) in enumerate(rows):
-        # Not to the end of an instant: the next segment may begin inside of it.
+        # The last place before the first millisecond of this segment. The segments after it begin no earlier.
         before = (first_due_ms * 1000 - 1, MAX_ID)
         if last is not None and before >= last:
             break
@@ -391,8 +397,8 @@ async def _in_segments(
 
 
 async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry] | None:
-    """The live messages of a segment; None where it does not read back. Read in a thread, as by unpacking.read. Raises
-    the driver's errors."""
+    """The live messages of a segment; None where it does not read back. Threads unpack it. Raises the driver's
+    errors."""
     try:
         found = await catalog.read(connection, segment)
     except SegmentBroken:
@@ -429,13 +435,13 @@ FROM segment
 _EVERY_LANE = "SELECT array(SELECT number FROM lane)"
 
 Dues = Mapping[int, int]
-"""When messages are due (epoch ms), by id, of those of which that is known: they are found by it, or not at all."""
+"""Due times (epoch ms) by id, as far as they are known. A message with one is looked for at that time only."""
 NO_DUES: Final[Dues] = {}
 
 
 class SegmentListState(NamedTuple):
-    """The state of the list of segments. It differs if a segment came or went in between, or came and went, because ids
-    are never used again and restores are counted."""
+    """The state of the list of segments. Two states differ if a segment came or went in between, or came and went: ids
+    are never used again, and restores are counted."""
 
     newest: int
     segments: int
