@@ -23,7 +23,7 @@ def run(request: Request) -> None:
     Examples:
       delayer run
       delayer --config /etc/delayer/delayer.toml run
-      delayer --mode native --set log.format=console run
+      delayer --mode native run
       delayer --set http.listen= run           without health, metrics and page: beside another daemon
     """
     # The import takes most of a second. Meanwhile an order to stop ends the process, and an order to reload waits.
