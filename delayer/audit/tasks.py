@@ -107,11 +107,13 @@ class StageWatcher:
 def translated(doing: str) -> Iterator[None]:
     """Raise Spark's errors as StoreLost if a task lost the store, else as JobFailed. They keep the text only: an
     operator needs no stack of two languages, and passwords can be masked in text only."""
-    from py4j.protocol import Py4JError  # noqa: PLC0415
+    from py4j.protocol import Py4JError, Py4JNetworkError  # noqa: PLC0415
     from pyspark.errors import PySparkException  # noqa: PLC0415
 
     try:
         yield
+    except (Py4JNetworkError, ConnectionError):
+        raise JobFailed(f"{doing}: the Java virtual machine of the job has ended") from None
     except (PySparkException, Py4JError) as error:
         raise failure(doing, told_by(error)) from None
 

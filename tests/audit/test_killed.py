@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.audit.test_reading import fill
@@ -64,3 +65,13 @@ async def test_a_termination_leaves_nothing(
     assert told.splitlines()[-1].startswith(b"delayer: ")
     assert names(tmp_path) == []
     assert process.returncode == code
+
+
+async def test_a_lost_jvm_is_one_sentence(filled: str, tmp_path: Path) -> None:
+    process = await midway(filled, tmp_path)
+    [jvm] = psutil.Process(process.pid).children()
+    jvm.kill()
+    _, told = await process.communicate()
+    assert (process.returncode, b"Traceback" in told) == (3, False), told.decode()
+    assert told.endswith(b"the Java virtual machine of the job has ended\n")
+    assert names(tmp_path) == []
