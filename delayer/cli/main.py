@@ -139,8 +139,8 @@ def cli(
     of the configuration. The environment overrides the file, and flags override both.
 
     Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 something that is needed is out of reach.
-    Examples of the last: broker, store, a program that is not installed, room on a disk. Ctrl-C and SIGTERM end audit,
-    compact and restore with 130 and 143.
+    Examples of the last: broker, store, a program that is not installed, room on a disk. A verb that acts on messages
+    exits with 1 too if no message matches. Ctrl-C and SIGTERM end audit, compact and restore with 130 and 143.
     """
     from delayer.cli.options import Request, pair  # noqa: PLC0415 - loaded with the verb, not for --version
 
