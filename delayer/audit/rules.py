@@ -195,7 +195,8 @@ def segments(store: Extract, restored_ms: int) -> list[Finding]:
             FROM segment_message GROUP BY segment
         ), joined AS (
             SELECT s.id, s.lane, s.first_due_ms AS due_ms, s.broken_ms, s.messages, f.unreadable,
-                   (s.first_due_ms, s.last_due_ms) <> (f.first_due_ms, f.last_due_ms) AS other_due,
+                   f.segment IS NOT NULL AND (s.first_due_ms, s.last_due_ms) <> (f.first_due_ms, f.last_due_ms)
+                       AS other_due,
                    array_sort(s.ids) <> f.ids AS other_ids,
                    s.raw_bytes <> f.raw_bytes AS other_size
             FROM segment AS s LEFT JOIN found AS f ON s.id = f.segment

@@ -176,11 +176,11 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
         await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone') ON CONFLICT DO NOTHING")
         before = await everything(admin)
         windows = await compacting.windows(admin, 0, OF_A_SEGMENT)
-    packed = await killed(server, url, lambda: compact_job.work(url, OF_A_SEGMENT, windows), lambda n: n >= 5)
+    packed = await killed(server, url, lambda: compact_job.work(url, OF_A_SEGMENT, 1, windows), lambda n: n >= 5)
     assert any(one.lost for one in packed)
     assert await looked(url, everything) == before
     await looked(url, conserved)
-    assert not any(one.lost for one in await asyncio.to_thread(compact_job.work, url, OF_A_SEGMENT, windows))
+    assert not any(one.lost for one in await asyncio.to_thread(compact_job.work, url, OF_A_SEGMENT, 1, windows))
     assert await looked(url, everything) == before
     assert await looked(url, waiting) == {}
 
