@@ -141,8 +141,8 @@ async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
 
 
 def _by_hour(hours: Iterable[Any], segments: Iterable[Any]) -> Counter[int]:
-    """Messages by hour. Those of a segment are spread evenly over its hours, but over no more hours than messages: two
-    messages may be centuries apart."""
+    """Messages by hour. The messages of a segment are spread evenly over its hours. Two messages may be centuries
+    apart, so at most one hour for each message gets a number."""
     found = Counter({row.start_ms: row.messages for row in hours})
     for one in segments:
         starts = range(one.first_due_ms // HOUR_MS * HOUR_MS, one.last_due_ms + 1, HOUR_MS)

@@ -251,10 +251,10 @@ class Admin:
         """Remove our parts in the order of the topology: a cascade from its top, each exchange before its queue. So no
         message enters a level after its queue is gone.
 
-        Without ``force`` this removes nothing while a queue has consumers or messages, or may have messages that nobody
-        can see. An exchange stays if others bound something to it. If a message enters a level meanwhile, its
-        queue and all levels below stay; call this again when the message has left. The broker's counts do not include
-        unacknowledged messages, and those in a dead-letter worker, so stop the daemon first.
+        Without ``force`` this removes nothing while a queue has consumers or messages. The same holds for a queue that
+        may have hidden messages. An exchange stays if others bound something to it. If a message enters a level
+        meanwhile, its queue and all levels below stay; call this again when the message has left. The broker's counts
+        do not include unacknowledged messages, and those in a dead-letter worker, so stop the daemon first.
         """
         return await Remover(self._connection, topology, self.delayed, force=force).run()
 

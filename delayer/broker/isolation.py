@@ -326,11 +326,8 @@ class Isolation:
         """The second connection, opened if there is none. If the broker refuses a second one, the publishers'
         connection serves, unless ``own``."""
         connection = self._connection
-        if (
-            connection is not None
-            and not self._users
-            and connection.free_channels <= connection.limits.channel_max // 2
-        ):
+        full = connection is not None and connection.free_channels <= connection.limits.channel_max // 2
+        if connection is not None and full and not self._users:
             connection.abandon()  # The broker then ends its channels that wait for silent queues.
         if connection is not None and not connection.closed.done():
             return connection

@@ -78,7 +78,7 @@ def audit(
 ) -> None:
     """Check the store of one instant by the rules of docs/backlog.md, and show when messages are due.
 
-    Without --deep it takes seconds: it reads counters, indexes, headers of segments and a sample of rows, and says what
+    Without --deep it takes seconds. It reads counters, indexes, headers of segments and a sample of rows. It says what
     it did not look at. Daemons may go on working meanwhile. The audit changes nothing in the store or the broker, and
     publishes no message.
 

@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 import tomllib
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
@@ -90,9 +91,9 @@ class SettingsSource(PydanticBaseSettingsSource):
                 values[section] = {key: value for key, value in table.items() if key not in (name, file)}
         return values
 
+    @abstractmethod
     def place(self, key: Key) -> str:
         """The place where this source sets ``key``, for people."""
-        raise NotImplementedError
 
 
 class File(SettingsSource):
