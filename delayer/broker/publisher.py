@@ -120,7 +120,7 @@ class AmqpPublisher:
         ``tried``: the first message for each new exchange was published before. Raises BrokerLost.
         """
         isolation, batch = self._isolation, pending.batch
-        special = [i for i in indexes if batch[i].isolated or is_direct_reply(batch[i].exchange, batch[i].routing_key)]
+        special = [i for i in indexes if batch[i].isolated or _is_reply(batch[i])]
         ordinary = _without(indexes, special)
         held, doubtful = isolation.breaker.partition(batch, ordinary) if isolation.breaker.table else ({}, [])
         pending.outcomes |= held
@@ -201,6 +201,10 @@ class AmqpPublisher:
             if self._channel is None or self._channel.closed.done():
                 self._channel = await self._reconnecting.confirming_channel(connection, self._timeout * SHARED_FRACTION)
             return self._channel
+
+
+def _is_reply(one: Outgoing) -> bool:
+    return not one.exchange and is_direct_reply(one.exchange, one.routing_key)
 
 
 def _without(indexes: Sequence[int], others: Collection[int]) -> Sequence[int]:

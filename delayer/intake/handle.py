@@ -376,7 +376,7 @@ class DueHandler(KeepingHandler):
                 publications.append(to_refused(delivery, refuse, names, self._new_id()))
                 continue
             parcel, held, limit_ms = publication.parcel, envelope.held, limits.get(envelope.parcel.route)
-            hold = too_late(envelope.parcel.due_ms, now_ms, limit_ms, held and held.hold)
+            hold = too_late(envelope.parcel.due_ms, now_ms, limit_ms, held and held.hold) if limits else None
             if parcel is not None and hold is not None:
                 parcel = parcel._replace(token=envelope.id)
                 late.append(Objection(delivery, parcel, hold, held))
