@@ -213,6 +213,13 @@ class HttpTable(Table):
     token: values.Token = None
     token_file: values.Path | None = None
 
+    @field_validator("metrics_listen")
+    @classmethod
+    def _of_its_own(cls, metrics_listen: str, info: ValidationInfo) -> str:
+        if metrics_listen and metrics_listen == info.data.get("listen"):
+            raise Expected('an address other than listen, which serves metrics too; "" for none')
+        return metrics_listen
+
 
 class LogTable(Table):
     format: Literal["auto", "json", "console"] = "auto"

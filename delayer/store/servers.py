@@ -1,7 +1,8 @@
 """The check for servers that cannot hold a lane. A lane is a lock of one session, and its owner writes rows.
 
 PgBouncer's transaction and statement modes give the statements of one client to several sessions, and one session to
-several clients. CockroachDB's advisory locks lock nothing. A standby takes no writes.
+several clients. CockroachDB's advisory locks lock nothing. YugabyteDB has no LOCK TABLE, and its newest releases, which
+have advisory locks, were not tried. A standby takes no writes.
 """
 
 from __future__ import annotations

@@ -83,6 +83,7 @@ FILES: list[tuple[str, dict[str, str]]] = [
     ('[intake]\nqueue = "delays.due"', {"intake.queue": '"delays.due"'}),
     (f'[native]\nprefix = "{"p" * 114}"', {"native.prefix": '"' + "p" * 78 + "…"}),
     *((f'native.due_queue = "{name}"', {"native.due_queue": found}) for name, found in LONG.items()),
+    ('[http]\nmetrics_listen = "127.0.0.1:9419"', {"http.metrics_listen": '"127.0.0.1:9419"'}),
     ('[native]\ndue_queue = "x"\n[refused]\nqueue = "x"', {"refused.queue": '"x"'}),
     # Routes.
     ("route = []", {"route": "a list of 0"}),
