@@ -38,6 +38,7 @@ _PARTITIONS: Final = """
 SELECT c.relname, pg_get_expr(c.relpartbound, c.oid), pg_relation_size(c.oid) / current_setting('block_size')::bigint
 FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass
 """
+_HELD_PAGES: Final = "SELECT pg_relation_size('held') / current_setting('block_size')::bigint"
 # Partition {0} has a day's name, but not that day's bounds {1} and {2}. Misplaced are its rows of other days, and the
 # day's rows in the default partition.
 _MISPLACED: Final = f"""
@@ -87,10 +88,11 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
     figures = rules.figures_of(store, places, {row.lane: row.messages for row in places if row.kind == PACKED})
     totals = rules.totals_of(figures, places, segments)
 
-    # The sample has some ten thousand pages (8 KB each) at most. Its last row is the sum of all destinations.
-    share = min(10_000 / max(sum(pages for *_, pages in partitions), 1), 1.0)
-    *sample, whole = await rows(read("audit_sample"), share * 100)
-    scale = (totals.waiting + totals.held) / max(whole.messages, 1)
+    # Of waiting and of held rows the sample has some ten thousand pages (8 KB each) at most. Its last row is the sum.
+    [(held_pages,)] = await rows(_HELD_PAGES)
+    shares = [min(10_000 / max(pages, 1), 1.0) for pages in (sum(pages for *_, pages in partitions), held_pages)]
+    *sample, whole = await rows(read("audit_sample"), *shares)
+    scale = (totals.waiting + totals.held) / max(whole.messages or 0, 1)
     totals = replace(totals, size=totals.size + round(whole.size * scale), keyed=round(whole.keyed * scale))
     due = {HOUR_MS: _by_hour((row for row in counted if row.lane is None), segments)}
     due |= await _slots(rows, due[HOUR_MS], reached_ms, options.release_rate)
@@ -120,7 +122,7 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
         rules.REPEATS: "messages were not compared",
         rules.KEYS: "keys were not compared with their messages",
     }
-    unseen = [f"those outside a sample of {share * 100:.2g} % of the pages"] if share < 1 else []
+    unseen = [f"those outside a sample of {min(shares) * 100:.2g} % of the pages"] if min(shares) < 1 else []
     if segments:
         unseen.append("those of messages in segments")
         skipped[rules.SEGMENTS] = "the messages inside them"

@@ -14,6 +14,7 @@ from delayer.audit import quick, rules
 from delayer.audit.findings import NEWER, PARTITION, UNREADABLE, AuditReport
 from delayer.audit.job import Options
 from delayer.core.secret import SecretUrl
+from delayer.store.statements import read
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
 from tests.support.daemon import EXECUTABLE
@@ -41,6 +42,13 @@ async def test_a_sound_store_and_what_was_not_looked_at(database: str) -> None:
     slow = [one.subject for one in (await audited(database, release_rate=0.001)).findings]
     assert any(subject.endswith("1 due in 1 s") for subject in slow), "an hour with many messages is read by the second"
     assert {lane.number: lane.alive for lane in report.lanes} == dict.fromkeys((1, 2, 3, 4), False)
+
+
+async def test_all_held_messages_are_seen_beside_a_small_share_of_the_waiting_ones(database: str) -> None:
+    await build(database)
+    async with sql(database) as connection:
+        *destinations, whole = await connection.fetch(read("audit_sample"), 1e-12, 1.0)
+    assert sum(one["messages"] for one in destinations) == whole["messages"] == 3
 
 
 def test_a_segment_until_the_year_9999_costs_no_more_than_its_messages() -> None:
