@@ -1,6 +1,6 @@
 """The decision about one message. Every input has exactly one answer, and no input raises.
 
-    decide(request, policy, now_ms) -> EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse
+    decide(request, route, policy, now_ms) -> EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse | Retry
 
 Start here to understand the system: this module decides, and all other modules carry out its decisions.
 """
@@ -35,7 +35,7 @@ from delayer.core.delay_headers import (
 from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, header_of, source_of
 from delayer.core.hold import Hold, too_late
 from delayer.core.message import SHORT_STRING, KeyGroup, Target, as_bytes, is_direct_reply
-from delayer.core.retry_policy import NoFailure, RetryPolicy, failure, wait_ms
+from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, failure, wait_ms
 
 LATEST_MS: Final = 253_402_300_799_999
 """The end of the year 9999. Not every store, and not every program that reads one, accepts later times."""
@@ -182,26 +182,29 @@ class Refuse:
 Plan = EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse
 
 
-def has_key(plan: Plan) -> bool:
-    """Whether the order of arrival matters: the message replaces or cancels an earlier one."""
-    return isinstance(plan, Cancel) or (isinstance(plan, Park) and plan.key is not None)
+class Retry(NamedTuple):
+    """Note the failure in a dead letter, and follow the plan for its way back."""
+
+    failed: FailedAttempt
+    plan: Plan
 
 
-def decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int | None = None) -> Plan:
-    """The plan for one message.
+def decide(
+    request: DelayRequest, route: Route | None, policy: Policy, now_ms: int, now_lower_ms: int | None = None
+) -> Plan | Retry:
+    """The plan for one message. ``route`` is that of its exchange; None: the exchange has none.
 
     A delay counts from ``now_ms``: the upper bound of the clock when the message was read, so it is never too short. A
     message is due by ``now_lower_ms``, the lower bound of the clock now, so nothing is early. None: the same.
     """
     try:
-        return _decide(request, policy, now_ms, now_ms if now_lower_ms is None else now_lower_ms)
+        return _decide(request, route, policy, now_ms, now_ms if now_lower_ms is None else now_lower_ms)
     except Unacceptable as reason:
         return Refuse(str(reason))
 
 
-def _decide(request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int) -> Plan:
+def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: int, now_lower_ms: int) -> Plan | Retry:
     headers = request.headers
-    route = policy.routes.get(request.exchange)
     if route is None:
         expected = ", ".join(map(_name, sorted(policy.routes)))
         raise Unacceptable(f"no route for exchange {_name(request.exchange)}: expected one of {expected}")
@@ -253,7 +256,7 @@ def _placed(
 
 def _retried(
     request: DelayRequest, route: Route, retry: RetryPolicy, policy: Policy, *, now_ms: int, now_lower_ms: int
-) -> Plan:
+) -> Retry:
     """Send a dead letter back to the queue that dead-lettered it, or, if exhausted, to the queue for those."""
     try:
         failed = failure(request.headers, retry)
@@ -263,7 +266,7 @@ def _retried(
     queue = retry.exhausted if failed.exhausted else failed.queue
     target = _checked(b"", queue, request.exchange, policy.own_queues, policy.own_exchanges)
     due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, request.chance)
-    return _placed(due_ms, max(now_ms, now_lower_ms), target, route, policy, late_limit_ms=None)
+    return Retry(failed, _placed(due_ms, max(now_ms, now_lower_ms), target, route, policy, late_limit_ms=None))
 
 
 def _asked(request: DelayRequest, route: Route) -> Asked | None:

@@ -29,8 +29,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
 from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
-from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, Soon, TooLate, decide, has_key
-from delayer.core.retry_policy import failure
+from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
 from delayer.intake import replies
 from delayer.intake.consume import KEPT_BYTES, AckTracker, Dispatch, Handler, Publication, Session
 from delayer.intake.holding import Objection
@@ -119,17 +118,15 @@ def classify(
             f"found {len(delivery.properties)}",
         )
     route = policy.routes.get(delivery.exchange)
-    retry = None if route is None else route.retry
     try:
         properties = Properties.parse(delivery.properties)
         ask = edits.asked(delivery, properties, CONSULTED if route is None else route.consulted)
-        plan = decide(ask, policy, now_ms, now_lower_ms)
-        if route is not None and (retry is not None or route.named) and not isinstance(plan, Refuse):
-            edited = (
-                splice(properties, remove=route.named)
-                if retry is None
-                else edits.failed(properties, failure(ask.headers, retry), max_properties)
-            )
+        plan, edited = decide(ask, route, policy, now_ms, now_lower_ms), b""
+        if isinstance(plan, Retry):
+            edited, plan = edits.failed(properties, plan.failed, max_properties), plan.plan
+        elif route is not None and route.named and not isinstance(plan, Refuse):
+            edited = splice(properties, remove=route.named)
+        if edited:
             delivery, properties = delivery._replace(properties=edited), Properties.parse(edited)
     except MalformedProperties as broken:
         return _unusable(delivery, f"malformed properties: {broken}")
@@ -325,7 +322,7 @@ class IntakeHandler(KeepingHandler):
         """Park a batch. A message with a key replaces the waiting one, in the order of the queue. So batches with
         keys park one after another. Batches without keys need no order."""
         work, acks = batch_plan(stored, self._live.names(), self._new_id), self._session.acks
-        if not any(has_key(plan) for _, _, plan in stored):
+        if not any(step.keys or step.cancels for step in work.steps):
             await self._park(work, acks)
             return
         async with self._keyed:

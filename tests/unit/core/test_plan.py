@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.delay_sources import CONSULTED
 from delayer.core.message import Target, Timestamp
-from delayer.core.plan import LATEST_MS, AtOnce, Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route, Soon, decide
+from delayer.core.plan import LATEST_MS, AtOnce, Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route, Soon
+from tests.support.planning import decide
 
 NOW = 1_800_000_000_000
 DAY = 86_400_000

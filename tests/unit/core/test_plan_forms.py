@@ -23,8 +23,9 @@ from delayer.core.nservicebus import (
     SAGA_ID,
     TIME_SENT,
 )
-from delayer.core.plan import AtOnce, Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route, TooLate, decide
+from delayer.core.plan import AtOnce, Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route, TooLate
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt, RetryPolicy
+from tests.support.planning import decide
 from tests.support.raw import wire_instant
 
 NOW = 1_800_000_000_000  # 2027-01-15 08:00:00

@@ -16,10 +16,11 @@ from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned, too_late
 from delayer.core.message import Outgoing, Schedule
-from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
+from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate
 from delayer.release import loop as module
 from delayer.release.loop import LaneRelease, prepared
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
+from tests.support.planning import decide
 
 
 class Scene:
