@@ -19,7 +19,7 @@ from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import json_of_lane, note, print_json, print_lanes, print_queues, print_table, quoted, when
 from delayer.config.model import HttpTable, Settings
-from delayer.config.texts import is_loopback, service_of
+from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.readable import duration
@@ -132,8 +132,9 @@ def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
 @click.option("--watch", is_flag=True, help="Look every two seconds, until interrupted; with --json an object a line.")
 @click.pass_context
 def status(context: click.Context, as_json: bool, watch: bool) -> None:
-    """Show the mode, the lanes, the counts of parked, held and compacted messages, and the next due instant. Show
-    rates and lateness over the last minutes, and the depths of all queues, the cascade's levels among them.
+    """Show the broker, the database, the mode, the lanes, the counts of parked, held and compacted messages, and the
+    next due instant. Show rates and lateness over the last minutes, and the depths of all queues, the cascade's levels
+    among them.
 
     Parts that are out of reach are named. Exit code 3 if the broker or a configured store is out of reach. Exit code 1
     if the store's schema is not the one that this program needs.
@@ -153,12 +154,14 @@ def status(context: click.Context, as_json: bool, watch: bool) -> None:
 def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> int:
     """Look and print. Returns the exit code."""
     depths, broker, store, now = asyncio.run(_look(settings))
-    answer = {"mode": settings.mode, "broker": broker, "store": store, "live": now}
+    names = names_of(settings)
+    answer = {"names": names, "mode": settings.mode, "broker": broker, "store": store, "live": now}
     if as_json and on_one_line:
         click.echo(json.dumps(answer))
     elif as_json:
         print_json(answer)
     else:
+        click.echo("   ".join(f"{name.replace('_', ' ')}: {value}" for name, value in names.items()))
         click.echo(mode_text(settings.mode, now))
         _print_store(store)
         show(now)

@@ -209,6 +209,7 @@ class HttpTable(Table):
 
     listen: values.Listen = "127.0.0.1:9419"
     metrics_listen: values.Listen = ""
+    label: values.Label = ""
     open: StrictBool = False
     token: values.Token = None
     token_file: values.Path | None = None

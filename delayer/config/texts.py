@@ -7,7 +7,7 @@ import ipaddress
 import re
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta, tzinfo
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from delayer.config.errors import Expected
 from delayer.config.model import Settings
@@ -71,6 +71,23 @@ def service_of(settings: Settings) -> str:
     >>> (one == same, one == other)
     (True, False)
     """
+    names = names_of(settings)
+    return hashlib.sha256(f"{names['broker']} {names['virtual_host']}".encode()).hexdigest()[:16]
+
+
+def names_of(settings: Settings) -> dict[str, str]:
+    """The names by which people tell systems apart, for every page and ``delayer status``: never a login.
+
+    >>> urls = {"broker": {"url": "amqp://a:b@rabbit/orders"}, "store": {"url": "postgresql://a:b@db:5433/delayer"}}
+    >>> names_of(Settings.model_validate({**urls, "http": {"label": "PROD"}}))
+    {'label': 'PROD', 'broker': 'rabbit:5672', 'virtual_host': 'orders', 'database': 'delayer on db:5433'}
+    """
     url = urlsplit(settings.broker_url)
     port = url.port or (5671 if url.scheme == "amqps" else 5672)
-    return hashlib.sha256(f"{url.hostname}:{port} {unquote(url.path[1:]) or '/'}".encode()).hexdigest()[:16]
+    found = {"label": settings.http.label} if settings.http.label else {}
+    found |= {"broker": f"{url.hostname}:{port}", "virtual_host": unquote(url.path[1:]) or "/"}
+    if settings.store_url is not None:
+        store = urlsplit(settings.store_url)
+        host = store.netloc.rpartition("@")[2] or dict(parse_qsl(store.query)).get("host", "localhost")
+        found["database"] = f"{unquote(store.path[1:]) or '(default)'} on {unquote(host)}"
+    return found

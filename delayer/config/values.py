@@ -210,6 +210,7 @@ RoutingKeys = Annotated[tuple[str, ...], _list_of("routing keys", "a routing key
 Prefix = Annotated[str, BeforeValidator(_prefix)]
 Patterns = Annotated[tuple[str, ...], _list_of("patterns of exchange names", "the name of an exchange")]
 Path = Annotated[str, BeforeValidator(_text)]
+Label = Annotated[str, _named("a label")]
 Listen = Annotated[str, BeforeValidator(listen_address)]
 BrokerUrl = Annotated[SecretUrl, BeforeValidator(broker_url)]
 Token = Annotated[Secret | None, BeforeValidator(_token)]

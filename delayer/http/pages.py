@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from delayer.amqp import reading
-from delayer.config.texts import service_of
+from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.core import horizon
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.filters import Filter, Token, place_text, read_token
@@ -61,9 +61,18 @@ class Pages:
         if _by_program(request):
             error = values.get("wrong") or values.get("missing") or " ".join(values.get("lines", ()))
             return JSONResponse({"error": error}, status_code=status)
+        names = names_of(self.answers.inside.settings) if self.readable(request) else {}
         here = "/" + request.url.path.strip("/").partition("/")[0]
         session = self.sessions.session(request)
-        return render.html(template, status, here=here, session=session, can_open=self.sessions.can_open, **values)
+        more = {"session": session, "can_open": self.sessions.can_open, "names": names}
+        return render.html(template, status, here=here, **more, **values)
+
+    def readable(self, request: Request) -> bool:
+        """Whether this client may read: every client on loopback and where the page is open, else those with the
+        token."""
+        http = self.answers.inside.settings.http
+        local = is_loopback(http.listen.rpartition(":")[0])
+        return local or http.open or self.sessions.who(request) is not None
 
     async def overview(self, request: Request) -> Response:
         """The overview."""

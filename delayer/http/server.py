@@ -81,9 +81,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
         """If private, or away from loopback unless the page is open: an answer for clients with the token only."""
 
         async def answered(request: Request) -> Response:
-            http = settings.settings.http
-            local = is_loopback(http.listen.rpartition(":")[0])
-            allowed = (not private and (local or http.open)) or sessions.who(request) is not None
+            allowed = sessions.who(request) is not None if private else pages.readable(request)
             return await answer(request) if allowed else pages.locked(request)
 
         return answered

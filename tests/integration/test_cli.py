@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -293,6 +294,7 @@ def test_status(delayer: Run, empty_database: str) -> None:
     delayer("topology", "apply")
     delayer("send", "--delay", "1h", "--count", "3")
     told = delayer("status")
+    assert re.search(r"^broker: \S+:\d+   virtual host: \S+   database: \w+ on \S+$", told.stdout, re.MULTILINE)
     assert "mode: store" in told.stdout
     assert "parked: 0   held: 0   next due in the store: -" in told.stdout
     assert ["delays", "3"] in [line.split() for line in told.stdout.splitlines()]

@@ -36,7 +36,7 @@ def test_nothing_is_marked_as_safe_and_nothing_runs_inline(template: Path) -> No
 def test_everything_is_escaped_in_every_place() -> None:
     hostile = "\"><script>alert(1)</script>'"
     shown = render.html("done.html", heading=hostile, lines=[hostile], back=hostile, here="", session=None,
-                        can_open=False).body.decode()  # fmt: skip
+                        can_open=False, names={}).body.decode()  # fmt: skip
     assert "<script>alert" not in shown
     assert shown.count("&lt;script&gt;alert(1)") == 4
 

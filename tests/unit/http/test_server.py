@@ -29,7 +29,7 @@ class Inside:
     """A daemon in native mode without a store."""
 
     def __init__(self, listen: str = "127.0.0.1:0", *, is_open: bool = False, **more: Any) -> None:
-        http = {"listen": listen, "metrics_listen": listen, "token": TOKEN, "open": is_open}
+        http = {"listen": listen, "metrics_listen": "127.0.0.2:0", "token": TOKEN, "open": is_open, "label": "PROD"}
         self.settings = Settings.model_validate({"mode": "native", "http": http, **more})
         self.lost = False
         self.blocked = False
@@ -295,6 +295,17 @@ async def test_away_from_loopback_reading_needs_the_token() -> None:
         assert (await status.look(Settings.model_validate(native)))["error"] is None
         del native["http"]["token"]
         assert "needs http.token" in (await status.look(Settings.model_validate(native)))["error"]
+
+
+@pytest.mark.parametrize(("listen", "told"), [("127.0.0.1:0", True), ("0.0.0.0:0", False)])
+async def test_every_page_names_its_systems_to_those_who_may_read(listen: str, told: bool) -> None:
+    urls = {"broker": {"url": "amqp://me:hunter2@rabbit/orders"}, "store": {"url": "postgresql://me:hunter2@db/later"}}
+    async with served(Inside(listen, **urls)) as web:
+        for path in ("/refused", "/login", "/nowhere"):
+            page = (await web.get(path)).text
+            for name in ("PROD", "rabbit:5672", "orders", "later on db"):
+                assert (f" · {name} · " in page, name in page.partition("<body>")[2]) == (told, told), page
+            assert "hunter2" not in page
 
 
 async def test_an_open_address_that_others_reach_is_a_warning() -> None:
