@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -104,6 +106,11 @@ async def bind(fleet: Fleet, *, away: bool = False) -> None:
         channel = await connection.channel()
         queue = await channel.declare_queue(fleet.ledger.queue, passive=True)
         await (queue.unbind if away else queue.bind)("delayer.out", "#")
+
+
+def test_every_bug_finds_what_it_replaces() -> None:
+    plant = "from tests.support.odd import BUGS, OF_FEATURES\nfor bug in (BUGS | OF_FEATURES).values(): bug()"
+    subprocess.run([sys.executable, "-c", plant], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("bug", ["", "lenient"])
