@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence, Set
-from functools import partial
 from typing import Any
 
 import asyncpg
@@ -150,22 +149,11 @@ def _act(
 
 async def _dues(connection: asyncpg.Connection, wanted: Filter, ids: Set[int] | None) -> dict[int, int]:
     """The held messages with these ``ids``; where they are None, all that match ``wanted``. Each with its due time."""
-    dues = {} if ids is None else await detail.held_dues(connection, ids)
-    test = reading.properties_test(wanted)
-    after: int | None = 0 if ids is None else None
-    while after is not None:
-        page = await detail.held_page(connection, wanted, test, detail.AT_ONCE, after)
-        dues |= {one.entry.place.id: one.entry.place.due_us // 1000 for one in page.messages}
-        after = page.after
-    return dues
+    if ids is not None:
+        return await detail.held_dues(connection, ids)
+    return await detail.held_matching(connection, wanted, reading.properties_test(wanted))
 
 
 async def _do(url: str, verb: str, asked: Mapping[str, Any], dues: Mapping[int, int]) -> int:
-    """Retry or drop these, as far as they are still held, in portions."""
-    done, items = 0, list(dues.items())
-    change = actions.retry_held if verb == "retry" else actions.drop_held
     async with actions.recorded(url, whoami(), f"held {verb}", asked) as (connection, act):
-        for start in range(0, len(items), detail.AT_ONCE):
-            some = dict(items[start : start + detail.AT_ONCE])
-            done += await actions.patiently(partial(change, connection, some, act))
-    return done
+        return await actions.change_held(connection, verb, dues, act)

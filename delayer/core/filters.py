@@ -57,7 +57,7 @@ class Filter:
 
     ``exchange`` and ``routing_key`` are the destination's. ``key`` is that of ``x-delay-key``. Times are epoch
     milliseconds: ``due_from_ms`` is included, ``due_before_ms`` is not. ``message_id`` is the property, and headers are
-    compared as text.
+    compared as text. ``kind`` is that of a hold, for held messages alone.
     """
 
     route: bytes | None = None
@@ -68,6 +68,7 @@ class Filter:
     key: bytes | None = None
     message_id: bytes | None = None
     headers: tuple[tuple[bytes, str], ...] = ()
+    kind: str | None = None
 
     @property
     def everything(self) -> bool:

@@ -23,7 +23,7 @@ from delayer.http import forms, render
 from delayer.http.forms import FieldError, Search
 from delayer.http.pages import STORE_ERRORS, Pages
 from delayer.http.recent import host_ms
-from delayer.store.admin import actions, detail
+from delayer.store.admin import actions, detail, listing
 from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
 
@@ -125,10 +125,24 @@ class Actions:
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> ActionResult:
         ids = [token.id for token in tokens]
         async with actions.recorded(self.pages._url(), who, f"held {verb}", {"ids": ids}) as (connection, act):
-            change = actions.retry_held if verb == "retry" else actions.drop_held
-            done = await actions.patiently(partial(change, connection, await detail.held_dues(connection, ids), act))
+            done = await actions.change_held(connection, verb, await detail.held_dues(connection, ids), act)
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
+
+    async def held_filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+        """All held messages that match a filter: counted first, then retried or dropped once a person confirmed."""
+        forms.known(form, ("verb", *forms.HELD_FIELDS, "all", "confirmed", "counted", "typed"))
+        verb, url = forms.verb(form, "retry", "drop"), self.pages._url()
+        filter_ = forms.meant(form, host_ms(), forms.HELD_FIELDS)
+        test = reading.properties_test(filter_.wanted)
+        if not _confirmed(request, form):
+            async with listing.looking(url, f"count for {verb}") as connection:
+                meant = actions.CountedMessages(len(await detail.held_matching(connection, filter_.wanted, test)), 0)
+            return self._confirm(request, verb, filter_, {"by": "", "wrong": form.get("typed", [""])[0]}, meant)
+        async with actions.recorded(url, who, f"held {verb}", filter_.wanted.as_dict()) as (connection, act):
+            dues = await detail.held_matching(connection, filter_.wanted, test)
+            done = await actions.change_held(connection, verb, dues, act)
+        return ActionResult(f"{PAST[verb]}: {render.number(done)}", [], done, "/held")
 
     async def refused(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
         """Refused messages by their ids: retry, drop."""
@@ -146,15 +160,16 @@ class Actions:
 
     async def filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
         """All messages that match a filter: counted first, then changed once a person confirmed."""
-        forms.known(form, ("verb", *forms.FIELDS, "all", "at", "by", "confirmed", "counted"))
+        forms.known(form, ("verb", *forms.FIELDS, "all", "at", "by", "confirmed", "counted", "typed"))
         verb = forms.verb(form, "cancel", "reschedule")
         filter_ = forms.meant(form, host_ms())
         do, new = _do(verb, form)
         test = reading.properties_test(filter_.wanted)
-        if form.get("confirmed") != ["yes"]:
+        if not _confirmed(request, form):
             async with actions.acting(self.pages._url(), f"count for {verb}") as connection:
                 meant = await actions.count(connection, filter_.wanted, test)
-            return self._confirm(request, verb, filter_, {**new, "by": form.get("by", [""])[0]}, meant)
+            new |= {"by": form.get("by", [""])[0], "wrong": form.get("typed", [""])[0]}
+            return self._confirm(request, verb, filter_, new, meant)
         asked = {**filter_.wanted.as_dict(), **new}
         async with actions.recorded(self.pages._url(), who, verb, asked) as (connection, act):
             found: Counter[FoundIn] = await actions.every(
@@ -183,11 +198,13 @@ class Actions:
             verb=verb,
             count=meant.messages,
             broken=meant.broken,
-            facts=list(given.items()) or [("filter", "none: everything that waits")],
+            facts=list(given.items()) or [("filter", "none")],
             to=moved if at_ms is None else f" to {iso(at_ms)}",
-            path="/actions/filtered",
-            fields=fields,
-            back=_waiting(filter_),
+            path=request.url.path,
+            fields=[one for one in fields if one[1] or one[0] in forms.NAMES],
+            typed=not given,
+            wrong=new["wrong"],
+            back=_waiting(filter_) if request.url.path == "/actions/filtered" else "/held",
         )
 
     def _mend(self, request: Request, form: Mapping[str, Sequence[str]], wrong: str, back: str) -> Response:
@@ -214,7 +231,7 @@ class Actions:
         facts, fields, path = _first(named), [("back", back), *named], request.url.path
         return self.pages.html(
             request, "confirm.html", verb=verb, count=len(named), broken=0, facts=facts, to="", path=path,
-            fields=fields, back=back,
+            fields=fields, typed=False, wrong="", back=back,
         )  # fmt: skip
 
 
@@ -231,6 +248,14 @@ def _waiting(filter_: Search) -> str:
 def _by_program(request: Request) -> bool:
     """Whether a program sent the request, with the token in a header or for JSON. Programs are asked no question."""
     return "authorization" in request.headers or "application/json" in request.headers.get("accept", "")
+
+
+def _confirmed(request: Request, form: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the change of all matching messages was confirmed: by a person, where nothing narrows it, with the number
+    of messages typed in."""
+    confirmed, typed, counted = (form.get(name, [""])[0].strip() for name in ("confirmed", "typed", "counted"))
+    narrowed = "all" not in form or _by_program(request)
+    return confirmed == "yes" and (narrowed or (typed == counted and counted.isdecimal()))
 
 
 def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int]]:

@@ -16,6 +16,8 @@ from delayer.core.filters import Filter, Token, read_place, read_token
 
 FIELDS: Final = ("route", "to", "to_key", "key", "message_id", "header", "due_after", "due_before")
 """The names of a filter's fields in forms and query strings."""
+HELD_FIELDS: Final = ("kind", *FIELDS)
+"""The same of held messages, with the kind of the hold."""
 NAMES: Final = ("route", "to", "to_key")
 """Fields whose empty text has a meaning: messages without a route, the default exchange, the empty routing key."""
 MOST_NAMED: Final = 1_000
@@ -40,11 +42,11 @@ def searched(query: Mapping[str, str], now_ms: int) -> Search:
     return _read({name: text for name in FIELDS if (text := query.get(name, "").strip())}, now_ms)
 
 
-def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Search:
+def meant(form: Mapping[str, Sequence[str]], now_ms: int, fields: Sequence[str] = FIELDS) -> Search:
     """The filter of a change. Only ``all=yes`` matches everything, and an empty name is the empty name, as on the
     command line. Raises FieldError."""
     once([name for name, texts in form.items() for _ in texts])
-    given = {name: form[name][0].strip() for name in FIELDS if name in form}
+    given = {name: form[name][0].strip() for name in fields if name in form}
     for name, text in given.items():
         if not text and name not in NAMES:
             raise FieldError(f"{name}: expected a value, found nothing; leave the field out, or say all=yes")
@@ -55,7 +57,7 @@ def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Search:
         raise FieldError("all=yes means everything that waits: say either that or a filter")
     if not given and not everything:
         raise FieldError(
-            f"Expected a filter ({', '.join(FIELDS)}), or all=yes for everything that waits; found neither"
+            f"Expected a filter ({', '.join(fields)}), or all=yes for everything that waits; found neither"
         )
     return _read(given, now_ms)
 
@@ -88,6 +90,7 @@ def _read(given: Mapping[str, str], now_ms: int) -> Search:
         due_from_ms=instant(given["due_after"], now_ms, "Due after") if "due_after" in given else None,
         due_before_ms=instant(given["due_before"], now_ms, "Due before") if "due_before" in given else None,
         headers=headers,
+        kind=given.get("kind"),
     )
     return Search(wanted, given)
 
@@ -169,6 +172,6 @@ def back(form: Mapping[str, Sequence[str]], path: str) -> str:
     Browsers drop tabs and line ends, so "/<TAB>/host" would lead to another server.
     """
     wish = form.get("back", [""])[0]
-    list_of = {"/actions/held": "/held", "/actions/refused": "/refused"}.get(path, "/waiting")
+    list_of = "/held" if path.startswith("/actions/held") else {"/actions/refused": "/refused"}.get(path, "/waiting")
     local = wish.startswith("/") and not wish.startswith(("//", "/\\")) and wish.isprintable()
     return wish if local else list_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -14,13 +14,13 @@ from delayer.amqp import reading
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.core import horizon
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.core.filters import Filter, Token, place_text, read_token
+from delayer.core.filters import Token, place_text, read_token
 from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
 from delayer.store.admin import audit_log, detail, listing
-from delayer.store.admin.detail import FoundIn
+from delayer.store.admin.detail import FoundIn, HeldGroup
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50
@@ -47,6 +47,11 @@ async def _named(connection: Any, text: str) -> Token | None:
     name = reading.raw(text)
     (tokens,) = (await listing.called(connection, [name], reading.message_id, packed=False)).values()
     return tokens[0] if len(tokens) == 1 else None
+
+
+def _fields_of(group: HeldGroup) -> dict[str, str]:
+    """The filter of a group of held messages, for links and forms."""
+    return {"kind": group.kind, "to": reading.text(group.to_exchange), "to_key": reading.text(group.to_key)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +223,20 @@ class Pages:
         if not self.answers.view.has_store:
             return self._storeless(request, "Held messages", _STRAYS)
         try:
-            after = forms.number(request.query_params.get("after", "")) or 0
+            query = request.query_params
+            forms.known(query, (*forms.HELD_FIELDS, "after", "id"))
+            asked = {field: query.getlist(field) for field in forms.HELD_FIELDS if field in query}
+            form = forms.meant(asked or {"all": ["yes"]}, recent.host_ms(), forms.HELD_FIELDS)
+            after = forms.number(query.get("after", "")) or 0
+            test = reading.properties_test(form.wanted)
             async with listing.looking(self._url(), "list held messages") as connection:
-                page = await detail.held_page(connection, Filter(), None, ROWS, after)
+                page = await detail.held_page(connection, form.wanted, test, ROWS, after)
+                groups = [] if asked or after else await detail.held_groups(connection)
         except (FieldError, *STORE_ERRORS) as error:
             return self._unreached(request, error)
-        more = "" if page.after is None else f"/held?after={page.after}"
-        return self.html(request, "held.html", rows=page.messages, next=more)
+        more = "" if page.after is None else f"/held?{urlencode({**form.given, 'after': page.after})}"
+        values: dict[str, Any] = {"rows": page.messages, "next": more, "given": form.given, "bounded": page.bounded}
+        return self.html(request, "held.html", groups=[(one, _fields_of(one)) for one in groups], **values)
 
     async def refused(self, request: Request) -> Response:
         """Refused messages."""

@@ -115,6 +115,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/logout", pages.logout, methods=["POST"]),
             Route("/actions/messages", actions.answering(actions.named), methods=["POST"]),
             Route("/actions/held", actions.answering(actions.held), methods=["POST"]),
+            Route("/actions/held-filtered", actions.answering(actions.held_filtered), methods=["POST"]),
             Route("/actions/refused", actions.answering(actions.refused), methods=["POST"]),
             Route("/actions/filtered", actions.answering(actions.filtered), methods=["POST"]),
             Mount("/static", Files(directory=STATIC)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 
@@ -17,6 +18,7 @@ from tests.support.web import Web
 
 ANY_PORT = {"HTTP__LISTEN": "127.0.0.1:0"}
 HOUR = 3_600_000
+GROUPS = (("in.queue", "q.a"), ("in.queue", "q.b"), ("in.missing", "m"))
 
 
 async def test_metrics_say_what_happened(place: Place, store: str) -> None:
@@ -151,6 +153,38 @@ async def test_a_program_with_the_token_finds_a_message(place: Place, store: str
         assert (await web.get("/find?id=m/1")).headers["location"] == "/message/m%2F1"
         assert (await web.get("/message/m%2F1")).status == 200
         assert (await web.get("/message/m-2")).headers["location"] == "/waiting?message_id=m-2"
+
+
+async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(place: Place, store: str) -> None:
+    token = "open-sesame-open-sesame"
+    environ = place.environ("store", store) | ANY_PORT | {"HTTP__TOKEN": token}
+    async with place.working(environ) as (daemon, raw, _):
+        web = await Web.of(daemon)
+        lost = [delayed(f"{key} {n}", 10, through=to, key=key) for to, key in GROUPS for n in range(2)]
+        await raw.publish(*lost, delayed("other", 10, through="in.missing", key="c"))
+        page = await eventually(lambda: web.get("/held"), lambda page: page.text.count("/message/") == 7)
+        place.things.queue("q.a")
+        session = await web.post("/login", {"who": "ada", "token": token})
+        ada = {"Cookie": session.headers["set-cookie"].partition(";")[0]}
+        link = "/held?kind=returned&amp;to=&amp;to_key=q.a"
+        assert f'<a href="{link}">2</a>' in page.text
+        assert (await web.get(link.replace("&amp;", "&"))).text.count("/message/") == 2
+
+        async def act(verb: str, **fields: str) -> str:
+            answer = await web.post("/actions/held-filtered", {"verb": verb, **fields}, **ada)
+            return re.findall("<h1>(.*)</h1>", answer.text)[0]
+
+        group = {"kind": "returned", "to": "", "to_key": "q.a"}
+        assert await act("retry", **group) == "Retry 2 messages?"
+        assert await act("retry", **group, confirmed="yes") == "To be tried again now: 2"
+        await eventually(lambda: web.get("/held"), lambda page: page.text.count("/message/") == 5)
+        # Nothing narrows this, so the person types the number.
+        everything = {"all": "yes", "counted": "5", "confirmed": "yes"}
+        assert await act("drop", **everything) == "Drop 5 messages?"
+        assert await act("drop", **everything, typed="4") == "Drop 5 messages?"
+        assert await act("drop", to="missing", confirmed="yes") == "Dropped: 3"
+        assert await act("drop", **everything, typed="5") == "Dropped: 2"
+        assert await act("drop", tu="missing") == "Not understood"
 
 
 async def test_off_is_off(place: Place, store: str) -> None:

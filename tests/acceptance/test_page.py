@@ -110,6 +110,12 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.get_by_role("button", name="Cancel them…").click()
         assert await page.locator("h1").inner_text() == "Cancel 6 messages?"
         assert len(await this.waiting()) == 6, "asked first"
+        # No filter narrows it, so the number has to be typed in.
+        await page.locator("#typed").fill("5")
+        await page.get_by_role("button", name="Cancel them").click()
+        assert await page.get_by_role("alert").inner_text() == "Expected 6, found 5."
+        assert len(await this.waiting()) == 6
+        await page.locator("#typed").fill("6")
         await page.get_by_role("button", name="Cancel them").click()
         assert await result(page) == "Cancelled: 6"
         assert await this.waiting() == []

@@ -446,6 +446,15 @@ async def retry_held(connection: asyncpg.Connection, ids: Collection[int], act: 
     return len(rows)
 
 
+async def change_held(connection: asyncpg.Connection, verb: str, dues: Dues, act: int) -> int:
+    """Retry or drop these, as far as they are still held, in portions. Returns their number."""
+    done, items = 0, list(dues.items())
+    change = retry_held if verb == "retry" else drop_held
+    for start in range(0, len(items), PORTION):
+        done += await patiently(partial(change, connection, dict(items[start : start + PORTION]), act))
+    return done
+
+
 async def drop_held(connection: asyncpg.Connection, dues: Dues, act: int) -> int:
     """Cancel these. How many there were; one that was delivered meanwhile is none. Raises the driver's errors."""
     return met(await cancel(connection, list(dues), dues, act))

@@ -179,7 +179,7 @@ async def held_page(
         for row in rows:
             after = row["id"]
             one = HeldEntry(entry_of(row), HeldState(*row[12:19]))
-            if meant(one.entry, wanted, test):
+            if wanted.kind in (None, one.held.kind) and meant(one.entry, wanted, test):
                 found.append(one)
             if len(found) == limit:
                 return HeldPage(found, after, bounded=False)
@@ -187,6 +187,40 @@ async def held_page(
         if len(rows) < AT_ONCE:
             return HeldPage(found, None, bounded=False)
     return HeldPage(found, after, bounded=True)
+
+
+async def held_matching(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> dict[int, int]:
+    """All held messages of ``wanted``, each with its due time. Raises the driver's errors."""
+    dues: dict[int, int] = {}
+    after: int | None = 0
+    while after is not None:
+        page = await held_page(connection, wanted, test, AT_ONCE, after)
+        dues |= {one.entry.place.id: one.entry.place.due_us // 1000 for one in page.messages}
+        after = page.after
+    return dues
+
+
+_GROUPS: Final = (
+    "SELECT kind, to_exchange, to_key, count(*), min(reason), count(*) FILTER (WHERE retry_at IS NULL), min(retry_at)"
+    " FROM (SELECT * FROM held ORDER BY id LIMIT $1) AS first GROUP BY 1, 2, 3 ORDER BY 4 DESC, 1, 2, 3 LIMIT 50"
+)
+
+
+class HeldGroup(NamedTuple):
+    """Held messages of one kind and destination. ``reason`` is that of one of them; ``by_hand`` wait for a person."""
+
+    kind: str
+    to_exchange: bytes
+    to_key: bytes
+    messages: int
+    reason: str
+    by_hand: int
+    retry_ms: int | None
+
+
+async def held_groups(connection: asyncpg.Connection, scan: int = 100_000) -> list[HeldGroup]:
+    """The largest groups of the first ``scan`` held messages. Raises the driver's errors."""
+    return [HeldGroup(*row) for row in await connection.fetch(_GROUPS, scan)]
 
 
 async def held_dues(connection: asyncpg.Connection, ids: Collection[int]) -> dict[int, int]:
