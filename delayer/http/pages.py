@@ -82,12 +82,13 @@ class Pages:
     async def overview(self, request: Request) -> Response:
         """The overview."""
         census = await self.answers.view.census.get() if self.answers.view.has_store else None
-        value = None if census is None else census.value
+        value, settings = None if census is None else census.value, self.answers.inside.settings
         return self.html(
             request,
             "overview.html",
             **await self._live(),
             series=render.series(value),
+            routes=[] if value is None else render.routes(value, [reading.raw(one.from_) for one in settings.routes]),
             census_note="" if census is None else render.backlog_note(value, census.error),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -16,6 +16,7 @@ from delayer.amqp import reading
 from delayer.amqp.reading import iso, message_id
 from delayer.core import horizon
 from delayer.core.readable import away, duration, size
+from delayer.core.units import HOUR_MS
 from delayer.http.recent import host_ms
 from delayer.http.view import State
 from delayer.store.admin.stats import Census
@@ -96,6 +97,22 @@ def series(census: Census | None) -> list[dict[str, Any]]:
         rows = [(span, count) for span, count in zip(spans, bars, strict=True) if count]
         found.append({"name": one.name, "title": TITLES[one.name], "rows": rows})
     return found
+
+
+def routes(census: Census, configured: Iterable[bytes]) -> list[tuple[bytes, float, float, int]]:
+    """The messages of each route: those that wait, those of them due within an hour, and held ones. Pure."""
+    last, waiting = horizon.OFFSETS.index(HOUR_MS), census.by_route()
+    found = [
+        (
+            route,
+            sum(of.values()),
+            sum(count for bucket, count in of.items() if bucket <= last),
+            census.held.get(route, 0),
+        )
+        for route in {*configured, *waiting, *census.held}
+        for of in [waiting.get(route, {})]
+    ]
+    return sorted(found, key=lambda row: (-row[1], -row[3], row[0]))
 
 
 def backlog_note(census: Census | None, error: str) -> str:

@@ -163,6 +163,7 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         lost = [delayed(f"{key} {n}", 10, through=to, key=key) for to, key in GROUPS for n in range(2)]
         await raw.publish(*lost, delayed("other", 10, through="in.missing", key="c"))
         page = await eventually(lambda: web.get("/held"), lambda page: page.text.count("/message/") == 7)
+        assert '<a href="/held?route=in.queue">4</a>' in (await web.get("/")).text
         place.things.queue("q.a")
         session = await web.post("/login", {"who": "ada", "token": token})
         ada = {"Cookie": session.headers["set-cookie"].partition(";")[0]}

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import asyncpg
@@ -209,16 +209,20 @@ CROSS JOIN LATERAL (
 GROUP BY 1, 2
 """
 
+_HELD_ROUTES: Final = "SELECT route, count(*) FROM (SELECT route FROM held LIMIT 100000) AS first GROUP BY route"
+
 Counts = dict[tuple[bytes, int], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """``counts`` by route and bucket (core/horizon.py). ``exact``: nothing was estimated."""
+    """``counts`` by route and bucket (core/horizon.py). ``exact``: nothing was estimated. ``held``: the routes of the
+    first hundred thousand held messages."""
 
     taken_ms: int
     counts: Mapping[tuple[bytes, int], float]
     exact: bool
+    held: Mapping[bytes, int] = field(default_factory=dict)
 
     def by_route(self) -> dict[bytes, dict[int, float]]:
         """The same, route by route."""
@@ -248,7 +252,8 @@ async def take_census(connection: asyncpg.Connection) -> Census:
         for first_ms, last_ms, messages in await connection.fetch("SELECT first_due, last_due, messages FROM segment"):
             for bucket, count in horizon.spread(first_ms, last_ms, messages, now_ms).items():
                 counts[COMPACTED, bucket] = counts.get((COMPACTED, bucket), 0.0) + count
-    return Census(now_ms, counts, exact=not sampled)
+        held = dict(await connection.fetch(_HELD_ROUTES))
+    return Census(now_ms, counts, exact=not sampled, held=held)
 
 
 async def _in_partitions(connection: asyncpg.Connection, bounds: list[int], most: int = 2_000) -> tuple[Counts, Counts]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from delayer.http import render
+from delayer.store.admin.stats import Census
 
 STATIC = Path(render.__file__).parent / "static"
 TEMPLATES = Path(render.__file__).parent / "templates"
@@ -39,6 +40,13 @@ def test_everything_is_escaped_in_every_place() -> None:
                         can_open=False, names={}).body.decode()  # fmt: skip
     assert "<script>alert" not in shown
     assert shown.count("&lt;script&gt;alert(1)") == 4
+
+
+def test_routes_are_counted_with_those_that_have_no_messages() -> None:
+    census = Census(0, {(b"a", 0): 1.0, (b"a", 60): 2.0, (b"a", 61): 4.0, (b"b", 70): 9.0}, exact=True, held={b"c": 3})
+    assert render.routes(census, [b"a", b"idle"]) == [
+        (b"b", 9.0, 0, 0), (b"a", 7.0, 3.0, 0), (b"c", 0, 0, 3), (b"idle", 0, 0, 0),
+    ]  # fmt: skip
 
 
 def colours(dark: bool) -> dict[str, str]:
