@@ -122,6 +122,8 @@ bytes_of = read_as(raw)
 
 
 Value = str | int | float | bool
+LONGEST_NAME: Final = 128
+"""The bytes of a header's name. AMQP 0-9-1 allows no longer one, and pamqp cuts it there."""
 
 
 def headers_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Value]:
@@ -135,11 +137,24 @@ def headers_of(_context: click.Context, _option: click.Parameter, given: tuple[s
                 f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. A name with a colon needs the type "
                 f"too: {name}:{kind}:str={value}"
             )
+        if (size := len(raw(name))) > LONGEST_NAME:
+            raise click.BadParameter(f"{name}: expected a name of at most {LONGEST_NAME} bytes, found {size}")
         try:
-            headers[name] = _TYPES[kind](value)
+            headers[_utf8(name)] = _TYPES[kind](value)
         except ValueError:
             raise click.BadParameter(f"{name}: expected a value of type {kind}, found {value!r}") from None
     return headers
+
+
+def _utf8(text: str) -> str:
+    text.encode()  # An argument may have bytes that are no UTF-8.
+    return text
+
+
+def _int64(text: str) -> int:
+    if not -(1 << 63) <= int(text) < 1 << 63:
+        raise ValueError(text)
+    return int(text)
 
 
 def _truth(text: str) -> bool:
@@ -148,7 +163,7 @@ def _truth(text: str) -> bool:
     return text == "true"
 
 
-_TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "float": float, "bool": _truth}
+_TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": _utf8, "int": _int64, "float": float, "bool": _truth}
 
 
 def _header(text: str) -> tuple[bytes, str]:

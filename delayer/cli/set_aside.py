@@ -21,7 +21,7 @@ from delayer.cli.options import Value, as_json, change_options, duration, go_on,
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
-from delayer.core.delay_headers import DELIVER_AT, OPT_DELAY, OPT_TIME
+from delayer.core.delay_headers import DELIVER_AT, OPT_DELAY, OPT_TIME, OWN_SOURCES
 from delayer.intake.refusals import EntryPoints, Mend
 from delayer.intake.set_aside import (
     ANY,
@@ -205,8 +205,11 @@ def _mend(
     removed = [raw(name) for name in dropped]
     if delay_ms is not None:
         for route in settings.routes:
-            if wanted.exchange in (None, route.from_) and "x-delay" not in route.delay_from:
-                raise Misused(f"route {quoted(route.from_)} does not read x-delay: use --set-header, or say --route")
+            forms = () if route.retry else route.delay_from
+            first = next((form for form in forms if form == "x-delay" or form not in OWN_SOURCES), None)
+            if wanted.exchange in (None, route.from_) and first != "x-delay":
+                why = f"reads {first} before x-delay" if "x-delay" in forms else "does not read x-delay"
+                raise Misused(f"route {quoted(route.from_)} {why}: use --set-header, or say --route")
         headers, removed = {**headers, "x-delay": delay_ms}, [*removed, DELIVER_AT, OPT_DELAY, OPT_TIME]
     # Each value is the entry of a table with one header, without the table's length.
     return dict.fromkeys(removed, b"") | {raw(name): field_table({name: it})[4:] for name, it in headers.items()}

@@ -21,6 +21,7 @@ from delayer.core.delay_headers import (
     DelayRequest,
     Source,
     UnreadableDelay,
+    read_due_ms,
     read_eta_ms,
     read_utc_ms,
     shown,
@@ -131,7 +132,7 @@ def instant_in_json_ms(body: bytes, pointer: str, encoding: bytes | None = None)
     value = _at(_parsed(body, encoding), steps(pointer))
     if value is None:
         return None
-    if (due_ms := read_utc_ms(value)) is None:
+    if (due_ms := read_due_ms(value) if type(value) is int else read_utc_ms(value)) is None:
         raise UnreadableDelay(
             f"expected an instant in RFC 3339, the same without a zone in UTC, or integer epoch milliseconds, "
             f"found {shown(value)}"

@@ -2,7 +2,8 @@
 
 A retry undoes the refusal (edits.refused): it removes the added headers, and restores the expiration and
 ``x-opt-delivery-time``. A user_id stays a header. The id stays, because it names the publish; a message that the broker
-dead-lettered gets a new one. The daemon removes it at its next edit.
+dead-lettered gets a new one. The daemon removes it at its next edit. A relative delay counts from now, so the time at
+which a broker first received the message goes.
 
 The daemon writes the origin of a message into headers of ours when it refuses the message. The broker writes it into
 ``x-death`` when it dead-letters the message from the intake queue. A publisher may forge both. So a message goes back
@@ -21,7 +22,7 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Field, Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
 from delayer.amqp.reading import text
-from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME
+from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME, RECEIVED_AT
 from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes
 
 _REASON: Final = b"x-delayer-refused"
@@ -104,6 +105,7 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: M
     given = properties.get(ID) if was_refused else None
     token = uuid.uuid4().hex.encode() if given is None else given.content[:_LONGEST_ID]
     append, remove = header(ID, long_string(token)), _GAINED | {ID} if was_refused else {ID}
+    remove = remove | {RECEIVED_AT}
     if (user_id := properties.short("user_id")) is not None:  # The broker refuses a user_id of another user.
         append, remove = append + header(USER_ID, long_string(user_id)), remove | {USER_ID}
     delivery_time = properties.get(DELIVERY_TIME) if was_refused else None

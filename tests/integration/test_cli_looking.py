@@ -394,9 +394,15 @@ async def test_a_retry_mends_headers_and_says_how_many_came_back(
     first, second = (said(one) for one in await take(vhost, "delays"))
     assert first == {"x-delayer-id": "delayer.in-1", "x-delay": 10_000, "tries": 3}
     assert second.keys() == {"x-delayer-id"}
-    routes = '[{"from": "delayer.in", "delay_from": ["timestamp"]}]'
-    told = applied("refused", "retry", "delayer.in-0", "--delay", "5s", expect=2, DELAYER_ROUTE=routes)
-    assert "does not read x-delay" in told.stderr
+    for forms, why in (
+        ('["timestamp"]', "does not read x-delay"),
+        ('["timestamp", "x-delay"]', "timestamp before x-d"),
+    ):
+        routes = f'[{{"from": "delayer.in", "delay_from": {forms}}}]'
+        told = applied("refused", "retry", "delayer.in-0", "--delay", "5s", expect=2, DELAYER_ROUTE=routes)
+        assert why in told.stderr
+    for header, why in ((f"n:int={1 << 63}", "a value of type int"), ("n" * 129 + "=", "128 bytes, found 129")):
+        assert why in applied("refused", "retry", "delayer.in-0", "--set-header", header, expect=2).stderr
     (_, one) = json.loads(applied("audit-log", "--json").stdout)
     assert json.loads(one["asked"])["mended"][-1] == "x-opt-delivery-time"
 

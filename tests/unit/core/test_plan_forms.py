@@ -114,6 +114,7 @@ def test_the_digits_of_a_cascade_go() -> None:
         (ask(b"nsb", {DELAY_IN_SECONDS: 5, TIME_SENT: "x"}), "nservicebus: NServiceBus.TimeSent: expected an instant"),
         (ask(b"nsb", {DELAY_IN_SECONDS: 1 << 40}), "the delay is too long"),
         (ask(b"celery", {b"eta": "soon"}), "celery-eta: expected an instant in ISO 8601"),
+        (ask(b"dramatiq", body=b'{"options": {"eta": 1795291200}}'), "found 1795291200: these are seconds"),
         (ask(b"mailerq", body=b"mail"), "json:/nextattempt/time: expected a JSON body"),
         (ask(b"Sales.Timeouts", {EXPIRE: "x", REPLY_TO: "Sales"}), "nservicebus-timeout: NServiceBus.Timeout.Expire"),
         (ask(b"Sales.Timeouts", {EXPIRE: sent(-5)}), "nservicebus-timeout: expected the address of a queue"),

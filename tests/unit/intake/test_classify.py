@@ -160,12 +160,17 @@ def test_refused_with_its_reason_and_the_others_go_on(raw: bytes, reason: str) -
     assert second.delivery.tag == 3
 
 
-def test_a_misspelt_delay_beside_a_right_one_or_a_hundred_others_or_of_a_form_that_the_route_does_not_read() -> None:
-    misspelt = says(b"x-dealy", 5)
+def test_a_misspelt_delay_beside_a_right_one_or_a_hundred_others_or_a_header_that_the_route_reads_or_not() -> None:
+    misspelt, text = says(b"x-dealy", 5), says(b"x-dealy", b"orders.eu")
     stamped = replace(STORE, routes={b"orders.in": replace(ORDERS, delay_from=("timestamp",))})
     assert not work(delivery(1, misspelt, LATER)).publications
     many = b"".join(says(b"%d" % n, 5) for n in range(100))
-    for headers, policy in ((misspelt, stamped), (many + misspelt, STORE)):  # One message must not hold the others up.
+    named = replace(STORE, routes={b"orders.in": replace(ORDERS, routing_key_header=b"x-dealy")})
+    for headers, policy in (
+        (text, named),
+        (misspelt, stamped),
+        (many + misspelt, STORE),
+    ):  # One message must not hold the others up.
         [publication] = work(delivery(1, headers), policy=policy).publications
         assert not publication.refusal
 

@@ -24,9 +24,10 @@ ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in", b"other.in"}))
         Props(expiration=b"1", cluster_id=b"c"),
         Props(headers=((b"x-opt-delivery-time", number("l", 1_800_000_000_000)),)),
         Props(headers=((b"x-opt-delivery-time", text("1800000000000")),)),
+        Props(headers=((b"timestamp_in_ms", number("l", 1_700_000_000_000)),)),
     ],
 )
-def test_a_refused_message_goes_back_as_it_came(props: Props) -> None:
+def test_a_refused_message_goes_back_as_it_came_and_its_delay_counts_from_then(props: Props) -> None:
     came = Delivery(1, False, b"delayer.in", b"orders.eu", props.encode(), b"body")
     properties, token = edits.refused(came, "too long", b"abc", LIMIT)
     stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
@@ -36,7 +37,8 @@ def test_a_refused_message_goes_back_as_it_came(props: Props) -> None:
     assert isinstance(back, Outgoing)
     assert back._replace(properties=b"") == Outgoing(b"delayer.in", b"orders.eu", b"", b"body", token)
     expected = props if props.headers is not None else Props(**{**vars(props), "headers": ()})
-    assert Props.decode(back.properties).without(b"x-delayer-id") == expected
+    added = (b"x-delayer-id", b"timestamp_in_ms")
+    assert Props.decode(back.properties).without(*added) == expected.without(*added)
 
 
 def died(queue: str, exchange: str, key: str | bytes = "orders.eu") -> Value:
