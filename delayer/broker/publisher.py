@@ -22,9 +22,10 @@ from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation, Pending
 from delayer.broker.retry import raise_first
+from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.hold import Outcome, name_text
-from delayer.core.message import Outgoing, Schedule, is_direct_reply
+from delayer.core.hold import Hold, Outcome, name_text
+from delayer.core.message import Outgoing, Parcel, Schedule, is_direct_reply
 
 log = structlog.get_logger(__name__)
 
@@ -221,3 +222,11 @@ def _unconfirmed(batch: Sequence[Outgoing], outcomes: dict[int, Outcome], lost: 
     return Unconfirmed(
         f"{text}; the first for exchange {name_text(first.exchange)!r}, key {name_text(first.routing_key)!r}", known
     )
+
+
+def report_held(held: Collection[tuple[object, Parcel, Hold, int]], counters: Counters) -> None:
+    """Count and log held messages, given as (id, message, hold, earlier attempts). A retry does not count again."""
+    counters.add("held", [parcel.route for _, parcel, _, attempts in held if not attempts])
+    for id, parcel, hold, attempts in held:
+        why = {"kind": hold.kind, "reason": hold.text, "attempts": attempts + 1}
+        log.warning("message held", id=id, **why, **parcel.names)

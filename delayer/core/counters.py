@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from delayer.core.hold import Hold, HoldKind, Outcome
+from delayer.core.message import Schedule
 
 KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked", "undelayed")
 MOST_ROUTES: Final = 200
@@ -29,6 +30,10 @@ LATENESS: Final = (
     43200.0, 86400.0,
 )  # fmt: skip
 SIZES: Final = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0)
+
+Counted = tuple[str, bytes, int | None]
+"""A published message: its kind if the broker confirms it, its route, and its due instant. The instant is None if the
+daemon has no part in its lateness: the message was held before, or is on its way into the cascade."""
 
 
 class Tally:
@@ -84,10 +89,24 @@ class Counters:
         for route, count in Counter(routes).items():
             ours[self._told_apart(route)] += count
 
-    def objected(self, outcome: Outcome, route: bytes) -> None:
-        """Count a publish as returned or nacked. An outcome that closed a channel or connection counts as returned."""
-        if isinstance(outcome, Hold) and outcome.kind is not HoldKind.UNANSWERED:
-            self.add("nacked" if outcome.kind is HoldKind.NACKED else "returned", [route])
+    def settled(
+        self, messages: Iterable[Counted], outcomes: Iterable[Outcome | None], schedule: Schedule, now_ms: float
+    ) -> None:
+        """Count the outcomes of a batch, and the lateness of its confirmed messages. A message that is not in the
+        schedule was confirmed at ``now_ms``. An outcome that closed a channel or connection counts as returned."""
+        confirmed: dict[str, list[bytes]] = {}
+        late: list[tuple[float, bytes]] = []
+        for index, ((kind, route, due_ms), outcome) in enumerate(zip(messages, outcomes, strict=True)):
+            if isinstance(outcome, Hold):
+                if outcome.kind is not HoldKind.UNANSWERED:
+                    self.add("nacked" if outcome.kind is HoldKind.NACKED else "returned", [route])
+            elif outcome is not None:
+                confirmed.setdefault(kind, []).append(route)
+                if due_ms is not None:
+                    late.append((schedule.written_ms.get(index, now_ms) - due_ms, route))
+        for kind, routes in confirmed.items():
+            self.add(kind, routes)
+        self.delivered(late)
 
     def delivered(self, messages: Sequence[tuple[float, bytes]]) -> None:
         """Add the lateness of delivered messages, given as (milliseconds, route) in any order."""

@@ -21,7 +21,7 @@ from delayer.broker.ports import Heartbeat, LivePolicy
 from delayer.broker.publisher import AmqpPublisher
 from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
-from delayer.core.counters import Counters
+from delayer.core.counters import Counted, Counters
 from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Confirmed, Outcome
@@ -204,6 +204,12 @@ class Publication(NamedTuple):
     refusal: str = ""
     earlier: HoldNote | None = None
 
+    @property
+    def counted(self) -> Counted:
+        if self.parcel is None:
+            return "refused" if self.refusal else "cascaded", self.delivery.exchange, None
+        return "released", self.parcel.route, self.parcel.due_ms if self.earlier is None else None
+
 
 class Dispatch:
     """Publishes on behalf of deliveries. It accepts confirmed ones, and holds those that a destination did not take."""
@@ -265,35 +271,19 @@ class Dispatch:
         through: list[Publication] = []
         objections: list[Objection] = []
         stuck: list[str] = []
-        late: list[tuple[float, bytes]] = []
         now_ms = self._live.now_lower_ms()
-        for index, (publication, outcome) in enumerate(zip(publications, outcomes, strict=True)):
-            parcel = publication.parcel
-            if outcome is None:
-                continue
+        for publication, outcome in zip(publications, outcomes, strict=True):
             if isinstance(outcome, Confirmed):
                 through.append(publication)
-                # A held message was delayed by its destination: its lateness is not the daemon's.
-                if parcel is not None and publication.earlier is None:
-                    late.append((schedule.written_ms.get(index, now_ms) - parcel.due_ms, parcel.route))
-                continue
-            self._counters.objected(outcome, _route(publication))
-            if parcel is not None:
-                parcel = parcel._replace(token=publication.outgoing.token)
+            elif outcome is not None and publication.parcel is not None:
+                parcel = publication.parcel._replace(token=publication.outgoing.token)
                 objections.append(Objection(publication.delivery, parcel, outcome, publication.earlier))
-            else:
+            elif outcome is not None:
                 exchange = publication.outgoing.exchange.decode("utf-8", "replace")
                 stuck.append(f"exchange {exchange!r}: {outcome.text}")
         acks.accept(publication.delivery.tag for publication in through)
-        self._count(through)
-        self._counters.delivered(late)
-        await self.hold(objections, acks)
-        return stuck
-
-    def _count(self, through: Sequence[Publication]) -> None:
-        routes: dict[str, list[bytes]] = {}
+        self._counters.settled([one.counted for one in publications], outcomes, schedule, now_ms)
         for publication in through:
-            routes.setdefault(_kind(publication), []).append(_route(publication))
             if publication.refusal:
                 log.warning(
                     "message refused",
@@ -301,18 +291,8 @@ class Dispatch:
                     exchange=publication.delivery.exchange,
                     routing_key=publication.delivery.routing_key,
                 )
-        for kind, of_kind in routes.items():
-            self._counters.add(kind, of_kind)
-
-
-def _kind(publication: Publication) -> str:
-    if publication.refusal:
-        return "refused"
-    return "cascaded" if publication.parcel is None else "released"
-
-
-def _route(publication: Publication) -> bytes:
-    return publication.delivery.exchange if publication.parcel is None else publication.parcel.route
+        await self.hold(objections, acks)
+        return stuck
 
 
 class Handler(ABC):

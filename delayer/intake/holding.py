@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-import structlog
-
 from delayer.amqp.edits import HoldNote, into_broker, to_strays
 from delayer.broker.ports import LivePolicy, Parking
-from delayer.broker.publisher import AmqpPublisher
+from delayer.broker.publisher import AmqpPublisher, report_held
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.errors import NotTaken, Unconfirmed
 from delayer.core.hold import Confirmed, Hold, Outcome
 from delayer.core.message import Delivery, Outgoing, Parcel
-
-log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS: Final = 10
 """Attempts after which a message in the cascade goes to the strays queue."""
@@ -103,11 +99,8 @@ class MessageHolder:
     def _report_held(self, objections: Sequence[Objection], on_held: Callable[[Sequence[Objection]], object]) -> None:
         """Report these as held: no later failure repeats them."""
         on_held(objections)
-        first = [one.parcel.route for one in objections if not _attempts(one.earlier)]
-        self._counters.add("held", first)
-        for _, parcel, hold, earlier in objections:
-            why = {"kind": hold.kind, "reason": hold.text, "attempts": _attempts(earlier) + 1}
-            log.warning("message held", id=parcel.token, **why, **parcel.names)
+        held = [(parcel.token, parcel, hold, _attempts(earlier)) for _, parcel, hold, earlier in objections]
+        report_held(held, self._counters)
 
     def _note(self, one: Objection, token: bytes, now_ms: int) -> HoldNote:
         """A note with one more attempt."""

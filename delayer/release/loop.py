@@ -16,7 +16,7 @@ from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.broker.ports import Heartbeat, Lane, LivePolicy, Window
-from delayer.broker.publisher import AmqpPublisher
+from delayer.broker.publisher import AmqpPublisher, report_held
 from delayer.broker.retry import Backoff, raise_first, take_failures
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
@@ -169,7 +169,15 @@ class LaneRelease:
     ) -> None:
         """Publish each message when it is due, after the previous claim was written (``before``); settle the claim."""
         try:
-            released, held, late = await self._publish(rows, before, written)
+            sendable, batch, held = self._prepared(rows)
+            schedule = Schedule([row.due_ms for row in sendable], self._live.now_lower_ms, written.set)
+            await before.wait()
+            outcomes = await self._publisher.publish(batch, schedule)
+            reach("release.published")
+            now_ms = self._live.now_lower_ms()
+            released = [row for row, outcome in zip(sendable, outcomes, strict=True) if isinstance(outcome, Confirmed)]
+            held += [(row, one) for row, one in zip(sendable, outcomes, strict=True) if not isinstance(one, Confirmed)]
+            held = [(row, hold.after(row.hold)) for row, hold in held]
         except BaseException:
             # All rows go back, confirmed ones too (they are repeated), and also after a cancellation: to settle a part
             # of a claim needs a second transaction.
@@ -180,17 +188,13 @@ class LaneRelease:
         began = time.monotonic()
         await window.settle(released, held)
         self._counters.took("settle", time.monotonic() - began)
-        self._counters.add("released", [row.parcel.route for row in released])
-        self._counters.delivered(late)
-        self._counters.add("held", [row.parcel.route for row, _ in held if not row.attempts])
-        for row, hold in held:
-            why = {"kind": hold.kind, "reason": hold.text, "attempts": row.attempts + 1}
-            log.warning("message held", id=row.id, **why, **row.parcel.names)
+        messages = [("released", row.parcel.route, None if row.attempts else row.due_ms) for row in sendable]
+        self._counters.settled(messages, outcomes, schedule, now_ms)
+        if held:
+            report_held([(row.id, row.parcel, hold, row.attempts) for row, hold in held], self._counters)
 
-    async def _publish(
-        self, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
-    ) -> tuple[list[Due], list[tuple[Due, Hold]], list[tuple[float, bytes]]]:
-        """Returns the released rows, the held ones, and lateness and route of each that its first attempt delivered."""
+    def _prepared(self, rows: Sequence[Due]) -> tuple[list[Due], list[Outgoing], list[tuple[Due, Hold]]]:
+        """The rows to publish, in the order of their instants, the message of each, and the rows to hold at once."""
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, Hold]] = []
@@ -203,22 +207,7 @@ class LaneRelease:
             else:
                 sendable.append(row)
                 batch.append(outgoing)
-        schedule = Schedule([row.due_ms for row in sendable], self._live.now_lower_ms, written.set)
-        await before.wait()
-        outcomes = await self._publisher.publish(batch, schedule)
-        reach("release.published")
-        released: list[Due] = []
-        late: list[tuple[float, bytes]] = []
-        now_ms = self._live.now_lower_ms()
-        for index, (row, outcome) in enumerate(zip(sendable, outcomes, strict=True)):
-            if isinstance(outcome, Confirmed):
-                released.append(row)
-                if not row.attempts:  # The lateness of a message that was held says nothing of the daemon.
-                    late.append((schedule.written_ms.get(index, now_ms) - row.due_ms, row.parcel.route))
-            else:
-                self._counters.objected(outcome, row.parcel.route)
-                held.append((row, outcome))
-        return released, [(row, hold.after(row.hold)) for row, hold in held], late
+        return sendable, batch, held
 
 
 def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
