@@ -317,8 +317,8 @@ async def called(
     connection: asyncpg.Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
 ) -> dict[bytes, list[Token]]:
     """The ids of waiting and held messages by name: a key, a message_id, or the ``x-delayer-id`` of a held message.
-    ``message_id`` reads the message_id from properties. Reads every row, and with ``packed`` every segment. Raises the
-    driver's errors."""
+    ``message_id`` reads the message_id from properties. Reads every row; with ``packed`` every segment too, as long as
+    it takes. Raises the driver's errors."""
     found: dict[bytes, list[Token]] = {name: [] for name in names}
     # As properties hold them: a byte of length, then the text.
     short = [bytes([min(len(name), SHORT_STRING)]) + name for name in names]
@@ -329,9 +329,10 @@ async def called(
                 found[name].append(Token(number, due_us // 1000))
 
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        await connection.execute("SET LOCAL enable_seqscan = on")
-        async for row in connection.cursor(_CALLED, names, short, prefetch=100):  # A header's text may be in every row.
-            add(*row)
+        patient = "; SET LOCAL statement_timeout = 0" if packed else ""
+        await connection.execute(f"SET LOCAL enable_seqscan = on{patient}")
+        async for row in connection.cursor(_CALLED, names, short, prefetch=100, timeout=LONG_SECONDS):
+            add(*row)  # A header's text may be in every row.
         for (segment,) in await connection.fetch("SELECT id FROM segment WHERE $1", packed):
             for place, *_, properties in await entries_of(connection, segment) or ():
                 add(place.due_us, place.id, properties)
