@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from shlex import quote
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -67,7 +68,7 @@ ENVIRONMENT: Final = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-for function in (iso, ahead, duration, number, rate, size, name, address, query, message_id):
+for function in (iso, ahead, duration, number, rate, size, name, address, query, message_id, quote):
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
 ENVIRONMENT.globals["version"] = __version__

@@ -47,7 +47,7 @@ class Inside:
         return Depths({"delays": 3, "delays.due": 0, "delays.refused": 1}, {27: 5, 0: None})
 
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
-        return [RefusedRow("id-1", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL)][:limit], 1
+        return [RefusedRow("id-1 $(reboot)", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL)][:limit], 1
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
         self.done.append((verb, ids, who))
@@ -99,6 +99,7 @@ async def served(inside: Inside, *, metrics_only: bool = False) -> AsyncIterator
         ("/message/7", 404, "No store is configured"),
         ("/held", 404, "No store is configured"),
         ("/refused", 200, "&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("/refused", 200, "delayer refused retry &#39;id-1 $(reboot)&#39; --delay 10s"),
         ("/audit-log", 404, "No store is configured"),
         ("/login", 200, "Who you are"),
         ("/static/htmx.min.js", 200, "htmx"),
