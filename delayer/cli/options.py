@@ -221,7 +221,7 @@ def filter_options(command: F) -> F:
 
 def filter_of(given: dict[str, Any]) -> Filter:
     """The Filter of the options that :func:`filter_options` added."""
-    return Filter(**{name: given[name] for name in Filter.__dataclass_fields__})
+    return Filter(**{name: given[name] for name in Filter.__dataclass_fields__ if name in given})
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
