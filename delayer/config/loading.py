@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError, Expected, Problem, show
 from delayer.config.model import DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
 from delayer.config.sources import Environment, File, Flags, MergedSettings, keys_of, known_keys, unknown_key, value_at
 from delayer.config.texts import duration_text
-from delayer.config.values import duration_ms
-from delayer.core.cascade import KINDS, Cascade
+from delayer.core.cascade import Cascade
 
 SYSTEM_FILE = Path("/etc/delayer/delayer.toml")
 _FILES = ("url_file", "ca_file", "cert_file", "key_file", "token_file")
@@ -71,13 +71,17 @@ def load(
     merged = MergedSettings(Flags(flags), Environment(environ), File(config_file(config, environ)))
     directory = environ.get("CREDENTIALS_DIRECTORY") or str((config_file(config, environ) or SYSTEM_FILE).parent)
     _read_named_files(merged, directory, sealed)
-    settings = None
+    errors: list[ErrorDetails] = []
     try:
-        settings = Settings.model_validate(merged.values)
+        settings: Settings | None = Settings.model_validate(merged.values)
     except ValidationError as error:
-        merged.problems += [_problem(merged, one) for one in error.errors(include_url=False, include_input=False)]
-    merged.problems += between_keys(merged, sealed=bool(sealed))
-    if settings is not None and not sealed:
+        errors = error.errors(include_url=False, include_input=False)
+        merged.problems += [_problem(merged, one) for one in errors]
+        settings = _without_mistakes(merged.values, errors)
+    if settings is None:
+        raise ConfigError(merged.problems)
+    merged.problems += between_keys(settings, merged, sealed=bool(sealed))
+    if not errors and not sealed:
         for expected, found in mistakes(settings.store_url, environ) if settings.store_url else []:
             merged.note(("store", "url"), expected, found)
         try:  # The whole address: its parameters, certificates and keys.
@@ -86,7 +90,7 @@ def load(
         except ValueError as error:  # The error names the expected form and never shows the URL.
             expected, _, found = str(error).removeprefix("broker URL: ").removeprefix("expected ").partition(", found ")
             merged.note(("broker", "url"), expected, found or show(str(settings.broker.url)))
-    if merged.problems or settings is None:
+    if merged.problems:
         raise ConfigError(merged.problems)
     return settings
 
@@ -161,12 +165,9 @@ def _keys_at(loc: Sequence[str | int]) -> dict[str, Any]:
     return dict(keys_of(model))
 
 
-Routes = Sequence[Mapping[str, Any]]
 Mistake = tuple[str, str, str]
 """The key, expected, found."""
 
-_QUEUES = {"intake.queue": "delays", "native.due_queue": "delays.due", "refused.queue": "delays.refused"}
-"""The queues that must differ, and their defaults."""
 _NOT_OURS = "a name that is not one of the cascade's"
 
 _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
@@ -182,19 +183,31 @@ _OUR_FILES, _THEIR_FILES = ("sslcert", "sslkey"), ("sslrootcert", "sslcrl")
 _OWN_ROOT = ".postgresql/root.crt"
 
 
-def between_keys(merged: MergedSettings, *, sealed: bool) -> list[Problem]:
+def _without_mistakes(values: Mapping[str, Any], errors: Iterable[ErrorDetails]) -> Settings | None:
+    """Remove the values that do not fit, so that the checks between keys see the others. None: that is not enough."""
+    for error in errors:
+        # A takeover must name one of three cascades: without it all takeovers are left out.
+        *path, name = error["loc"] if error["loc"][0] != "takeover" else ("takeover",)
+        table = value_at(values, path)
+        if isinstance(table, dict) and error["type"] == "missing":
+            table[name] = _dotted(error["loc"])  # A name that no other key has.
+        elif isinstance(table, dict):
+            table.pop(name, None)
+    with suppress(ValidationError):
+        return Settings.model_validate(values)
+    return None
+
+
+def between_keys(settings: Settings, merged: MergedSettings, *, sealed: bool) -> list[Problem]:
     """Names that collide between the tables. ``sealed``: some credentials are left out, perhaps the store's URL."""
-    queues = {key: str(value_at(merged.values, key.split(".")) or name) for key, name in _QUEUES.items()}
-    routes = _tables(merged, "route")
-    mistakes = [*_same_queue(merged, queues), *_of_routes(routes, queues, merged), *_circles(routes)]
-    mistakes += [*_in_the_cascade(routes, queues, merged), *_takeovers(routes, queues, merged, sealed=sealed)]
+    queues = {
+        "intake.queue": settings.intake.queue,
+        "native.due_queue": settings.native.due_queue,
+        "refused.queue": settings.refused.queue,
+    }
+    mistakes = [*_same_queue(merged, queues), *_of_routes(settings, queues, merged), *_circles(settings.routes)]
+    mistakes += [*_in_the_cascade(settings, queues), *_takeovers(settings, queues, sealed=sealed)]
     return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in mistakes]
-
-
-def _tables(merged: MergedSettings, name: str) -> list[Mapping[str, Any]]:
-    """The tables of a list, with an empty one for each value that is no table. The model reports those."""
-    found = merged.values.get(name, [])
-    return [one if isinstance(one, dict) else {} for one in found] if isinstance(found, list) else []
 
 
 def _same_queue(merged: MergedSettings, queues: Mapping[str, str]) -> Iterator[Mistake]:
@@ -206,86 +219,67 @@ def _same_queue(merged: MergedSettings, queues: Mapping[str, str]) -> Iterator[M
             yield set_, f"another queue than {kept}", show(name)
 
 
-def _of_routes(routes: Routes, queues: Mapping[str, str], merged: MergedSettings) -> Iterator[Mistake]:
+def _of_routes(settings: Settings, queues: Mapping[str, str], merged: MergedSettings) -> Iterator[Mistake]:
     seen: dict[str, int] = {}
-    refused = queues["refused.queue"]
-    for index, route in enumerate(routes):
-        at, start = f"route[{index}]", _text(route.get("from"))
-        if start is not None and seen.setdefault(start, index) != index:
-            yield f"{at}.from", f"an exchange that no other route has (route[{seen[start]}])", show(start)
-        for end in ("from", "to"):
-            if route.get(end) == refused:
+    refused, longest_ms = queues["refused.queue"], settings.intake.max_delay_ms
+    for index, route in enumerate(settings.routes):
+        at = f"route[{index}]"
+        if (other := seen.setdefault(route.from_, index)) != index:
+            yield f"{at}.from", f"an exchange that no other route has (route[{other}])", show(route.from_)
+        for end, name in (("from", route.from_), ("to", route.to)):
+            if name == refused:
                 yield f"{at}.{end}", "another name than refused.queue, whose exchange takes it", show(refused)
-        key = route.get("routing_key")
-        if not route.get("to", "") and key == queues["intake.queue"]:
-            yield f"{at}.routing_key", "a queue other than the intake queue", show(key)
-        with suppress(Expected):  # The tables report it.
-            longest_ms = duration_ms(value_at(merged.values, ("intake", "max_delay")) or "3650d")
-            if duration_ms(route.get("default_delay", "0s")) > longest_ms:
-                limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
-                yield f"{at}.default_delay", limit, show(route["default_delay"])
+        if not route.to and route.routing_key == queues["intake.queue"]:
+            yield f"{at}.routing_key", "a queue other than the intake queue", show(route.routing_key)
+        if route.default_delay_ms > longest_ms:
+            limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
+            yield f"{at}.default_delay", limit, show(value_at(merged.values, ("route", index, "default_delay")))
         # The daemon consumes these queues, or puts other messages into them.
-        exhausted = value_at(route, ("retry", "exhausted"))
-        for taken in [name for name, queue in queues.items() if queue == exhausted][:1]:
-            yield f"{at}.retry.exhausted", f"another queue than {taken}", show(exhausted)
+        for taken in [name for name, queue in queues.items() if route.retry and queue == route.retry.exhausted][:1]:
+            yield f"{at}.retry.exhausted", f"another queue than {taken}", show(queues[taken])
 
 
-def _circles(routes: Routes) -> Iterator[Mistake]:
+def _circles(routes: Sequence[RouteTable]) -> Iterator[Mistake]:
     """Routes that lead back to their own exchange: a message that is due at once would go round for ever."""
-    leads = {_text(route.get("from")): _text(route.get("to")) for route in routes if route.get("to")}
+    leads = {route.from_: route.to for route in routes if route.to}
     for index, route in enumerate(routes):
-        start = _text(route.get("from"))
+        start = route.from_
         path, at = [start], leads.get(start)
         while at in leads and at not in path:
             path.append(at)
             at = leads[at]
-        if start is not None and at == start and len(path) > 1:
+        if at == start and len(path) > 1:
             way = " to ".join(map(show, [*path, start]))
             yield f"route[{index}].to", f"an exchange that does not lead back here ({way})", show(leads[start])
 
 
-def _in_the_cascade(routes: Routes, queues: Mapping[str, str], merged: MergedSettings) -> Iterator[Mistake]:
+def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistake]:
     """Queues, exchanges and destinations with names of the cascade: messages would get into the middle of it."""
-    try:
-        cascade = Cascade(prefix=value_at(merged.values, ("native", "prefix")) or "delayer.")  # type: ignore[arg-type]
-    except (TypeError, ValueError, AttributeError):
-        return  # The table reports it.
+    cascade = Cascade(prefix=settings.native.prefix)
     taken = {level.name for level in cascade.levels()} | {cascade.delivery, cascade.strays}
     named = list(queues.items())
-    for index, route in enumerate(routes):
-        named += [(f"route[{index}].{end}", _text(route.get(end)) or "") for end in ("from", "to")]
-        key = _text(route.get("routing_key"))
-        if not route.get("to") and key in taken | {queues["native.due_queue"]}:
-            yield f"route[{index}].routing_key", _NOT_OURS, show(key)
+    for index, route in enumerate(settings.routes):
+        named += [(f"route[{index}].from", route.from_), (f"route[{index}].to", route.to)]
+        if not route.to and route.routing_key in taken | {queues["native.due_queue"]}:
+            yield f"route[{index}].routing_key", _NOT_OURS, show(route.routing_key)
     yield from ((key, _NOT_OURS, show(name)) for key, name in named if name in taken)
 
 
-def _takeovers(routes: Routes, queues: Mapping[str, str], merged: MergedSettings, *, sealed: bool) -> Iterator[Mistake]:
+def _takeovers(settings: Settings, queues: Mapping[str, str], *, sealed: bool) -> Iterator[Mistake]:
     """Takeovers that stand twice or have no store, and our names that are names of a cascade of another system."""
-    tables, native = _tables(merged, "takeover"), merged.values.get("mode") == "native"
-    if tables and native and not sealed and not value_at(merged.values, ("store", "url")):
+    if settings.takeovers and settings.store_url is None and not sealed:
         yield "takeover", "a store for what is taken over: store.url, where the mode is native", "none"
-    ours = dict(queues) | {f"route[{index}].from": str(route.get("from")) for index, route in enumerate(routes)}
+    ours = dict(queues) | {f"route[{index}].from": route.from_ for index, route in enumerate(settings.routes)}
     seen: set[Cascade] = set()
-    for index, one in enumerate(tables):
-        kind = _text(one.get("cascade"))
-        try:
-            cascade = Cascade(kind if kind in KINDS else "delayer", owner=_text(one.get("prefix")) or "")
-        except ValueError:
-            continue  # The table reports it.
-        if cascade.kind == "delayer":
-            continue  # as above
+    for index, one in enumerate(settings.takeovers):
+        cascade = Cascade(one.cascade, owner=one.prefix)
         if cascade in seen:
-            yield f"takeover[{index}].cascade", "a cascade that no other takeover has", show(kind)
+            yield f"takeover[{index}].cascade", "a cascade that no other takeover has", show(one.cascade)
             continue
         seen.add(cascade)
         taken = {level.name for level in cascade.levels()} | {cascade.delivery}
-        expected = f"a name that is not one of cascade {kind}'s, which is its owner's"
+        expected = f"a name that is not one of cascade {one.cascade}'s, which is its owner's"
         yield from ((key, expected, show(name)) for key, name in ours.items() if name in taken)
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -90,6 +90,10 @@ FILES: list[tuple[str, dict[str, str]]] = [
     ('[route]\nfrom = "a"', {"route": "a table"}),
     ("route = [1]", {"route[0]": "1"}),
     ('[[route]]\nto = "a"', {"route[0].from": "nothing"}),
+    (
+        f'[[route]]\nto = "a"\n{IN_A}routing_key = "delays"',
+        {"route[0].from": "nothing", "route[1].routing_key": '"delays"'},
+    ),
     (f'{IN_A}{IN_B}late_action = "drop"', {"route[1].late_action": '"drop"'}),
     (f'{IN_A}to = "a"', {"route[0].to": '"a"'}),
     (f'{IN_A}routing_key = "delays"', {"route[0].routing_key": '"delays"'}),
