@@ -183,13 +183,14 @@ _OUR_FILES, _THEIR_FILES = ("sslcert", "sslkey"), ("sslrootcert", "sslcrl")
 _OWN_ROOT = ".postgresql/root.crt"
 
 
-def _without_mistakes(values: Mapping[str, Any], errors: Iterable[ErrorDetails]) -> Settings | None:
+def _without_mistakes(values: dict[str, Any], errors: Iterable[ErrorDetails]) -> Settings | None:
     """Remove the values that do not fit, so that the checks between keys see the others. None: that is not enough."""
     for error in errors:
-        # A takeover must name one of three cascades: without it all takeovers are left out.
-        *path, name = error["loc"] if error["loc"][0] != "takeover" else ("takeover",)
+        *path, name = error["loc"]
         table = value_at(values, path)
-        if isinstance(table, dict) and error["type"] == "missing":
+        if error["loc"][0] == "takeover":  # No name stands for its cascade, so all takeovers are left out.
+            values.pop("takeover", None)
+        elif isinstance(table, dict) and error["type"] == "missing":
             table[name] = _dotted(error["loc"])  # A name that no other key has.
         elif isinstance(table, dict):
             table.pop(name, None)

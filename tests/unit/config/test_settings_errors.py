@@ -127,6 +127,7 @@ FILES: list[tuple[str, dict[str, str]]] = [
     ),
     # Takeovers and destinations.
     ('[[takeover]]\ncascade = "delayer"', {"takeover[0].cascade": '"delayer"'}),
+    ('[[takeover]]\n[refused]\nqueue = "delays"', {"takeover[0].cascade": "nothing", "refused.queue": '"delays"'}),
     (f"{NSB}levels_from = 28", {"takeover[0].levels_from": "28"}),
     (f"{CELERY}{CELERY}", {"takeover[1].cascade": '"celery"'}),
     (f'{CELERY}prefix = "shop"\n{CELERY}prefix = "shop"', {"takeover[1].cascade": '"celery"'}),
