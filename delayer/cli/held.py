@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import asyncpg
 import click
 
 from delayer.amqp import reading
@@ -28,7 +27,6 @@ from delayer.cli.options import (
     whoami,
 )
 from delayer.cli.output import note, print_json, print_table
-from delayer.core.filters import Filter
 from delayer.core.readable import counted
 from delayer.http import as_json as for_programs
 from delayer.store.admin import actions, detail
@@ -136,7 +134,14 @@ def _act(
     url = store_url(request_of(context).settings())
     tokens = messages_of(url, names)
     ids = {token.id for token in tokens.values() if token is not None} if names else None
-    dues = ask_store(url, "look at held messages", lambda connection: _dues(connection, wanted, ids))
+    test = reading.properties_test(wanted)
+    dues = ask_store(
+        url,
+        "look at held messages",
+        lambda connection: (
+            detail.held_matching(connection, wanted, test) if ids is None else detail.held_dues(connection, ids)
+        ),
+    )
     missing = [name for name, token in tokens.items() if token is None or token.id not in dues]
     question = f"{verb.capitalize()} {counted(len(dues), 'held message')}"
     some, sure = bool(dues), yes or bool(names)
@@ -145,13 +150,6 @@ def _act(
     click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, asked, dues)):,}.")
     if missing:
         context.exit(ExitCode.FOUND)
-
-
-async def _dues(connection: asyncpg.Connection, wanted: Filter, ids: Set[int] | None) -> dict[int, int]:
-    """The held messages with these ``ids``; where they are None, all that match ``wanted``. Each with its due time."""
-    if ids is not None:
-        return await detail.held_dues(connection, ids)
-    return await detail.held_matching(connection, wanted, reading.properties_test(wanted))
 
 
 async def _do(url: str, verb: str, asked: Mapping[str, Any], dues: Mapping[int, int]) -> int:

@@ -20,7 +20,7 @@ from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
 from delayer.store.admin import audit_log, detail, listing
-from delayer.store.admin.detail import FoundIn, HeldGroup
+from delayer.store.admin.detail import FoundIn
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50
@@ -47,11 +47,6 @@ async def _named(connection: Any, text: str) -> Token | None:
     name = reading.raw(text)
     (tokens,) = (await listing.called(connection, [name], reading.message_id, packed=False)).values()
     return tokens[0] if len(tokens) == 1 else None
-
-
-def _fields_of(group: HeldGroup) -> dict[str, str]:
-    """The filter of a group of held messages, for links and forms."""
-    return {"kind": group.kind, "to": reading.text(group.to_exchange), "to_key": reading.text(group.to_key)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +199,7 @@ class Pages:
         if _by_program(request):
             return JSONResponse(as_json.message(found))
         segment = found.entry.place.segment
+        shown = found.body[:16_384]
         where = found.where.value + ("" if segment is None else f" {segment}")
         state = "running" if found.owned else "free"
         return self.html(
@@ -215,8 +211,8 @@ class Pages:
             fate=render.name(as_json.fate(found)),
             where=f"{where}, lane {found.entry.place.lane} ({render.name(found.owner)}, {state})",
             said=reading.read(found.entry.properties),
-            body=reading.preview(found.body),
-            shown=reading.PREVIEW,
+            body=reading.preview(shown, len(shown)),
+            shown=len(shown),
         )
 
     async def held(self, request: Request) -> Response:
@@ -237,7 +233,7 @@ class Pages:
             return self._unreached(request, error)
         more = "" if page.after is None else f"/held?{urlencode({**form.given, 'after': page.after})}"
         values: dict[str, Any] = {"rows": page.messages, "next": more, "given": form.given, "bounded": page.bounded}
-        return self.html(request, "held.html", groups=[(one, _fields_of(one)) for one in groups], **values)
+        return self.html(request, "held.html", groups=groups, **values)
 
     async def refused(self, request: Request) -> Response:
         """Refused messages."""

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse
 
 from delayer import __version__
 from delayer.amqp import reading
-from delayer.amqp.reading import iso, message_id
+from delayer.amqp.reading import iso, message_id, text
 from delayer.core import horizon
 from delayer.core.readable import away, duration, size
 from delayer.core.units import HOUR_MS
@@ -68,7 +68,7 @@ ENVIRONMENT: Final = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-for function in (iso, ahead, duration, number, rate, size, name, address, query, message_id, quote):
+for function in (iso, ahead, duration, number, rate, size, name, address, query, message_id, quote, text):
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
 ENVIRONMENT.globals["version"] = __version__

@@ -324,7 +324,7 @@ async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path
         paths = {"overview": "/", "waiting": "/waiting", "message": f"/message/{row['id']}", "held": "/held",
                  "refused": "/refused", "login": "/login"}  # fmt: skip
         for device, width in (("desk", 1280), ("telephone", 390)):
-            page = await this.tab(viewport={"width": width, "height": 900})
+            page = await this.tab(viewport={"width": width, "height": 900}, timezone_id="Asia/Kolkata")
             await this.unlock(page)
             for name, path in paths.items():
                 await page.goto(path)
@@ -332,6 +332,9 @@ async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path
                     await page.locator("#due-chart canvas").wait_for()
                     await page.locator("#late-chart canvas").wait_for()
                     await _pressed(page)
+                if name == "message":
+                    assert await page.locator("pre").inner_text() == '{\n  "order": 4711,\n  "lines": 3\n}'
+                    assert "GMT+5:30" in await page.locator("time + span").first.inner_text()
                 room = await page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
                 assert room[0] <= room[1], f"{name} on a {device}: {room}"
                 targets = await page.evaluate(

@@ -116,6 +116,37 @@
     });
   }
 
+  // ---- a body of JSON: indented, with its strings and numbers as they are written
+
+  function indented(text) {
+    const tokens = text.match(/"(?:\\.|[^"\\])*"|[[\]{},:]|[^[\]{},:"\s]+/g);
+    let depth = 0;
+    return tokens.map((token, at) => {
+      const next = tokens[at + 1], opens = "{[".includes(token), closes = next === "}" || next === "]";
+      depth += opens - closes;
+      const ends = (opens && !closes) || token === "," || (closes && !opens);
+      return (token === ":" ? ": " : token) + (ends ? "\n" + "  ".repeat(Math.min(depth, 20)) : "");
+    }).join("");
+  }
+
+  for (const body of document.querySelectorAll("pre.body")) {
+    try {
+      if (typeof JSON.parse(body.textContent) === "object") body.textContent = indented(body.textContent);
+    } catch { /* Other text stays as it is. */ }
+  }
+
+  // ---- times in the reader's own zone, beside UTC
+
+  const zone = new Intl.DateTimeFormat("en-GB", {day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit", timeZoneName: "short"});
+  for (const time of document.querySelectorAll("time")) {
+    const at = new Date(time.textContent.endsWith("Z") ? time.textContent : NaN);
+    if (isNaN(at) || !at.getTimezoneOffset()) continue;
+    const local = document.createElement("span");
+    local.className = "dim t";
+    local.textContent = `(${zone.format(at)})`;
+    time.after(" ", local);
+  }
+
   // ---- again and again, but not while nobody looks
 
   function every(milliseconds, look) {

@@ -201,26 +201,16 @@ async def held_matching(connection: asyncpg.Connection, wanted: Filter, test: Te
 
 
 _GROUPS: Final = (
-    "SELECT kind, to_exchange, to_key, count(*), min(reason), count(*) FILTER (WHERE retry_at IS NULL), min(retry_at)"
-    " FROM (SELECT * FROM held ORDER BY id LIMIT $1) AS first GROUP BY 1, 2, 3 ORDER BY 4 DESC, 1, 2, 3 LIMIT 50"
+    "SELECT kind, to_exchange, to_key, count(*) AS messages, min(reason) AS reason, min(retry_at) AS retry_ms,"
+    " count(*) FILTER (WHERE retry_at IS NULL) AS by_hand FROM (SELECT * FROM held ORDER BY id LIMIT $1) AS first"
+    " GROUP BY 1, 2, 3 ORDER BY messages DESC, 1, 2, 3 LIMIT 50"
 )
 
 
-class HeldGroup(NamedTuple):
-    """Held messages of one kind and destination. ``reason`` is that of one of them; ``by_hand`` wait for a person."""
-
-    kind: str
-    to_exchange: bytes
-    to_key: bytes
-    messages: int
-    reason: str
-    by_hand: int
-    retry_ms: int | None
-
-
-async def held_groups(connection: asyncpg.Connection, scan: int = 100_000) -> list[HeldGroup]:
-    """The largest groups of the first ``scan`` held messages. Raises the driver's errors."""
-    return [HeldGroup(*row) for row in await connection.fetch(_GROUPS, scan)]
+async def held_groups(connection: asyncpg.Connection, scan: int = 100_000) -> Sequence[asyncpg.Record]:
+    """The largest groups of the first ``scan`` held messages by kind and destination, each with the reason of one of
+    them. Raises the driver's errors."""
+    return list(await connection.fetch(_GROUPS, scan))
 
 
 async def held_dues(connection: asyncpg.Connection, ids: Collection[int]) -> dict[int, int]:
