@@ -132,7 +132,7 @@ STRAYS: Final = SetAsideQueue(
     An ID is the x-delayer-id that `strays list` prints, or the message's own message_id. The audit log does not show
     changes of strays.
     """,
-    """Retry strays. The daemon tries them now, late ones too, and up to ten times more.
+    """Retry strays. The daemon tries them now, and up to ten times more; late ones once more.
     """,
     "--reason late:",
 )  # fmt: skip

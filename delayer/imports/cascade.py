@@ -45,9 +45,12 @@ class LevelReader:
         return now_ms + (2 << self.number) * 1000
 
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> ImportItem:
-        """See the port. An envelope contains the due instant and the destination of its message."""
+        """See the port. An envelope contains the due instant and the destination of its message. A
+        message between two attempts comes in as held: its id and the flags of its hold stay."""
         if (inside := self._inside(delivery, properties)) is not None:
-            return ImportItem(inside)
+            if inside.held is None:
+                return ImportItem(inside.parcel)
+            return ImportItem(inside.parcel._replace(token=inside.id), inside.held.hold)
         headers = decoded(properties, CONSULTED)
         due_ms = min(due_at_level(self.cascade, self.number, delivery.routing_key, headers, now_ms), LATEST_MS)
         target = self._target(strip_prefix(delivery.routing_key))
@@ -58,8 +61,8 @@ class LevelReader:
             )
         )  # fmt: skip
 
-    def _inside(self, delivery: Delivery, properties: Properties | None) -> Parcel | None:
-        """The message in an envelope of delayer's own cascade; None without an envelope.
+    def _inside(self, delivery: Delivery, properties: Properties | None) -> edits.Envelope | None:
+        """The envelope of delayer's own cascade; None without an envelope.
 
         Only a message on its way to the daemon's own due queue is an envelope. Any other message is a publisher's, on
         its way to some queue, and its headers prove nothing.
@@ -68,7 +71,7 @@ class LevelReader:
         if properties is None or not ours:
             return None
         try:
-            return edits.opened(properties, delivery.body, header_limit(DEFAULT_FRAME_MAX)).parcel
+            return edits.opened(properties, delivery.body, header_limit(DEFAULT_FRAME_MAX))
         except (edits.InvalidEnvelope, MalformedProperties, MalformedTable):
             return None
 

@@ -308,20 +308,25 @@ async def park_keyed(
 async def hold_new(
     connection: asyncpg.Connection, place: Placement, parcels: Sequence[tuple[Parcel, Hold]], now_ms: int
 ) -> int | None:
-    """Put messages that never waited into held. Returns when the daemon retries the first of them (epoch ms), never
-    before it is due; None where a person decides about all of them."""
+    """Put messages that never waited into held. No other message may wait under their keys. Returns when the daemon
+    retries the first of them (epoch ms), never before it is due; None where a person decides about all of them."""
     records: list[tuple[object, ...]] = []
     retries: list[tuple[Parcel, int]] = []
+    keyed: list[tuple[bytes, int, int, int]] = []
     changes: Changes = Counter()
     for (parcel, hold), new in zip(parcels, await _new_ids(connection, len(parcels)), strict=True):
         lane, retry_ms = place.of(parcel), hold.retry_ms(max(now_ms + pause_ms(1, new), parcel.due_ms))
         if retry_ms is not None:
             retries.append((parcel, retry_ms))
+        if parcel.key is not None:
+            keyed.append((parcel.key, lane, parcel.due_ms, new))
         records.append((*envelope.row(parcel, lane), new, retry_ms, 1, *envelope.hold_row(hold), parcel.token or None))
         changes.update([(lane, "parked"), (lane, "held")])
     await connection.copy_records_to_table("held", records=records, columns=envelope.HELD_COLUMNS)
     reach("park.copied")
     await notify(connection, {}, place.others(retries))
+    if keyed:
+        await keys.point(connection, (), keyed)
     await _count(connection, place, changes)
     return min((retry_ms for _, retry_ms in retries), default=None)
 

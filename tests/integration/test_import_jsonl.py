@@ -35,7 +35,7 @@ from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Props, array, number, text
 from tests.support.rows import compact, conserved
 from tests.support.servers import Postgres
-from tests.support.store import opened, owned, sql
+from tests.support.store import opened, owned, parcel, sql
 from tests.support.topology import declare
 
 _CONTENT = "due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key"
@@ -358,6 +358,22 @@ async def test_a_held_message_keeps_its_key_from_an_imported_one(delayer: Run, d
         told = delayer(*run, expect=ExitCode.FOUND).stderr
         assert "Not imported: 1, because a message waits under their key already, and stays" in told
         assert await admin.fetchval("SELECT count(*) FROM held WHERE body = 'waits'") == 1
+
+
+async def test_an_imported_message_that_is_held_can_be_cancelled_by_its_key(
+    delayer: Run, database: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "backlog.jsonl"
+    held = {"held": {"kind": "returned", "text": "no queue"}}
+    rows = [keyed(4_000_000_000_000, key, "old") | held for key in ("waits", "new", "new")]
+    file.write_text("\n".join(map(json.dumps, [*rows, {"v": 1, "messages": 3}])))
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, b"waits", key=b"waits")], [])
+        run = delayer("import", "jsonl", "run", str(file), "--unverified", "--yes", "--json", expect=ExitCode.FOUND)
+        report = json.loads(run.stdout)
+        assert (report["parked"], report["held"], report["superseded"]) == (0, 1, 2)
+        assert await place.park(lane, [], [b"new"]) == {b"new"}
+        assert await admin.fetchval("SELECT count(*) FROM held") == 0
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "importing.md"

@@ -21,8 +21,7 @@ import asyncpg
 
 from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
-from delayer.core.importing import ImportBatch, Phase, Run
-from delayer.core.message import Parcel
+from delayer.core.importing import ImportBatch, ImportItem, Phase, Run
 from delayer.core.units import DAY_MS
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
@@ -135,13 +134,13 @@ class ImportStore:
 
         Raises StoreLost, the driver's errors.
         """
-        parcels = [item.parcel for item in batch.items if item.hold is None]
-        held = [(item.parcel, item.hold) for item in batch.items if item.hold is not None]
         self._turn += 1
         place = await anywhere(self._connection, self._turn)
         async with pool.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
-            parcels, superseded = await self._not_waiting(parcels)
+            items, superseded = await self._not_waiting(batch.items)
+            parcels = [item.parcel for item in items if item.hold is None]
+            held = [(item.parcel, item.hold) for item in items if item.hold is not None]
             counts = len(parcels), len(held), len(superseded)
             row = await self._connection.fetchrow(_COMMIT, run.id, *counts, batch.progress, run.progress)
             if row is None:
@@ -158,24 +157,24 @@ class ImportStore:
                 await postgres.hold_new(self._connection, place, held, now_ms)
         return tuple(row)
 
-    async def _not_waiting(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[bytes]]:
-        """The messages to park, and the keys of all others. A message waits under each of those keys, or is parked
-        here. Locks the keys: no other transaction parks under them before this one ends."""
-        keyed = {parcel.key for parcel in parcels if parcel.key is not None}
+    async def _not_waiting(self, items: Sequence[ImportItem]) -> tuple[list[ImportItem], list[bytes]]:
+        """The messages to park or hold, and the keys of all others. A message waits or is held under each of those
+        keys, or is one of the former. Locks the keys: no other transaction parks under them before this one ends."""
+        keyed = {item.parcel.key for item in items if item.parcel.key is not None}
         if not keyed:
-            return list(parcels), []
+            return list(items), []
         await keys.lock_keys(self._connection, keyed)
         taken = await _waiting(self._connection, keyed)
-        kept: list[Parcel] = []
+        kept: list[ImportItem] = []
         superseded: list[bytes] = []
-        for parcel in parcels:
-            if parcel.key is None:
-                kept.append(parcel)
-            elif parcel.key in taken:
-                superseded.append(parcel.key)
-            else:
-                taken.add(parcel.key)
-                kept.append(parcel)
+        for item in items:
+            key = item.parcel.key
+            if key in taken:
+                superseded.append(key)
+                continue
+            if key is not None:
+                taken.add(key)
+            kept.append(item)
         return kept, superseded
 
     async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:

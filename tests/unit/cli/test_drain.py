@@ -10,6 +10,8 @@ from delayer.amqp import edits
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
 from delayer.cli.drain import AGAIN, LeftBehind, left_in_cascade, left_in_store, row_into_cascade
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.importing import ImportItem
 from delayer.core.message import Delivery, Due, Parcel, Target
 from delayer.imports.cascade import LevelReader
 from delayer.imports.queues import parsed
@@ -50,6 +52,14 @@ def test_there_and_back(wait_ms: int) -> None:
     assert sent.exchange.decode() == OURS.level(level)
     met = Delivery(1, False, sent.exchange, sent.routing_key, sent.properties, sent.body)
     assert into_store(met, level, NOW + 5_000) == due.parcel
+
+
+def test_a_message_between_two_attempts_comes_in_as_held_with_its_id_and_flags() -> None:
+    hold = Hold(HoldKind.UNANSWERED, "no confirm", may_be_delivered=True)
+    sent = edits.into_cascade(row(NOW).parcel, b"id", 64, NAMES, held=edits.HoldNote(hold, 7, NOW + 64_000))
+    met = Delivery(1, False, sent.exchange, sent.routing_key, sent.properties, sent.body)
+    found = LevelReader(OURS, 6, OURS.delivery.encode(), DUE).item(met, parsed(met.properties), NOW)
+    assert found == ImportItem(row(NOW).parcel._replace(token=b"id"), hold)
 
 
 def test_foreign_messages_go_to_the_end_of_the_cascade() -> None:
