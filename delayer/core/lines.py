@@ -12,7 +12,8 @@ content header after class, weight and body size; the default is only delivery m
 errors, since a misspelt ``body`` would give an empty message. ``crc`` is the store's checksum over exchange, routing
 key, properties and body. A line with a wrong ``crc`` is held, not sent. ``token`` is the ``x-delayer-id`` of a message
 that was published and held before it waited (core/hold.py): its copies have that id. ``token`` needs ``held``. Without
-it an imported message gets a new id, since numbers of one store mean other messages in another. The last line, ``{"v": 1, "messages": 1000}``, has the number of messages, so that a reader detects a cut file.
+it an imported message gets a new id, since numbers of one store mean other messages in another. The last line,
+``{"v": 1, "messages": 1000}``, has the number of messages, so that a reader detects a cut file.
 
 The rule for a change is that of amqp/edits.py: never change the meaning of a released version, and read all of them.
 """

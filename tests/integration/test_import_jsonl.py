@@ -79,7 +79,7 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
         await compact(admin, after_ms=place.now_upper_ms() + 100 * DAY_MS)
-        held = letters(5, 0, random.Random(2))
+        held = [one._replace(key=one.key and b"held " + one.key) for one in letters(5, 0, random.Random(2))]
         held[0] = held[0]._replace(token=b"30a6aca3c8ea4ae8a9a83c9bd2a3c2ab")  # as it was published before it was held
         await place.hold(
             lane,
