@@ -61,8 +61,8 @@ class Shown:
         await page.goto("/login")
         await page.get_by_label("Who you are").fill(who)
         await page.get_by_label("The token").fill(TOKEN)
-        await page.get_by_role("button", name="Unlock").click()
-        await page.get_by_role("button", name="Lock").wait_for()
+        await page.get_by_role("button", name="Sign in").click()
+        await page.get_by_role("button", name="Sign out").wait_for()
 
     async def waiting(self, *filters: str) -> list[dict[str, Any]]:
         return list((await answered(self.config, "list", *filters))["messages"])

@@ -40,7 +40,6 @@ def write_pid(stack: Stack) -> Path:
 
 
 def explain(stack: Stack) -> None:
-    command = f"{EXECUTABLE} --config {stack.config}"
     pid = write_pid(stack)
     console.print(f"""
 [bold]broker[/]   {stack.broker_url}   (management: {stack.management_url})
@@ -49,15 +48,19 @@ def explain(stack: Stack) -> None:
 [bold]page[/]     http://{stack.page}   (token for its actions: {TOKEN})
 [bold]daemon[/]   kill -9 $(cat {pid}): it is started again, and nothing is lost
 
+In another terminal:
+
+  [bold green]export DELAYER_CONFIG={stack.config} PATH={EXECUTABLE.parent}:$PATH[/]
+
 Send a message that comes back in ten seconds, and watch it arrive here:
 
-  [bold green]{command} send --route delayer.in --routing-key hello --delay 10s --body 'hello again'[/]
+  [bold green]delayer send --route delayer.in --routing-key hello --delay 10s --body 'hello again'[/]
 
 Look around:
 
-  {command} status
-  {command} topology show
-  {command} check
+  delayer status
+  delayer topology show
+  delayer check
 
 Ctrl-C stops everything and deletes its data. From here on: what arrives, and what the daemon logs.
 """)
