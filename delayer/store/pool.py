@@ -41,8 +41,9 @@ KNOWN: Final[Mapping[int, dict[str, Any]]] = {
 
 
 class StoreConnection(asyncpg.Connection):  # type: ignore[misc]  # the driver has no types
-    """The driver's own, but for this one question. Should a later driver ask in another way, it asks: that is slower,
-    and a test says so."""
+    """The driver's own, but it asks no server about arrays of KNOWN types. The first such question of a connection
+    takes 15 ms, against 1 ms without it; a second one takes 8 ms. ``list`` asks one, and ``status`` asks two. Should a
+    later driver ask in another way, it asks: that is slower."""
 
     async def _introspect_types(self, typeoids: Collection[int], timeout: float | None) -> tuple[Any, Any]:
         if KNOWN.keys() >= set(typeoids):

@@ -139,17 +139,6 @@ VALUES = {
 }
 
 
-async def test_known_types_are_those_of_the_server(database: str) -> None:
-    connection = await asyncpg.connect(database)
-    try:
-        told, _ = await connection._introspect_types(list(pool.KNOWN), None)
-    finally:
-        await connection.close()
-    answers = {one["oid"]: one for one in told}
-    for oid, known in pool.KNOWN.items():
-        assert known == {name: answers[oid][name] for name in known}
-
-
 async def test_values_go_there_and_back(database: str) -> None:
     async with sql(database) as connection:
         for name, value in VALUES.items():
