@@ -16,8 +16,8 @@ from markupsafe import Markup, escape
 
 from delayer import __version__
 from delayer.audit import words
+from delayer.audit.files import replacing
 from delayer.audit.findings import AuditReport, Bar, LaneFigures
-from delayer.core.files import replacing
 from delayer.core.readable import away, counted, duration, instant, size
 from delayer.store.admin.stats import waiting
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from delayer.core.files import replacing
+from delayer.audit.files import replacing
 from tests.unit.audit import audit_reports
 
 EMPTY = audit_reports.empty()
