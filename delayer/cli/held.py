@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -136,13 +137,10 @@ def _act(
     tokens = messages_of(url, names)
     ids = {token.id for token in tokens.values() if token is not None} if names else None
     test = reading.properties_test(wanted)
-    dues = ask_store(
-        url,
-        "look at held messages",
-        lambda connection: (
-            detail.held_matching(connection, wanted, test) if ids is None else detail.held_dues(connection, ids)
-        ),
+    look = (
+        partial(detail.held_matching, wanted=wanted, test=test) if ids is None else partial(detail.held_dues, ids=ids)
     )
+    dues = ask_store(url, "look at held messages", look)
     missing = [name for name, token in tokens.items() if token is None or token.id not in dues]
     question = f"{verb.capitalize()} {counted(len(dues), 'held message')}"
     some, sure = bool(dues), yes or bool(names)

@@ -76,12 +76,7 @@ def service_of(settings: Settings) -> str:
 
 
 def names_of(settings: Settings) -> dict[str, str]:
-    """The names by which people tell systems apart, for every page and ``delayer status``: never a login.
-
-    >>> urls = {"broker": {"url": "amqp://a:b@rabbit/orders"}, "store": {"url": "postgresql://a:b@db:5433/delayer"}}
-    >>> names_of(Settings.model_validate({**urls, "http": {"label": "PROD"}}))
-    {'label': 'PROD', 'broker': 'rabbit:5672', 'virtual_host': 'orders', 'database': 'delayer on db:5433'}
-    """
+    """The names by which people tell systems apart, for every page and ``delayer status``: never a login."""
     url = urlsplit(settings.broker_url)
     port = url.port or (5671 if url.scheme == "amqps" else 5672)
     found = {"label": settings.http.label} if settings.http.label else {}

@@ -228,11 +228,8 @@ class Actions:
         if verb not in ("cancel", "drop") or form.get("confirmed") == ["yes"] or _by_program(request):
             return None
         named = [("id", one) for one in forms.ids(form)]
-        facts, fields, path = _first(named), [("back", back), *named], request.url.path
-        return self.pages.html(
-            request, "confirm.html", verb=verb, count=len(named), broken=0, facts=facts, to="", path=path,
-            fields=fields, typed=False, wrong="", back=back,
-        )  # fmt: skip
+        more: Any = {"fields": [("back", back), *named], "path": request.url.path, "back": back}
+        return self.pages.html(request, "confirm.html", verb=verb, count=len(named), facts=_first(named), **more)
 
 
 def _first(facts: list[tuple[str, str]]) -> list[tuple[str, str]]:

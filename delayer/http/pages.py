@@ -63,13 +63,11 @@ class Pages:
             return JSONResponse({"error": error}, status_code=status)
         names = names_of(self.answers.inside.settings) if self.readable(request) else {}
         here = "/" + request.url.path.strip("/").partition("/")[0]
-        session = self.sessions.session(request)
-        more = {"session": session, "can_open": self.sessions.can_open, "names": names}
+        more = {"session": self.sessions.session(request), "can_open": self.sessions.can_open, "names": names}
         return render.html(template, status, here=here, **more, **values)
 
     def readable(self, request: Request) -> bool:
-        """Whether this client may read: every client on loopback and where the page is open, else those with the
-        token."""
+        """Whether this client may read: on loopback, where the page is open, or with the token."""
         http = self.answers.inside.settings.http
         local = is_loopback(http.listen.rpartition(":")[0])
         return local or http.open or self.sessions.who(request) is not None
@@ -232,8 +230,7 @@ class Pages:
         except (FieldError, *STORE_ERRORS) as error:
             return self._unreached(request, error)
         more = "" if page.after is None else f"/held?{urlencode({**form.given, 'after': page.after})}"
-        values: dict[str, Any] = {"rows": page.messages, "next": more, "given": form.given, "bounded": page.bounded}
-        return self.html(request, "held.html", groups=groups, **values)
+        return self.html(request, "held.html", page=page, next=more, given=form.given, groups=groups)
 
     async def refused(self, request: Request) -> Response:
         """Refused messages."""

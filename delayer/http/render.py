@@ -103,16 +103,11 @@ def series(census: Census | None) -> list[dict[str, Any]]:
 def routes(census: Census, configured: Iterable[bytes]) -> list[tuple[bytes, float, float, int]]:
     """The messages of each route: those that wait, those of them due within an hour, and held ones. Pure."""
     last, waiting = horizon.OFFSETS.index(HOUR_MS), census.by_route()
-    found = [
-        (
-            route,
-            sum(of.values()),
-            sum(count for bucket, count in of.items() if bucket <= last),
-            census.held.get(route, 0),
-        )
-        for route in {*configured, *waiting, *census.held}
-        for of in [waiting.get(route, {})]
-    ]
+    found = []
+    for route in {*configured, *waiting, *census.held}:
+        of = waiting.get(route, {})
+        soon = sum(count for bucket, count in of.items() if bucket <= last)
+        found.append((route, sum(of.values()), soon, census.held.get(route, 0)))
     return sorted(found, key=lambda row: (-row[1], -row[3], row[0]))
 
 
