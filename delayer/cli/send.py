@@ -6,11 +6,11 @@ import asyncio
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import IO, Final, NamedTuple
+from typing import IO, Final
 
 import click
 from aiormq.channel import Channel as Wire
@@ -19,19 +19,13 @@ from pamqp.commands import Basic
 
 from delayer.amqp.reading import iso
 from delayer.broker.admin_connection import AdminConnection
-from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import CommandFailed, Misused
 from delayer.cli.options import Request, Value, duration, fixed_instant, headers_of
-from delayer.cli.output import note, progress, quoted
+from delayer.cli.output import note, quoted
 from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import duration_text
-from delayer.core.errors import BrokerLost
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import readable
-
-WINDOW: Final = 500
-"""Messages that wait for their confirms at once, at most."""
-WINDOW_BYTES: Final = 8 << 20
 
 
 @dataclass(slots=True)
@@ -47,55 +41,17 @@ class MessageToSend:
     due_ms: int | None = None
 
 
-class MessageNotTaken(NamedTuple):
-    """The broker did not take the message: ``reason`` completes "the broker did not take it: …"."""
-
-    message_id: str
-    reason: str
-
-
-async def publish(
-    url: str, message: MessageToSend, count: int, id_of: Callable[[int], str], say: Callable[[int], None]
-) -> MessageNotTaken | None:
-    """Publish ``message`` ``count`` times. Stops after the first window with a message that the broker did not take,
-    and returns that one. ``say`` hears the number of confirmed messages.
-
-    Raises BrokerUnreachable, BrokerRefused.
-    """
-    window = max(min(WINDOW, WINDOW_BYTES // max(len(message.body), 1)), 1)
+async def publish(url: str, message: MessageToSend, message_id: str) -> str | None:
+    """Publish ``message``. None when the broker confirmed it, else the reason why not. Raises BrokerUnreachable,
+    BrokerRefused."""
     connection = await AdminConnection.open(url, name="delayer send", patience=30.0)
-    confirmed = 0
     try:
-        while confirmed < count:
-            # The first one alone: it shows whether the others have a way.
-            ids = [id_of(number) for number in range(confirmed, min(confirmed + (window if confirmed else 1), count))]
-            reasons = await connection.call(partial(_publish_all, message=message, ids=ids))
-            confirmed += sum(reason is None for reason in reasons)
-            say(confirmed)
-            for message_id, reason in zip(ids, reasons, strict=True):
-                if reason is not None:
-                    return MessageNotTaken(message_id, reason)
+        return await connection.call(partial(_publish, message=message, message_id=message_id))
     finally:
         await connection.close()
-    return None
-
-
-async def _publish_all(channel: Wire, message: MessageToSend, ids: Sequence[str]) -> list[str | None]:
-    """For each message None if it is confirmed, else the reason. Raises the first error that is no such reason."""
-    publishes = [_publish(channel, message, message_id) for message_id in ids]
-    # All have ended then, whether they failed or not.
-    outcomes = await asyncio.gather(*publishes, return_exceptions=True)
-    if any(isinstance(one, ChannelNotFoundEntity) for one in outcomes):
-        missing = f'exchange "{message.exchange}" does not exist'
-        return [missing if isinstance(one, BaseException) else one for one in outcomes]
-    for one in outcomes:
-        if isinstance(one, BaseException):
-            raise one
-    return [one for one in outcomes if not isinstance(one, BaseException)]
 
 
 async def _publish(channel: Wire, message: MessageToSend, message_id: str) -> str | None:
-    """None when it is confirmed, else the reason why not."""
     properties = Basic.Properties(
         headers={**message.headers} or None,
         delivery_mode=2,
@@ -109,8 +65,9 @@ async def _publish(channel: Wire, message: MessageToSend, message_id: str) -> st
             routing_key=message.routing_key,
             properties=properties,
             mandatory=True,
-            wait=False,  # Only the window limits the publishes, not the socket.
         )
+    except ChannelNotFoundEntity:
+        return f'exchange "{message.exchange}" does not exist'
     except DeliveryError as error:
         return "nothing is bound for it" if isinstance(error.frame, Basic.Return) else "a queue refused it"
     return None
@@ -143,7 +100,6 @@ _ABSOLUTE = ("x-deliver-at", "x-opt-delivery-time")
 @click.option("--body", "text", default=None, help="The body, as text.")
 @click.option("--body-file", "file", type=click.File("rb"), help="The body from a file; - is stdin.")
 @click.option("--message-id", metavar="ID", help="Its message_id; a random one if left out.")
-@click.option("--count", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="How many messages.")
 @click.pass_obj
 def send(
     request: Request,
@@ -157,10 +113,8 @@ def send(
     text: str | None,
     file: IO[bytes] | None,
     message_id: str | None,
-    count: int,
 ) -> None:
-    """Publish a message that asks for a delay, and wait until the broker confirms it. --count sends many, up to 500
-    at a time.
+    """Publish a message that asks for a delay, and wait until the broker confirms it.
 
     The message goes to the route's exchange, with a header that says the delay, like the message of any publisher.
 
@@ -169,7 +123,6 @@ def send(
       delayer send --route delayer.in --routing-key orders.reminder --delay 10s --body 'hello'
       delayer send --routing-key report --at 2031-01-31T08:00:00Z --header retries:int=3
       tar c . | delayer send --routing-key backup --delay 12h --body-file -
-      delayer send --routing-key load --delay 5m --count 1000
     """
     if delay_ms is not None and at_ms is not None:
         raise click.UsageError("give either --delay or --at, not both")
@@ -182,22 +135,20 @@ def send(
     message = prepared(route, settings.intake.queue, key, body, {**headers, **keyed})
     now_ms = time.time_ns() // 1_000_000
     ask(message, route, delay_ms, at_ms, now_ms=now_ms)
-    first = message_id or str(uuid.uuid4())
-    untaken, confirmed = _sent(settings.broker_url, message, count, partial(_id, first, count))
-    if untaken is not None:
-        already = f" {confirmed:,} others were." if count > 1 else ""
+    message_id = message_id or str(uuid.uuid4())
+    if reason := asyncio.run(publish(settings.broker_url, message, message_id)):
         raise CommandFailed(
-            f"the broker did not take {quoted(untaken.message_id)}: {untaken.reason}.{already} "
+            f"the broker did not take {quoted(message_id)}: {reason}. "
             "Next: `delayer topology apply`, then `delayer check`."
         )
-    click.echo(_said(message, first, count, now_ms))
+    click.echo(_said(message, message_id, now_ms))
     if CANCEL in message.headers:
         note(cancelling(str(message.headers[CANCEL]), settings))
         return
     longest_ms = settings.intake.max_delay_ms
     if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
         note(f"delayer refuses it: intake.max_delay is {duration_text(longest_ms)}. Next: `delayer refused list`.")
-    one = f", and `delayer show {shlex.quote(_id(first, count, 0))}` the message" if settings.mode == "store" else ""
+    one = f", and `delayer show {shlex.quote(message_id)}` the message" if settings.mode == "store" else ""
     note(f"Next: `delayer status` shows the backlog{one}.")
 
 
@@ -206,30 +157,6 @@ def cancelling(key: str, settings: Settings) -> str:
     if settings.store_url is None:
         return "Without a store nothing can be cancelled: see `delayer refused list`."
     return f"Next: `delayer list --delay-key {shlex.quote(readable(key))}` shows nothing any more, if it came in time."
-
-
-def _id(first: str, count: int, number: int) -> str:
-    return first if count == 1 else f"{first}-{number + 1}"
-
-
-def _sent(
-    url: str, message: MessageToSend, count: int, id_of: Callable[[int], str]
-) -> tuple[MessageNotTaken | None, int]:
-    """Publish messages, with progress. Returns the first that was not taken, and the number that were."""
-    confirmed = 0
-    with progress() as say:
-
-        def confirm(so_far: int) -> None:
-            nonlocal confirmed
-            confirmed = so_far
-            say("sending", so_far, count)
-
-        try:
-            return asyncio.run(publish(url, message, count, id_of, confirm)), confirmed
-        except (KeyboardInterrupt, BrokerLost, BrokerRefused):
-            if count > 1:
-                note(f"{confirmed:,} of {count:,} are confirmed; the broker may have some of the others too.")
-            raise
 
 
 def _route(settings: Settings, name: str | None) -> RouteTable:
@@ -282,10 +209,8 @@ def ask(message: MessageToSend, route: RouteTable, delay_ms: int | None, at_ms: 
         raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")
 
 
-def _said(message: MessageToSend, first: str, count: int, now_ms: int) -> str:
-    what = f"message_id {first}"
-    if count > 1:
-        what = f"{count} messages, message_id {_id(first, count, 0)} to {_id(first, count, count - 1)},"
+def _said(message: MessageToSend, message_id: str, now_ms: int) -> str:
+    what = f"message_id {message_id}"
     where = f"exchange {quoted(message.exchange)}" if message.exchange else f"queue {quoted(message.routing_key)}"
     if CANCEL in message.headers:
         return f"Sent {what} to {where}; asks to cancel the message under key {quoted(str(message.headers[CANCEL]))}."

@@ -79,7 +79,7 @@ def test_help_reads_no_configuration_and_shows_no_secret(path: list[str]) -> Non
         ["send", "--at", "2031-01-31T08:00:00"], ["send", "--delay", "1s", "--at", "2031-01-31T08:00:00Z"],
         ["send", "--body", "x", "--body-file", "-"], ["send", "--header", "novalue"], ["send", "--header", "n:int=x"],
         ["send", "--header", "n:bool=yes"], ["send", "--header", "n:integer=3"], ["send", "--header", "n:=3"],
-        ["send", "--header", ":int=3"], ["send", "--count", "0"], ["send", "--route", "nonsense"],
+        ["send", "--header", ":int=3"], ["send", "--route", "nonsense"],
         ["--mode", "nonsense", "status"], ["--config", "/nowhere.toml", "status"],
         ["--mode", "native", "db", "upgrade"], ["--mode", "native", "db", "current"],
         ["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"],
