@@ -12,7 +12,7 @@ Bit 0 would announce more flags, but AMQP 0-9-1 defines none. So properties with
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from itertools import pairwise
@@ -347,6 +347,29 @@ class Properties:
 
 Cut = tuple[int, int, bytes]
 """A span of the raw bytes, and the bytes that replace it."""
+
+
+def parsed(raw: bytes) -> Properties | None:
+    """The properties; None if their bytes or the table of headers are broken."""
+    try:
+        properties = Properties.parse(raw)
+        properties.entries()
+    except (MalformedProperties, MalformedTable):
+        return None
+    return properties
+
+
+def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes, object]:
+    """The first header of each of these names, without headers whose value is broken."""
+    found: dict[bytes, object] = {}
+    wanted = frozenset(names)
+    for field in properties.headers_items() if properties is not None else ():
+        if field.name in wanted and field.name not in found:
+            try:
+                found[field.name] = field.value
+            except MalformedTable:
+                continue
+    return found
 
 
 def splice(

@@ -9,14 +9,14 @@ from typing import Final
 from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
-from delayer.amqp.properties import Properties
+from delayer.amqp.properties import Properties, decoded
 from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
 from delayer.core.importing import ImportItem
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
-from delayer.imports.queues import Queues, Reader, decoded
+from delayer.imports.queues import Queues, Reader
 
 ARRIVED: Final = b"0." * LEVELS
 """The beginning of a routing key whose delay is over; the address follows."""

@@ -6,13 +6,12 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import ClassVar, Final, Protocol
 
-from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.amqp.properties import Properties
+from delayer.amqp.properties import Properties, parsed
 from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
@@ -26,29 +25,6 @@ X_DEATH: Final = b"x-death"
 DEATHS: Final = (b"x-first-death-", b"x-last-death-")
 COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
 """Headers that the broker adds to a message that it delivers again; the second from 4.3 on."""
-
-
-def parsed(raw: bytes) -> Properties | None:
-    """The properties; None if their bytes or the table of headers are broken."""
-    try:
-        properties = Properties.parse(raw)
-        properties.entries()
-    except (MalformedProperties, MalformedTable):
-        return None
-    return properties
-
-
-def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes, object]:
-    """The first header of each of these names, without headers whose value is broken."""
-    found: dict[bytes, object] = {}
-    wanted = frozenset(names)
-    for field in properties.headers_items() if properties is not None else ():
-        if field.name in wanted and field.name not in found:
-            try:
-                found[field.name] = field.value
-            except MalformedTable:
-                continue
-    return found
 
 
 def fell(properties: Properties | None) -> bool:

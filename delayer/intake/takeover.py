@@ -14,8 +14,7 @@ from typing import Final
 
 import structlog
 
-from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.amqp.properties import Properties, value_at
+from delayer.amqp.properties import decoded, parsed
 from delayer.broker.consumer import AmqpConsumer
 from delayer.broker.ports import Heartbeat, Parking
 from delayer.core.cascade import Cascade
@@ -79,7 +78,7 @@ class LevelTakeover(Handler):
         now_ms = self._now_ms()
         parcels = []
         for delivery in batch:
-            headers = _headers(delivery)
+            headers = decoded(parsed(delivery.properties), _WANTED)
             if self._too_often(delivery, headers):
                 return  # The batch returns to its queue, and the daemon leaves the level alone.
             due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
@@ -99,17 +98,3 @@ class LevelTakeover(Handler):
             log.error("takeover stopped", queue=self.queue, deliveries=deliveries, next_step="delayer check; restart")
         self.over = True
         return True
-
-
-def _headers(delivery: Delivery) -> dict[bytes, object]:
-    """The headers about the due instant and the deliveries of a message; none if its bytes are broken. Such a message
-    is parked too. It is held when it is due, so operators can see it."""
-    found: dict[bytes, object] = {}
-    try:
-        properties = Properties.parse(delivery.properties)
-        for name, type_at, stop in properties.entries():
-            if name in _WANTED and name not in found:
-                found[name] = value_at(properties.raw, type_at, stop)
-    except (MalformedProperties, MalformedTable):
-        return {}
-    return found

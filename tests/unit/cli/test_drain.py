@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 from delayer.amqp import edits
-from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string, parsed
 from delayer.cli.drain import AGAIN, LeftBehind, left_in_cascade, left_in_store, row_into_cascade
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import ImportItem
 from delayer.core.message import Delivery, Due, Parcel, Target
 from delayer.imports.cascade import LevelReader
-from delayer.imports.queues import parsed
 from delayer.store.admin.draining import DrainBacklog
 from tests.support.fakes import NOW
 
