@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import NAMES, Properties
 from delayer.core.filters import Filter
-from delayer.core.message import Timestamp
+from delayer.core.message import Timestamp, as_text
 
 TYPES: Final = {
     "b": "int8", "B": "uint8", "s": "int16", "u": "uint16", "I": "int32", "i": "uint32", "l": "int64", "L": "int64",
@@ -51,18 +51,13 @@ def read(raw: bytes) -> DecodedProperties:
             start, stop = found.spans[name]
             values[name] = int.from_bytes(raw[start:stop], "big")
         else:
-            values[name] = text(found.short(name) or b"")
+            values[name] = as_text(found.short(name) or b"")
     try:
         fields = found.headers_items()
-        headers = [Header(text(one.name), TYPES.get(chr(one.type), "?"), plain(one.value)) for one in fields]
+        headers = [Header(as_text(one.name), TYPES.get(chr(one.type), "?"), plain(one.value)) for one in fields]
     except MalformedTable as error:
         return DecodedProperties(values, (), str(error))
     return DecodedProperties(values, headers)
-
-
-def text(raw: bytes) -> str:
-    """Bytes as text; bytes that are not UTF-8 become backslash escapes."""
-    return raw.decode("utf-8", "backslashreplace")
 
 
 def raw(text: str) -> bytes:
@@ -76,9 +71,9 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
         case Timestamp():
             return _instant(int(value))
         case bytes():
-            return text(value)
+            return as_text(value)
         case str():
-            return text(raw(value))
+            return as_text(raw(value))
         case bool() | int() | None:
             return value
         case float():
@@ -109,7 +104,7 @@ def iso(at_ms: int) -> str:
 
 def address(exchange: bytes, routing_key: bytes) -> str:
     """A destination: the exchange and the key, or the queue."""
-    return f"{text(exchange)} / {text(routing_key)}" if exchange else f"queue {text(routing_key)}"
+    return f"{as_text(exchange)} / {as_text(routing_key)}" if exchange else f"queue {as_text(routing_key)}"
 
 
 def preview(body: bytes, limit: int = PREVIEW) -> str:

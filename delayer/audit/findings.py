@@ -6,7 +6,7 @@ A *violation* is a broken promise, or one that will break when the message is du
 A *warning* is worth a look and may be right as it is. docs/backlog.md says which is which.
 
 Names that came over AMQP are bytes and need not be UTF-8. They travel through JSON by ``surrogateescape``, and
-:func:`shown` makes them fit to print.
+:func:`as_text` makes them fit to print.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ NEWER: Final = "its format is newer than this delayer"
 CHANGED: Final = "its bytes do not fit its digest: one of them has changed"
 UNREADABLE: Final = "it does not decode to the messages that it should have"
 """Reasons why a segment does not read back."""
-
-
-def shown(name: bytes) -> str:
-    """A name as text, with bytes that are not UTF-8 as \\xNN."""
-    return name.decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ from delayer.audit.findings import (
     Share,
     Totals,
     run_of,
-    shown,
 )
 from delayer.broker.route_check import CheckedTarget, RouteVerdict, RouteVerdicts, Verdict
+from delayer.core.message import as_text
 from delayer.core.units import HOUR_MS, MINUTE_MS
 from delayer.store.admin.stats import KINDS, RESTORED_MS, waiting
 
@@ -276,9 +276,9 @@ def late_ones(
         details: dict[str, Any] = {"longest_seconds": row.late_ms // 1000, "owned": owned}
         if row.kind in (WAITING, PACED):
             here = [one for one in routes if (one.lane, one.kind) == (row.lane, row.kind)][:5]
-            details["routes"] = {shown(bytes(one.route)): one.messages for one in here}
+            details["routes"] = {as_text(bytes(one.route)): one.messages for one in here}
             if row.kind == PACED:
-                details["max_rate"] = {shown(bytes(one.route)): paced[bytes(one.route)] for one in here}
+                details["max_rate"] = {as_text(bytes(one.route)): paced[bytes(one.route)] for one in here}
         subject = _SUBJECTS[row.kind].format(row.lane)
         found.append(Finding(OVERDUE, severity, subject, row.messages, row.first_due_ms, details))
     return found
@@ -412,7 +412,7 @@ def _finding(subject: str, rows: Sequence[_Row]) -> Finding:
         details["held_already"] = held
     if len(rows) > 1:
         details["keys"] = len(rows)
-        details["routing_keys"] = [shown(target.routing_key) for target, _ in rows[:10]]
+        details["routing_keys"] = [as_text(target.routing_key) for target, _ in rows[:10]]
     return Finding(DESTINATIONS, severity, subject, messages, min(target.first_due_ms for target, _ in rows), details)
 
 
@@ -432,4 +432,4 @@ def _skipped(asked: RouteVerdicts, unseen: Iterable[str]) -> str:
 
 
 def _quoted(name: bytes) -> str:
-    return f'"{shown(name)}"'
+    return f'"{as_text(name)}"'

@@ -24,8 +24,8 @@ from delayer.broker.isolation import Isolation, Pending
 from delayer.broker.retry import raise_first
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.hold import Hold, Outcome, name_text
-from delayer.core.message import Outgoing, Parcel, Schedule, is_direct_reply
+from delayer.core.hold import Hold, Outcome
+from delayer.core.message import Outgoing, Parcel, Schedule, as_text, is_direct_reply
 
 log = structlog.get_logger(__name__)
 
@@ -220,7 +220,7 @@ def _unconfirmed(batch: Sequence[Outgoing], outcomes: dict[int, Outcome], lost: 
     first = next(message for message, outcome in zip(batch, known, strict=True) if outcome is None)
     text = str(lost) if lost is not None else f"{known.count(None)} of {len(batch)} messages were not confirmed in time"
     return Unconfirmed(
-        f"{text}; the first for exchange {name_text(first.exchange)!r}, key {name_text(first.routing_key)!r}", known
+        f"{text}; the first for exchange {as_text(first.exchange)!r}, key {as_text(first.routing_key)!r}", known
     )
 
 

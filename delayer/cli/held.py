@@ -28,6 +28,7 @@ from delayer.cli.options import (
     whoami,
 )
 from delayer.cli.output import note, print_json, print_table
+from delayer.core.message import as_text
 from delayer.core.readable import counted
 from delayer.http import as_json as for_programs
 from delayer.store.admin import actions, detail
@@ -87,7 +88,7 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
         address(entry.to_exchange, entry.to_key),
         hold.attempts,
         "by hand" if hold.retry_ms is None else iso(hold.retry_ms),
-        reading.text(reading.message_id(entry.properties) or b""),
+        as_text(reading.message_id(entry.properties) or b""),
         hold.reason,
     )
 

@@ -28,6 +28,7 @@ from delayer.cli.options import (
 from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
 from delayer.core.filters import place_text, read_place
+from delayer.core.message import as_text
 from delayer.core.readable import away
 from delayer.http import as_json as for_programs
 from delayer.store.admin import audit_log as audit_trail
@@ -109,11 +110,11 @@ def list_(
         (
             one.place.token,
             iso(one.place.due_us // 1000),
-            reading.text(one.route),
+            as_text(one.route),
             address(one.to_exchange, one.to_key),
             one.size,
-            reading.text(reading.message_id(one.properties) or b""),
-            "" if one.key is None else reading.text(one.key),
+            as_text(reading.message_id(one.properties) or b""),
+            "" if one.key is None else as_text(one.key),
             "" if one.place.segment is None else one.place.segment,
         )
         for one in entries
@@ -179,12 +180,12 @@ def _print(found: FullMessage) -> None:
         ("will happen", for_programs.fate(found)),
         ("parked", iso(entry.parked_ms)),
         ("came in at", address(entry.exchange, entry.routing_key)),
-        ("route", reading.text(entry.route) or '"" (straight to the queue)'),
+        ("route", as_text(entry.route) or '"" (straight to the queue)'),
     ]
     if hold is not None:
         rows.append(("held", f"since {iso(hold.held_ms)}, {hold.attempts} attempts: {hold.reason}"))
     if entry.key is not None:
-        rows.append(("key", reading.text(entry.key)))
+        rows.append(("key", as_text(entry.key)))
     if said.broken:
         rows.append(("not readable", said.broken))
     rows += [(name, value) for name, value in said.properties.items()]

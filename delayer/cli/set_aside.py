@@ -22,6 +22,7 @@ from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.delay_headers import DELIVER_AT, OPT_DELAY, OPT_TIME, OWN_SOURCES
+from delayer.core.message import as_text
 from delayer.intake.refusals import EntryPoints, Mend
 from delayer.intake.set_aside import (
     ANY,
@@ -59,8 +60,8 @@ def _json_of_refused(one: RefusedMessage) -> dict[str, Any]:
     refusal, read = one.refusal, reading.read(one.properties)
     return {
         "id": refusal.id,
-        "exchange": None if refusal.exchange is None else reading.text(refusal.exchange),
-        "routing_key": None if refusal.routing_key is None else reading.text(refusal.routing_key),
+        "exchange": None if refusal.exchange is None else as_text(refusal.exchange),
+        "routing_key": None if refusal.routing_key is None else as_text(refusal.routing_key),
         "message_id": refusal.message_id or None,
         "properties": read.properties,
         "headers": [header._asdict() for header in read.headers],
@@ -78,9 +79,9 @@ def _json_of_stray(one: Stray) -> dict[str, Any]:
         "id": one.id,
         "message_id": one.message_id or None,
         "due_ms": one.due_ms,
-        "to_exchange": reading.text(one.target.exchange),
-        "to_key": reading.text(one.target.routing_key),
-        "route": reading.text(one.route),
+        "to_exchange": as_text(one.target.exchange),
+        "to_key": as_text(one.target.routing_key),
+        "route": as_text(one.route),
         "attempts": one.attempts,
         "kind": one.hold.kind,
         "may_be_delivered": one.hold.may_be_delivered,
@@ -183,7 +184,7 @@ def _change(
     fine = (some or everything) and not seen.cut
     go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
     queue = refused_of(settings, mend) if mend else kind.queue(settings)
-    asked = wanted.as_dict() | ({"mended": sorted(map(reading.text, mend))} if mend else {})
+    asked = wanted.as_dict() | ({"mended": sorted(map(as_text, mend))} if mend else {})
     change = partial(queue.change, verb, wanted, limit=seen.looked)
     done = asyncio.run(_recorded(settings, kind, verb, asked, change))
     click.echo(f"{kind.retried if verb == 'retry' else actions.PAST[verb]}: {len(done.found):,}.")

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
+from delayer.core.message import as_text
+
 _TOKEN: Final = re.compile(r"([0-9]{1,19})(?:@(-?[0-9]{1,16}))?")
 _PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
 MAX_ID: Final = (1 << 63) - 1
@@ -92,4 +94,4 @@ class Filter:
 
 
 def _text(value: Any) -> Any:
-    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
+    return as_text(value) if isinstance(value, bytes) else value

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Final
 
 from delayer.core.delay_headers import in_words
+from delayer.core.message import as_text
 
 
 class HoldKind(StrEnum):
@@ -118,7 +119,7 @@ def returned(code: int, text: str) -> Hold:
 def unanswered(seconds: float, exchange: bytes, routing_key: bytes) -> Hold:
     """The outcome of a publish without a confirm within ``seconds``, while the broker confirmed others. A queue behind
     ``exchange`` and ``routing_key`` does not answer. It may still accept the message later."""
-    where = f"exchange {name_text(exchange)!r}, key {name_text(routing_key)!r}"
+    where = f"exchange {as_text(exchange)!r}, key {as_text(routing_key)!r}"
     text = f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
     return Hold(HoldKind.UNANSWERED, text, may_be_delivered=True)
 
@@ -131,8 +132,3 @@ def closed_channel(code: int, text: str) -> Hold:
 def closed_connection(code: int, text: str) -> Hold:
     """The outcome of a publish for which the broker closed the whole connection."""
     return Hold(HoldKind.CLOSED_CONNECTION, f"the broker closed the connection: {code} {text}", isolated=True)
-
-
-def name_text(name: bytes) -> str:
-    """A name of the broker as text; bytes that are not UTF-8 become escapes."""
-    return name.decode("utf-8", "backslashreplace")

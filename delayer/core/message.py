@@ -74,6 +74,11 @@ def as_bytes(value: object) -> bytes | None:
     return value if isinstance(value, bytes) else None
 
 
+def as_text(raw: bytes) -> str:
+    """Bytes as text; bytes that are not UTF-8 become backslash escapes."""
+    return raw.decode("utf-8", "backslashreplace")
+
+
 DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
 """The prefix of the pseudo-queues for direct replies. At the default exchange they route to one consumer, past all
 queues."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from delayer.amqp import reading
+from delayer.core.message import as_text
 from delayer.store.admin import detail
 from delayer.store.admin.detail import FullMessage
 from delayer.store.admin.listing import Entry
@@ -19,12 +20,12 @@ def entry(entry: Entry) -> dict[str, Any]:
         "parked_ms": entry.parked_ms,
         "lane": entry.place.lane,
         "segment": entry.place.segment,
-        "route": reading.text(entry.route),
-        "exchange": reading.text(entry.exchange),
-        "routing_key": reading.text(entry.routing_key),
-        "to_exchange": reading.text(entry.to_exchange),
-        "to_key": reading.text(entry.to_key),
-        "key": None if entry.key is None else reading.text(entry.key),
+        "route": as_text(entry.route),
+        "exchange": as_text(entry.exchange),
+        "routing_key": as_text(entry.routing_key),
+        "to_exchange": as_text(entry.to_exchange),
+        "to_key": as_text(entry.to_key),
+        "key": None if entry.key is None else as_text(entry.key),
         "message_id": said.properties.get("message_id"),
         "body_bytes": entry.size,
         "properties": said.properties,

@@ -17,7 +17,7 @@ from delayer import __version__
 from delayer.config.model import Settings
 from delayer.core import horizon
 from delayer.core.counters import KINDS, Counters
-from delayer.core.hold import name_text
+from delayer.core.message import as_text
 from delayer.http.view import Depths, Snapshot, State
 from delayer.store.admin.stats import Census, StoreOverview
 
@@ -168,11 +168,11 @@ def _of_process(state: State) -> Iterator[Sample]:
         yield "lanes_lost_total", [], counters.lanes_lost
     for kind in KINDS:
         # The counter begins at 0, because a counter that begins with its first message hides that one.
-        named = {name_text(route): count for route, count in counters.routes[kind].items()}
+        named = {as_text(route): count for route, count in counters.routes[kind].items()}
         yield from ((f"{kind}_total", [route], n) for route, n in (dict.fromkeys(state["routes"], 0) | named).items())
     yield "restored_total", [], counters.restored
     yield "broken_segments_total", [], counters.broken_segments
-    yield from (("lateness_seconds", [name_text(route)], tally) for route, tally in counters.lateness.items())
+    yield from (("lateness_seconds", [as_text(route)], tally) for route, tally in counters.lateness.items())
     yield from (("batch_messages", [stage], tally) for stage, tally in counters.sizes.items())
     yield from ((f"{name}_seconds", [], tally) for name, tally in counters.seconds.items())
 
@@ -212,7 +212,7 @@ def _of_census(seen: Snapshot[Census]) -> Iterator[Sample]:
         return
     for route, counts in seen.fresh.by_route().items():
         for due, count in horizon.by_class(counts).items():
-            yield "backlog_messages", [name_text(route), due], round(count)
+            yield "backlog_messages", [as_text(route), due], round(count)
 
 
 def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[Sample]:

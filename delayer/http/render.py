@@ -14,8 +14,9 @@ from starlette.responses import HTMLResponse
 
 from delayer import __version__
 from delayer.amqp import reading
-from delayer.amqp.reading import iso, message_id, text
+from delayer.amqp.reading import iso, message_id
 from delayer.core import horizon
+from delayer.core.message import as_text
 from delayer.core.readable import away, duration, size
 from delayer.core.units import HOUR_MS
 from delayer.http.recent import host_ms
@@ -47,7 +48,7 @@ def name(raw: bytes | str | None) -> str:
     """A name from AMQP, with its invisible characters as code points."""
     if raw is None:
         return ""
-    text = raw if isinstance(raw, str) else reading.text(raw)
+    text = raw if isinstance(raw, str) else as_text(raw)
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -68,7 +69,7 @@ ENVIRONMENT: Final = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-for function in (iso, ahead, duration, number, rate, size, name, address, query, message_id, quote, text):
+for function in (iso, ahead, duration, number, rate, size, name, address, query, message_id, quote, as_text):
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
 ENVIRONMENT.globals["version"] = __version__

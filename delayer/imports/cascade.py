@@ -14,7 +14,7 @@ from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
 from delayer.core.importing import ImportItem
 from delayer.core.levels import CONSULTED, due_at_level
-from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.message import Delivery, Parcel, Target, as_text
 from delayer.core.plan import LATEST_MS
 from delayer.imports.queues import Queues, Reader
 
@@ -108,7 +108,7 @@ class CascadeLevels(Queues):
         elif self.cascade.owner:
             said["prefix"] = self.cascade.owner
         if self.to_exchange is not None:
-            said["to_exchange"] = self.to_exchange.decode("utf-8", "backslashreplace")
+            said["to_exchange"] = as_text(self.to_exchange)
         return said
 
     def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:

@@ -28,12 +28,11 @@ from typing import ClassVar, Final, NamedTuple, TypeVar
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, entry, long_string, splice
-from delayer.amqp.reading import text
 from delayer.core import lines
 from delayer.core.hold import unfit
 from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
 from delayer.core.lines import EndLine, NotALine
-from delayer.core.message import Parcel, Target
+from delayer.core.message import Parcel, Target, as_text
 from delayer.core.plan import LATEST_MS
 from delayer.imports.state_machine import ImportImpossible, SourceLost
 from delayer.store.admin.importing import ImportStore
@@ -333,8 +332,11 @@ class DelayedExchange(FileSource):
     exchanges: Mapping[bytes, Target] = field(default_factory=dict)
 
     def more_parameters(self) -> Mapping[str, object]:
-        to = {text(name): [text(target.exchange), text(target.routing_key)] for name, target in self.exchanges.items()}
-        return {"vhost": text(self.vhost), "exchanges": to}
+        to = {
+            as_text(name): [as_text(target.exchange), as_text(target.routing_key)]
+            for name, target in self.exchanges.items()
+        }
+        return {"vhost": as_text(self.vhost), "exchanges": to}
 
     def read(self, line: bytes) -> Reading:
         if line.strip() in _NOTHING:
@@ -351,7 +353,7 @@ class DelayedExchange(FileSource):
         except (binascii.Error, ValueError):
             raise Unreadable("expected base64 behind the first field") from None
         if vhost != self.vhost:
-            return SkippedRecord(f"of virtual host {text(vhost)!r}")
+            return SkippedRecord(f"of virtual host {as_text(vhost)!r}")
         routing_key, *more_keys = keys.split(b"\0")
         if max(map(len, (exchange, routing_key, *more_keys))) > 255:
             raise Unreadable("expected names of at most 255 bytes")

@@ -21,9 +21,8 @@ from delayer.amqp.edits import DELIVERY_TIME, EXPIRATION, ID, USER_ID
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Field, Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
-from delayer.amqp.reading import text
 from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME, RECEIVED_AT
-from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes
+from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes, as_text
 
 _REASON: Final = b"x-delayer-refused"
 _EXCHANGE: Final = b"x-delayer-exchange"
@@ -69,7 +68,7 @@ def refusal_of(delivery: Delivery, entries: EntryPoints) -> Refusal:
         reason, exchange, routing_key = _reason_and_origin(fields, entries.queue)
         mangled = _REASON in fields and _WRAPPED in fields
         id, message_id = _content(fields, ID) or b"", properties.short("message_id") or b""
-        return Refusal(text(id), reason, exchange, routing_key, text(message_id), mangled)
+        return Refusal(as_text(id), reason, exchange, routing_key, as_text(message_id), mangled)
     except (MalformedProperties, MalformedTable) as error:
         return Refusal("", f"not readable: {error}", None, None, "", mangled=True)
 
@@ -79,7 +78,8 @@ def _reason_and_origin(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str,
     death = _death(fields, intake)
     if _REASON not in fields:
         return death or ("the reason is unknown: there is no note of delayer or of the broker", None, None)
-    reason, exchange, key = text(fields[_REASON].content), _content(fields, _EXCHANGE), _content(fields, _ROUTING_KEY)
+    reason = as_text(fields[_REASON].content)
+    exchange, key = _content(fields, _EXCHANGE), _content(fields, _ROUTING_KEY)
     if death is None:
         return reason, exchange, key
     # Both tell a reason and an origin. One of them may be forged.
@@ -99,7 +99,7 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: M
     if refusal.exchange is None or refusal.routing_key is None:
         return "its origin is unknown, or its headers contradict each other"
     if not entries.lead_in(refusal.exchange, refusal.routing_key):
-        return f"no route comes from its exchange {text(refusal.exchange)!r} with this key"
+        return f"no route comes from its exchange {as_text(refusal.exchange)!r} with this key"
     properties = Properties.parse(delivery.properties)
     was_refused = properties.get(_REASON) is not None
     given = properties.get(ID) if was_refused else None

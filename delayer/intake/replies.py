@@ -19,7 +19,7 @@ from delayer.amqp.properties import Properties, changed, encode_headers, entry, 
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Confirmed
-from delayer.core.message import Outgoing
+from delayer.core.message import Outgoing, as_text
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +53,7 @@ def reply(ask: CancelToAnswer, token: bytes, *, cancelled: bool) -> Outgoing:
     if ask.correlation_id is not None:
         shorts["correlation_id"] = ask.correlation_id
     raw = changed(Properties.parse(raw), {name: bytes((len(value),)) + value for name, value in shorts.items()})
-    body = json.dumps({"outcome": outcome, "key": ask.key.decode("utf-8", "backslashreplace")}).encode()
+    body = json.dumps({"outcome": outcome, "key": as_text(ask.key)}).encode()
     return Outgoing(b"", ask.reply_to, raw, body, token)
 
 

@@ -24,7 +24,7 @@ from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
 from delayer.core.hold import Confirmed, Hold, HoldKind
-from delayer.core.message import Delivery, Outgoing, Target
+from delayer.core.message import Delivery, Outgoing, Target, as_text
 from delayer.intake.refusals import EntryPoints, Mend, Refusal, again, refusal_of
 
 AT_ONCE: Final = 100
@@ -82,8 +82,8 @@ class Stray(NamedTuple):
         if isinstance(read, str):
             return cls("", None, Target(b"", b""), b"", b"", 0, Hold(HoldKind.UNFIT, read), head, size)
         parcel, held = read.parcel, read.held or HoldNote(UNKNOWN, 0, None)
-        id, hold = reading.text(read.id), held.hold
-        own = reading.text(reading.message_id(parcel.properties) or b"")
+        id, hold = as_text(read.id), held.hold
+        own = as_text(reading.message_id(parcel.properties) or b"")
         return cls(
             id, parcel.due_ms, parcel.target, parcel.exchange, parcel.route, held.attempts, hold, head, size, own
         )
@@ -243,7 +243,7 @@ def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_pr
     not matter then.
     """
     if delivery.exchange == delivery_exchange and not leads_to(delivery.routing_key, due_queue):
-        found = delivery.routing_key.decode("utf-8", "backslashreplace")
+        found = as_text(delivery.routing_key)
         return f"not an envelope of ours: expected a key that ends with {due_queue.decode()!r}, found {found!r}"
     try:
         return opened(Properties.parse(delivery.properties), delivery.body, max_properties)
