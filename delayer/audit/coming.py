@@ -12,7 +12,7 @@ from delayer.core.readable import instant
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 
 RELEASE_RATE: Final = 14_000.0
-"""Messages a second that one daemon released on two cores shared with broker and database, 512 bytes each
+"""Messages a second: half of what one daemon released on two cores shared with broker and database, 512 bytes each
 (docs/performance.md). ``--release-rate`` replaces it by a measured one."""
 
 
