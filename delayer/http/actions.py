@@ -248,8 +248,7 @@ def _by_program(request: Request) -> bool:
 
 
 def _confirmed(request: Request, form: Mapping[str, Sequence[str]]) -> bool:
-    """Whether the change of all matching messages was confirmed: by a person, where nothing narrows it, with the number
-    of messages typed in."""
+    """Whether the change was confirmed: by a person, where nothing narrows it, with the number typed in."""
     confirmed, typed, counted = (form.get(name, [""])[0].strip() for name in ("confirmed", "typed", "counted"))
     narrowed = "all" not in form or _by_program(request)
     return confirmed == "yes" and (narrowed or (typed == counted and counted.isdecimal()))

@@ -208,8 +208,7 @@ _GROUPS: Final = (
 
 
 async def held_groups(connection: asyncpg.Connection, scan: int = 100_000) -> Sequence[asyncpg.Record]:
-    """The largest groups of the first ``scan`` held messages by kind and destination, each with the reason of one of
-    them. Raises the driver's errors."""
+    """The largest groups of the first ``scan`` held messages, with one reason each. Raises the driver's errors."""
     return list(await connection.fetch(_GROUPS, scan))
 
 

@@ -216,8 +216,7 @@ Counts = dict[tuple[bytes, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """``counts`` by route and bucket (core/horizon.py). ``exact``: nothing was estimated. ``held``: the routes of the
-    first hundred thousand held messages."""
+    """``counts`` by route and bucket (core/horizon.py), ``held`` by route. ``exact``: no count of them is estimated."""
 
     taken_ms: int
     counts: Mapping[tuple[bytes, int], float]
