@@ -29,9 +29,10 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, describe, translated
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
-from delayer.store.lanes.notify import notify
+from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import envelope, keys, partitions
 from delayer.store.rows.partitions import Days, existing
+from delayer.store.statements import Changes
 
 ATTEMPTS: Final = 3
 """How often a park is tried when it loses against another transaction."""
@@ -41,8 +42,6 @@ about 5 seconds."""
 CLOSE_SECONDS: Final = 5.0
 
 T = TypeVar("T")
-Changes = Counter[tuple[int, str]]
-"""The changes of the counters in a transaction, by lane and kind."""
 
 
 class Placement(NamedTuple):
@@ -60,12 +59,9 @@ class Placement(NamedTuple):
 
     def others(self, dues: Iterable[tuple[Parcel, int]]) -> dict[int, int]:
         """The lanes to notify, with their soonest instant."""
-        soonest: dict[int, int] = {}
-        for parcel, at_ms in dues:
-            if self.epoch is None or parcel.route in self.routes:
-                number = self.of(parcel)
-                soonest[number] = min(at_ms, soonest.get(number, at_ms))
-        return soonest
+        return soonest(
+            (self.of(parcel), at_ms) for parcel, at_ms in dues if self.epoch is None or parcel.route in self.routes
+        )
 
 
 class PostgresStore:
@@ -161,17 +157,17 @@ class PostgresStore:
             return
         ours = _ours(lane)
         place, now_ms = Placement(ours.number, self._routes, ours.epoch), self._clock.now_upper_ms()
-        soonest = await self._write("hold", ours, lambda connection: hold_new(connection, place, parcels, now_ms))
-        if soonest is not None:
-            ours.cursor.note_held(soonest)
+        retry_ms = await self._write("hold", ours, lambda connection: hold_new(connection, place, parcels, now_ms))
+        if retry_ms is not None:
+            ours.cursor.note_held(retry_ms)
 
     async def restore(self, horizon_ms: int) -> Restoration:
         with translated("restore"):
             async with pool.borrowed(self._pool) as connection:
-                soonest = await connection.fetchrow(statements.NEXT_SEGMENT)
-            if soonest is not None:
+                following = await connection.fetchrow(statements.NEXT_SEGMENT)
+            if following is not None:
                 check_arrow()  # Long before the segment is due, so that an operator has the time to install it.
-            if soonest is None or soonest[0] > horizon_ms:
+            if following is None or following[0] > horizon_ms:
                 return None
             # The import takes half a second, which would be the event loop's.
             await asyncio.to_thread(import_module, "delayer.store.segments.restore")
@@ -179,7 +175,7 @@ class PostgresStore:
 
             # If another process restores this one, the call restores the next: rows may go to the default partition.
             # Days that are passed, or too far, have no partition in any case.
-            first_ms, last_ms = soonest
+            first_ms, last_ms = following
             await self._ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
             async with pool.borrowed(self._pool) as connection:
                 restored = await restore.restore_one(

@@ -3,6 +3,7 @@ the statements that have no constant here."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from importlib.resources import files
 
@@ -19,6 +20,8 @@ CLAIM_HELD = read("claim_held")
 NEXT_DUE = read("next_due")
 NEXT_RETRY = read("next_retry")
 COUNT = read("count")
+Changes = Counter[tuple[int, str]]
+"""The changes of the counters in a transaction, by lane and kind: COUNT adds them."""
 COUNT_PARKED = read("count_parked")
 HOLD_AGAIN = read("hold_again")
 NEXT_SEGMENT = read("next_segment")

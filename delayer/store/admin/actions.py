@@ -33,10 +33,11 @@ from delayer.store.admin import audit_log, listing
 from delayer.store.admin.detail import ABSENT, FoundIn
 from delayer.store.admin.listing import NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING, check_arrow
-from delayer.store.lanes.notify import notify
+from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows.keys import forget, lock_keys
 from delayer.store.rows.partitions import PARK_SECONDS, Days, existing
 from delayer.store.segments import catalog
+from delayer.store.statements import Changes
 
 LOOKS: Final = 10
 """How often everything is looked through for messages that slip away. Twice is rare."""
@@ -67,7 +68,6 @@ def unmet(found: Counter[FoundIn]) -> list[str]:
     return [f"{found[where]:,} {why}." for where, why in said.items() if found[where]]
 
 
-Changes = Counter[tuple[int, str]]
 _DELETE_HELD = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
     " RETURNING id, lane, key"
@@ -239,14 +239,6 @@ async def _move_rows(
     moved_to = soonest((lane, due_ms) for _, lane, due_ms, _ in moved)
     await notify(connection, moved_to, soonest((lane, retry_ms) for _, lane, retry_ms in again))
     return found, Counter(), len(found) == len(places.ids) + len(held)
-
-
-def soonest(dues: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """The soonest instant of each lane."""
-    found: dict[int, int] = {}
-    for lane, at_ms in dues:
-        found[lane] = min(at_ms, found.get(lane, at_ms))
-    return found
 
 
 async def _point(connection: asyncpg.Connection, keyed: Sequence[tuple[bytes, int, int]]) -> None:

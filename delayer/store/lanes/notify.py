@@ -6,7 +6,7 @@ A notification is a hint: an owner that misses one finds the row by its scan, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import asyncpg
@@ -27,6 +27,14 @@ def channel(lane: int) -> str:
     return f"delayer_lane_{lane}"
 
 
+def soonest(dues: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The soonest instant of each lane."""
+    found: dict[int, int] = {}
+    for lane, at_ms in dues:
+        found[lane] = min(at_ms, found.get(lane, at_ms))
+    return found
+
+
 async def notify(connection: asyncpg.Connection, waiting: Mapping[int, int], held: Mapping[int, int]) -> None:
     """Notify the owners of these lanes when the open transaction commits: the soonest instant for each lane.
 
@@ -36,8 +44,8 @@ async def notify(connection: asyncpg.Connection, waiting: Mapping[int, int], hel
     if waiting:
         lanes = sorted(waiting)
         await connection.execute(_LOWER, lanes, [waiting[lane] for lane in lanes])
-    for kind, soonest in ((WAITING, waiting), (HELD, held)):
-        for lane, at_ms in soonest.items():
+    for kind, dues in ((WAITING, waiting), (HELD, held)):
+        for lane, at_ms in dues.items():
             await connection.execute("SELECT pg_notify($1, $2)", channel(lane), f"{kind} {at_ms}")
 
 
