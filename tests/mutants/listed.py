@@ -67,7 +67,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/store/admin/importing.py",
         "tests/integration/test_import_jsonl.py::test_a_waiting_message_wins_over_an_imported_one_of_its_key",
-        ("import-replaces-what-waits", "elif parcel.key in taken:", "elif False:"),
+        ("import-replaces-what-waits", "if key in taken:", "if False:"),
         ("import-says-nothing-of-superseded", "            if superseded:\n", "            if False:\n"),
     ),
     *of(

@@ -377,13 +377,14 @@ def asks(tag: int, delay_ms: int, **more: float) -> Delivery:
 
 async def test_parcels_wait_for_company_and_a_full_park_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delayer.intake.handle.PARK_MESSAGES", 3)
+    monkeypatch.setattr("delayer.intake.handle.GATHER_MS", 10_000)  # A busy machine may take 50 ms for these lines.
     it = Gathered()
-    await it.take(asks(1, 5_000))
-    await it.take(asks(2, 5_000))
+    await it.take(asks(1, 50_000))
+    await it.take(asks(2, 50_000))
     assert it.parks == []
-    await it.take(asks(3, 5_000))
+    await it.take(asks(3, 50_000))
     assert it.parks == [[b"1", b"2", b"3"]]
-    await it.take(asks(4, 5_000))
+    await it.take(asks(4, 50_000))
     it.handler.flush()
     await it.session.settled()
     assert it.parks[1:] == [[b"4"]]
