@@ -41,6 +41,7 @@ from delayer.amqp.properties import (
 from delayer.core import cascade
 from delayer.core.delay_headers import (
     DELAY,
+    LAST_DUE,
     LONGEST_TIMER_MS,
     OPT_TIME,
     REQUEST_HEADERS,
@@ -56,15 +57,14 @@ from delayer.core.plan import LATEST_MS
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt
 
 ID: Final = b"x-delayer-id"
-DUE: Final = b"x-delayer-due"
 USER_ID: Final = b"x-delayer-user-id"
 EXPIRATION: Final = b"x-delayer-expiration"
 
 # With x-death kept, RabbitMQ before 4.0 would see a dead-letter cycle on the next trip through a cascade, and drop the
 # message silently. RabbitMQ from 4.3 on counts x-acquired-count beside x-delivery-count.
-_COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
-_REMOVED: Final = REQUEST_HEADERS | _COUNTED | {b"x-death", ID, DUE}
-_REFUSED: Final = b"x-delayer-refused"
+COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
+_REMOVED: Final = REQUEST_HEADERS | COUNTED | {X_DEATH, ID, LAST_DUE}
+REFUSED: Final = b"x-delayer-refused"
 EXCHANGE: Final = b"x-delayer-exchange"
 ROUTING_KEY: Final = b"x-delayer-routing-key"
 PROPERTIES: Final = b"x-delayer-properties"
@@ -73,10 +73,10 @@ ENVELOPE: Final = b"x-delayer-envelope"
 DELIVERY_TIME: Final = b"x-delayer-delivery-time"
 """The ``x-opt-delivery-time`` of a refused message. RabbitMQ 4.4 would hide the message in the refused queue until
 then. A time of more than 292 years ahead would crash the queue."""
-_OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY, DELIVERY_TIME})
+_OF_THE_REFUSED: Final = frozenset({REFUSED, EXCHANGE, ROUTING_KEY, DELIVERY_TIME})
 """The headers that a refused message gained. A release removes them, but only together with ``x-delayer-refused``:
 without it they are the publisher's own."""
-_REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
+DEATHS: Final = (b"x-first-death-", b"x-last-death-")
 _DEATH: Final = b"-death-"
 
 ROOM: Final = 2048
@@ -161,17 +161,17 @@ def failed(properties: Properties, failure: FailedAttempt, max_properties: int) 
 
 
 def _noted(properties: Properties, append: bytes) -> bytes:
-    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH} | _COUNTED | COPY_HEADERS
+    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH} | COUNTED | COPY_HEADERS
     copies = properties.get(b"CC")
     if copies is not None:
         remove |= {_COPIES}
         append = entry(_COPIES, copies.type_and_value) + append
-    return splice(properties, remove=remove, remove_prefixes=_REMOVED_PREFIXES, append=append)
+    return splice(properties, remove=remove, remove_prefixes=DEATHS, append=append)
 
 
 # The entries of the two headers that every message gets, without their values.
 _ID_HEAD: Final = entry(ID, long_string(b""))[:-4]
-_DUE_HEAD: Final = entry(DUE, int64(0))[:-8]
+_DUE_HEAD: Final = entry(LAST_DUE, int64(0))[:-8]
 _U32: Final = Struct(">I")
 _I64: Final = Struct(">q")
 
@@ -202,9 +202,9 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
             if turned:
                 cuts.append((type_at, stop, turned))
         elif name in _OF_THE_REFUSED:
-            if any(one == _REFUSED for one, _, _ in found):
+            if any(one == REFUSED for one, _, _ in found):
                 cuts.append((type_at - 1 - len(name), stop, b""))
-        elif name in wanted or name.startswith(_REMOVED_PREFIXES):
+        elif name in wanted or name.startswith(DEATHS):
             cuts.append((type_at - 1 - len(name), stop, b""))
     return edited(properties, cuts, append)
 
@@ -233,7 +233,7 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
     """
     notes = (
         entry(ID, long_string(id))
-        + entry(_REFUSED, long_string(shown(reason)))
+        + entry(REFUSED, long_string(shown(reason)))
         + entry(EXCHANGE, long_string(delivery.exchange))
         + entry(ROUTING_KEY, long_string(delivery.routing_key))
     )
@@ -380,7 +380,7 @@ def enveloped(parcel: Parcel, id: bytes, held: HoldNote | None = None, rest_ms: 
     """
     headers = (
         entry(ID, long_string(id))
-        + entry(DUE, int64(parcel.due_ms))
+        + entry(LAST_DUE, int64(parcel.due_ms))
         + entry(ENVELOPE, int64(FORMAT))
         + entry(_ROUTE, long_string(parcel.route))
         + entry(EXCHANGE, long_string(parcel.exchange))
@@ -415,7 +415,7 @@ def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope
     version = int.from_bytes(content(ENVELOPE, 8), "big")
     if version != FORMAT:
         raise InvalidEnvelope(f"expected envelope format {FORMAT}, found {version}")
-    due_ms = int.from_bytes(content(DUE, 8), "big", signed=True)
+    due_ms = int.from_bytes(content(LAST_DUE, 8), "big", signed=True)
     if not 0 <= due_ms <= LATEST_MS:
         raise InvalidEnvelope(f"expected a due instant of 0 to {LATEST_MS}, found {due_ms}")
     parcel = Parcel(

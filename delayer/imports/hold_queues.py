@@ -19,9 +19,10 @@ from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
 from delayer.core.importing import ImportItem, Left
+from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
-from delayer.imports.queues import X_DEATH, Queues, Reader
+from delayer.imports.queues import Queues, Reader
 from delayer.imports.state_machine import BadSource, ImportImpossible, SourceLost
 
 COPIES: Final = b"CC"

@@ -11,20 +11,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import ClassVar, Final, Protocol
 
+from delayer.amqp.edits import COUNTED, DEATHS
 from delayer.amqp.properties import Properties, parsed
 from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
+from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery, Target
 from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, asked
 from delayer.imports.state_machine import SourceLost
-
-X_DEATH: Final = b"x-death"
-DEATHS: Final = (b"x-first-death-", b"x-last-death-")
-COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
-"""Headers that the broker adds to a message that it delivers again; the second from 4.3 on."""
 
 
 def fell(properties: Properties | None) -> bool:

@@ -17,20 +17,17 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from delayer.amqp.edits import DELIVERY_TIME, EXPIRATION, ID, USER_ID
+from delayer.amqp.edits import DELIVERY_TIME, EXCHANGE, EXPIRATION, ID, PROPERTIES, REFUSED, ROUTING_KEY, USER_ID
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Field, Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
 from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME, RECEIVED_AT
+from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes, as_text
 
-_REASON: Final = b"x-delayer-refused"
-_EXCHANGE: Final = b"x-delayer-exchange"
-_ROUTING_KEY: Final = b"x-delayer-routing-key"
-_WRAPPED: Final = b"x-delayer-properties"
 _LONGEST_ID: Final = 64
 """A retry keeps at most this many bytes of an id, because a publisher may have written it."""
-_GAINED: Final = frozenset({_REASON, _EXCHANGE, _ROUTING_KEY, EXPIRATION, DELIVERY_TIME})
+_GAINED: Final = frozenset({REFUSED, EXCHANGE, ROUTING_KEY, EXPIRATION, DELIVERY_TIME})
 
 
 class EntryPoints(NamedTuple):
@@ -66,7 +63,7 @@ def refusal_of(delivery: Delivery, entries: EntryPoints) -> Refusal:
         properties = Properties.parse(delivery.properties)
         fields = {one.name: one for one in reversed(properties.headers_items())}
         reason, exchange, routing_key = _reason_and_origin(fields, entries.queue)
-        mangled = _REASON in fields and _WRAPPED in fields
+        mangled = REFUSED in fields and PROPERTIES in fields
         id, message_id = _content(fields, ID) or b"", properties.short("message_id") or b""
         return Refusal(as_text(id), reason, exchange, routing_key, as_text(message_id), mangled)
     except (MalformedProperties, MalformedTable) as error:
@@ -76,10 +73,10 @@ def refusal_of(delivery: Delivery, entries: EntryPoints) -> Refusal:
 def _reason_and_origin(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None]:
     """Why it is refused, and where it came in."""
     death = _death(fields, intake)
-    if _REASON not in fields:
+    if REFUSED not in fields:
         return death or ("the reason is unknown: there is no note of delayer or of the broker", None, None)
-    reason = as_text(fields[_REASON].content)
-    exchange, key = _content(fields, _EXCHANGE), _content(fields, _ROUTING_KEY)
+    reason = as_text(fields[REFUSED].content)
+    exchange, key = _content(fields, EXCHANGE), _content(fields, ROUTING_KEY)
     if death is None:
         return reason, exchange, key
     # Both tell a reason and an origin. One of them may be forged.
@@ -101,7 +98,7 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: M
     if not entries.lead_in(refusal.exchange, refusal.routing_key):
         return f"no route comes from its exchange {as_text(refusal.exchange)!r} with this key"
     properties = Properties.parse(delivery.properties)
-    was_refused = properties.get(_REASON) is not None
+    was_refused = properties.get(REFUSED) is not None
     given = properties.get(ID) if was_refused else None
     token = uuid.uuid4().hex.encode() if given is None else given.content[:_LONGEST_ID]
     append, remove = header(ID, long_string(token)), _GAINED | {ID} if was_refused else {ID}
@@ -152,7 +149,7 @@ def with_short(raw: bytes, name: str, value: bytes) -> bytes:
 def _death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None] | None:
     """The reason and the origin of a message that the broker dead-lettered, from the intake queue's entry in
     ``x-death``. None without one. Entries of other queues belong to other trips, or to a publisher."""
-    deaths = fields[b"x-death"].value if b"x-death" in fields else None
+    deaths = fields[X_DEATH].value if X_DEATH in fields else None
     for death in deaths if isinstance(deaths, list) else ():
         if isinstance(death, dict) and as_bytes(death.get("queue")) == intake:
             keys = death.get("routing-keys")

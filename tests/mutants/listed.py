@@ -188,8 +188,8 @@ MUTANTS: Sequence[Mutant] = (
         "tests/unit/amqp/test_edits.py",
         (
             "deaths-stay-in-headers",
-            '_REMOVED: Final = REQUEST_HEADERS | _COUNTED | {b"x-death", ID, DUE}',
-            "_REMOVED: Final = REQUEST_HEADERS | _COUNTED | {ID, DUE}",
+            "_REMOVED: Final = REQUEST_HEADERS | COUNTED | {X_DEATH, ID, LAST_DUE}",
+            "_REMOVED: Final = REQUEST_HEADERS | COUNTED | {ID, LAST_DUE}",
         ),
         ("delay-keeps-its-sign", "cuts.append((type_at, stop, turned))", "pass"),
     ),

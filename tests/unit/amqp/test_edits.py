@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.amqp import edits
-from delayer.amqp.edits import DUE, ID, ID_BYTES, ROOM
+from delayer.amqp.edits import ID, ID_BYTES, LAST_DUE, ROOM
 from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
@@ -21,7 +21,7 @@ from delayer.core.retry_policy import FailedAttempt
 from tests.unit.amqp.tables import properties, sized, text, with_headers
 
 DUE_MS = 1_800_000_000_000
-ADDED = entry(ID, long_string(b"id")) + entry(DUE, int64(DUE_MS))
+ADDED = entry(ID, long_string(b"id")) + entry(LAST_DUE, int64(DUE_MS))
 MAX = 131_052
 
 

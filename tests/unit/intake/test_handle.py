@@ -350,7 +350,7 @@ async def test_a_message_is_not_tried_before_its_next_attempt() -> None:
     again, released = it.publisher.published
     assert (again.exchange, again.properties) == (Cascade().entry(5).encode(), early.properties)
     assert (released.exchange, it.instants) == (b"orders.out", [700])
-    found = Properties.parse(released.properties).get(edits.DUE)
+    found = Properties.parse(released.properties).get(edits.LAST_DUE)
     assert found is not None
     assert found.value == NOW - 60_000
 
