@@ -26,6 +26,7 @@ from delayer.store.admin import setup, stats
 from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
 from delayer.store.lanes.locks import broker_mark
 
+_SEEING: Final = "set broker.management_url, or look at its host, port, user and password"
 Result = Literal["ok", "note", "off", "refused", "out of reach"]
 
 ONE_BROKER: Final = (
@@ -170,7 +171,8 @@ async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> No
         report.add("topology", "ok", "everything that could be seen is as it should be")
     for one in findings:
         if one.severity != "error":
-            report.add("topology", "note", one.found if one.name == "*" else f"{one.name}: {one.found}")
+            found, advice = (one.found, _SEEING) if one.name == "*" else (f"{one.name}: {one.found}", "")
+            report.add("topology", "note", found, advice)
 
 
 async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:

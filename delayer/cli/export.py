@@ -52,10 +52,10 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     with_held = wanted.everything
     url = store_url(request_of(context).settings())
     to_stdout = str(file) == "-"
-    if not to_stdout and file.is_file() and not force:
-        raise Misused(f"{file} exists already: --force replaces it")
     opened = False
     try:
+        if not to_stdout and file.is_file() and not force:
+            raise Misused(f"{file} exists already: --force replaces it")
         with nullcontext(sys.stdout.buffer) if to_stdout else replacing(file, mode=0o600) as out:
             opened = True
             count, broken = asyncio.run(_write(url, wanted, out, with_held=with_held))

@@ -10,6 +10,7 @@ import errno
 import importlib
 import logging
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -82,6 +83,9 @@ class Verbs(click.Group):
             raise click.NoSuchOption(error.option_name, told, ctx=error.ctx) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except KeyboardInterrupt:
+            click.echo("delayer: interrupted", err=True)
+            raise click.exceptions.Exit(128 + signal.SIGINT) from None
         except Exception as error:
             from delayer.cli.errors import EXPECTED_ERRORS, failure  # noqa: PLC0415 - the errors of every layer
 
@@ -140,7 +144,8 @@ def cli(
 
     Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 something that is needed is out of reach.
     Examples of the last: broker, store, a program that is not installed, room on a disk. A verb that acts on messages
-    exits with 1 too if no message matches. Ctrl-C and SIGTERM end audit, compact and restore with 130 and 143.
+    exits with 1 too if no message matches. Ctrl-C ends a verb with 130. SIGTERM ends audit, compact and restore with
+    143.
     """
     from delayer.cli.options import Request, pair  # noqa: PLC0415 - loaded with the verb, not for --version
 

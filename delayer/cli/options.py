@@ -31,7 +31,7 @@ from delayer.store.admin import listing
 
 
 class Stoppable(click.Command):
-    """A command that Ctrl-C and SIGTERM end with one line and exit code 130 or 143, after its clean-up."""
+    """A command that SIGTERM ends with one line and exit code 143, after its clean-up, as Ctrl-C ends every command."""
 
     def invoke(self, ctx: click.Context) -> Any:
         stopped = []
@@ -43,11 +43,11 @@ class Stoppable(click.Command):
         before = signal.signal(signal.SIGTERM, leave)
         try:
             return super().invoke(ctx)
-        except BaseException as ended:  # Py4J may lose the exception, and raise another one in its place.
-            if not stopped and not isinstance(ended, KeyboardInterrupt):
+        except BaseException:  # Py4J may lose the exception, and raise another one in its place.
+            if not stopped:
                 raise
-            note(f"delayer: {'ended by SIGTERM' if stopped else 'interrupted'}")
-            raise click.exceptions.Exit(128 + (signal.SIGTERM if stopped else signal.SIGINT)) from None
+            note("delayer: ended by SIGTERM")
+            raise click.exceptions.Exit(128 + signal.SIGTERM) from None
         finally:
             signal.signal(signal.SIGTERM, before)
 

@@ -52,8 +52,8 @@ def _on_terminal(columns: Sequence[str], rows: Sequence[Sequence[str]], right: C
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         # An id that is broken over two lines cannot be copied.
-        width = max((len(row[number]) for row in rows), default=0) if column == "id" else None
-        table.add_column(Text(column), justify="right" if number in right else "left", overflow="fold", min_width=width)
+        whole = column == "id"
+        table.add_column(Text(column), justify="right" if number in right else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*map(Text, row))
     Console(highlight=False).print(table)

@@ -263,7 +263,7 @@ def test_an_interrupted_import_names_the_next_step(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(importing, "_with", interrupted)
     done = call("import", "jsonl", "run", str(tmp_path / "backlog.jsonl"), "--yes")
-    assert done.exit_code == 1
+    assert done.exit_code == 130
     assert "the same command, which goes on where it stopped" in done.stderr
     assert "Traceback" not in done.output
 
