@@ -149,7 +149,7 @@ class FileSource(ABC):
         keyed = (
             (number, item.parcel.key)
             for number, position, _, item in self._meant_records()
-            if item.hold is None and item.parcel.key is not None and (item.parcel.due_ms, position) > done
+            if item.parcel.key is not None and (item.parcel.due_ms, position) > done
         )
         for portion in portions(keyed):
             waiting = await self.notes.waiting_under({key for _, key in portion})

@@ -9,7 +9,7 @@ See core/importing.py for the states.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -135,15 +135,15 @@ class ImportReport:
     reasons: dict[str, int] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
 
-    def count(self, batch: ImportBatch, superseded: int) -> None:
-        """Count a batch that is committed; ``superseded`` messages of it were not parked."""
+    def count(self, batch: ImportBatch, put_in: Sequence[ImportItem]) -> None:
+        """Count a batch that is committed; its messages that are not among ``put_in`` are superseded."""
         self.again += batch.again
-        self.superseded += superseded
-        for item in batch.items:
+        self.superseded += len(batch.items) - len(put_in)
+        for item in put_in:
             if item.hold is not None:
                 self.held += 1
                 count_reason(self.reasons, item.hold.text)
-        self.parked += sum(item.hold is None for item in batch.items) - superseded
+        self.parked += sum(item.hold is None for item in put_in)
 
     @property
     def clean(self) -> bool:
@@ -237,9 +237,10 @@ async def _batches(
                 f"{current.staged} messages were staged, {current.committed} are committed, and {len(batch.items)} "
                 "more came"
             )
+        put_in: Sequence[ImportItem] = ()
         if batch.items or batch.progress != current.progress:
-            report.run = await book.commit(current, batch)
-        report.count(batch, report.run.superseded - current.superseded)
+            report.run, put_in = await book.commit(current, batch)
+        report.count(batch, put_in)
         removed = await source.remove(batch)
         reach("import.removed")
         expected = len(batch.items) + batch.again

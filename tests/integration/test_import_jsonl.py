@@ -369,9 +369,15 @@ async def test_an_imported_message_that_is_held_can_be_cancelled_by_its_key(
     file.write_text("\n".join(map(json.dumps, [*rows, {"v": 1, "messages": 3}])))
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, b"waits", key=b"waits")], [])
-        run = delayer("import", "jsonl", "run", str(file), "--unverified", "--yes", "--json", expect=ExitCode.FOUND)
+        words = (str(file), "--unverified", "--json")
+        assert (
+            json.loads(delayer("import", "jsonl", "preview", *words, expect=ExitCode.FOUND).stdout)["superseded"] == 1
+        )
+        run = delayer("import", "jsonl", "run", *words, "--yes", expect=ExitCode.FOUND)
         report = json.loads(run.stdout)
         assert (report["parked"], report["held"], report["superseded"]) == (0, 1, 2)
+        assert report["this_time"] == {"parked": 0, "held": 1, "superseded": 2, "already_committed": 0}
+        assert report["held_because"] == {"no queue": 1}
         assert await place.park(lane, [], [b"new"]) == {b"new"}
         assert await admin.fetchval("SELECT count(*) FROM held") == 0
 

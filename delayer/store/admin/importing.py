@@ -109,15 +109,15 @@ class ImportStore:
             )
         return replace(run, phase=Phase.RUNNING, staged=messages)
 
-    async def commit(self, run: Run, batch: ImportBatch) -> Run:
-        """Park and hold the batch, with its progress: all of it, or nothing."""
+    async def commit(self, run: Run, batch: ImportBatch) -> tuple[Run, Sequence[ImportItem]]:
+        """Park and hold the batch, with its progress: all of it, or nothing. Returns the messages that it put in."""
         days = {item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None}
         with translated("make partitions"):
             await make_missing(self._connection, days, partitions.MAINTAIN_SECONDS, self._days)
         with translated("import"):
-            parked, held, superseded = await patiently(partial(self._transact, run, batch))
+            (parked, held, superseded), items = await patiently(partial(self._transact, run, batch))
         reach("import.committed")
-        return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress)
+        return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress), items
 
     async def finish(self, run: Run, phase: Phase) -> Run:
         """It is done, or aborted."""
@@ -129,8 +129,8 @@ class ImportStore:
                 )
         return replace(run, phase=phase)
 
-    async def _transact(self, run: Run, batch: ImportBatch) -> tuple[int, int, int]:
-        """One transaction. How many messages the run has parked, held and superseded by now.
+    async def _transact(self, run: Run, batch: ImportBatch) -> tuple[tuple[int, int, int], Sequence[ImportItem]]:
+        """One transaction. How many messages the run has parked, held and superseded by now, and those it put in.
 
         Raises StoreLost, the driver's errors.
         """
@@ -155,7 +155,7 @@ class ImportStore:
                 await postgres.park_plain(self._connection, place, parcels)
             if held:
                 await postgres.hold_new(self._connection, place, held, now_ms)
-        return tuple(row)
+        return tuple(row), items
 
     async def _not_waiting(self, items: Sequence[ImportItem]) -> tuple[list[ImportItem], list[bytes]]:
         """The messages to park or hold, and the keys of all others. A message waits or is held under each of those
