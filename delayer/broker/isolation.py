@@ -124,8 +124,8 @@ class Isolation:
     ) -> None:
         """Publish these messages once all are due. A message without an outcome afterwards is in doubt.
 
-        ``alone``: one of them ended a connection. ``own``: each may end one. The latter all get an outcome within two
-        seconds, because the rest of their batch waits.
+        ``alone``: one of these messages ended a connection. ``own``: each of them may end one; then all get an outcome
+        within two seconds, because the rest of the batch waits.
         """
         indexes = sorted(indexes)  # Doubtful messages come grouped by destination, and the last one decides the wait.
         while indexes and (left := seconds_until_due(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock

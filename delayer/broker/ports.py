@@ -45,7 +45,7 @@ class Lane(Protocol):
 
     @property
     def owned(self) -> bool:
-        """Whether the connection with the lock is not known to be lost."""
+        """Whether every connection of the lane is open, as far as the daemon knows."""
 
     @property
     def windows(self) -> Sequence[Window]:

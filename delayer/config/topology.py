@@ -23,8 +23,8 @@ def without_effect(settings: Settings) -> list[str]:
 
 
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
-    """Queues and exchanges that no message may name as its destination, in either mode: messages may be on their way
-    through a cascade that new delays do not take any more."""
+    """Queues and exchanges that no message may name as its destination, in either mode: earlier messages may still be
+    in the cascade, although new ones do not use it."""
     # The exchanges of other systems' cascades belong to them, and an application may want to deliver there.
     ours = [native_of(settings), *(cascade.topology() for cascade in _cascades(settings))]
     exchanges = {exchange.name for one in ours for exchange in one.exchanges if not exchange.shared}

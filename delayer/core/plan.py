@@ -65,7 +65,7 @@ class Route:
     """The daemon holds later messages instead of delivering them; None: no message is too late."""
     retry: RetryPolicy | None = None
     paced: bool = False
-    """Whether its messages are released at a limited rate. In store mode all of them are parked, also those due now."""
+    """Whether it has ``max_rate``. In store mode all of its messages are parked then, also those that are due now."""
     require_delay: bool = False
     """Whether the daemon refuses messages without a delay."""
     routing_key_header: bytes = b""
@@ -75,8 +75,9 @@ class Route:
     named: frozenset[bytes] = field(init=False, repr=False, compare=False)
     """The headers that ``delay_from`` and ``routing_key_header`` name. They are removed, as other delay headers are."""
     consulted: frozenset[bytes] = field(init=False, repr=False, compare=False)
+    """The headers that a plan reads, ``named`` ones among them. The daemon decodes no others."""
     sagas: bool = field(init=False, repr=False, compare=False)
-    """Whether it reads NServiceBus timeouts, which have sagas and addresses of their own."""
+    """Whether it reads NServiceBus timeouts. They name a destination, and a saga (a workflow) may cancel its own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple((form, source_of(form)) for form in self.delay_from))
@@ -118,8 +119,8 @@ class Unacceptable(Exception):
 
 
 class EnterCascade(NamedTuple):
-    """Publish to where the broker keeps the message until it is due, in ``seconds`` and ``rest_ms`` from now: the TTL
-    cascade or, on RabbitMQ 4.4, a queue."""
+    """Publish to where the broker keeps the message for ``seconds``: the TTL cascade, or the due queue of RabbitMQ 4.4.
+    After the cascade the daemon keeps it for ``rest_ms`` more. ``undelayed``: it asked for no delay."""
 
     due_ms: int
     seconds: int
@@ -135,7 +136,6 @@ class Park(NamedTuple):
     target: Target
     key: bytes | None = None
     undelayed: bool = False
-    """Whether the message asked for no delay."""
 
 
 class AtOnce(NamedTuple):
@@ -226,8 +226,9 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
         key = nservicebus.timeout_key(headers, request.message_id, due_ms)
         if key is not None:
             return Park(due_ms, target, key)
-    # A message that asks for no delay is never too late.
-    late_limit_ms = route.late_limit_ms if asked[0] is None or asked[0] > 0 else None
+    # A message that asks for a delay of zero or less is never too late. (None: it names an instant.)
+    delay_ms, _ = asked
+    late_limit_ms = route.late_limit_ms if delay_ms is None or delay_ms > 0 else None
     plan = _placed(due_ms, start_ms, target, route, policy, late_limit_ms=late_limit_ms)
     return plan if found is not None else plan._replace(undelayed=True)
 

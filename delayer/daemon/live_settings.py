@@ -109,7 +109,7 @@ class LiveSettings:
 
     @property
     def holds_in_store(self) -> bool:
-        """Without the cascade there is no other place than the store."""
+        """Whether held messages go to the store: it has a lane for them, or no message may take the cascade."""
         return self._lanes.usable or not uses_cascade(self.settings)
 
     def names(self) -> Endpoints:

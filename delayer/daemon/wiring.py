@@ -185,7 +185,7 @@ class Daemon:
         try:
             async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
                 await broker.declare(topology_of(wanted))
-                # Messages may still be on their way through a cascade that new delays do not take any more.
+                # Earlier messages may still be in the cascade, although new ones do not use it.
                 if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
                     handler = DueHandler(self.live, self._dispatch)
                     self._due = self._session("due", wanted.native.due_queue, handler)

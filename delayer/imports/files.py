@@ -88,7 +88,7 @@ Reading = ImportItem | SkippedRecord | int | None
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class FileSource(ABC):
-    """Satisfies state_machine.Source; subclasses add :meth:`read`. ``notes`` keeps the order of the records."""
+    """Satisfies state_machine.ImportSource; subclasses add :meth:`read`. ``notes`` keeps the order of the records."""
 
     name: ClassVar[str]
     counted: ClassVar[bool] = True

@@ -114,8 +114,8 @@ class Reader(Protocol):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Queues(ABC):
-    """Satisfies state_machine.Source. It reads the queues of ``readers`` one after another. ``now``: the store's clock,
-    epoch ms."""
+    """Satisfies state_machine.ImportSource. It reads the queues of ``readers`` one after another. ``now``: the store's
+    clock, epoch ms."""
 
     falling: ClassVar[bool] = False
     """Whether messages move between the queues by themselves."""

@@ -94,7 +94,7 @@ async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[tuple[i
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SqlTimeouts:
-    """Satisfies state_machine.Source, for the tables that match ``patterns``. ``overdue_too``: choose soon and overdue
+    """Satisfies ImportSource, for the tables that match ``patterns``. ``overdue_too``: choose soon and overdue
     rows too, because no timeout manager runs any more. ``replies`` rename reply addresses."""
 
     name: str

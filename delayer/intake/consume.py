@@ -419,7 +419,7 @@ class QueueConsumer:
             self._handler.flush()
             await session.settled()
         except asyncio.CancelledError:
-            # The time to stop in is over. Deliveries in flight return to the queue, as after a crash.
+            # The stop took too long. Deliveries in flight return to the queue, as after a crash.
             session.cancel()
             raise
         except LOSSES as lost:

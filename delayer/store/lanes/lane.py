@@ -305,8 +305,7 @@ class PostgresLane:
         return min(max(self._clock.seconds_until(self.cursor.wake_ms()), 0.0), LONGEST_SLEEP)
 
     async def wait(self, seconds: float) -> None:
-        """Also returns when the lane is lost, and when the store's clock was set: rests that follow from
-        the old time are worth nothing then."""
+        """Also returns when the lane is lost, or when the store's clock was set: then ``seconds`` is wrong."""
         deadline = self._clock.monotonic() + seconds
         while self.owned and not self.cursor.clock_stepped:
             self.cursor.woken.clear()
