@@ -28,7 +28,7 @@ def calendar(store: Extract, release_rate: float) -> Calendar:
     destinations, more = _groups(store, "to_exchange, to_key", DESTINATIONS)
     shares = (
         [Share(*_figures(row), route=bytes(row.route)) for row in routes],
-        [Share(*_figures(row), exchange=bytes(row.to_exchange), routing_key=bytes(row.to_key)) for row in destinations],
+        [Share(*_figures(row), to_exchange=bytes(row.to_exchange), to_key=bytes(row.to_key)) for row in destinations],
     )
     return drawn(store.now_ms, release_rate, due, shares, (more_routes, more))
 

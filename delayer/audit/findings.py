@@ -100,7 +100,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The messages of one route, or of one destination (then ``exchange`` and ``routing_key`` are set).
+    """The messages of one route, or of one destination (then ``to_exchange`` and ``to_key`` are set).
 
     ``verdict``: a ``Verdict`` (broker.route_check), how the broker would treat them now. ``way``: the route, or the
     reason; empty without an answer of the broker (audit.rules).
@@ -111,8 +111,8 @@ class Share:
     first_due_ms: int
     last_due_ms: int
     route: bytes = b""
-    exchange: bytes = b""
-    routing_key: bytes = b""
+    to_exchange: bytes = b""
+    to_key: bytes = b""
     verdict: str = ""
     way: str = ""
 

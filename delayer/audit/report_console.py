@@ -115,7 +115,7 @@ def _destinations(report: AuditReport, console: Console) -> None:
         if one.way:
             verdict.append(f" ({words.name(one.way)})", "dim")
         table.add_row(
-            Text(words.destination(one.exchange, one.routing_key)),
+            Text(words.destination(one.to_exchange, one.to_key)),
             f"{one.messages:,}",
             instant(one.first_due_ms),
             verdict,

@@ -417,7 +417,7 @@ def _finding(subject: str, rows: Sequence[_Row]) -> Finding:
 
 
 def _judged(share: Share, answers: dict[tuple[bytes, bytes], RouteVerdict]) -> Share:
-    answer = answers.get((share.exchange, share.routing_key), RouteVerdict(Verdict.NOT_ASKED))
+    answer = answers.get((share.to_exchange, share.to_key), RouteVerdict(Verdict.NOT_ASKED))
     return replace(share, verdict=answer.verdict.value, way=answer.way)
 
 

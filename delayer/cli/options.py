@@ -193,8 +193,8 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
 
 _OPTIONS = (
     click.option("--route", callback=bytes_of, metavar="EXCHANGE", help="The `from` exchange of its route."),
-    click.option("--exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange that it goes to."),
-    click.option("--routing-key", callback=bytes_of, metavar="KEY", help="Its routing key there."),
+    click.option("--exchange", "to_exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange it goes to."),
+    click.option("--routing-key", "to_key", callback=bytes_of, metavar="KEY", help="Its routing key there."),
     click.option(
         "--due-after", "due_from_ms", callback=instant, metavar="INSTANT", help="Due then or later: RFC 3339, or 2h."
     ),

@@ -57,14 +57,14 @@ def read_place(text: str) -> tuple[int, int]:
 class Filter:
     """The properties that all matching messages share. An empty filter matches all messages.
 
-    ``exchange`` and ``routing_key`` are the destination's. ``key`` is that of ``x-delay-key``. Times are epoch
+    ``to_exchange`` and ``to_key`` are the destination's. ``key`` is that of ``x-delay-key``. Times are epoch
     milliseconds: ``due_from_ms`` is included, ``due_before_ms`` is not. ``message_id`` is the property, and headers are
     compared as text. ``kind`` is that of a hold, for held messages alone.
     """
 
     route: bytes | None = None
-    exchange: bytes | None = None
-    routing_key: bytes | None = None
+    to_exchange: bytes | None = None
+    to_key: bytes | None = None
     due_from_ms: int | None = None
     due_before_ms: int | None = None
     key: bytes | None = None
@@ -79,7 +79,7 @@ class Filter:
     @property
     def narrow(self) -> bool:
         """Whether only the rows themselves tell if they match: no index covers these fields."""
-        names = (self.route, self.exchange, self.routing_key, self.message_id)
+        names = (self.route, self.to_exchange, self.to_key, self.message_id)
         return bool(self.headers) or any(one is not None for one in names)
 
     def in_range(self, due_ms: int) -> bool:

@@ -14,11 +14,11 @@ from delayer.amqp.reading import iso, raw
 from delayer.config.texts import instant_ms, shift_ms
 from delayer.core.filters import Filter, Token, read_place, read_token
 
-FIELDS: Final = ("route", "to", "to_key", "key", "message_id", "header", "due_after", "due_before")
+FIELDS: Final = ("route", "to_exchange", "to_key", "key", "message_id", "header", "due_after", "due_before")
 """The names of a filter's fields in forms and query strings."""
 HELD_FIELDS: Final = ("kind", *FIELDS)
 """The same of held messages, with the kind of the hold."""
-NAMES: Final = ("route", "to", "to_key")
+NAMES: Final = ("route", "to_exchange", "to_key")
 """Fields whose empty text has a meaning: messages without a route, the default exchange, the empty routing key."""
 MOST_NAMED: Final = 1_000
 """Messages that one form names."""
@@ -83,8 +83,8 @@ def _read(given: Mapping[str, str], now_ms: int) -> Search:
         headers = ((raw(name), value),)
     wanted = Filter(
         route=raw(given["route"]) if "route" in given else None,
-        exchange=raw(given["to"]) if "to" in given else None,
-        routing_key=raw(given["to_key"]) if "to_key" in given else None,
+        to_exchange=raw(given["to_exchange"]) if "to_exchange" in given else None,
+        to_key=raw(given["to_key"]) if "to_key" in given else None,
         key=raw(given["key"]) if "key" in given else None,
         message_id=raw(given["message_id"]) if "message_id" in given else None,
         due_from_ms=instant(given["due_after"], now_ms, "Due after") if "due_after" in given else None,

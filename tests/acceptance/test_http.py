@@ -167,7 +167,7 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         place.things.queue("q.a")
         session = await web.post("/login", {"who": "ada", "token": token})
         ada = {"Cookie": session.headers["set-cookie"].partition(";")[0]}
-        link = "/held?kind=returned&amp;to=&amp;to_key=q.a"
+        link = "/held?kind=returned&amp;to_exchange=&amp;to_key=q.a"
         assert f'<a href="{link}">2</a>' in page.text
         assert (await web.get(link.replace("&amp;", "&"))).text.count("/message/") == 2
 
@@ -175,7 +175,7 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
             answer = await web.post("/actions/held-filtered", {"verb": verb, **fields}, **ada)
             return re.findall("<h1>(.*)</h1>", answer.text)[0]
 
-        group = {"kind": "returned", "to": "", "to_key": "q.a"}
+        group = {"kind": "returned", "to_exchange": "", "to_key": "q.a"}
         assert await act("retry", **group) == "Retry 2 messages?"
         assert await act("retry", **group, confirmed="yes") == "To be tried again now: 2"
         await eventually(lambda: web.get("/held"), lambda page: page.text.count("/message/") == 5)
@@ -183,7 +183,7 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         everything = {"all": "yes", "counted": "5", "confirmed": "yes"}
         assert await act("drop", **everything) == "Drop 5 messages?"
         assert await act("drop", **everything, typed="4") == "Drop 5 messages?"
-        assert await act("drop", to="missing", confirmed="yes") == "Dropped: 3"
+        assert await act("drop", to_exchange="missing", confirmed="yes") == "Dropped: 3"
         assert await act("drop", **everything, typed="5") == "Dropped: 2"
         assert await act("drop", tu="missing") == "Not understood"
 

@@ -75,7 +75,7 @@ def test_routes_and_destinations_are_the_largest_and_the_number_of_the_others(sp
     extract = store(spark, messages)
     told = calendar(extract, 1.0)
     assert told.destinations[0].messages == 3
-    assert told.destinations[0].routing_key == b"0"
+    assert told.destinations[0].to_key == b"0"
     assert (len(told.destinations), told.destinations_more) == (200, 800)
     assert [(share.route, share.messages) for share in told.routes] == [(b"0", 1001), (b"1", 1000)]
     assert told.routes_more == 0
@@ -97,7 +97,7 @@ def test_names_are_json_whatever_their_bytes(spark: SparkSession) -> None:
     text = judged(spark, [message(1, route=b"\xff\xc3\xa4", to_key=b"\xfe\x00")]).to_json()
     assert text.isascii()
     [share] = json.loads(text)["calendar"]["destinations"]
-    assert share["routing_key"].encode("utf-8", "surrogateescape") == b"\xfe\x00"
+    assert share["to_key"].encode("utf-8", "surrogateescape") == b"\xfe\x00"
 
 
 def test_findings_of_one_rule_are_bounded_violations_first() -> None:

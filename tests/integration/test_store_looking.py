@@ -70,7 +70,7 @@ FILTERS = {
     "before": Filter(due_before_ms=START_MS + 6 * DAY_MS),
     "one instant": Filter(due_from_ms=START_MS, due_before_ms=START_MS + 1),
     "route": Filter(route=b"b"),
-    "destination": Filter(exchange=b"delayer.out", routing_key=b"k3"),
+    "destination": Filter(to_exchange=b"delayer.out", to_key=b"k3"),
     "header": Filter(headers=((b"customer", "7"),)),
     "much": Filter(route=b"a", due_from_ms=START_MS + 1, headers=((b"customer", "3"),)),
     "none": Filter(route=b"nobody's"),
@@ -85,7 +85,7 @@ def expected(some: list[Row], wanted: Filter) -> list[int]:
             for one in some
             if wanted.in_range(one.due_us // 1000)
             and (wanted.route is None or wanted.route == one.route)
-            and (wanted.routing_key is None or wanted.routing_key == one.to_key)
+            and (wanted.to_key is None or wanted.to_key == one.to_key)
             and (test is None or test(one.properties))
         ]
     )

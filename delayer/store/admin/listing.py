@@ -140,7 +140,7 @@ class Rows:
 
 def conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
     """The filters without an index, as SQL with parameters from ``first`` on, and these parameters."""
-    asked = {"route": wanted.route, "to_exchange": wanted.exchange, "to_key": wanted.routing_key}
+    asked = {"route": wanted.route, "to_exchange": wanted.to_exchange, "to_key": wanted.to_key}
     given = {column: value for column, value in asked.items() if value is not None}
     terms = [f"{column} = ${number}" for number, column in enumerate(given, first)]
     return " AND ".join(terms) or "true", list(given.values())
@@ -351,7 +351,7 @@ async def _find_keyed(
 
 def meant(entry: Entry, wanted: Filter, test: Test | None) -> bool:
     """Whether ``wanted`` means this message. Pure."""
-    asked = ((wanted.route, entry.route), (wanted.exchange, entry.to_exchange), (wanted.routing_key, entry.to_key))
+    asked = ((wanted.route, entry.route), (wanted.to_exchange, entry.to_exchange), (wanted.to_key, entry.to_key))
     same = all(want is None or want == found for want, found in (*asked, (wanted.key, entry.key)))
     return same and wanted.in_range(entry.place.due_us // 1000) and (test is None or test(entry.properties))
 

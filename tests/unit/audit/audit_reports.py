@@ -34,9 +34,9 @@ def bars(width: int, count: int, scale: float, seed: int, before: int = 0) -> tu
 
 def share(messages: int, days: int, *names: bytes, verdict: str = "routed", way: str = "") -> Share:
     """Messages to a destination, due within these days."""
-    exchange, routing_key = names
+    exchange, key = names
     first_ms, last_ms = NOW_MS + HOUR, NOW_MS + days * DAY
-    return Share(messages, messages * 640, first_ms, last_ms, exchange=exchange, routing_key=routing_key,
+    return Share(messages, messages * 640, first_ms, last_ms, to_exchange=exchange, to_key=key,
                  verdict=verdict, way=way)  # fmt: skip
 
 

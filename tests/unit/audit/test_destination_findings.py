@@ -61,7 +61,7 @@ def test_the_report_gets_a_line_findings_and_verdicts() -> None:
     full = audit_reports.full()
     shares = full.calendar.destinations
     asked = RouteVerdicts(
-        tuple((target(one.exchange, one.routing_key, one.messages, one.first_due_ms), ROUTED) for one in shares[1:]),
+        tuple((target(one.to_exchange, one.to_key, one.messages, one.first_due_ms), ROUTED) for one in shares[1:]),
         ("only the soonest were asked about",),
     )
     report = with_destinations(full, asked)

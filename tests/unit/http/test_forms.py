@@ -17,7 +17,7 @@ HOUR = 3_600_000
     [
         ({}, Filter()),
         ({"route": "  ", "key": ""}, Filter()),
-        ({"route": "in", "to": "out", "to_key": "k"}, Filter(route=b"in", exchange=b"out", routing_key=b"k")),
+        ({"route": "in", "to_exchange": "out", "to_key": "k"}, Filter(route=b"in", to_exchange=b"out", to_key=b"k")),
         ({"key": "café"}, Filter(key="café".encode())),
         ({"header": "customer=47=11"}, Filter(headers=((b"customer", "47=11"),))),
         ({"due_after": "2h", "due_before": "2027-01-15T09:00Z"},
@@ -57,7 +57,7 @@ def test_by_how_much(text: str, by_ms: int) -> None:
         ({"all": ["yes"]}, Filter()),
         ({"route": ["in"]}, Filter(route=b"in")),
         ({"route": [""]}, Filter(route=b"")),
-        ({"to": [" "], "to_key": ["q"]}, Filter(exchange=b"", routing_key=b"q")),
+        ({"to_exchange": [" "], "to_key": ["q"]}, Filter(to_exchange=b"", to_key=b"q")),
         ({"due_before": ["1h"], "verb": ["cancel"]}, Filter(due_before_ms=NOW + HOUR)),
     ],
     ids=range(5),
