@@ -51,7 +51,7 @@ _FAR = f"now() + interval '{BACKLOG_FIRST_HOURS} hours' + random() * interval '{
 _SOON = "date_trunc('milliseconds', now()) + (n % 400) * interval '1 ms'"
 
 
-def sample_row(size: int) -> envelope.Row:
+def sample_row(size: int) -> envelope.StoredRow:
     """What the daemon would write for a message of ``size`` bytes."""
     parcel = Parcel(
         due_ms=0,

@@ -18,8 +18,9 @@ import asyncpg
 
 from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
-from delayer.audit.tasks import ExecutorTurns, Say
+from delayer.audit.tasks import ExecutorTurns
 from delayer.core.errors import StoreLost
+from delayer.core.readable import Say
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store.admin.listing import looking

@@ -12,7 +12,8 @@ from delayer.audit import coming, extract, rules
 from delayer.audit import spark as sessions
 from delayer.audit.coming import RELEASE_RATE
 from delayer.audit.findings import AuditReport
-from delayer.audit.tasks import Say, StageWatcher
+from delayer.audit.tasks import StageWatcher
+from delayer.core.readable import Say
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
 from delayer.store.admin import setup

@@ -21,7 +21,7 @@ from delayer.audit.findings import AuditReport, Bar, LaneFigures
 from delayer.core.readable import away, counted, duration, instant, size
 from delayer.store.admin.stats import waiting
 
-KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
+COLUMN_KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
 _HELPERS: Final = (
     instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
     words.badge, words.verdict, words.groups, words.destinations, words.peaks,
@@ -38,7 +38,7 @@ def page(report: AuditReport) -> str:
         asked=next((run.skipped for run in report.rules if run.rule == "destinations"), ""),
         share=lambda messages: 100 * messages / max(most, 1),
         off=_off,
-        kinds=KINDS,
+        kinds=COLUMN_KINDS,
     )
 
 

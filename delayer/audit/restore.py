@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import asyncpg
 
 from delayer.audit import tasks
-from delayer.audit.tasks import ExecutorTurns, Say
+from delayer.audit.tasks import ExecutorTurns
 from delayer.core.errors import StoreLost
+from delayer.core.readable import Say
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.store.admin.actions import make_missing
@@ -153,8 +154,8 @@ def run(spark: SparkSession, url: str, planned: RestorePlan, say: Say) -> Restor
         asyncio.run(_make_days(url, part))
         portions = tasks.portions([(one.id, one.first_due_ms) for one in part], 4)
 
-        def told(name: str, done: int, of: int, start: int = start, count: int = len(part)) -> None:
-            say(name, start + count * done // max(of, 1), len(planned.segments))
+        def told(name: str, done: int, of: int | None, start: int = start, count: int = len(part)) -> None:
+            say(name, start + count * done // (of or 1), len(planned.segments))
 
         back += tasks.run(spark, "restoring", portions, partial(work, url), told)
         if any(one.lost for one in back):

@@ -39,7 +39,7 @@ from delayer.audit.findings import (
 from delayer.broker.route_check import CheckedTarget, RouteVerdict, RouteVerdicts, Verdict
 from delayer.core.message import as_text
 from delayer.core.units import HOUR_MS, MINUTE_MS
-from delayer.store.admin.stats import KINDS, RESTORED_MS, waiting
+from delayer.store.admin.stats import LANE_KINDS, RESTORED_MS, waiting
 
 GRACE_MS: Final = MINUTE_MS
 """A message counts as overdue from this time on, because a release may be at work before."""
@@ -119,7 +119,7 @@ def figures_of(store: AuditedStore, places: Iterable[Any], packed: Mapping[int, 
             number=number,
             owner=known[number].owner if number in known else "",
             alive=known[number].alive if number in known else False,
-            counters={kind: store.counters.get((number, kind), 0) for kind in KINDS},
+            counters={kind: store.counters.get((number, kind), 0) for kind in LANE_KINDS},
             waiting=counts.get((number, WAITING), 0),
             held=counts.get((number, HELD), 0),
             packed=packed.get(number, 0),
@@ -165,7 +165,7 @@ def conservation(figures: list[LaneFigures]) -> list[Finding]:
     in another lane than the counters say."""
     found = [one for lane in figures for one in _off(f"lane {lane.number}", lane.waiting, lane.held, lane.counters)]
     if found and len(figures) > 1:
-        counters = {kind: sum(lane.counters[kind] for lane in figures) for kind in KINDS}
+        counters = {kind: sum(lane.counters[kind] for lane in figures) for kind in LANE_KINDS}
         found += _off("all lanes", sum(lane.waiting for lane in figures), sum(lane.held for lane in figures), counters)
     return found
 

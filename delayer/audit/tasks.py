@@ -22,7 +22,7 @@ import asyncpg
 
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
-from delayer.core.readable import mask
+from delayer.core.readable import Say, mask
 from delayer.store import pool
 from delayer.store.admin import traffic
 from delayer.store.admin.traffic import Traffic
@@ -30,9 +30,6 @@ from delayer.store.errors import DRIVER_ERRORS, describe
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-Say = Callable[[str, int, int], None]
-"""Reports progress: the step, the number of its finished tasks, and the number of tasks so far."""
 
 LAZY: Mapping[str, str] = {"synchronous_commit": "off"}
 """For a session whose transactions only move data, so that a crash of the server may undo them. A crash undoes whole

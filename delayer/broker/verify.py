@@ -21,7 +21,7 @@ from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, exchange_lo
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
-Severity = Literal["error", "note", "unknown"]
+TopologySeverity = Literal["error", "note", "unknown"]
 
 # These keys of a policy change when, or whether, a message leaves a queue. The smaller of two TTLs applies.
 RISKY_POLICY_KEYS = frozenset(
@@ -39,7 +39,7 @@ class TopologyFinding:
     name: str
     expected: str
     found: str
-    severity: Severity = "error"
+    severity: TopologySeverity = "error"
     state: Literal["missing", "down", "different"] = "different"
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ class Verifier:
         exchange = next((one for one in self._topology.exchanges if one.name == source), None)
         if exchange is None or exchange.shared:
             return found
-        severity: Severity = "error" if exchange.closed else "note"
+        severity: TopologySeverity = "error" if exchange.closed else "note"
         for binding in sorted(everything - wanted, key=str):
             if exchange.closed or not _is_address(binding.key):
                 found.append(TopologyFinding("binding", source, "no other binding", str(binding), severity))

@@ -27,7 +27,7 @@ from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
 from delayer.store.lanes.locks import broker_mark
 
 _SEEING: Final = "set broker.management_url, or look at its host, port, user and password"
-Result = Literal["ok", "note", "off", "refused", "out of reach"]
+CheckResult = Literal["ok", "note", "off", "refused", "out of reach"]
 
 ONE_BROKER: Final = (
     "give each broker and virtual host a database of its own; at once, stop the daemons that have the wrong store.url: "
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     """One thing that was looked at. ``advice`` is the next step where there is one to take."""
 
     what: str
-    result: Result
+    result: CheckResult
     found: str
     advice: str = ""
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 class CheckReport(list[Row]):
     """The rows so far."""
 
-    def add(self, what: str, result: Result, found: object, advice: str = "") -> None:
+    def add(self, what: str, result: CheckResult, found: object, advice: str = "") -> None:
         self.append(Row(what, result, str(found), advice))
 
 
@@ -130,7 +130,7 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
             await _broker(rows, admin, settings)
             report += rows
     except (BrokerLost, BrokerRefused) as error:
-        result: Result = "refused" if isinstance(error, BrokerRefused) else "out of reach"
+        result: CheckResult = "refused" if isinstance(error, BrokerRefused) else "out of reach"
         report.add("broker", result, error, broker_advice(error))
     await _store(report, settings, mark)
 

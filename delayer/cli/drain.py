@@ -20,7 +20,7 @@ from delayer.broker.publisher import AmqpPublisher
 from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.importing import import_failures
 from delayer.cli.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
-from delayer.cli.output import Say, note, print_json, print_table, progress
+from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.cascade import MAX_SECONDS
@@ -30,6 +30,7 @@ from delayer.core.filters import Filter
 from delayer.core.hold import Confirmed
 from delayer.core.importing import ImportSelection
 from delayer.core.message import Due, Outgoing
+from delayer.core.readable import Say
 from delayer.core.units import MINUTE_MS
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations

@@ -121,14 +121,14 @@ fixed_instant = read_as(texts.instant_ms)
 bytes_of = read_as(raw)
 
 
-Value = str | int | float | bool
+Scalar = str | int | float | bool
 LONGEST_NAME: Final = 128
 """The bytes of a header's name. AMQP 0-9-1 allows no longer one, and pamqp cuts it there."""
 
 
-def headers_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Value]:
+def headers_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Scalar]:
     """The callback of an option for typed headers."""
-    headers: dict[str, Value] = {}
+    headers: dict[str, Scalar] = {}
     for text in given:
         name, value = pair(text, "NAME=VALUE or NAME:TYPE=VALUE")
         name, _, kind = name.rpartition(":") if ":" in name else (name, "", "str")
@@ -163,7 +163,7 @@ def _truth(text: str) -> bool:
     return text == "true"
 
 
-_TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": _utf8, "int": _int64, "float": float, "bool": _truth}
+_TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {"str": _utf8, "int": _int64, "float": float, "bool": _truth}
 
 
 def _header(text: str) -> tuple[bytes, str]:

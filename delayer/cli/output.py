@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from delayer.core.lines import escaped
-from delayer.core.readable import away, duration, instant, readable
+from delayer.core.readable import Say, away, duration, instant, readable
 
 if TYPE_CHECKING:
     from delayer.broker.cascade_depths import CascadeDepths
     from delayer.config.model import Settings
     from delayer.store.admin.stats import LaneOverview
-
-Say = Callable[[str, int, int | None], None]
-"""Reports progress: the step, the amount done, and the whole amount if it is known."""
 
 
 def print_json(value: object) -> None:

@@ -10,8 +10,8 @@ import click
 
 from delayer.cli.errors import ExitCode, Misused, OutOfReach
 from delayer.cli.options import Stoppable, as_json, conf_option, duration, master_option, request_of, store_url
-from delayer.cli.output import Say, note, per_second, print_json, progress, when
-from delayer.core.readable import size
+from delayer.cli.output import note, per_second, print_json, progress, when
+from delayer.core.readable import Say, size
 from delayer.store.segments.compact import FEWEST
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from pamqp.commands import Basic
 from delayer.amqp.reading import iso
 from delayer.broker.admin_connection import AdminConnection
 from delayer.cli.errors import CommandFailed, Misused
-from delayer.cli.options import Request, Value, duration, fixed_instant, headers_of
+from delayer.cli.options import Request, Scalar, duration, fixed_instant, headers_of
 from delayer.cli.output import note, quoted
 from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import duration_text
@@ -36,7 +36,7 @@ class MessageToSend:
     exchange: str
     routing_key: str
     body: bytes
-    headers: dict[str, Value] = field(default_factory=dict)
+    headers: dict[str, Scalar] = field(default_factory=dict)
     timestamp: int | None = None
     due_ms: int | None = None
 
@@ -109,7 +109,7 @@ def send(
     delay_key: str | None,
     delay_ms: int | None,
     at_ms: int | None,
-    headers: Mapping[str, Value],
+    headers: Mapping[str, Scalar],
     text: str | None,
     file: IO[bytes] | None,
     message_id: str | None,
@@ -172,7 +172,7 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
 
 
 def prepared(
-    route: RouteTable, intake_queue: str, key: str, body: bytes, headers: Mapping[str, Value]
+    route: RouteTable, intake_queue: str, key: str, body: bytes, headers: Mapping[str, Scalar]
 ) -> MessageToSend:
     """The message without its delay. Straight to the intake queue, the routing key is that queue's name. A header then
     carries the key of the destination."""

@@ -17,7 +17,7 @@ from delayer.amqp.reading import address, iso, raw
 from delayer.broker.errors import QueueMissing
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode, Misused
-from delayer.cli.options import Value, as_json, change_options, duration, go_on, headers_of, request_of, whoami
+from delayer.cli.options import Scalar, as_json, change_options, duration, go_on, headers_of, request_of, whoami
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
@@ -200,7 +200,7 @@ def _change(
 
 
 def _mend(
-    settings: Settings, wanted: Selection, delay_ms: int | None, headers: Mapping[str, Value], dropped: Sequence[str]
+    settings: Settings, wanted: Selection, delay_ms: int | None, headers: Mapping[str, Scalar], dropped: Sequence[str]
 ) -> Mend:
     """The headers that a retry replaces; an empty entry only removes its header. Raises Misused."""
     removed = [raw(name) for name in dropped]

@@ -15,7 +15,7 @@ from delayer.cli.options import duration, pair, url_of
 from delayer.config.model import Settings
 from delayer.config.topology import queues_at_work
 from delayer.config.values import broker_url, management_url
-from delayer.core.cascade import KINDS, Cascade
+from delayer.core.cascade import CASCADE_KINDS, Cascade
 from delayer.core.message import Target
 from delayer.imports.cascade import CascadeLevels
 from delayer.imports.files import DelayedExchange, JsonLines
@@ -47,7 +47,7 @@ def _from_url(given: dict[str, Any]) -> str | None:
     "Messages in the level queues of a cascade. It belongs to NServiceBus, Celery or delayer itself, on this "
     "broker or another. The import reads from the lowest level up, and down again. The cascade itself delivers "
     "messages of the last seconds, and new ones. It opens delayer's envelopes on their way to native.due_queue.",
-    click.option("--kind", type=click.Choice(KINDS), default="delayer", show_default=True, help="Its kind."),
+    click.option("--kind", type=click.Choice(CASCADE_KINDS), default="delayer", show_default=True, help="Its kind."),
     click.option(
         "--prefix",
         metavar="TEXT",

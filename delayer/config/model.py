@@ -56,7 +56,7 @@ class BrokerTable(Table):
 
 
 class IntakeTable(Table):
-    queue: values.Queue = "delays"
+    queue: values.QueueName = "delays"
     prefetch: Annotated[StrictInt, Field(ge=1, le=65_535)] = 5_000
     give_back_after_ms: values.GiveBackMs = Field(default=480_000, alias="give_back_after")
     max_delay_ms: values.DurationMs = Field(default=3650 * 86_400_000, alias="max_delay")
@@ -84,7 +84,7 @@ class RetryTable(Table):
     longest_ms: values.DurationMs = Field(default=3_600_000, alias="max")
     jitter: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.1
     attempts: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 10
-    exhausted: values.Queue
+    exhausted: values.QueueName
 
     @field_validator("longest_ms")
     @classmethod
@@ -97,8 +97,8 @@ class RetryTable(Table):
 class RouteTable(Table):
     """The rules for messages that came through the exchange ``from_``. ``""`` is straight to the intake queue."""
 
-    from_: values.Exchange = Field(alias="from")
-    to: values.Exchange = ""
+    from_: values.ExchangeName = Field(alias="from")
+    to: values.ExchangeName = ""
     routing_key: values.RoutingKey = ""
     routing_key_header: values.RoutingKey = ""
     delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DEFAULT_FORMS
@@ -170,7 +170,7 @@ class TakeoverTable(Table):
 class DestinationTable(Table):
     """An exchange with a queue bound to it, which delayer declares for its users."""
 
-    exchange: values.Exchange = ""
+    exchange: values.ExchangeName = ""
     type: Literal["topic", "direct", "fanout"] = "topic"
     queue: values.AnyQueue = ""
     queue_type: Literal["quorum", "classic"] = "quorum"
@@ -200,7 +200,7 @@ class StoreTable(Table):
 
 
 class RefusedTable(Table):
-    queue: values.Queue = "delays.refused"
+    queue: values.QueueName = "delays.refused"
 
 
 class HttpTable(Table):
@@ -211,7 +211,7 @@ class HttpTable(Table):
     metrics_listen: values.Listen = ""
     label: values.Label = ""
     open: StrictBool = False
-    token: values.Token = None
+    token: values.HttpToken = None
     token_file: values.Path | None = None
 
     @field_validator("metrics_listen")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from delayer.core.message import SHORT_STRING
-from delayer.core.topology import Binding, Exchange, Queue, Topology, Value, arguments
+from delayer.core.topology import ArgumentValue, Binding, Exchange, Queue, Topology, arguments
 
 LEVELS = 28
 MAX_SECONDS = (1 << LEVELS) - 1
@@ -36,11 +36,11 @@ LOOKS = (1 << 53) - 1
 second this limit lasts 2.8 million years. JSON holds no larger integer exactly."""
 
 Kind = Literal["delayer", "nservicebus-v2", "nservicebus-v1", "celery"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+CASCADE_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _NAMES_BEGIN = re.compile(r"[A-Za-z0-9_.:-]*")
 _PREFIX = re.compile(rb"(?:[01]\.){28}")
-_QUORUM: dict[str, Value] = {
+_QUORUM: dict[str, ArgumentValue] = {
     "x-queue-type": "quorum",
     "x-dead-letter-strategy": "at-least-once",
     "x-overflow": "reject-publish",  # Any other value silently turns at-least-once into at-most-once.
@@ -59,7 +59,7 @@ class Level(NamedTuple):
 class _Family(NamedTuple):
     level: str  # The format of a level's name.
     delivery: str
-    arguments: dict[str, Value]  # The arguments of a level's queue, except TTL and dead-letter exchange.
+    arguments: dict[str, ArgumentValue]  # The arguments of a level's queue, except TTL and dead-letter exchange.
 
 
 _FAMILIES: dict[Kind, _Family] = {
@@ -83,8 +83,8 @@ class Cascade:
 
     def __post_init__(self) -> None:
         """Raises ValueError for an unknown kind, and for a prefix that the broker does not allow in a name."""
-        if self.kind not in KINDS:
-            raise ValueError(f"cascade: expected one of {', '.join(KINDS)}, found {self.kind!r}")
+        if self.kind not in CASCADE_KINDS:
+            raise ValueError(f"cascade: expected one of {', '.join(CASCADE_KINDS)}, found {self.kind!r}")
         for begin in (self.prefix, self.owner):
             if not _NAMES_BEGIN.fullmatch(begin):
                 raise ValueError(f"prefix: expected letters, digits and any of '-_.:' only, found {begin!r}")
@@ -159,7 +159,7 @@ class Cascade:
         exchanges, queues, bindings = [], [], []
         for level in self.levels():
             exchanges.append(Exchange(level.name, "topic", shared=self.shared, closed=not self.shared))
-            own: dict[str, Value] = {"x-message-ttl": level.ttl_ms, "x-dead-letter-exchange": level.next}
+            own: dict[str, ArgumentValue] = {"x-message-ttl": level.ttl_ms, "x-dead-letter-exchange": level.next}
             queues.append(Queue(level.name, arguments(_FAMILIES[self.kind].arguments | own), shared=self.shared))
             words = "*." * (LEVELS - 1 - level.number)
             bindings.append(Binding(level.name, level.name, "queue", f"{words}1.#"))
@@ -252,7 +252,7 @@ def parking_queue(name: str) -> Queue:
 
 def consumed_queue(name: str, refused: str) -> Queue:
     """A quorum queue that the daemon consumes. Expired and too often delivered messages go to ``refused``."""
-    own: dict[str, Value] = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-exchange": refused}
+    own: dict[str, ArgumentValue] = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-exchange": refused}
     return Queue(name, arguments(_QUORUM | own))
 
 

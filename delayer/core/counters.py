@@ -14,7 +14,7 @@ from typing import Final
 from delayer.core.hold import Hold, HoldKind, Outcome
 from delayer.core.message import Schedule
 
-KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked", "undelayed")
+ROUTE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked", "undelayed")
 MOST_ROUTES: Final = 200
 """The most routes with own counters. Any publisher to the refused exchange could invent new route names."""
 OTHERS: Final = b"(others)"
@@ -74,7 +74,7 @@ class Counters:
     """Counts of messages, by kind and route. Raises KeyError for a name outside the tables above."""
 
     def __init__(self) -> None:
-        self.routes: dict[str, Counter[bytes]] = {kind: Counter() for kind in KINDS}
+        self.routes: dict[str, Counter[bytes]] = {kind: Counter() for kind in ROUTE_KINDS}
         self.lateness: dict[bytes, Tally] = {}
         self.seconds: Mapping[str, Tally] = {name: Tally(SECONDS) for name in DURATIONS}
         self.sizes: Mapping[str, Tally] = {name: Tally(SIZES) for name in STAGES}

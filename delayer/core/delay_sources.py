@@ -29,9 +29,9 @@ from delayer.core.delay_headers import (
 
 COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
 """The headers that name further routing keys of a message."""
-CONSULTED: Final = REQUEST_HEADERS | {DELAY, RECEIVED_AT, LAST_DUE, ETA} | nservicebus.CONSULTED | COPY_HEADERS
+CONSULTED: Final = REQUEST_HEADERS | {DELAY, RECEIVED_AT, LAST_DUE, ETA} | nservicebus.HEADERS | COPY_HEADERS
 """The headers that each plan reads, beside those that the settings of its route name. Routes with ``retry`` read
-retry_policy.CONSULTED instead."""
+retry_policy.RETRY_HEADERS instead."""
 
 
 def _timestamp(request: DelayRequest) -> Asked | None:

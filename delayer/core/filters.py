@@ -11,7 +11,7 @@ from delayer.core.message import as_text
 _TOKEN: Final = re.compile(r"([0-9]{1,19})(?:@(-?[0-9]{1,16}))?")
 _PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
 MAX_ID: Final = (1 << 63) - 1
-FIRST_MS: Final = -210_000_000_000_000
+EARLIEST_MS: Final = -210_000_000_000_000
 LAST_MS: Final = 9_223_371_000_000_000
 """The first and last epoch milliseconds that Postgres's calendar and an int64 of microseconds both can hold."""
 
@@ -35,7 +35,7 @@ def read_token(text: str) -> Token:
     """Read ``ID@DUE``, as lists print it, or ``ID``. Raises ValueError with the expected form."""
     found = _TOKEN.fullmatch(text.strip())
     due_ms = None if found is None or found[2] is None else int(found[2])
-    if found is None or int(found[1]) > MAX_ID or (due_ms is not None and not FIRST_MS <= due_ms <= LAST_MS):
+    if found is None or int(found[1]) > MAX_ID or (due_ms is not None and not EARLIEST_MS <= due_ms <= LAST_MS):
         raise ValueError("an id as `delayer list` prints it, such as 48213@1795291200000, or its part before the @")
     return Token(int(found[1]), due_ms)
 
@@ -48,7 +48,7 @@ def place_text(after: tuple[int, int]) -> str:
 def read_place(text: str) -> tuple[int, int]:
     """Read the text of a place. Raises ValueError with the expected form."""
     found = _PLACE.fullmatch(text)
-    if found is None or not FIRST_MS * 1000 <= int(found[1]) <= LAST_MS * 1000 or abs(int(found[2])) > MAX_ID:
+    if found is None or not EARLIEST_MS * 1000 <= int(found[1]) <= LAST_MS * 1000 or abs(int(found[2])) > MAX_ID:
         raise ValueError("the place that the page before gave")
     return int(found[1]), int(found[2])
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 X_DEATH: Final = b"x-death"
 CLOCKS_MS: Final = 5_000
 """The tolerance for times in headers, because senders' clocks may be behind and cascades late."""
-CONSULTED: Final = nservicebus.CONSULTED | {X_DEATH, LAST_DUE, ETA}
+LEVEL_HEADERS: Final = nservicebus.HEADERS | {X_DEATH, LAST_DUE, ETA}
 """The headers that :func:`due_at_level` reads."""
 
 

@@ -17,7 +17,7 @@ from delayer.core.message import SHORT_STRING, KeyGroup, as_bytes
 
 DELAY_IN_SECONDS: Final = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 TIME_SENT: Final = b"NServiceBus.TimeSent"
-DELIVER_AT: Final = b"NServiceBus.DeliverAt"
+DELAYED_UNTIL: Final = b"NServiceBus.DeliverAt"
 RETRIES_TIMESTAMP: Final = b"NServiceBus.Retries.Timestamp"
 EXPIRE: Final = b"NServiceBus.Timeout.Expire"
 ROUTE_EXPIRED_TO: Final = b"NServiceBus.Timeout.RouteExpiredTimeoutTo"
@@ -26,9 +26,9 @@ CLEAR_TIMEOUTS: Final = b"NServiceBus.ClearTimeouts"
 SAGA_ID: Final = b"NServiceBus.SagaId"
 MESSAGE_ID: Final = b"NServiceBus.MessageId"
 
-CONSULTED: Final = frozenset(
+HEADERS: Final = frozenset(
     {
-        DELAY_IN_SECONDS, TIME_SENT, DELIVER_AT, RETRIES_TIMESTAMP,
+        DELAY_IN_SECONDS, TIME_SENT, DELAYED_UNTIL, RETRIES_TIMESTAMP,
         EXPIRE, ROUTE_EXPIRED_TO, REPLY_TO, CLEAR_TIMEOUTS, SAGA_ID, MESSAGE_ID,
     }
 )  # fmt: skip
@@ -82,7 +82,7 @@ def delayed_until_ms(headers: Headers) -> int | None:
     if seconds is None or not since:
         return None
     due_ms = max(since) + seconds * 1000
-    return max(due_ms, _instant(headers, DELIVER_AT)) if DELIVER_AT in headers else due_ms
+    return max(due_ms, _instant(headers, DELAYED_UNTIL)) if DELAYED_UNTIL in headers else due_ms
 
 
 def expires_ms(headers: Headers) -> int | None:

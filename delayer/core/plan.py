@@ -83,7 +83,7 @@ class Route:
         object.__setattr__(self, "sources", tuple((form, source_of(form)) for form in self.delay_from))
         named = frozenset(filter(None, (self.routing_key_header, *map(header_of, self.delay_from))))
         object.__setattr__(self, "named", named)
-        object.__setattr__(self, "consulted", CONSULTED | named if self.retry is None else retry_policy.CONSULTED)
+        object.__setattr__(self, "consulted", CONSULTED | named if self.retry is None else retry_policy.RETRY_HEADERS)
         object.__setattr__(self, "sagas", nservicebus.TIMEOUT_FORM in self.delay_from)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final
 
 from delayer.core.secret import AS_PARAMETER, HIDDEN
+
+Say = Callable[[str, int, int | None], None]
+"""Reports progress: the step, the amount done, and the whole amount if it is known."""
 
 # The password extends to the last "@" before a blank. People forget to escape "/" or "@" in a password, and the output
 # must not show a half of it. The price: two URLs without a blank between them lose the text between them.

@@ -17,7 +17,7 @@ from delayer.core.message import Timestamp, as_bytes
 
 RETRIES: Final = b"x-delayer-retries"
 FAILED_IN: Final = b"x-delayer-failed-in"
-CONSULTED: Final = frozenset({X_DEATH, RETRIES, FAILED_IN})
+RETRY_HEADERS: Final = frozenset({X_DEATH, RETRIES, FAILED_IN})
 """The headers that :func:`failure` reads."""
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-Value = str | int
-Arguments = tuple[tuple[str, Value], ...]
+ArgumentValue = str | int
+Arguments = tuple[tuple[str, ArgumentValue], ...]
 
 
-def arguments(table: Mapping[str, Value]) -> Arguments:
+def arguments(table: Mapping[str, ArgumentValue]) -> Arguments:
     """``table`` as sorted pairs."""
     return tuple(sorted(table.items()))
 
@@ -47,7 +47,7 @@ class Queue:
     def __str__(self) -> str:
         return _described("queue", self.arguments)
 
-    def argument(self, name: str) -> Value | None:
+    def argument(self, name: str) -> ArgumentValue | None:
         return dict(self.arguments).get(name)
 
 

@@ -44,7 +44,7 @@ class ActionResult:
     status: int = 200
 
 
-Change = Callable[[Request, str, Mapping[str, Any]], Awaitable[ActionResult | Response]]
+ChangeHandler = Callable[[Request, str, Mapping[str, Any]], Awaitable[ActionResult | Response]]
 """A change by a form: the request, the operator, and the fields."""
 
 
@@ -55,11 +55,11 @@ class Actions:
     pages: Pages
     turns: asyncio.Semaphore
 
-    def answering(self, change: Change) -> Callable[[Request], Awaitable[Response]]:
+    def answering(self, change: ChangeHandler) -> Callable[[Request], Awaitable[Response]]:
         """The handler of requests for one of the changes below."""
         return partial(self._answer, change=change)
 
-    async def _answer(self, request: Request, *, change: Change) -> Response:
+    async def _answer(self, request: Request, *, change: ChangeHandler) -> Response:
         as_json = "application/json" in request.headers.get("accept", "")
         form: dict[str, list[str]] = {}
         try:

@@ -16,7 +16,7 @@ from prometheus_client.exposition import generate_latest
 from delayer import __version__
 from delayer.config.model import Settings
 from delayer.core import horizon
-from delayer.core.counters import KINDS, Counters
+from delayer.core.counters import ROUTE_KINDS, Counters
 from delayer.core.message import as_text
 from delayer.http.view import Depths, Snapshot, State
 from delayer.store.admin.stats import Census, StoreOverview
@@ -132,13 +132,13 @@ def text(sight: MetricSources) -> bytes:
     return generate_latest(sight)
 
 
-Sample = tuple[str, list[str], Any]
+MetricSample = tuple[str, list[str], Any]
 GO_DOWN: Final = frozenset({"held", "compacted"})
 """Counters of the store that a cancel reduces. Prometheus takes such a counter for a restarted one. Gauges have these
 figures instead."""
 
 
-def _all(sight: MetricSources) -> Iterator[Sample]:
+def _all(sight: MetricSources) -> Iterator[MetricSample]:
     yield "build_info", [__version__], 1
     yield "ready", [], int(sight.ready)
     yield "mode_info", [sight.state["mode"]], 1
@@ -154,7 +154,7 @@ def _all(sight: MetricSources) -> Iterator[Sample]:
     yield from (("look_age_seconds", [part], age) for part, age in ages.items() if age is not None)
 
 
-def _of_process(state: State) -> Iterator[Sample]:
+def _of_process(state: State) -> Iterator[MetricSample]:
     counters: Counters = state["counters"]
     yield "start_time_seconds", [], state["started_ms"] / 1000
     yield "stalled_loops", [], len(state["stalled"])
@@ -166,7 +166,7 @@ def _of_process(state: State) -> Iterator[Sample]:
     if state["store"]:
         yield "lanes", [], len(state["lanes"])
         yield "lanes_lost_total", [], counters.lanes_lost
-    for kind in KINDS:
+    for kind in ROUTE_KINDS:
         # The counter begins at 0, because a counter that begins with its first message hides that one.
         named = {as_text(route): count for route, count in counters.routes[kind].items()}
         yield from ((f"{kind}_total", [route], n) for route, n in (dict.fromkeys(state["routes"], 0) | named).items())
@@ -177,7 +177,7 @@ def _of_process(state: State) -> Iterator[Sample]:
     yield from ((f"{name}_seconds", [], tally) for name, tally in counters.seconds.items())
 
 
-def _of_store(seen: Snapshot[StoreOverview]) -> Iterator[Sample]:
+def _of_store(seen: Snapshot[StoreOverview]) -> Iterator[MetricSample]:
     yield "store_up", [], int(seen.fresh is not None)
     if seen.fresh is None:
         return
@@ -207,7 +207,7 @@ def _of_store(seen: Snapshot[StoreOverview]) -> Iterator[Sample]:
         yield "segment_messages", [state], messages
 
 
-def _of_census(seen: Snapshot[Census]) -> Iterator[Sample]:
+def _of_census(seen: Snapshot[Census]) -> Iterator[MetricSample]:
     if seen.fresh is None:
         return
     for route, counts in seen.fresh.by_route().items():
@@ -215,7 +215,7 @@ def _of_census(seen: Snapshot[Census]) -> Iterator[Sample]:
             yield "backlog_messages", [as_text(route), due], round(count)
 
 
-def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[Sample]:
+def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[MetricSample]:
     yield "broker_up", [], int(seen.fresh is not None)
     if seen.fresh is None:
         return

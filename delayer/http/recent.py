@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from delayer.core.counters import LATENESS, Counters
 
 STEP_MS: Final = 5_000
-KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
+RATE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
 class Step(NamedTuple):
@@ -55,8 +55,8 @@ class Recent:
             return
         totals = self._now()
         *new, late, total = (now - before for now, before in zip(totals, self._totals, strict=True))
-        counts = dict(zip(KINDS, map(int, new), strict=False))
-        self.steps.append(Step(at_ms, counts, list(map(int, new[len(KINDS) :])), int(late), total))
+        counts = dict(zip(RATE_KINDS, map(int, new), strict=False))
+        self.steps.append(Step(at_ms, counts, list(map(int, new[len(RATE_KINDS) :])), int(late), total))
         self._at_ms, self._totals = at_ms, totals
 
     def _now(self) -> list[float]:
@@ -64,7 +64,7 @@ class Recent:
         counts, tallies = self._counters.as_dict(), list(self._counters.lateness.values())
         below = (sum(tally.below[at] for tally in tallies) for at in range(len(LATENESS)))
         late, total = sum(tally.count for tally in tallies), sum(tally.total for tally in tallies)
-        return [*(counts[kind] for kind in KINDS), *below, late, total]
+        return [*(counts[kind] for kind in RATE_KINDS), *below, late, total]
 
 
 def quantile(share: float, below: Sequence[int], count: int, total: float = inf) -> float | None:
@@ -106,7 +106,7 @@ def summary(of: Sequence[Step], seconds: float) -> Summary:
     """The summary of the last ``seconds`` of these steps, or of all if there are fewer."""
     last = of[-max(1, round(seconds * 1000 / STEP_MS)) :]
     long = max(len(last), 1) * STEP_MS / 1000
-    rates = {kind: sum(one.counts[kind] for one in last) / long for kind in KINDS}
+    rates = {kind: sum(one.counts[kind] for one in last) / long for kind in RATE_KINDS}
     below = [sum(one.below[at] for one in last) for at in range(len(LATENESS))]
     count = sum(one.late for one in last)
     total = sum(one.total for one in last)
@@ -118,7 +118,7 @@ def series(of: Sequence[Step]) -> dict[str, list[float | None]]:
     """The columns of a chart: instants in seconds, rates, lateness in milliseconds."""
     scale = 1000 / STEP_MS
     columns: dict[str, list[float | None]] = {"t": [one.at_ms / 1000 for one in of]}
-    columns |= {kind: [one.counts[kind] * scale for one in of] for kind in KINDS}
+    columns |= {kind: [one.counts[kind] * scale for one in of] for kind in RATE_KINDS}
     for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
         found = [quantile(share, one.below, one.late, one.total) for one in of]
         columns[name] = [None if value is None else round(value * 1000, 1) for value in found]

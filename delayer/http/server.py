@@ -39,7 +39,7 @@ AT_ONCE: Final = 128
 KEEP_ALIVE_SECONDS: Final = 5
 """Seconds that a connection may stay open between two requests."""
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
-Handler = Callable[[Request], Awaitable[Response]]
+HttpHandler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
 
 
@@ -77,7 +77,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
         line = "No page of delayer has this address."
         return pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
 
-    def shown(answer: Handler, *, private: bool = False) -> Handler:
+    def shown(answer: HttpHandler, *, private: bool = False) -> HttpHandler:
         """If private, or away from loopback unless the page is open: an answer for clients with the token only."""
 
         async def answered(request: Request) -> Response:
@@ -89,7 +89,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
     # Two looks into the refused queue would see half of it each.
     looks, queues = asyncio.Semaphore(at_once), asyncio.Semaphore(1)
 
-    def in_turn(turns: asyncio.Semaphore, answer: Handler, *, private: bool = False) -> Handler:
+    def in_turn(turns: asyncio.Semaphore, answer: HttpHandler, *, private: bool = False) -> HttpHandler:
         async def answered(request: Request) -> Response:
             async with turns:
                 return await answer(request)

@@ -13,7 +13,7 @@ from delayer.amqp.properties import Properties, decoded
 from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
 from delayer.core.importing import ImportItem
-from delayer.core.levels import CONSULTED, due_at_level
+from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Delivery, Parcel, Target, as_text
 from delayer.core.plan import LATEST_MS
 from delayer.imports.queues import Queues, Reader
@@ -51,7 +51,7 @@ class LevelReader:
             if inside.held is None:
                 return ImportItem(inside.parcel)
             return ImportItem(inside.parcel._replace(token=inside.id), inside.held.hold)
-        headers = decoded(properties, CONSULTED)
+        headers = decoded(properties, LEVEL_HEADERS)
         due_ms = min(due_at_level(self.cascade, self.number, delivery.routing_key, headers, now_ms), LATEST_MS)
         target = self._target(strip_prefix(delivery.routing_key))
         return ImportItem(

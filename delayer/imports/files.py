@@ -82,7 +82,7 @@ class SkippedRecord(NamedTuple):
     why: str
 
 
-Reading = ImportItem | SkippedRecord | int | None
+LineReading = ImportItem | SkippedRecord | int | None
 """The meaning of a line. A number is the count of messages from the last line. None is a line without content."""
 
 
@@ -114,7 +114,7 @@ class FileSource(ABC):
         return {}
 
     @abstractmethod
-    def read(self, line: bytes) -> Reading:
+    def read(self, line: bytes) -> LineReading:
         """The meaning of a line without its line end. Raises Unreadable."""
 
     @property
@@ -212,7 +212,7 @@ class FileSource(ABC):
                     survey.leave(Left.BEFORE_CUTOFF)
                 position += len(line)
 
-    def _checked(self, line: bytes) -> Reading:
+    def _checked(self, line: bytes) -> LineReading:
         found = self.read(line.rstrip(b"\r\n"))
         if not isinstance(found, ImportItem):
             return found
@@ -254,7 +254,7 @@ class FileSource(ABC):
             raise ImportImpossible(f"{self.path}: it changed since it was staged")
         return ImportBatch(items, json.dumps(self._after))
 
-    def _read_at(self, position: int, length: int) -> Reading:
+    def _read_at(self, position: int, length: int) -> LineReading:
         with reading(self.path):
             if self._file is None:
                 self._file = self.path.open("rb")
@@ -290,7 +290,7 @@ class JsonLines(FileSource):
 
     name = "jsonl"
 
-    def read(self, line: bytes) -> Reading:
+    def read(self, line: bytes) -> LineReading:
         if not line.strip():
             return None
         try:
@@ -338,7 +338,7 @@ class DelayedExchange(FileSource):
         }
         return {"vhost": as_text(self.vhost), "exchanges": to}
 
-    def read(self, line: bytes) -> Reading:
+    def read(self, line: bytes) -> LineReading:
         if line.strip() in _NOTHING:
             return None
         if line.strip().isdigit():

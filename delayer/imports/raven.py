@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
 from delayer.core.importing import REPLIES, Rewrite, rewriting
-from delayer.imports.files import FileSource, Reading, SkippedRecord, Unreadable
+from delayer.imports.files import FileSource, LineReading, SkippedRecord, Unreadable
 from delayer.imports.timeouts import StoredTimeout, item_of
 
 COLLECTION: Final = "TimeoutDatas"
@@ -84,7 +84,7 @@ class RavenExport(FileSource):
         more = {} if self.endpoint is None else {"endpoint": self.endpoint}
         return more | rewriting(self.replies, REPLIES)
 
-    def read(self, line: bytes) -> Reading:
+    def read(self, line: bytes) -> LineReading:
         if not line.strip():
             return None
         try:

@@ -39,7 +39,7 @@ from delayer.core.importing import (
 from delayer.core.message import Target
 from delayer.imports.databases import Database, database_url
 from delayer.imports.state_machine import CountMismatch, ImportImpossible
-from delayer.imports.timeout_table import Place, RowFilter, TimeoutTable, staged_beside, staged_token
+from delayer.imports.timeout_table import DuePlace, RowFilter, TimeoutTable, staged_beside, staged_token
 from delayer.imports.timeouts import StoredTimeout, epoch_ms, item_of, moment_of, problem_of
 
 TABLES: Final[Mapping[str, Sequence[str]]] = {
@@ -59,7 +59,7 @@ SOON: Final = "due within a minute, or overdue: a timeout manager may have them 
 NO_TIME: Final = "without a due time"
 
 
-def write_places(places: Mapping[str, Place]) -> str:
+def write_places(places: Mapping[str, DuePlace]) -> str:
     """The places as JSON, by the names of the tables. A uuid becomes an object, because JSON has no uuids."""
     said = {
         name: [due.isoformat(), {"uuid": str(id_)} if isinstance(id_, uuid.UUID) else id_]
@@ -68,7 +68,7 @@ def write_places(places: Mapping[str, Place]) -> str:
     return json.dumps(said, sort_keys=True)
 
 
-def read_places(text: str | None) -> dict[str, Place]:
+def read_places(text: str | None) -> dict[str, DuePlace]:
     """Read the text of :func:`write_places`; None means no places."""
     return {
         name: (datetime.fromisoformat(due), uuid.UUID(id_["uuid"]) if isinstance(id_, dict) else id_)
@@ -110,7 +110,7 @@ class SqlTimeouts:
         self.patterns = self.patterns or TABLES[self.name]
         self._database = Database(database_url(self.url))
         self._staged: list[TimeoutTable] = []
-        self._removed: dict[str, Place] = {}
+        self._removed: dict[str, DuePlace] = {}
         self._batches: AsyncGenerator[ImportBatch] | None = None
 
     @property
@@ -209,7 +209,7 @@ class SqlTimeouts:
         if items:
             yield ImportBatch(items, write_places(upto))
 
-    async def _rows(self, connection: AsyncConnection, one: TimeoutTable, after: Place | None) -> AsyncIterator[Any]:
+    async def _rows(self, connection: AsyncConnection, one: TimeoutTable, after: DuePlace | None) -> AsyncIterator[Any]:
         """The staged rows of one table behind ``after``, read by portions that fit into memory."""
         share = len(self._staged)
         limit = await self._fitting(connection, one, one.staged, "state", "headers", share=share)

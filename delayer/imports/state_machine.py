@@ -9,7 +9,7 @@ See core/importing.py for the states.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +17,7 @@ from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import FOR_PEOPLE, ImportBatch, ImportItem, Phase, Run, Survey, count_reason
 from delayer.core.message import Target
+from delayer.core.readable import Say
 from delayer.store.admin.importing import ImportStore
 
 if TYPE_CHECKING:
@@ -79,10 +80,6 @@ class ImportSource(Protocol):
 
     async def close(self) -> None:
         """Close connections and files. Safe to call twice."""
-
-
-Say = Callable[[str, int, int | None], None]
-"""Reports progress: the step, the amount done, and the whole amount where it is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ MYSQL: Final = frozenset({"mysql", "mariadb"})
 SUFFIX: Final = "_delayer_"
 """It stands between a table's name and the run's token in the name of the staging table."""
 
-Place = tuple[datetime, Any]
+DuePlace = tuple[datetime, Any]
 """A row's due instant and id: its place in the order of reading."""
 
 
@@ -139,7 +139,7 @@ class TimeoutTable:
         counts: list[sa.ColumnElement[Any]] = [sa.func.count(sa.case((one, 1))) for one in conditions]
         return sa.select(*counts).where(*self._of_endpoint)
 
-    def batch(self, limit: int, after: Place | None = None) -> sa.Select[Any]:
+    def batch(self, limit: int, after: DuePlace | None = None) -> sa.Select[Any]:
         """The soonest staged rows behind that place."""
         columns = [self.of(self.staged, name) for name in ("id", "destination", "state", "time", "headers")]
         query = sa.select(*columns).order_by(*self._order(self.staged)).limit(limit)
@@ -149,7 +149,7 @@ class TimeoutTable:
         since = self._instant(after)
         return query.where(due >= since, sa.or_(due > since, id_ > after[1]))
 
-    def remove(self, upto: Place, after: Place | None = None) -> sa.Delete:
+    def remove(self, upto: DuePlace, after: DuePlace | None = None) -> sa.Delete:
         """Delete the staged rows up to ``upto``; rows up to ``after`` are deleted already. The condition on ``after``
         keeps the database from reading dead entries of the index."""
         due, id_ = self._order(self.staged)
@@ -176,7 +176,7 @@ class TimeoutTable:
     def _order(self, table: sa.Table) -> tuple[sa.Column[Any], sa.Column[Any]]:
         return self.of(table, "time"), self.of(table, "id")
 
-    def _instant(self, place: Place) -> sa.ColumnElement[Any]:
+    def _instant(self, place: DuePlace) -> sa.ColumnElement[Any]:
         """An instant in the type of the column. SQL Server's datetime counts in thirds of 10 ms. Its .003 is less than
         the true .00333 if the parameter is a datetime2."""
         return sa.cast(place[0], self.of(self.staged, "time").type)

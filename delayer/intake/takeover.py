@@ -19,7 +19,7 @@ from delayer.broker.consumer import AmqpConsumer
 from delayer.broker.ports import Heartbeat, Parking
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
-from delayer.core.levels import CONSULTED, due_at_level
+from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Delivery, Target
 from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer
 from delayer.intake.handle import parcel
@@ -35,7 +35,7 @@ GIVE_BACK_AFTER: Final = 30.0
 MOST_DELIVERIES: Final = 10
 """Half of what RabbitMQ 4 allows by default."""
 _DELIVERIES: Final = b"x-delivery-count"
-_WANTED: Final = CONSULTED | {_DELIVERIES}
+_WANTED: Final = LEVEL_HEADERS | {_DELIVERIES}
 
 
 class LevelTakeover(Handler):

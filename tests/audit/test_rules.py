@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from delayer.audit import rules
 from delayer.audit.findings import CHANGED, NEWER, PACKED, LaneFigures
 from delayer.core.units import DAY_MS
-from delayer.store.admin.stats import KINDS, RESTORED_MS
+from delayer.store.admin.stats import LANE_KINDS, RESTORED_MS
 from tests.audit.rows import NOW, Row, held, judged, key, message, packed, said, segment, store
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ NOBODY: dict[str, str] = {}
 
 
 def figures(number: int, waiting: int, held: int = 0, /, **counters: int) -> LaneFigures:
-    return LaneFigures(number, "", True, dict.fromkeys(KINDS, 0) | counters, waiting, held)
+    return LaneFigures(number, "", True, dict.fromkeys(LANE_KINDS, 0) | counters, waiting, held)
 
 
 def test_conservation() -> None:

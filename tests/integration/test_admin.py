@@ -15,7 +15,7 @@ from delayer.broker.admin import Admin, Remover
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.broker.pipelined_admin import pipelined_admin
-from delayer.core.cascade import KINDS, Cascade, due_topology, intake_topology
+from delayer.core.cascade import CASCADE_KINDS, Cascade, due_topology, intake_topology
 from delayer.core.errors import BrokerLost
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.support.proxy import Proxy
@@ -52,7 +52,7 @@ async def ignore(message: aio_pika.abc.AbstractIncomingMessage) -> None:
     """Take it and say nothing."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASCADE_KINDS)
 async def test_declared_is_what_the_topology_says(rabbitmq: RabbitMQ, vhost: str, kind: str) -> None:
     topology = whole(Cascade(kind))  # type: ignore[arg-type]
     await declare(vhost, topology)
@@ -175,7 +175,7 @@ async def test_an_exchange_that_others_bound_to_stays(rabbitmq: RabbitMQ, vhost:
     assert inventory(rabbitmq, vhost)["exchanges"] == {"delayer.in": ("topic", {})}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "delayer"])
+@pytest.mark.parametrize("kind", [kind for kind in CASCADE_KINDS if kind != "delayer"])
 @pytest.mark.parametrize("force", [False, True])
 async def test_shared_parts_are_never_removed(rabbitmq: RabbitMQ, vhost: str, kind: str, force: bool) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]

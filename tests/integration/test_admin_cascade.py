@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from delayer.broker.admin import Admin
-from delayer.core.cascade import KINDS, MAX_SECONDS, Cascade, delivery_binding, intake_topology, routing_key
+from delayer.core.cascade import CASCADE_KINDS, MAX_SECONDS, Cascade, delivery_binding, intake_topology, routing_key
 from delayer.core.topology import Queue, Topology, arguments
 from tests.faults.place import eventually
 from tests.support.raw import Inbox, Message, Props, Raw, array, now_ms, text
@@ -44,7 +44,7 @@ async def bench(vhost: str, kind: str, *addresses: str) -> AsyncIterator[Bench]:
         yield Bench(admin, raw, cascade, {name: await raw.inbox(name) for name in addresses})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASCADE_KINDS)
 async def test_messages_arrive_once_on_time_and_only_at_their_address(vhost: str, kind: str) -> None:
     async with bench(vhost, kind, "sales.orders", "orders", "eu.sales.orders") as here:
         sent = {}
@@ -64,7 +64,7 @@ async def test_messages_arrive_once_on_time_and_only_at_their_address(vhost: str
     assert counts == [len(sent), 1, 0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASCADE_KINDS)
 @pytest.mark.parametrize("seconds", [1 << 27, (1 << 27) + 1, MAX_SECONDS])
 async def test_the_longest_delays_wait_in_level_27_and_nowhere_else(vhost: str, kind: str, seconds: int) -> None:
     async with bench(vhost, kind, "a") as here:

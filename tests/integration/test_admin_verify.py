@@ -15,7 +15,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable
 from delayer.broker.management_api import Management
 from delayer.broker.verify import BrokerPolicy, TopologyFinding, policies_in_force
-from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
+from delayer.core.cascade import CASCADE_KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
 from tests.support.servers import RabbitMQ
 from tests.support.topology import bound, declare
@@ -56,7 +56,7 @@ def brief(findings: list[TopologyFinding]) -> list[tuple[str, str, str]]:
     return [(finding.severity, finding.kind, finding.name) for finding in findings]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASCADE_KINDS)
 async def test_a_declared_topology_has_no_findings(rabbitmq: RabbitMQ, vhost: str, kind: str) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]
     topology = cascade.topology() + intake_topology() + due_topology(cascade)

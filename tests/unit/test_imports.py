@@ -126,14 +126,23 @@ def test_imports_go_down_only() -> None:
     assert violations(sources) == []
 
 
-def test_no_two_classes_of_the_package_have_one_name() -> None:
-    classes = Counter(
-        node.name
-        for text in _read_package().values()
-        for node in ast.parse(text).body
-        if isinstance(node, ast.ClassDef)
+def test_no_two_things_have_one_name() -> None:
+    """Classes and aliases of the package; constants only in core, which all layers import."""
+    names = Counter(
+        name
+        for module, text in _read_package().items()
+        for name in map(_defined, ast.parse(text).body)
+        if len(name) > 1 and name[0].isupper() and (not name.isupper() or module.startswith("delayer.core."))
     )
-    assert [name for name, count in classes.items() if count > 1] == []
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def _defined(node: ast.stmt) -> str:
+    """The name of a class, an alias or a constant; empty for others."""
+    if isinstance(node, ast.ClassDef):
+        return node.name
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return targets[0].id if targets and isinstance(targets[0], ast.Name) else ""
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from delayer.store.admin.listing import opened
 from delayer.store.rows.partitions import day_of, existing, name_of
 from delayer.store.segments import catalog as segments
 
-KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
+LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = HOUR_MS
 """The time before its first due instant by which a segment should have been restored. Daemons begin a day before, and
 take seconds for a million messages."""
@@ -92,7 +92,7 @@ class StoreOverview:
     @property
     def counters(self) -> dict[str, int]:
         """The sums of all lanes; every kind is present."""
-        return {kind: sum(lane.counters[kind] for lane in self.lanes) for kind in KINDS}
+        return {kind: sum(lane.counters[kind] for lane in self.lanes) for kind in LANE_KINDS}
 
     @property
     def waiting(self) -> int:
@@ -137,7 +137,8 @@ async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
 async def _lanes(connection: asyncpg.Connection) -> list[LaneOverview]:
     rows = await connection.fetch(statements.read("overview"))
     counters = {
-        row["number"]: dict.fromkeys(KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True)) for row in rows
+        row["number"]: dict.fromkeys(LANE_KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True))
+        for row in rows
     }
     dues = await _next_dues(connection, [number for number, of in counters.items() if waiting(of)])
     return [
@@ -276,7 +277,7 @@ def _ours(name: str) -> bool:
 async def counters(connection: asyncpg.Connection) -> dict[str, int]:
     """The counters of all lanes together; every kind is present. Raises the driver's errors."""
     kinds = dict(await connection.fetch("SELECT kind, sum(n)::bigint FROM counter GROUP BY kind"))
-    return dict.fromkeys(KINDS, 0) | kinds
+    return dict.fromkeys(LANE_KINDS, 0) | kinds
 
 
 async def _due_soon(connection: asyncpg.Connection, now_ms: int) -> Counts | None:

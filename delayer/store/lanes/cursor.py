@@ -30,7 +30,7 @@ LOCKED_MS: Final = 1_000
 LEAD_MS: Final = 40
 """A claim begins this long before its first message is due. The claim itself takes as long on a busy machine."""
 
-Place = tuple[int, int]
+RowPlace = tuple[int, int]
 """A due instant in epoch milliseconds, and an id."""
 
 
@@ -44,7 +44,7 @@ class ReleaseCursor:
         self._clock_steps = clock.steps
         self.woken = asyncio.Event()
         """Set when something is due sooner than was known."""
-        self.place: Place = (NEVER_MS, 0)
+        self.place: RowPlace = (NEVER_MS, 0)
         self.noted = NEVER_MS  # The soonest row noted since the last claim began.
         self.retry_ms = NEVER_MS  # The soonest retry of a held row.
         self.more = True
@@ -85,14 +85,14 @@ class ReleaseCursor:
         self._held_turn = not self._held_turn
         return self._held_turn
 
-    def claimed(self, last: Place, *, next_ms: int | None, more: bool) -> None:
+    def claimed(self, last: RowPlace, *, next_ms: int | None, more: bool) -> None:
         """Waiting rows were claimed, up to ``last``. ``next_ms``: the due instant of the first row after it, or the
         horizon, if that was asked for; ``more``: that row is due within the window, or may be."""
         self.place = min(last, (self.noted, 0))
         self.more = more
         self._next = NEVER_MS if next_ms is None else next_ms
 
-    def rolled_back(self, start: Place | None) -> None:
+    def rolled_back(self, start: RowPlace | None) -> None:
         """The claim that began at ``start`` was rolled back, or a claim failed."""
         if start is not None:
             self.place = min(self.place, start)

@@ -25,7 +25,7 @@ from delayer.core.message import WINDOW_MS, Due
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
-from delayer.store.lanes.cursor import NEVER_MS, Place, ReleaseCursor
+from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
 from delayer.store.rows import envelope, keys
 
 log = structlog.get_logger()
@@ -280,7 +280,7 @@ class PostgresLane:
         if not self.owned:
             raise LaneLost(f"lane {self.number}: {doing}: one of its connections is gone")
 
-    def claimed_after(self, place: Place) -> list[int]:
+    def claimed_after(self, place: RowPlace) -> list[int]:
         """The messages after ``place`` that an open claim has: another claim would wait for it."""
         open_claims = [window.opened for window in self.windows if window.opened is not None]
         return [
@@ -395,9 +395,9 @@ class PostgresLane:
 class Claim:
     """The rows that an open release transaction took."""
 
-    start: Place
+    start: RowPlace
     """The place where this claim began. The next claim begins there if this one is rolled back."""
-    next_start: Place
+    next_start: RowPlace
     """The place where the next claim begins after a commit."""
     rows: list[Due]
     retries: bool = False
@@ -426,5 +426,5 @@ def _held(record: asyncpg.Record) -> Due:
     return envelope.read(record, record["attempts"], hold, record["token"])
 
 
-def _place(due: Due) -> Place:
+def _place(due: Due) -> RowPlace:
     return due.due_ms, due.id

@@ -31,7 +31,7 @@ COLUMNS_WITH_ID = (*COLUMNS, "id")
 READ = ("id", "due_at", "checksum", "format", *_CARRIED)
 HELD_COLUMNS = (*COLUMNS_WITH_ID, "retry_at", "attempts", "kind", "reason", "may_be_delivered", "isolated", "token")
 
-Row = tuple[int, int, int, int, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes | None]
+StoredRow = tuple[int, int, int, int, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes | None]
 
 _LENGTHS = Struct(">IIII")
 
@@ -45,7 +45,7 @@ def checksum(exchange: bytes, routing_key: bytes, properties: bytes, body: bytes
     return crc32(body, crc32(properties, crc32(routing_key, crc32(exchange, crc32(lengths)))))
 
 
-def row(parcel: Parcel, lane: int) -> Row:
+def row(parcel: Parcel, lane: int) -> StoredRow:
     """The values of :data:`COLUMNS` for ``parcel``."""
     due_ms, route, exchange, routing_key, target, properties, body, key, _ = parcel
     return (
@@ -64,7 +64,7 @@ def row(parcel: Parcel, lane: int) -> Row:
     )
 
 
-def row_again(due: Due, lane: int) -> Row:
+def row_again(due: Due, lane: int) -> StoredRow:
     """The values of :data:`COLUMNS` for a row that is moved, with the checksum of its bytes as they are.
 
     A row that was not sound must not become so by being moved: its checksum is made wrong again.

@@ -16,8 +16,7 @@ from delayer.amqp.properties import Properties, byte_array, encode_headers, entr
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
-from delayer.core.retry_policy import FailedAttempt
+from delayer.core.retry_policy import RETRY_HEADERS, FailedAttempt
 from tests.unit.amqp.tables import properties, sized, text, with_headers
 
 DUE_MS = 1_800_000_000_000
@@ -146,7 +145,7 @@ def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     assert edits.asked(delivered(raw), found) == DelayRequest(b"orders.in", b"k", {}, names=found.names)
-    asked = edits.asked(delivered(raw), found, RETRY_CONSULTED)
+    asked = edits.asked(delivered(raw), found, RETRY_HEADERS)
     assert asked.headers == {b"x-death": ["x"]}
     assert 0 < asked.chance < 1
 
@@ -156,7 +155,7 @@ def test_messages_that_are_alike_do_not_come_back_together() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     every = [delivered(raw)._replace(tag=tag) for tag in range(1, 1_001)]
-    chances = sorted(edits.asked(one, found, RETRY_CONSULTED).chance for one in every)
+    chances = sorted(edits.asked(one, found, RETRY_HEADERS).chance for one in every)
     assert len(set(chances)) == 1_000
     assert max(after - before for before, after in pairwise(chances)) < 0.02
 

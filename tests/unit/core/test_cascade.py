@@ -7,7 +7,7 @@ import re
 import pytest
 
 from delayer.core.cascade import (
-    KINDS,
+    CASCADE_KINDS,
     LEVELS,
     MAX_SECONDS,
     Cascade,
@@ -116,7 +116,7 @@ def test_the_prefix_of_kombu() -> None:
     cascade = Cascade("celery", owner="shop")
     assert [cascade.level(level) for level in range(LEVELS)] == [delayed.level_name(n, "shop") for n in range(LEVELS)]
     assert cascade.delivery == delayed._celery_delayed_delivery_exchange("shop")
-    for kind in KINDS:
+    for kind in CASCADE_KINDS:
         if kind != "celery":
             with pytest.raises(ValueError, match="names of its own"):
                 Cascade(kind, owner="shop")
@@ -140,7 +140,7 @@ def test_every_levels_queue_has_exactly_its_owners_arguments(kind: str, rest: di
 
 
 def test_only_our_own_delivery_exchange_has_an_alternate() -> None:
-    for kind in KINDS:
+    for kind in CASCADE_KINDS:
         exchanges = {exchange.name: exchange for exchange in Cascade(kind).topology().exchanges}
         with_arguments = {name: dict(ex.arguments) for name, ex in exchanges.items() if ex.arguments}
         if kind == "delayer":

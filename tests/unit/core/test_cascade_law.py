@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.broker.route_check import RouteMatch, Topics
-from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, delivery_binding, due_topology, routing_key
+from delayer.core.cascade import (
+    CASCADE_KINDS,
+    LEVELS,
+    MAX_SECONDS,
+    Cascade,
+    delivery_binding,
+    due_topology,
+    routing_key,
+)
 from delayer.core.topology import Binding, Queue, Topology
 
 ADDRESS = "sales.orders"
@@ -99,19 +107,19 @@ CORNERS = sorted(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASCADE_KINDS)
 def test_the_law_at_every_power_of_two_and_beside_it(kind: str) -> None:
     for seconds in CORNERS:
         obey(kind, seconds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASCADE_KINDS)
 @given(seconds=st.integers(0, MAX_SECONDS))
 def test_the_law_for_any_delay(kind: str, seconds: int) -> None:
     obey(kind, seconds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASCADE_KINDS)
 @pytest.mark.parametrize("seconds", [0, 1, 5, MAX_SECONDS])
 def test_entering_at_the_top_is_the_same_as_entering_at_the_highest_bit(kind: str, seconds: int) -> None:
     """Celery's own programs always publish to level 27."""
@@ -141,7 +149,7 @@ def test_an_address_that_nobody_bound_ends_in_the_strays_queue() -> None:
     assert ends == [("delayer.delay-strays", 3000)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASCADE_KINDS)
 def test_the_daemons_own_queue_stands_at_the_end(kind: str) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]
     broker = Interpreter(cascade.topology() + due_topology(cascade))

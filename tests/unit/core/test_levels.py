@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core import levels
-from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, routing_key
+from delayer.core.cascade import CASCADE_KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, routing_key
 from delayer.core.levels import X_DEATH, due_at_level, longest_wait_seconds
 from delayer.core.message import Timestamp
 from delayer.core.nservicebus import DELAY_IN_SECONDS, EXPIRE, RETRIES_TIMESTAMP, TIME_SENT
@@ -116,7 +116,7 @@ def test_a_message_of_our_own_cascade_knows_its_due_instant() -> None:
 
 
 @given(
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(CASCADE_KINDS),
     delay=st.integers(1, MAX_SECONDS),
     pick=st.integers(0, LEVELS),
     waited=st.floats(0, 1),

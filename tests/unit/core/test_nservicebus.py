@@ -12,7 +12,7 @@ from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
     DELAY_IN_SECONDS,
-    DELIVER_AT,
+    DELAYED_UNTIL,
     EXPIRE,
     REPLY_TO,
     RETRIES_TIMESTAMP,
@@ -84,7 +84,7 @@ def test_it_is_the_instant_of_rfc_3339(moment: datetime, day: str, second: int |
     ("headers", "due_ms"),
     [
         ({}, None),
-        ({DELIVER_AT: SENT}, None),  # of a message that was delayed once, and is not any more
+        ({DELAYED_UNTIL: SENT}, None),  # of a message that was delayed once, and is not any more
         ({DELAY_IN_SECONDS: 60}, None),  # since when, nobody says
         ({DELAY_IN_SECONDS: 60, TIME_SENT: SENT}, SENT_MS + 60_000),
         ({DELAY_IN_SECONDS: 0, TIME_SENT: SENT}, SENT_MS),
@@ -94,13 +94,13 @@ def test_it_is_the_instant_of_rfc_3339(moment: datetime, day: str, second: int |
             {
                 DELAY_IN_SECONDS: 10,
                 TIME_SENT: SENT,
-                DELIVER_AT: "2026-04-29 22:12:00:000000 Z",
+                DELAYED_UNTIL: "2026-04-29 22:12:00:000000 Z",
                 RETRIES_TIMESTAMP: "2026-04-30 22:11:26:330000 Z",
             },
             SENT_MS - 1 + 86_400_000 + 10_000,
         ),
         # An outbox kept the message for ten minutes, and what was left of its delay was less by then.
-        ({DELAY_IN_SECONDS: 3000, TIME_SENT: SENT, DELIVER_AT: "2026-04-29 23:11:26:330982 Z"}, SENT_MS + 3_600_000),
+        ({DELAY_IN_SECONDS: 3000, TIME_SENT: SENT, DELAYED_UNTIL: "2026-04-29 23:11:26:330982 Z"}, SENT_MS + 3_600_000),
     ],
 )
 def test_when_a_delayed_message_is_due(headers: dict[bytes, object], due_ms: int | None) -> None:
@@ -113,7 +113,7 @@ def test_when_a_delayed_message_is_due(headers: dict[bytes, object], due_ms: int
         ({DELAY_IN_SECONDS: "soon", TIME_SENT: SENT}, "expected seconds"),
         ({DELAY_IN_SECONDS: 5, TIME_SENT: "yesterday"}, "NServiceBus.TimeSent"),
         ({DELAY_IN_SECONDS: 5, TIME_SENT: SENT, RETRIES_TIMESTAMP: 5}, "NServiceBus.Retries.Timestamp"),
-        ({DELAY_IN_SECONDS: 5, TIME_SENT: SENT, DELIVER_AT: b"\xff"}, "NServiceBus.DeliverAt"),
+        ({DELAY_IN_SECONDS: 5, TIME_SENT: SENT, DELAYED_UNTIL: b"\xff"}, "NServiceBus.DeliverAt"),
     ],
 )
 def test_an_unreadable_header_is_named(headers: dict[bytes, object], named: str) -> None:

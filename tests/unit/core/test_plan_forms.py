@@ -300,7 +300,7 @@ asks = st.builds(
     DelayRequest,
     st.sampled_from(sorted(STORE.routes)),
     st.sampled_from([b"", b"k", routing_key(60, b"a"), b"delays"]),
-    st.dictionaries(st.sampled_from(sorted(CONSULTED | retry_policy.CONSULTED)), values, max_size=5),
+    st.dictionaries(st.sampled_from(sorted(CONSULTED | retry_policy.RETRY_HEADERS)), values, max_size=5),
     st.none() | st.integers(0, (1 << 64) - 1),
     body=st.sampled_from([b"", b"{}", b'{"nextattempt": {"time": "2027-01-15 09:00:00"}}', b"[" * 9]),
     message_id=st.none() | st.binary(max_size=255),

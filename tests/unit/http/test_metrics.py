@@ -18,7 +18,7 @@ from delayer.core import horizon
 from delayer.core.counters import Counters
 from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles, text
 from delayer.http.view import Depths, Snapshot
-from delayer.store.admin.stats import KINDS, Census, LaneOverview, OverdueSegments
+from delayer.store.admin.stats import LANE_KINDS, Census, LaneOverview, OverdueSegments
 from delayer.store.segments import catalog
 from tests.support.web import samples
 from tests.unit.http.states import overview, state
@@ -32,7 +32,7 @@ _LABELS = re.compile(r"(delayer_\w+)\{([^}]*)\}")
 
 
 def lane(number: int, *, alive: bool, waiting: int, next_due_ms: int | None) -> LaneOverview:
-    counters = dict.fromkeys(KINDS, 0) | {"parked": waiting + 3, "held": 3}
+    counters = dict.fromkeys(LANE_KINDS, 0) | {"parked": waiting + 3, "held": 3}
     return LaneOverview(number, "somebody", alive, counters, next_due_ms, None)
 
 

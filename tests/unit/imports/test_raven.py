@@ -11,7 +11,7 @@ import pytest
 from delayer.amqp.properties import Properties
 from delayer.core.importing import ImportSelection
 from delayer.core.message import Target
-from delayer.imports.files import Reading, SkippedRecord, Unreadable
+from delayer.imports.files import LineReading, SkippedRecord, Unreadable
 from delayer.imports.raven import RavenExport
 
 DOCUMENT = {
@@ -30,7 +30,7 @@ def line(**more: object) -> bytes:
     return json.dumps({**DOCUMENT, **more}).encode()
 
 
-def read(text: bytes, endpoint: str | None = None) -> Reading:
+def read(text: bytes, endpoint: str | None = None) -> LineReading:
     export = RavenExport(path=Path("unused"), notes=None, meant=ImportSelection(), endpoint=endpoint)  # type: ignore[arg-type]
     return export.read(text)
 
