@@ -71,34 +71,47 @@ def test_help_reads_no_configuration_and_shows_no_secret(path: list[str]) -> Non
     assert "hunter2" not in result.output
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["nonsense"], ["--nonsense", "check"], ["--set", "mode", "check"], ["--set", "=x", "check"],
-        ["send", "--delay", "10"], ["send", "--delay", "soon"], ["send", "--at", "tomorrow"],
-        ["send", "--at", "2031-01-31T08:00:00"], ["send", "--delay", "1s", "--at", "2031-01-31T08:00:00Z"],
-        ["send", "--body", "x", "--body-file", "-"], ["send", "--header", "novalue"], ["send", "--header", "n:int=x"],
-        ["send", "--header", "n:bool=yes"], ["send", "--header", "n:integer=3"], ["send", "--header", "n:=3"],
-        ["send", "--header", ":int=3"], ["send", "--route", "nonsense"],
-        ["--mode", "nonsense", "status"], ["--config", "/nowhere.toml", "status"],
-        ["--mode", "native", "db", "upgrade"], ["--mode", "native", "db", "current"],
-        ["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"],
+MISTAKES = {
+    "No such command 'nonsense'": [["nonsense"]],
+    "No such option '--nonsense'": [["--nonsense", "check"]],
+    "expected --set KEY=VALUE, found": [["--set", "mode", "check"], ["--set", "=x", "check"]],
+    "'--delay': expected a duration": [["send", "--delay", "10"], ["send", "--delay", "soon"]],
+    "'--at': expected an instant": [["send", "--at", "tomorrow"], ["send", "--at", "2031-01-31T08:00:00"]],
+    "--delay or --at, not both": [["send", "--delay", "1s", "--at", "2031-01-31T08:00:00Z"]],
+    "--body or --body-file, not both": [["send", "--body", "x", "--body-file", "-"]],
+    "expected NAME=VALUE or NAME:TYPE=VALUE": [["send", "--header", "novalue"]],
+    "n: expected a value of type": [["send", "--header", "n:int=x"], ["send", "--header", "n:bool=yes"]],
+    ": expected a TYPE of str": [["send", "--header", text] for text in ("n:integer=3", "n:=3", ":int=3")],
+    'no route comes from exchange "nonsense"': [["send", "--route", "nonsense"]],
+    "flag --mode: mode: expected": [["--mode", "nonsense", "status"]],
+    "/nowhere.toml: expected a file": [["--config", "/nowhere.toml", "status"]],
+    "no store is configured": [
+        ["--mode", "native", *verb.split()] for verb in ("db upgrade", "db current", "compact", "restore --all")
+    ],
+    "--route is needed": [["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"]],
+    "cannot be told an instant": [
         ["--set", 'route=[{"from": "a", "delay_from": ["x-delay"]}]', "send", "--at", "2031-01-31T08:00:00Z"],
         ["--set", 'route=[{"from": "a", "delay_from": []}]', "send", "--delay", "1s"],
-        ["send", "--delay", "1s", "--header", "x-delay:int=5"], ["send", "--routing-key", "k" * 256],
-        ["compact", "--after", "7"], ["compact", "--after", "1d"], ["--set", "store.restore_ahead=8d", "compact"],
-        ["compact", "--rows", "1"], ["compact", "--conf", "nonsense"], ["--mode", "native", "compact"], ["restore"],
-        ["restore", "--all", "--within", "1d"], ["restore", "--within", "soon"], ["restore", "--all", "--conf", "=1"],
-        ["--mode", "native", "restore", "--all"],
     ],
-    ids=" ".join,
-)  # fmt: skip
-def test_usage_and_configuration_exit_2(arguments: list[str]) -> None:
+    "--header x-delay gives the delay too": [["send", "--delay", "1s", "--header", "x-delay:int=5"]],
+    "--routing-key: expected at most 255 bytes": [["send", "--routing-key", "k" * 256]],
+    "'--after': expected a duration": [["compact", "--after", "7"]],
+    "expected more than store.restore_ahead": [
+        ["compact", "--after", "1d"], ["--set", "store.restore_ahead=8d", "compact"]
+    ],
+    "'--rows': 1 is not in the range": [["compact", "--rows", "1"]],
+    "'--conf': expected KEY=VALUE": [["compact", "--conf", "nonsense"], ["restore", "--all", "--conf", "=1"]],
+    "say what to restore": [["restore"], ["restore", "--all", "--within", "1d"]],
+    "'--within': expected a duration": [["restore", "--within", "soon"]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "text"), [(one, text) for text, every in MISTAKES.items() for one in every])
+def test_usage_and_configuration_exit_2(arguments: list[str], text: str) -> None:
     result = call(*arguments)
-    assert result.exit_code == ExitCode.USAGE, result.output
-    assert result.stdout == ""
+    assert (result.exit_code, result.stdout) == (ExitCode.USAGE, ""), result.output
+    assert text in result.stderr
     assert "Traceback" not in result.stderr
-    assert result.stderr
 
 
 @pytest.mark.parametrize(
