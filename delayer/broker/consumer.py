@@ -31,30 +31,30 @@ class FlowControl:
 
     def __init__(self, room: int = BUFFER_BYTES) -> None:
         self._room = room
-        self._bytes = 0
+        self.buffered = 0
         self._waiting: set[AmqpSubscription] = set()
         self._listening: list[int] = []
-        self._paused: set[Connection] = set()
+        self.paused: set[Connection] = set()
         self._unread: asyncio.TimerHandle | None = None
 
     def behind(self, one: AmqpSubscription) -> bool:
         """Whether more deliveries may wait in the socket. With several subscriptions their owner is unknown."""
-        return bool(self._paused) and self._waiting <= {one}
+        return bool(self.paused) and self._waiting <= {one}
 
     def came(self, to: AmqpSubscription, socket: Connection, size: int) -> None:
         """Count ``size`` more buffered bytes of one subscription."""
-        self._bytes += size
+        self.buffered += size
         self._waiting.add(to)
-        if self._bytes > self._limit and socket not in self._paused:
-            self._paused.add(socket)
+        if self.buffered > self._limit and socket not in self.paused:
+            self.paused.add(socket)
             socket.pause_reading()
             if self._unread is None:
                 self._unread = asyncio.get_running_loop().call_later(UNREAD, self._for_too_long)
 
     def went(self, size: int) -> None:
         """Count ``size`` bytes as taken."""
-        self._bytes -= size
-        if self._bytes < self._room // 2:
+        self.buffered -= size
+        if self.buffered < self._room // 2:
             self._resume()
 
     def emptied(self, one: AmqpSubscription, size: int) -> None:
@@ -67,7 +67,7 @@ class FlowControl:
         """While a subscription waits for the broker's answer, which follows all deliveries: read up to ``rooms`` times
         the room."""
         self._listening.append(rooms)
-        if self._bytes <= self._limit:
+        if self.buffered <= self._limit:
             self._resume()
         try:
             yield
@@ -79,9 +79,9 @@ class FlowControl:
         return self._room * max(self._listening, default=1)
 
     def _resume(self) -> None:
-        for socket in self._paused:
+        for socket in self.paused:
             socket.resume_reading()
-        self._paused.clear()
+        self.paused.clear()
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None

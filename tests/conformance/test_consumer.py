@@ -183,19 +183,19 @@ async def test_a_buffer_is_bounded_by_bytes(place: Place) -> None:
         for n in range(count):
             assert await world.publisher.publish([message(n, "q", body=bytes((n,)) * size)]) == [CONFIRMED]
         async with relay_to(place.address) as reconnecting:
-            connection = await reconnecting.connection(30)
-            consumer = AmqpConsumer(reconnecting, batch_bytes=bound // 2, flow_control=FlowControl(bound))
+            flow = FlowControl(bound)
+            consumer = AmqpConsumer(reconnecting, batch_bytes=bound // 2, flow_control=flow)
             subscription = await consumer.subscribe("q", count)
             found = []
             most = 0
             while len(found) < count:
                 batch = await subscription.next_batch(count, GATHER)
                 assert sum(len(one.body) for one in batch) <= bound // 2 + size
-                most = max(most, subscription._bytes)
+                most = max(most, flow.buffered)
                 found += batch
             assert bodies(found) == [bytes((n,)) * size for n in range(count)]
             assert most <= bound + 2 * size  # one read of the socket beyond the bound
-            assert connection._pulse.reading
+            assert not flow.paused
             subscription.ack(found[-1].tag, multiple=True)
             await subscription.close()
         assert await world.hand.drain("q") == []
@@ -207,15 +207,12 @@ async def test_stopping_with_a_full_buffer(place: Place) -> None:
         for n in range(32):
             await world.publisher.publish([message(n, "q", body=b"%d" % n + bytes(1 << 17))])
         async with relay_to(place.address) as reconnecting:
-            connection = await reconnecting.connection(30)
-            subscription = await AmqpConsumer(reconnecting, flow_control=FlowControl(1 << 18)).subscribe("q", 32)
+            flow = FlowControl(1 << 18)
+            subscription = await AmqpConsumer(reconnecting, flow_control=flow).subscribe("q", 32)
             first = await subscription.next_batch(1, GATHER)
-            while connection._pulse.reading:
-                await asyncio.wait_for(subscription._arrived.wait(), 10)
-                subscription._arrived.clear()
+            await eventually(lambda: flow.paused)
             subscription.stop()
-            assert connection._pulse.reading
-            assert subscription._bytes == 0
+            assert (flow.paused, flow.buffered) == (set(), 0)
             subscription.ack(first[0].tag, multiple=False)
             await subscription.close()
         left = await world.hand.drain("q")
@@ -235,12 +232,10 @@ async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place, mo
             assert first.prefetch == 32
             carried = await take(first, 1)
             connection = await reconnecting.connection(30)
-            while not first.overrun:
-                await asyncio.wait_for(first._arrived.wait(), 10)
-                first._arrived.clear()
+            await eventually(lambda: first.overrun)
         # From here on nobody is too slow, however busy this machine: a second one that was would end itself too.
         assert await first.next_batch(32, GATHER) == []
-        assert connection._pulse.reading
+        assert not flow_control.paused
         first.ack(carried[0].tag, multiple=True)
         await first.close()
         second = await reader.subscribe("q", 32)
@@ -264,16 +259,13 @@ async def test_queues_that_share_a_relay_share_its_bound(place: Place) -> None:
     """However many they are; and one that is stopped while the others are full is heard."""
     size, count, bound, queues = 1 << 16, 5, 1 << 18, ("a", "b", "c", "d")
     async with place.world(*queues) as world, relay_to(place.address) as reconnecting:
-        connection = await reconnecting.connection(30)
-        reader = AmqpConsumer(reconnecting, flow_control=FlowControl(bound))
+        flow = FlowControl(bound)
+        reader = AmqpConsumer(reconnecting, flow_control=flow)
         subscriptions = [await reader.subscribe(name, count) for name in queues]
         for name in queues:
             await world.publisher.publish([message(n, name, body=bytes((n,)) * size) for n in range(count)])
-
-        def waiting() -> int:
-            return 0 if connection._pulse.reading else sum(one._bytes for one in subscriptions)
-
-        assert bound < await eventually(waiting, lambda found: found > 0) <= bound + A_READ + size
+        await eventually(lambda: flow.paused)
+        assert bound < flow.buffered <= bound + A_READ + size
         await asyncio.wait_for(subscriptions[0].close(), 10)
         assert subscriptions[0].in_order
         found = await asyncio.gather(*(take(one, count, ack=True) for one in subscriptions[1:]))
