@@ -43,8 +43,8 @@ def _tell(figures: dict[str, Any], text: str, *, as_json: bool) -> None:
 
 
 def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kept: str, parts: str) -> None:
-    """Report broken segments and lost parts. Exits with 1 or 3 if there are any. ``kept`` says what happened to a
-    broken segment, ``parts`` what was lost; both begin a sentence."""
+    """Report broken segments and lost parts. Exits with 1 or 3 if there are any. ``kept`` begins
+    the sentence about a broken segment, ``parts`` the sentence about lost parts."""
     for reason in broken:
         note(f"{kept}: {reason}.")
     if lost:

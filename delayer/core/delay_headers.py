@@ -216,7 +216,7 @@ def _in_seconds(header: bytes) -> Source:
 
 
 UNITS: Final[Mapping[str, Callable[[bytes], Source]]] = {"ms": _relative, "s": _in_seconds, "rfc3339": _absolute}
-"""The readers of a header, by what it has: a delay in ms or in seconds, or a due time as in ``x-deliver-at``."""
+"""The readers of a header by its unit: milliseconds, seconds, or a due time as in ``x-deliver-at``."""
 OWN_SOURCES: Final[Mapping[str, Source]] = {
     "x-delay": _relative(DELAY),
     "x-deliver-at": _absolute(DELIVER_AT),
