@@ -101,8 +101,7 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: M
     was_refused = properties.get(REFUSED) is not None
     given = properties.get(ID) if was_refused else None
     token = uuid.uuid4().hex.encode() if given is None else given.content[:_LONGEST_ID]
-    append, remove = header(ID, long_string(token)), _GAINED | {ID} if was_refused else {ID}
-    remove = remove | {RECEIVED_AT}
+    append, remove = header(ID, long_string(token)), (_GAINED if was_refused else frozenset()) | {ID, RECEIVED_AT}
     if (user_id := properties.short("user_id")) is not None:  # The broker refuses a user_id of another user.
         append, remove = append + header(USER_ID, long_string(user_id)), remove | {USER_ID}
     delivery_time = properties.get(DELIVERY_TIME) if was_refused else None
