@@ -293,11 +293,11 @@ class Fleet:
         return [one["name"] for one in found if one.get("user") == USER]
 
     async def settled(self) -> None:
-        """Wait until all daemons consume, with lanes of their own to park into."""
+        """Wait until all daemons consume, with lanes to park into, and the broker knows whose consumers are gone."""
         wanted = len(self.daemons) * LANES
         owned = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'delayer lane%'"
         await eventually(lambda: self.sql(owned), lambda found: found >= wanted, timeout=STARTUP)
-        await eventually(self._consumers, lambda found: found >= len(self.daemons), timeout=STARTUP)
+        await eventually(self._consumers, lambda found: found == len(self.daemons), timeout=STARTUP)
 
     async def _consumers(self) -> int:
         """Of the intake queue."""

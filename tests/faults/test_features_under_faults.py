@@ -68,11 +68,10 @@ async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
         await ledger.publish(keys.KEYS, longest_ms=1_500)
         counters = await finished(fleet)
         refused = set(await numbers_in(fleet, "delays.refused"))
-        judgement = keys.judged_live(ledger.account, live, ledger.order, refused)
-        sent = ledger.account.sent
+        judgement = keys.judged_live(ledger, live, refused)
         print(
-            f"{mode}: {struck} faults, {sent} sent, {live} before any was due; {len(judgement.again)} read again",
-            f"{len(judgement.ended)} of them last",
+            f"{mode}: {struck} faults, {ledger.account.sent} sent, {live} before any was due;",
+            f"{len(judgement.again)} read again behind later ones",
             counters,
         )
         waiting.assert_kept()

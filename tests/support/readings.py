@@ -41,6 +41,8 @@ class Readings:
         self._into = into
         self._read, self._again, self._due = bytearray(), bytearray(), bytearray()
         self._doomed, self._doomed_again = bytearray(), bytearray()
+        self.heard: Callable[[int], None] = lambda _: None
+        """Called with the number of each message that is read from the intake queue."""
 
     def listener(self) -> Callable[[bytes], None]:
         """For one connection: takes what the broker says there, in pieces as they come."""
@@ -75,6 +77,7 @@ class Readings:
             redelivered = True  # what was dead-lettered is sorted as well
         elif ours:
             _count(self._read, number)
+            self.heard(number)
         elif routing_key.startswith(DOOMED_KEYS):
             _count(self._doomed, number)
             if redelivered:

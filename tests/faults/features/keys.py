@@ -1,17 +1,17 @@
-"""Keys: of each the last published is delivered, and what it replaced is not.
+"""Keys: of each the last one that was read is delivered, and what it replaced is not.
 
-Letter n is the version n // KEYS of key n % KEYS, so the last of every key are the last KEYS letters.
+Letter n is the version n // KEYS of key n % KEYS. Without a fault they are read in that order. After a cut, what the
+daemon had read may come again behind newer letters: the broker may notice a cut later than the daemon.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from delayer.core.message import Delivery
-from tests.faults.features.striking import excused
-from tests.support.account import Account, Owed
+from tests.support.account import Owed
 from tests.support.ledger import Ledger
 from tests.support.letters import Letter, text
 
@@ -23,32 +23,45 @@ def key_of(number: int) -> bytes:
 
 
 class Keyed(Ledger):
-    """Every letter has a key. ``order`` is what arrived, one after another."""
+    """Every letter has a key. ``order`` is what arrived, one after another. ``first_read`` and ``last_read`` have the
+    places of each letter's readings among all readings."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.order: list[tuple[int, float]] = []
+        self.order: list[int] = []
+        self.first_read: dict[int, int] = {}
+        self.last_read: dict[int, int] = {}
+        self._readings = 0
+
+    def listener(self) -> Callable[[bytes], None]:
+        listener = super().listener()
+        assert self.account.readings is not None
+        self.account.readings.heard = self._read
+        return listener
+
+    def _read(self, number: int) -> None:
+        self._readings += 1
+        self.first_read.setdefault(number, self._readings)
+        self.last_read[number] = self._readings
 
     def letter(self, number: int, owed: Owed) -> Letter:
         letter = super().letter(number, owed)
         return letter._replace(said=[*letter.said, (b"x-delay-key", text(key_of(number)))])
 
     def judge(self, number: int, delivery: Delivery, at_ms: float) -> bool:
-        self.order.append((number, at_ms))
+        self.order.append(number)
         return super().judge(number, delivery, at_ms)
 
 
 @dataclass(frozen=True)
 class Judgement:
     """``lost``: last ones that did not come. ``stale``: replaced ones that came all the same. ``overtaken``: such as
-    came behind a later one of their key, without a fault; ``again``: with one, after which it was read again.
-    ``ended``: the last of their key that came, and not the last published."""
+    came behind a later one of their key; ``again``: such as were read again behind it."""
 
     lost: Sequence[int] = ()
     stale: Sequence[int] = ()
     overtaken: Sequence[int] = ()
     again: Sequence[int] = ()
-    ended: Sequence[int] = ()
 
     def assert_kept(self) -> None:
         assert not self.lost, f"{len(self.lost)} keys without their last message, such as {self.lost[:5]}"
@@ -56,38 +69,41 @@ class Judgement:
         assert not self.overtaken, f"{len(self.overtaken)} came after their replacement, such as {self.overtaken[:5]}"
 
 
-def lasts(sent: Iterable[int], refused: Collection[int] = ()) -> dict[int, int]:
-    """By key, the last that was published and taken in."""
-    return {number % KEYS: number for number in sorted(sent) if number not in refused}
+def lasts(last_read: Mapping[int, int], refused: Collection[int] = ()) -> dict[int, int]:
+    """By key, the last that was read and taken in."""
+    return {number % KEYS: number for number in sorted(last_read, key=last_read.__getitem__) if number not in refused}
 
 
-def judged_waiting(sent: Iterable[int], arrived: Collection[int], refused: Collection[int] = ()) -> Judgement:
-    """Where every version was taken in before any was due: only the last of each comes. One that was refused may have
-    been parked at its first reading: then it is later than the last one that was taken in, and comes."""
-    last = lasts(sent, refused)
-    came: dict[int, set[int]] = {}
-    for number in arrived:
-        came.setdefault(number % KEYS, set()).add(number)
-    return Judgement(
-        [number for key, number in last.items() if not any(one >= number for one in came.get(key, ()))],
-        [one for key, numbers in came.items() for one in numbers if one < last.get(key, 0)],
-    )
+def lost(
+    last_read: Mapping[int, int], sent: Iterable[int], came: Collection[int], refused: Collection[int]
+) -> list[int]:
+    """What was never read, and the last ones that did not come. One that was refused may have been parked at its first
+    reading: then it may be later than the last one that was taken in, and comes."""
+    latest: dict[int, int] = {}
+    for number in came:
+        latest[number % KEYS] = max(latest.get(number % KEYS, 0), last_read[number])
+    unread = [number for number in sent if number not in last_read]
+    last = lasts({number: last_read[number] for number in sent if number in last_read}, refused)
+    return unread + [number for key, number in last.items() if latest.get(key, 0) < last_read[number]]
 
 
-def judged_live(
-    account: Account, first: int, order: Sequence[tuple[int, float]], refused: Collection[int] = ()
-) -> Judgement:
+def judged_waiting(ledger: Keyed, refused: Collection[int] = ()) -> Judgement:
+    """Where every version was taken in before any was due: only the last of each comes."""
+    came, read = set(ledger.order), ledger.last_read
+    last = lasts(read, refused)
+    stale = [one for one in came if one % KEYS in last and read[one] < read[last[one % KEYS]]]
+    return Judgement(lost(read, range(ledger.account.sent), came, refused), stale)
+
+
+def judged_live(ledger: Keyed, first: int, refused: Collection[int] = ()) -> Judgement:
     """Where they become due while others are taken in: any may come, but not behind a later one of its key; the last
     has to."""
     newest: dict[int, int] = {}
-    latest: dict[int, int] = {}
     overtaken, again = [], []
-    for number, at_ms in order:
-        latest[number % KEYS] = number
-        if number < newest.setdefault(number % KEYS, number):
-            reread = account.readings is None or account.readings.read(number) > 1
-            (again if reread and excused(account, number, at_ms) else overtaken).append(number)
-        newest[number % KEYS] = max(number, newest[number % KEYS])
-    last = lasts(range(first, account.sent), refused)
-    lost = [number for key, number in last.items() if newest.get(key, -1) < number]
-    return Judgement(lost, (), overtaken, again, [n for key, n in latest.items() if n < newest[key]])
+    for number in ledger.order:
+        newer = newest.setdefault(number % KEYS, number)
+        if number < newer:
+            (again if ledger.last_read[number] > ledger.first_read[newer] else overtaken).append(number)
+        newest[number % KEYS] = max(number, newer)
+    gone = lost(ledger.last_read, range(first, ledger.account.sent), ledger.order, refused)
+    return Judgement(gone, (), overtaken, again)

@@ -57,7 +57,7 @@ async def keys_waiting(fleet: Fleet, faults: Iterable[Fault]) -> keys.Judgement:
     await strike(fleet, faults)
     await nothing_left(fleet)
     refused = set(await numbers_in(fleet, "delays.refused"))
-    return keys.judged_waiting(range(ledger.account.sent), {number for number, _ in ledger.order}, refused)
+    return keys.judged_waiting(ledger, refused)
 
 
 @asynccontextmanager
