@@ -10,8 +10,10 @@ import signal
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import asyncpg
 import pytest
 
 from tests.acceptance.place import Place, cancel, delayed, unreadable
@@ -19,7 +21,7 @@ from tests.faults.features.rates import RATE, excess
 from tests.faults.place import eventually
 from tests.support import reworded
 from tests.support.daemon import DaemonProcess, answered, command
-from tests.support.raw import Message, Props, number
+from tests.support.raw import Inbox, Message, Props, Raw, number
 
 ROUTES = [
     {"from": "in", "to": "out"},
@@ -145,6 +147,47 @@ async def test_a_limit_holds_for_three_daemons_together(place: Place, store: str
         passed = sorted(slow_ones())[len(slow) // 2]
         quick_ones = [arrival.at_ms for arrival in inbox.arrivals if arrival.delivery.body.startswith(b"quick")]
         assert sorted(quick_ones)[len(quick) // 2] < passed, "the others did not wait for them"
+
+
+MILLION = 1_000_000
+REST = "checksum, lane, format, route, exchange, routing_key, to_exchange, to_key, properties, body"
+COPY = f"""
+INSERT INTO message (due_at, {REST})
+SELECT now() - interval '1 minute', {REST} FROM message, generate_series(1, $1::int) WHERE route = 'in.slow'
+"""
+
+
+@pytest.mark.long
+@pytest.mark.deadline(300)
+async def test_a_million_overdue_messages_of_a_limited_route_delay_no_other_route(place: Place, store: str) -> None:
+    limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
+
+    async def lateness_ms(raw: Raw, inbox: Inbox) -> float:
+        """The median of 500 messages that are due within five seconds."""
+        now_ms = time.time_ns() // 1_000_000
+        due_ms = {f"quick {n}": now_ms + 500 + 10 * n for n in range(500)}
+        await raw.publish(*(due_at(body, at_ms, "in") for body, at_ms in due_ms.items()))
+        await inbox.got(body.encode() for body in due_ms)
+        return median(inbox.only(body.encode()).at_ms - at_ms for body, at_ms in due_ms.items())
+
+    connection = await asyncpg.connect(store)
+    try:
+        async with place.working(limited) as (daemon, raw, inbox):
+            alone = await lateness_ms(raw, inbox)
+            await raw.publish(delayed("slow", 86_400_000, through="in.slow"))
+            await eventually(lambda: connection.fetchval("SELECT count(*) FROM message"), lambda count: count == 1)
+            assert await daemon.stop() == 0
+        await connection.execute(COPY, MILLION, timeout=200)
+        await connection.execute("UPDATE lane SET watermark = '-infinity'")  # The copies are due before it.
+        async with place.working(limited) as (daemon, raw, inbox):
+            assert await inbox.until(lambda: inbox.counts[b"slow"] > RATE)
+            beside = await lateness_ms(raw, inbox)
+            assert await daemon.stop() == 0
+        print(f"median lateness: alone {alone:.0f} ms, beside a million {beside:.0f} ms")
+        assert beside < alone + 500
+        assert await connection.fetchval("SELECT count(*) FROM message") > 0.99 * MILLION
+    finally:
+        await connection.close()
 
 
 REWORDED = [True] if reworded.EVERYWHERE else [False, True]
