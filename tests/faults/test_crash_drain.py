@@ -77,5 +77,5 @@ async def test_killed_at_every_step_there_and_back(vhost: str, store: str) -> No
     counters = await place.conserved()
     print(verdict, counters)
     verdict.assert_kept(repeats=True)
-    # In doubt were a portion whose confirms nobody heard, and one that was not committed.
-    assert 0 < len(verdict.repeats) <= 2 * PORTION
+    # In doubt: a portion without its confirms, one without its commit, and one that an import committed, not removed.
+    assert 0 < len(verdict.repeats) <= 3 * PORTION
