@@ -51,7 +51,6 @@ SLOW = (
     "tests/integration/test_import_",
     "tests/integration/test_restoring.py",
     "tests/integration/test_rights_daemon.py",
-    "tests/integration/test_rig_servers.py",
     "tests/integration/test_store_segments.py",
     "tests/integration/test_store_shrinking.py",
 )

@@ -5,7 +5,7 @@ refused     in the refused queue, with this reason
 held        in the store, or among the strays, with this reason
 turned away by the broker itself: the publisher's channel or connection is closed, and delayer never sees it
 
-What a broker has to be able to do to take it, where that is not every one, stands beside it (OfAVersion).
+What a broker has to be able to do to take it, where that is not every one, stands beside it (RabbitMQ).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tests.support.rabbitmq import OfAVersion
+from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import TYPES, VOID, Header, Message, Props, Value, array, nested, number, octets, table, text
 
 STORE, NATIVE = "store", "native"
@@ -48,7 +48,7 @@ class Hostile:
     arrives_as: bytes | None = None
     """The routing key at the destination, if it is another one."""
     needs: str = ""
-    """What a broker has to be able to do to take it (OfAVersion); one that is not turns it away."""
+    """What a broker has to be able to do to take it (RabbitMQ); one that is not turns it away."""
 
     def message(self, body: bytes) -> Message:
         props = self.props
@@ -56,7 +56,7 @@ class Hostile:
             props = Props(headers=self.headers, delivery_mode=2)
         return Message(self.through, self.key, props, body.ljust(self.size, b"\xce"))
 
-    def at(self, broker: OfAVersion) -> Hostile:
+    def at(self, broker: RabbitMQ) -> Hostile:
         """Where it ends at this one."""
         return replace(self, end=End.TURNED_AWAY, reason="") if self.needs and not getattr(broker, self.needs) else self
 

@@ -108,7 +108,6 @@ class Family:
         user: str | None = None,
         farewell: signal.Signals = signal.SIGKILL,
     ) -> None:
-        self._farewell = farewell
         self.log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(

@@ -42,7 +42,7 @@ class Proxy:
                 one; until resume()
     """
 
-    def __init__(self, port: int, *, host: str = ports.HOST) -> None:
+    def __init__(self, port: int) -> None:
         self.port = ports.reserve()
         self.accepted = 0
         self.listener: Callable[[], Listener] = lambda: deaf
@@ -50,7 +50,7 @@ class Proxy:
         self.overhears: Listener = deaf
         """Hears what clients say."""
         self.tls: ssl.SSLContext | None = None
-        self._target = (host, port)
+        self._target = (ports.HOST, port)
         self._server: asyncio.Server | None = None
         self._links: set[_Link] = set()
         self._cuts = 0
@@ -101,16 +101,10 @@ class Proxy:
         if to_client:
             self._to_client.flowing.clear()
 
-    def slow(
-        self,
-        *,
-        delay: float = 0.0,
-        bytes_per_second: float = float("inf"),
-        to_server: bool = True,
-        to_client: bool = True,
-    ) -> None:
-        """Forward each piece after ``delay`` seconds, and no more than so much, in these directions."""
-        for way in [self._to_server] * to_server + [self._to_client] * to_client:
+    def slow(self, *, delay: float = 0.0, bytes_per_second: float = float("inf"), to_client: bool = True) -> None:
+        """Forward each piece after ``delay`` seconds, and no more than so much, to the server, and to the client too
+        unless told otherwise."""
+        for way in [self._to_server] + [self._to_client] * to_client:
             way.delay, way.bytes_per_second = delay, bytes_per_second
 
     def resume(self) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
-from delayer.core.hold import Confirmed
+from delayer.core.hold import CONFIRMED
 from delayer.core.message import Delivery, Outgoing
 
 # ---- field values
@@ -338,7 +338,7 @@ class Raw:
             for index, message in enumerate(messages)
         ]
         outcomes = await self.channel.publish(batch, timeout=30.0)
-        bad = [(one.routing_key, outcome) for one, outcome in zip(batch, outcomes, strict=True) if outcome != GOOD]
+        bad = [(one.routing_key, outcome) for one, outcome in zip(batch, outcomes, strict=True) if outcome != CONFIRMED]
         assert not bad, bad
 
     async def inbox(self, queue: str) -> Inbox:
@@ -356,9 +356,6 @@ class Raw:
     async def round_trip(self) -> None:
         """What the broker had sent to our consumers before this was asked, is here."""
         await self.channel.qos(1000)
-
-
-GOOD = Confirmed()
 
 
 def now_ms() -> int:

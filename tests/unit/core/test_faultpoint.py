@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-
 from delayer.core import faultpoint
-
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
 def test_a_fault_point_costs_a_builtin_unless_armed() -> None:

@@ -36,5 +36,4 @@ def overview(
     packed: catalog.SegmentTotals = stats.NO_SEGMENTS,
 ) -> StoreOverview:
     """What a look at the store saw."""
-    more = {"late": stats.NOT_LATE} if "late" in StoreOverview.__dataclass_fields__ else {}
-    return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed, **more)
+    return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed, stats.NOT_LATE)
