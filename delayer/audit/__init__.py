@@ -1,4 +1,4 @@
-"""Audits of the stored backlog, and the Spark jobs that compact and restore it.
+"""Audits of the stored backlog, the Spark job that compacts it, and its restore in bulk.
 
 Only the command line imports this package, so the daemon needs no JVM.
 """

@@ -12,18 +12,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
 
 from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
-from delayer.audit.tasks import ExecutorTurns
+from delayer.audit.tasks import Turns
 from delayer.core.errors import StoreLost
 from delayer.core.readable import Say
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS, HOUR_MS
+from delayer.store import pool
 from delayer.store.admin.listing import looking
+from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe
 from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted, CompactionWindow
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delayer.store.segments.compact import ShrinkResult
+
+_traffic = Traffic()
+"""One for each process, because a worker of Spark runs many tasks, one after the other."""
 
 
 class PackedWindow(NamedTuple):
@@ -51,8 +57,27 @@ class PackedWindow(NamedTuple):
 
 def work(url: str, rows: int, fewest: int, windows: Iterable[CompactionWindow]) -> list[PackedWindow]:
     """On an executor: make segments of ``windows``, one after the other."""
-    pack = partial(pack_window, rows=rows, fewest=fewest)
-    return asyncio.run(tasks.each(url, "delayer compact", list(windows), pack, _lost))
+    return asyncio.run(_pack(url, rows, fewest, list(windows)))
+
+
+async def _pack(url: str, rows: int, fewest: int, windows: Sequence[CompactionWindow]) -> list[PackedWindow]:
+    """Pack ``windows`` on one session of the store. If it ends before its commits are certain, all of them are
+    lost."""
+    try:
+        connection = await pool.connect(url, "delayer compact", {**tasks.SESSION, **tasks.LAZY})
+    except StoreLost as error:
+        return [_lost(window, None, str(error)) for window in windows]
+    done: list[PackedWindow] = []
+    try:
+        for window in windows:
+            done.append(await pack_window(connection, window, rows, fewest))
+        await tasks.flush(connection)
+    except DRIVER_ERRORS as error:
+        return [_lost(window, one, describe(error)) for window, one in zip_longest(windows, done)]
+    else:
+        return done
+    finally:
+        await pool.close(connection)
 
 
 def _lost(window: CompactionWindow, one: PackedWindow | None, reason: str) -> PackedWindow:
@@ -66,7 +91,7 @@ def _lost(window: CompactionWindow, one: PackedWindow | None, reason: str) -> Pa
 async def pack_window(connection: asyncpg.Connection, window: CompactionWindow, rows: int, fewest: int) -> PackedWindow:
     """Make segments of ``window`` until no row in it can be taken."""
     made: list[Compacted] = []
-    ours = ExecutorTurns(connection)
+    ours = Turns(connection, _traffic)
     lost = broken = None
     attempts = 0
     # A window that loses against other transactions is tried five times.
@@ -216,7 +241,7 @@ def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: 
     began = time.monotonic()
     # Windows that a worker repeats at most after its death. A task costs some 50 ms beside its work, a window half a
     # second.
-    portions = tasks.portions(planned.windows, 4)
+    portions = [planned.windows[start : start + 4] for start in range(0, len(planned.windows), 4)]
     packed = tasks.run(spark, "packing", portions, partial(work, url, rows, planned.fewest), say)
     return _finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
 

@@ -1,99 +1,32 @@
 """`delayer restore`: segments become rows again, in bulk, without waiting for the daemons to do it.
 
-Executors restore each segment into the lane that it came from (:func:`work`), and notify the lane's owner. The work
-goes in rounds of some hundred segments.
+A few sessions restore one segment after the other into the lane that it came from, and notify the lane's owner.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Final, NamedTuple
 
 import asyncpg
 
-from delayer.audit import tasks
-from delayer.audit.tasks import ExecutorTurns
-from delayer.core.errors import StoreLost
+from delayer.audit.tasks import SESSION, Turns
 from delayer.core.readable import Say
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
-from delayer.store.admin.actions import make_missing
+from delayer.store.admin.actions import make_missing, patiently
 from delayer.store.admin.listing import looking
-from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe
-from delayer.store.segments import catalog as segments
+from delayer.store.admin.traffic import Traffic
+from delayer.store.errors import DAMAGED, DRIVER_ERRORS, check_arrow, describe
+from delayer.store.segments import catalog
 from delayer.store.segments.catalog import SegmentEntry
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-
-class SegmentRestore(NamedTuple):
-    """The result of a segment. ``gone``: a daemon or another job was quicker. ``lost``, ``broken``: reasons."""
-
-    segment: int
-    messages: int
-    gone: bool = False
-    lost: str | None = None
-    broken: str | None = None
-
-    @property
-    def restored(self) -> bool:
-        return not (self.gone or self.lost or self.broken)
-
-
-def work(url: str, portion: Iterable[tuple[int, int]]) -> list[SegmentRestore]:
-    """On an executor: restore segments (id, first due instant) one after the other. Segments that are due soon take no
-    turns."""
-    return asyncio.run(tasks.each(url, "delayer restore", list(portion), restore_segment, _lost))
-
-
-def _lost(of: tuple[int, int], one: SegmentRestore | None, reason: str) -> SegmentRestore:
-    """A segment that was not begun, or whose commit is uncertain: it counts in no total."""
-    if one is not None and not one.restored:
-        return one
-    perhaps = f"; perhaps its {one.messages} messages are restored" if one is not None else ""
-    return SegmentRestore(of[0], 0, lost=reason + perhaps)
-
-
-async def restore_segment(connection: asyncpg.Connection, of: tuple[int, int]) -> SegmentRestore:
-    """Restore a segment (id, first due instant). A transaction that lost against another one is tried again."""
-    segment, first_due_ms = of
-    lost = ""
-    # This machine's clock is exact enough for that.
-    ours = ExecutorTurns(connection, hurried=first_due_ms < time.time() * 1000 + 600_000)
-    for _ in range(5):
-        try:
-            async with ours.turn() as beside_traffic:
-                found = await _restored(connection, segment, beside_traffic)
-            if found is None:
-                return SegmentRestore(segment, 0, gone=True)
-            return (
-                SegmentRestore(segment, 0, broken=found.reason)
-                if isinstance(found, Broken)
-                else SegmentRestore(segment, found.messages)
-            )
-        except WORTH_REPEATING as error:
-            lost = describe(error)
-        except DAMAGED as error:  # One damaged segment does not end the others' work.
-            return SegmentRestore(segment, 0, broken=f"the store cannot read it, or write its rows: {describe(error)}")
-        except DRIVER_ERRORS as error:
-            return SegmentRestore(segment, 0, lost=describe(error))
-        except StoreLost as error:  # The store is gone.
-            return SegmentRestore(segment, 0, lost=str(error))
-    return SegmentRestore(segment, 0, lost=lost)
-
-
-async def _restored(connection: asyncpg.Connection, segment: int, beside_traffic: bool) -> Restored | Broken | None:
-    """Restore a segment at once, or beside traffic in small portions with pauses, as daemons do."""
-    from delayer.store.segments import restore  # noqa: PLC0415 - pyarrow
-
-    if not beside_traffic:
-        return await restore.restore(connection, segment)
-    return await restore.restore(connection, segment, portion_bytes=restore.SMALL_PORTION_BYTES, pause=0.005)
+SESSIONS: Final = 4
+"""At work at once. Each has one segment in memory, some 30 MB."""
 
 
 class RestorePlan(NamedTuple):
@@ -107,32 +40,17 @@ class RestorePlan(NamedTuple):
         return sum(one.messages for one in self.segments)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RestoreResult:
-    """The result of a job. ``seconds`` without the start of Spark."""
+    """The result of the command. ``gone``: segments that a daemon, a cancel or another command restored or emptied
+    first. ``lost``, ``broken``: a reason for each segment."""
 
-    back: Sequence[SegmentRestore]
-    seconds: float
-
-    @property
-    def messages(self) -> int:
-        return sum(one.messages for one in self.back)
-
-    @property
-    def segments(self) -> int:
-        return sum(one.restored for one in self.back)
-
-    @property
-    def gone(self) -> int:
-        return sum(one.gone for one in self.back)
-
-    @property
-    def lost(self) -> list[str]:
-        return [one.lost for one in self.back if one.lost is not None]
-
-    @property
-    def broken(self) -> list[str]:
-        return [f"segment {one.segment}: {one.broken}" for one in self.back if one.broken is not None]
+    messages: int = 0
+    segments: int = 0
+    gone: int = 0
+    seconds: float = 0.0
+    lost: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
 
 async def plan(url: str, within_ms: int | None) -> RestorePlan:
@@ -141,31 +59,65 @@ async def plan(url: str, within_ms: int | None) -> RestorePlan:
     async with looking(url, "plan", "delayer restore plan") as connection:
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
         before = None if within_ms is None else now_ms + within_ms
-        return RestorePlan(now_ms, await segments.listed(connection, before))
+        return RestorePlan(now_ms, await catalog.listed(connection, before))
 
 
-def run(spark: SparkSession, url: str, planned: RestorePlan, say: Say) -> RestoreResult:
-    """Restore the ``planned`` segments, some hundred at a time, until the store is lost. ``say`` hears the progress in
-    segments. Raises JobFailed, StoreLost."""
-    began = time.monotonic()
-    back: list[SegmentRestore] = []
-    for start in range(0, len(planned.segments), 240):
-        part = planned.segments[start : start + 240]
-        asyncio.run(_make_days(url, part))
-        portions = tasks.portions([(one.id, one.first_due_ms) for one in part], 4)
+async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
+    """Restore the ``planned`` segments, until the store is lost. ``say`` hears the progress in segments.
 
-        def told(name: str, done: int, of: int | None, start: int = start, count: int = len(part)) -> None:
-            say(name, start + count * done // (of or 1), len(planned.segments))
+    Each segment is one transaction, so an interruption leaves none half restored. Raises StoreLost, also without
+    pyarrow.
+    """
+    if planned.segments:
+        check_arrow()
+    began, done, waiting = time.monotonic(), RestoreResult(), iter(planned.segments)
 
-        back += tasks.run(spark, "restoring", portions, partial(work, url), told)
-        if any(one.lost for one in back):
-            break
-    return RestoreResult(back, time.monotonic() - began)
+    async def work() -> None:
+        async with looking(url, "restore", "delayer restore", SESSION) as connection:
+            turns = Turns(connection, Traffic())
+            for entry in waiting:
+                await restore_segment(connection, turns, entry, done)
+                if done.lost:  # The other segments stay, and the report counts them.
+                    done.lost += [done.lost[0] for _ in waiting]
+                say("restoring", done.segments + done.gone + len(done.broken), len(planned.segments))
+
+    await asyncio.gather(*(work() for _ in range(min(SESSIONS, len(planned.segments)))))
+    done.seconds = time.monotonic() - began
+    return done
 
 
-async def _make_days(url: str, part: Sequence[SegmentEntry]) -> None:
-    """Make partitions for restored rows."""
-    wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
-    async with looking(url, "make partitions", "delayer restore plan", {}) as connection:
-        # With pauses, because each one stops the traffic for as long as a release takes.
-        await make_missing(connection, wanted, 20.0, pause=0.1)
+async def restore_segment(
+    connection: asyncpg.Connection, turns: Turns, entry: SegmentEntry, done: RestoreResult
+) -> None:
+    """Restore a segment, and add the result to ``done``. A transaction that lost against another one is tried
+    again."""
+    try:
+        found = await patiently(partial(_restored, connection, turns, entry))
+    except DAMAGED as error:  # One damaged segment does not end the others' work.
+        done.broken.append(f"segment {entry.id}: the store cannot read it, or write its rows: {describe(error)}")
+    except DRIVER_ERRORS as error:
+        done.lost.append(describe(error))
+    else:
+        match found:
+            case None:
+                done.gone += 1
+            case Broken():
+                done.broken.append(f"segment {entry.id}: {found.reason}")
+            case Restored():
+                done.segments += 1
+                done.messages += found.messages
+
+
+async def _restored(connection: asyncpg.Connection, turns: Turns, entry: SegmentEntry) -> Restored | Broken | None:
+    """Restore a segment at once, or beside traffic in small portions with pauses, as daemons do. A segment that is due
+    soon takes no turn."""
+    from delayer.store.segments import restore  # noqa: PLC0415 - pyarrow
+
+    # This machine's clock is exact enough for that.
+    async with turns.turn(hurried=entry.first_due_ms < time.time() * 1000 + 600_000) as beside_traffic:
+        days = range(entry.first_due_ms // DAY_MS, entry.last_due_ms // DAY_MS + 1)
+        # With pauses, because each new partition stops the traffic for as long as a release takes.
+        await make_missing(connection, days, 20.0, pause=0.1)
+        if not beside_traffic:
+            return await restore.restore(connection, entry.id)
+        return await restore.restore(connection, entry.id, portion_bytes=restore.SMALL_PORTION_BYTES, pause=0.005)

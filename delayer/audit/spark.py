@@ -201,7 +201,7 @@ def check_packages() -> None:
     for module in ("pyspark", "pyarrow", "pandas", "adbc_driver_postgresql"):
         if find_spec(module) is None:  # Importing pandas takes most of a second, and not every job needs it.
             raise JobImpossible(
-                f"the Python package {module} is missing: audit, compact and restore are an extra. "
+                f"the Python package {module} is missing: audit --deep and compact are an extra. "
                 "Next: pip install '.[spark]' in delayer's checkout, or the wheel with [spark] behind its name."
             )
 

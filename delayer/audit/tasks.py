@@ -12,10 +12,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import asyncpg
@@ -23,10 +22,8 @@ import asyncpg
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
 from delayer.core.readable import Say, mask
-from delayer.store import pool
 from delayer.store.admin import traffic
 from delayer.store.admin.traffic import Traffic
-from delayer.store.errors import DRIVER_ERRORS, describe
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -139,36 +136,31 @@ def failure(doing: str, text: str) -> StoreLost | JobFailed:
 
 HUNG: Final = "60s"
 SESSION: Final[Mapping[str, str]] = {
-    # After this time Postgres frees the rows and the turn of an executor that hangs in a transaction.
+    # After this time Postgres frees the rows and the turn of a session that hangs in a transaction.
     "idle_in_transaction_session_timeout": HUNG,
     "idle_session_timeout": HUNG,
 }
 
-_traffic = Traffic()
-"""One for each process, because a worker of Spark runs many tasks, one after the other."""
-
 
 def step_back() -> None:
     """Lower the priority of this process and its children. The database's work for it keeps its priority: see
-    :class:`ExecutorTurns`."""
+    :class:`Turns`."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
-class ExecutorTurns:
-    """The turns of the executor behind ``connection``. Beside traffic one executor works at a time, and rests after
-    each piece for as long as the piece took."""
+class Turns:
+    """The turns of the session behind ``connection``. Beside traffic one session works at a time, and rests after each
+    piece for as long as the piece took."""
 
-    def __init__(self, connection: asyncpg.Connection, seen: Traffic | None = None, *, hurried: bool = False) -> None:
-        """``hurried``: its segments are due within minutes, so it waits for no turn."""
+    def __init__(self, connection: asyncpg.Connection, seen: Traffic) -> None:
         self._connection = connection
-        self._seen = seen or _traffic
-        self._hurried = hurried
+        self._seen = seen
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[bool]:
-        """Wait until a piece of work may begin, and rest after it. Yields whether there is traffic. Raises
-        DRIVER_ERRORS."""
-        held = not self._hurried and await self._wait()
+    async def turn(self, *, hurried: bool = False) -> AsyncIterator[bool]:
+        """Wait until a piece of work may begin, and rest after it. Yields whether there is traffic. ``hurried``: do
+        neither. Raises DRIVER_ERRORS."""
+        held = not hurried and await self._wait()
         began = time.monotonic()
         try:
             yield held
@@ -191,11 +183,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def portions(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """``items`` in portions of at most ``size``, in their order."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
-
-
 def run(
     spark: SparkSession, name: str, tasks: Sequence[Sequence[T]], work: Callable[[Sequence[T]], Iterable[R]], say: Say
 ) -> list[R]:
@@ -209,32 +196,6 @@ def run(
     with StageWatcher(spark, say)(name):
         found: list[R] = spark.sparkContext.parallelize(tasks, len(tasks)).flatMap(partial(_last, work)).collect()
         return found
-
-
-async def each(
-    url: str,
-    application: str,
-    items: Sequence[T],
-    do: Callable[[asyncpg.Connection, T], Awaitable[R]],
-    lost: Callable[[T, R | None, str], R],
-) -> list[R]:
-    """Do it to ``items`` one after the other, on one session of the store. ``lost`` makes the result of an item if the
-    session ends before its commit is certain. It gets the result so far and the reason."""
-    try:
-        connection = await pool.connect(url, application, {**SESSION, **LAZY})
-    except StoreLost as error:
-        return [lost(item, None, str(error)) for item in items]
-    done: list[R] = []
-    try:
-        for item in items:
-            done.append(await do(connection, item))
-        await flush(connection)
-    except DRIVER_ERRORS as error:
-        return [lost(item, one, describe(error)) for item, one in zip_longest(items, done)]
-    else:
-        return done
-    finally:
-        await pool.close(connection)
 
 
 def _last(work: Callable[[Sequence[T]], Iterable[R]], portion: Sequence[T]) -> Iterable[R]:

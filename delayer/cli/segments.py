@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from delayer.cli.errors import ExitCode, Misused, OutOfReach
-from delayer.cli.options import Stoppable, as_json, conf_option, duration, master_option, request_of, store_url
+from delayer.cli.options import (
+    Stoppable,
+    as_json,
+    conf_option,
+    dry_run_option,
+    duration,
+    master_option,
+    request_of,
+    store_url,
+)
 from delayer.cli.output import note, per_second, print_json, progress, when
-from delayer.core.readable import Say, size
+from delayer.core.readable import size
 from delayer.store.segments.compact import FEWEST
 
 if TYPE_CHECKING:
     from delayer.audit import compact as compaction
     from delayer.audit import restore as restoration
-
-T = TypeVar("T")
-
-
-def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of both verbs; the command gets the context first."""
-    dry_run = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing. Needs no Spark.")
-    return dry_run(as_json(master_option(conf_option(click.pass_context(command)))))
-
-
-def _with_spark(name: str, master: str | None, conf: dict[str, str], work: Callable[[Any, Say], T]) -> T:
-    from delayer.audit import spark, tasks  # noqa: PLC0415 - Spark
-
-    tasks.step_back()
-    with progress() as say, spark.session(name, master=master, more=conf, handing_out=True) as session:
-        return work(session, say)
 
 
 def _tell(figures: dict[str, Any], text: str, *, as_json: bool) -> None:
@@ -73,7 +67,11 @@ def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kep
     show_default=True,
     help="Messages in a segment, approximately.",
 )
-@_job_options
+@click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing. Needs no Spark.")
+@as_json
+@master_option
+@conf_option
+@click.pass_context
 def compact(
     context: click.Context,
     *,
@@ -100,7 +98,8 @@ def compact(
       delayer compact --after 30d
       delayer compact --master spark://cluster:7077 --conf spark.cores.max=4 --json
     """
-    from delayer.audit import compact as job  # noqa: PLC0415 - only the job's own verbs need it
+    from delayer.audit import compact as job  # noqa: PLC0415 - only this verb needs it
+    from delayer.audit import spark, tasks  # noqa: PLC0415
 
     settings = request_of(context).settings()
     url = store_url(settings)
@@ -119,9 +118,9 @@ def compact(
     if not planned.windows:
         done = job.nothing(url, planned)
     else:
-        done = _with_spark(
-            "delayer compact", master, conf, lambda session, say: job.run(session, url, planned, rows, say)
-        )
+        tasks.step_back()
+        with progress() as say, spark.session("delayer compact", master=master, more=conf, handing_out=True) as session:
+            done = job.run(session, url, planned, rows, say)
     _tell_packed(done, as_json=as_json)
     parts = f"{len(done.lost)} windows are not packed, or perhaps not"
     _end(context, done.broken, done.lost, "A segment did not read back, its messages stayed rows", parts)
@@ -163,31 +162,25 @@ def _tell_packed(done: compaction.CompactionResult, *, as_json: bool) -> None:
     help="Restore the segments whose first message is due within this from now.",
 )
 @click.option("--all", "everything", is_flag=True, help="Restore all of them.")
-@_job_options
-def restore(
-    context: click.Context,
-    *,
-    within_ms: int | None,
-    everything: bool,
-    dry_run: bool,
-    as_json: bool,
-    master: str | None,
-    conf: dict[str, str],
-) -> None:
+@dry_run_option
+@as_json
+@click.pass_context
+def restore(context: click.Context, *, within_ms: int | None, everything: bool, dry_run: bool, as_json: bool) -> None:
     """Make rows of segments again, all of them or those that are due within some time.
 
     Daemons restore each segment in time by themselves. Use this command for many at once, such as before a return to a
     version without segments. Daemons may go on working meanwhile, and the command may be interrupted and repeated.
     Segments that are marked as broken are tried again.
 
-    Exit code 1 if a segment is broken. Exit code 3 if the store is out of reach, Java is missing, or Spark gave up.
+    Exit code 1 if a segment is broken. Exit code 3 if the store is out of reach, or delayer[segments] is missing.
 
     \b
     Examples:
       delayer restore --all --dry-run
       delayer restore --within 30d
     """
-    from delayer.audit import restore as job  # noqa: PLC0415 - only the job's own verbs need it
+    from delayer.audit import restore as job  # noqa: PLC0415 - only this verb needs it
+    from delayer.audit import tasks  # noqa: PLC0415
 
     if everything == (within_ms is not None):
         raise Misused("say what to restore: either --within DURATION or --all")
@@ -196,10 +189,10 @@ def restore(
     if dry_run:
         _tell_to_restore(planned, as_json=as_json)
         return
-    done = job.RestoreResult((), 0.0)
-    if planned.segments:
-        done = _with_spark("delayer restore", master, conf, lambda session, say: job.run(session, url, planned, say))
-    _tell_restored(done, as_json=as_json)
+    tasks.step_back()
+    with progress() as say:
+        done = asyncio.run(job.run(url, planned, say))
+    _tell_restored(planned, done, as_json=as_json)
     parts = f"the store was lost in {len(done.lost)} segments, which are not restored, or perhaps not"
     _end(context, done.broken, done.lost, "Broken, and kept as it is", parts)
 
@@ -221,18 +214,11 @@ def _tell_to_restore(planned: restoration.RestorePlan, *, as_json: bool) -> None
     _tell(figures, text, as_json=as_json)
 
 
-def _tell_restored(done: restoration.RestoreResult, *, as_json: bool) -> None:
-    figures = {
-        "messages": done.messages,
-        "segments": done.segments,
-        "gone": done.gone,
-        "seconds": round(done.seconds, 3),
-        "lost": sorted(set(done.lost)),
-        "broken": done.broken,
-    }
+def _tell_restored(planned: restoration.RestorePlan, done: restoration.RestoreResult, *, as_json: bool) -> None:
+    figures = asdict(done) | {"seconds": round(done.seconds, 3), "lost": sorted(set(done.lost))}
     quicker = f"; {done.gone:,} segments were restored or emptied by others" if done.gone else ""
     text = (
         f"{done.messages:,} messages of {done.segments:,} segments are rows again; {done.seconds:.1f} s, "
         f"{per_second(done.messages, done.seconds)}{quicker}."
     )
-    _tell(figures, text if done.back else "There is nothing to restore.", as_json=as_json)
+    _tell(figures, text if planned.segments else "There is nothing to restore.", as_json=as_json)

@@ -1,4 +1,4 @@
-"""Compaction and bulk restore for tests: over Spark in this process, or as the command, with faults in the workers."""
+"""Compaction and bulk restore for tests: in this process, or as the command, with faults in it and its workers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ async def pack(
     return await asyncio.to_thread(compact.run, spark, database, planned, at_most, quiet)
 
 
-async def bring_back(spark: SparkSession, database: str, within_ms: int | None = None) -> restore.RestoreResult:
-    planned = await restore.plan(database, within_ms)
-    return await asyncio.to_thread(restore.run, spark, database, planned, quiet)
+async def bring_back(database: str, within_ms: int | None = None) -> restore.RestoreResult:
+    return await restore.run(database, await restore.plan(database, within_ms), quiet)
 
 
 async def fill(store: PostgresStore, count: int, days: float = 6.0) -> None:

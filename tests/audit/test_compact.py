@@ -1,4 +1,4 @@
-"""Compact and restore from end to end, over Spark and a real store; and their command lines."""
+"""Compact, over Spark, and restore from end to end, on a real store; and their command lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from delayer.audit import restore, spark
+from delayer.audit import spark
 from delayer.core.units import DAY_MS
 from delayer.store.admin import actions
 from delayer.store.rows.partitions import name_of
-from delayer.store.segments import catalog
+from delayer.store.segments import catalog, restore
 from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, everything, filled, lawful, pack, run_delayer
 from tests.faults.place import compact_all
-from tests.support.store import owned, parcel, sql
+from tests.support.store import blocked, owned, parcel, sql
 
 pytestmark = pytest.mark.deadline(300)
 
@@ -51,7 +51,7 @@ async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: Spa
         again = await pack(spark, database)
         assert (again.total("messages"), again.shrunk.dropped) == (0, ())
 
-        back = await bring_back(spark, database)
+        back = await bring_back(database)
         assert (back.messages, back.segments, back.gone, back.lost, back.broken) == (COUNT, len(found), 0, [], [])
         assert await everything(database) == before
         assert await catalog.listed(admin) == []
@@ -61,11 +61,11 @@ async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: Spa
         assert in_default == 0, "partitions are made before the rows come back"
 
 
-async def test_a_part_of_the_segments_is_restored(spark: SparkSession, database: str) -> None:
+async def test_a_part_of_the_segments_is_restored(database: str) -> None:
     async with filled(database), sql(database) as admin:
         before = await everything(database)
-        await pack(spark, database)
-        back = await bring_back(spark, database, within_ms=13 * DAY_MS)
+        await compact_all(admin, ROWS)
+        back = await bring_back(database, within_ms=13 * DAY_MS)
         assert 0.3 * COUNT < back.messages < 0.8 * COUNT
         rest = await catalog.listed(admin)
         assert sum(one.messages for one in rest) == COUNT - back.messages
@@ -73,15 +73,14 @@ async def test_a_part_of_the_segments_is_restored(spark: SparkSession, database:
         await lawful(database)
 
 
-async def test_a_broken_segment_is_told_and_the_others_come_back(spark: SparkSession, database: str) -> None:
+async def test_a_broken_segment_is_told_and_the_others_come_back(database: str) -> None:
     async with filled(database, FEW), sql(database) as admin:
-        await pack(spark, database)
-        count = len(await catalog.listed(admin))
+        count = await compact_all(admin, ROWS)
         await admin.execute(
             "UPDATE segment SET packed = set_byte(packed, 100, get_byte(packed, 100) # 255)"
             " WHERE id = (SELECT min(id) FROM segment)"
         )
-        back = await bring_back(spark, database)
+        back = await bring_back(database)
         assert back.segments == count - 1
         assert len(back.broken) == 1
         [left] = await catalog.listed(admin)
@@ -89,34 +88,31 @@ async def test_a_broken_segment_is_told_and_the_others_come_back(spark: SparkSes
         await lawful(database)
 
 
-async def test_a_segment_that_somebody_else_has_locked_is_waited_for(database: str) -> None:
-    async with filled(database, FEW), sql(database) as admin, sql(database) as other, sql(database) as watch:
-        await compact_all(admin)
+@pytest.mark.parametrize(("end", "gone"), [("commit", 1), ("rollback", 0)])
+async def test_a_segment_that_another_process_restores_is_waited_for(database: str, end: str, gone: int) -> None:
+    async with filled(database, FEW), sql(database) as admin, sql(database) as other:
+        await compact_all(admin, ROWS)
         soonest, *_ = await catalog.listed(admin)
         transaction = other.transaction()
         await transaction.start()
-        await other.execute("SELECT FROM segment WHERE id = $1 FOR UPDATE", soonest.id)
-        restoring = asyncio.create_task(restore.restore_segment(admin, (soonest.id, 0)))
-        waiting = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = $1"
-        while not await watch.fetchval(waiting, admin.get_server_pid()):  # noqa: ASYNC110 - another session
-            await asyncio.sleep(0.005)
-        await transaction.rollback()
+        await restore.restore_one(other, catalog.FOREVER_MS)
+        restoring = asyncio.create_task(bring_back(database))
+        await blocked(admin, "%FROM segment%FOR UPDATE%")
+        await getattr(transaction, end)()
         back = await restoring
-        assert (back.restored, back.messages) == (True, soonest.messages)
+        assert (back.gone, back.messages) == (gone, FEW - gone * soonest.messages)
         await lawful(database)
-    done = restore.RestoreResult([back, restore.SegmentRestore(7, 0, gone=True)], 1.0)
-    assert (done.segments, done.gone) == (1, 1)
 
 
-async def test_cancelled_messages_do_not_come_back(spark: SparkSession, database: str) -> None:
+async def test_cancelled_messages_do_not_come_back(database: str) -> None:
     async with filled(database, FEW), sql(database) as admin:
         before = await everything(database)
-        await pack(spark, database)
+        await compact_all(admin, ROWS)
         chosen = sorted(before)[::7]
         outcome = await actions.cancel(admin, chosen)
         assert set(outcome) == set(chosen)
         await lawful(database)
-        await bring_back(spark, database)
+        await bring_back(database)
         assert set(await everything(database)) == set(before) - set(chosen)
         counters = await lawful(database)
         assert counters["cancelled"] == len(chosen)
@@ -131,7 +127,7 @@ def test_masters_that_try_again() -> None:
     assert spark.with_retries("spark://host:7077") == "spark://host:7077"
 
 
-async def test_the_commands(database: str) -> None:
+async def test_the_commands(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with filled(database, FEW):
         before = await everything(database)
         code, told, _ = await run_delayer(database, "compact", "--dry-run", "--json")
@@ -149,10 +145,9 @@ async def test_the_commands(database: str) -> None:
         code, told, _ = await run_delayer(database, "restore", "--all", "--dry-run")
         assert code == 0
         assert told.startswith("2,000 messages in ")
-        code, told, wrong = await run_delayer(database, "restore", "--all", "--master", "local[2]")
-        assert code == 0, wrong
-        assert "2,000 messages of" in told
-        assert "Traceback" not in wrong
+        monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+        code, told, wrong = await run_delayer(database, "restore", "--all")
+        assert (code, "2,000 messages of" in told, wrong) == (0, True, ""), "without Java"
         assert await everything(database) == before
         await lawful(database)
 

@@ -1,11 +1,10 @@
-"""Compact and restore over Spark, and who dies meanwhile: a worker, a machine, the store."""
+"""Compact over Spark, and restore, and who dies meanwhile: the process, a worker, a machine, the store."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
@@ -14,6 +13,7 @@ from delayer.audit.errors import JobFailed
 from tests.audit.compacting import (
     COUNT,
     FEW,
+    ROWS,
     bring_back,
     command,
     everything,
@@ -27,29 +27,43 @@ from tests.audit.compacting import (
     until_quiet,
     until_stopped,
 )
-from tests.support.store import owned, sql
+from tests.faults.place import compact_all
+from tests.support.store import sql
 
 pytestmark = pytest.mark.deadline(300)
 
+COMPACT = ["compact", "--rows", "250", "--master", "local[2]"]
 
-@pytest.mark.parametrize("step", ["compact.written", "compact.committed", "restore.copied", "restore.committed"])
+
+@pytest.mark.parametrize("step", ["restore.locked", "restore.copied", "restore.deleted", "restore.committed"])
+async def test_restore_is_killed(database: str, step: str) -> None:
+    async with filled(database, FEW), sql(database) as admin:
+        before = await everything(database)
+        await compact_all(admin, ROWS)
+        async with command(database, "restore", "--all", fault=step) as process:
+            assert await process.wait() == -signal.SIGKILL
+        await until_quiet(database, "delayer restore")
+        assert await everything(database) == before
+        assert ((await lawful(database))["restored"] > 0) == (step == "restore.committed")
+        assert not (await bring_back(database)).lost
+        assert await everything(database) == before
+        assert (await lawful(database))["restored"] == FEW
+
+
+@pytest.mark.parametrize("step", ["compact.written", "compact.committed"])
 async def test_the_worker_is_killed(spark: SparkSession, database: str, step: str) -> None:
     """Until Spark gives up: every message is a row or in one segment, and the same command again finishes the work.
     The other steps are those of tests/faults/test_crash_segments.py."""
-    verb, _, step_of_it = step.partition(".")
-    job, kind, words = (pack, "compacted", "packing") if verb == "compact" else (bring_back, "restored", "restoring")
     async with filled(database, FEW):
         before = await everything(database)
-        if verb == "restore":
+        with fault(spark, step), pytest.raises(JobFailed, match="packing"):
             await pack(spark, database)
-        with fault(spark, step), pytest.raises(JobFailed, match=words):
-            await job(spark, database)
-        await until_quiet(database, f"delayer {verb}")
+        await until_quiet(database, "delayer compact")
         assert await everything(database) == before
-        assert ((await lawful(database))[kind] > 0) == (step_of_it == "committed")
-        assert not (await job(spark, database)).lost
+        assert ((await lawful(database))["compacted"] > 0) == (step == "compact.committed")
+        assert not (await pack(spark, database)).lost
         assert await everything(database) == before
-        assert (await lawful(database))[kind] == FEW
+        assert (await lawful(database))["compacted"] == FEW
 
 
 @pytest.mark.parametrize("step", ["compact.written", "compact.committed"])
@@ -65,48 +79,31 @@ async def test_spark_starts_a_task_again(spark: SparkSession, database: str, ste
         assert (await lawful(database))["compacted"] == FEW
 
 
-@pytest.mark.parametrize(
-    ("point", "arguments"),
-    [
-        ("compact.deleted:2:stop", ["compact", "--rows", "250", "--master", "local[2]"]),
-        ("restore.copied:2:stop", ["restore", "--all", "--master", "local[2]"]),
-    ],
-    ids=["compact", "restore"],
-)
-async def test_the_machine_of_the_job_goes_down(
-    spark: SparkSession, database: str, point: str, arguments: list[str]
-) -> None:
+async def test_the_machine_of_the_job_goes_down(spark: SparkSession, database: str) -> None:
     """Driver, JVM and workers are gone at once, in the middle of a transaction."""
-    async with filled(database, FEW) as store:
+    async with filled(database, FEW):
         before = await everything(database)
-        if arguments[0] == "restore":
-            await pack(spark, database)
-        async with command(database, *arguments, fault=point) as process:
+        async with command(database, *COMPACT, fault="compact.deleted:2:stop") as process:
             await until_stopped(process.pid)
             kill_tree(process.pid)
             await process.wait()
-        await until_quiet(database, f"delayer {arguments[0]}")
+        await until_quiet(database, "delayer compact")
         assert await everything(database) == before
-        counters = await lawful(database)
-        if arguments[0] == "compact":
-            assert 0 < counters["compacted"] < FEW
-            done: Any = await pack(spark, database)
-        else:
-            assert 0 < counters["restored"] < FEW
-            async with owned(store, 2):  # the lane of the dead is free
-                pass
-            done = await bring_back(spark, database)
-        assert not done.lost
+        assert 0 < (await lawful(database))["compacted"] < FEW
+        assert not (await pack(spark, database)).lost
         assert await everything(database) == before
-        counters = await lawful(database)
-        assert counters["compacted"] == FEW
+        assert (await lawful(database))["compacted"] == FEW
 
 
+@pytest.mark.parametrize("arguments", [COMPACT, ["restore", "--all"]], ids=["compact", "restore"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-async def test_the_command_is_stopped_in_the_middle_of_its_work(database: str, number: int, code: int) -> None:
-    arguments = ["compact", "--rows", "250", "--master", "local[2]"]
+async def test_the_command_is_stopped_in_the_middle_of_its_work(
+    database: str, number: int, code: int, arguments: list[str]
+) -> None:
     async with filled(database, FEW), sql(database) as admin, sql(database) as other:
         before = await everything(database)
+        if arguments is not COMPACT:
+            await compact_all(admin, ROWS)
         await other.execute("BEGIN; LOCK TABLE counter IN EXCLUSIVE MODE")
         async with command(database, *arguments, fault="") as process, asyncio.timeout(120):
             while not await admin.fetchval(COUNTING):  # noqa: ASYNC110 - another process
@@ -116,7 +113,7 @@ async def test_the_command_is_stopped_in_the_middle_of_its_work(database: str, n
         assert (process.returncode, b"Traceback" in told) == (code, False), told.decode()
         assert b"\ndelayer: " in b"\n" + told  # The JVM, which is stopped too, may have the last word.
         await other.execute("ROLLBACK")
-        await until_quiet(database, "delayer compact")
+        await until_quiet(database, f"delayer {arguments[0]}")
         assert await everything(database) == before
         await lawful(database)
 

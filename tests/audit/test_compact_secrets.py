@@ -1,4 +1,4 @@
-"""The store's password is nowhere while compact and restore work: processes, logs, Spark's pages and files, errors."""
+"""The store's password is nowhere while compact works: processes, logs, Spark's pages and files, errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import psutil
 import pytest
 from pyspark.sql import SparkSession
 
-from delayer.audit import compact, restore
+from delayer.audit import compact
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
-from tests.audit.compacting import FEW, ROWS, WEEK_MS, bring_back, command, fault, filled, pack, until_quiet
+from tests.audit.compacting import FEW, ROWS, WEEK_MS, command, fault, filled, pack, until_quiet
 from tests.audit.test_job import PASSWORD, contents, pages, secret
 
 pytestmark = pytest.mark.deadline(300)
@@ -58,7 +58,6 @@ async def test_the_password_is_not_visible_during_a_job(
             await until_quiet(database, "delayer compact")  # rows that the dead have locked would stay rows
             # What other tasks had packed before the one failed stays packed.
             assert 0 < (await pack(spark, secret(database))).total("messages") <= FEW
-            assert (await bring_back(spark, secret(database))).messages == FEW
     told = capfd.readouterr()
     error = "".join(f"{one!r}{one}" for one in (failed.value, failed.value.__cause__, failed.value.__context__))
     seen = [told.out, told.err, error, str(conf.getAll()), *processes, *pages(spark)]
@@ -66,7 +65,7 @@ async def test_the_password_is_not_visible_during_a_job(
     assert not [text for text in seen if PASSWORD in text]
     assert not [one for one in files if PASSWORD.encode() in one]
     # The search does find things.
-    assert any("restoring" in text for text in seen)
+    assert any("packing" in text for text in seen)
     assert any(b"packing" in one for one in files)
     assert any("pyspark.daemon" in text for text in processes)
 
@@ -76,28 +75,20 @@ async def test_errors_do_not_quote_the_url(database: str) -> None:
     nowhere = secret(database).replace(urlsplit(database).path, "/no_such_database")
     with pytest.raises(StoreLost) as planned:
         await compact.plan(nowhere, WEEK_MS, ROWS)
-    with pytest.raises(StoreLost) as listed:
-        await restore.plan(nowhere, None)
     window = compact.CompactionWindow(1, 0, 1, 1)
     [packed] = await asyncio.to_thread(compact.work, nowhere, ROWS, 1, [window])
-    [back] = await asyncio.to_thread(restore.work, nowhere, [(1, 0)])
     assert "no_such_database" in str(packed.lost)
-    assert "no_such_database" in str(back.lost)
-    texts = [f"{one.value!r}{one.value}{one.value.__cause__!r}" for one in (planned, listed)]
-    assert not [text for text in [*texts, repr(packed), repr(back)] if PASSWORD in text]
+    assert PASSWORD not in f"{planned.value!r}{planned.value}{planned.value.__cause__!r}{packed!r}"
 
 
-@pytest.mark.parametrize("arguments", [["compact", "--rows", "250"], ["restore", "--all"]], ids=lambda value: value[0])
-async def test_the_commands_give_it_to_nobody(database: str, arguments: list[str], tmp_path: Path) -> None:
+async def test_the_command_gives_it_to_nobody(database: str, tmp_path: Path) -> None:
     """The command by itself, with the URL where a service has it; its JVM, its workers, what it says and leaves."""
     async with filled(database, FEW):
-        if arguments[0] == "restore":
-            planned = await compact.plan(database, WEEK_MS, ROWS)
-            assert await asyncio.to_thread(compact.work, database, ROWS, 1, planned.windows)
         more = {"TMPDIR": str(tmp_path), "SPARK_LOCAL_DIRS": str(tmp_path)}
         log = {"enabled": "true", "dir": tmp_path.as_uri(), "compress": "false"}
         conf = [word for name, value in log.items() for word in ("--conf", f"spark.eventLog.{name}={value}")]
-        async with command(secret(database), *arguments, "--master", "local[2]", *conf, fault="", **more) as process:
+        arguments = ["compact", "--rows", "250", "--master", "local[2]", *conf]
+        async with command(secret(database), *arguments, fault="", **more) as process:
             with process_list(process.pid) as processes:
                 stdout, stderr = await process.communicate()
         assert process.returncode == 0, stderr.decode()

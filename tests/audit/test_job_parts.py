@@ -68,7 +68,7 @@ def test_local_masters(master: str | None, local: bool) -> None:
     assert spark.is_local(spark.with_retries("local[2]"))
 
 
-@pytest.mark.parametrize("module", ["source", "tasks", "compact", "restore"])
+@pytest.mark.parametrize("module", ["source", "tasks", "compact"])
 def test_executors_import_few_modules(module: str) -> None:
     """Each process of Spark's does it before its first row: with pandas and the settings it took half a second more."""
     look = f"import sys, delayer.audit.{module}; print(*{{'pandas', 'pydantic'}} & set(sys.modules))"

@@ -70,8 +70,7 @@ async def test_from_end_to_end(spark: SparkSession, database: str, count: int) -
         assert packed.total("messages") - CANCELLED > report.totals.packed > count // 3, "some segments are rows again"
         assert report.totals.waiting + report.totals.packed == count - CANCELLED
 
-        back = await restore.plan(database, None)
-        restored = await asyncio.to_thread(restore.run, spark, database, back, quiet)
+        restored = await restore.run(database, await restore.plan(database, None), quiet)
         assert (restored.messages, restored.lost, restored.broken) == (report.totals.packed, [], [])
         report = await audited(spark, database)
         assert (report.totals.waiting, report.totals.segments) == (count - CANCELLED, 0)

@@ -1,6 +1,6 @@
 """Compaction and bulk restore beside daemons at work and people who cancel: an account of every message balances.
 
-The jobs are the real ones, several at once, but for Spark: their tasks run in threads of this process.
+The jobs are the real ones, several at once, but for Spark: its tasks run in threads of this process.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class Jobs:
         self.again += done.total("messages") if begun else 0
 
     async def restore(self, within_ms: int | None = RESTORED_WITHIN_MS) -> None:
-        planned = await restore.plan(self.url, within_ms)
-        done = await asyncio.to_thread(restore.run, cast(Any, None), self.url, planned, quiet)
+        done = await restore.run(self.url, await restore.plan(self.url, within_ms), quiet)
         assert not done.lost, done.lost
         assert not done.broken, done.broken
         self.restored += done.messages

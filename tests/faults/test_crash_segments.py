@@ -147,7 +147,7 @@ def server() -> Iterator[Postgres]:
         yield started
 
 
-async def killed(server: Postgres, url: str, work: Callable[[], Any], done: Callable[[int], bool]) -> list[Any]:
+async def killed(server: Postgres, url: str, work: Callable[[], Any], done: Callable[[int], bool]) -> Any:
     """Kill the server under ``work`` as soon as so many segments are ``done``, and start it again. What came of it."""
     working = asyncio.create_task(asyncio.to_thread(work))
     async with sql(url) as admin:
@@ -158,7 +158,7 @@ async def killed(server: Postgres, url: str, work: Callable[[], Any], done: Call
         await eventually(count, lambda n: done(n) or working.done())
         assert not working.done()
         await asyncio.to_thread(server.kill)
-    found: list[Any] = await working
+    found = await working
     await asyncio.to_thread(server.start)
     return found
 
@@ -184,13 +184,15 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
     assert await looked(url, everything) == before
     assert await looked(url, waiting) == {}
 
-    async with sql(url) as admin:
-        ids = [(one.id, one.first_due_ms) for one in await catalog.listed(admin)]
-    back = await killed(server, url, lambda: restore_job.work(url, ids), lambda n: n <= len(ids) - 5)
-    assert any(one.lost for one in back)
+    planned = await restore_job.plan(url, None)
+
+    def restore() -> restore_job.RestoreResult:
+        return asyncio.run(restore_job.run(url, planned, lambda *_: None))
+
+    assert (await killed(server, url, restore, lambda n: n <= len(planned.segments) - 5)).lost
     assert without_lanes(await looked(url, everything)) == without_lanes(before)
     await looked(url, conserved)
-    assert not any(one.lost for one in await asyncio.to_thread(restore_job.work, url, ids))
+    assert not (await asyncio.to_thread(restore)).lost
     assert without_lanes(await looked(url, waiting)) == without_lanes(before)
     await looked(url, conserved)
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import asyncpg
 import pytest
 
-from delayer.audit.tasks import ExecutorTurns
+from delayer.audit.tasks import Turns
 from delayer.broker.ports import Lane
 from delayer.store.admin import traffic
 from delayer.store.admin.traffic import Traffic
@@ -70,7 +70,7 @@ class Working:
 
     async def executor(self, connection: asyncpg.Connection, meet: int) -> None:
         """Some pieces of work; in the first one it waits until ``meet`` of them are there."""
-        ours = ExecutorTurns(connection, Traffic())
+        ours = Turns(connection, Traffic())
         for piece in range(PIECES):
             async with ours.turn():
                 self.now += 1
@@ -112,7 +112,7 @@ async def test_without_traffic_all_executors_work(database: str) -> None:
 
 async def test_work_that_fails_ends_its_turn(database: str) -> None:
     async with daemon(database), sql(database) as one, sql(database) as two:
-        ours = ExecutorTurns(one, Traffic())
+        ours = Turns(one, Traffic())
         with pytest.raises(asyncpg.DivisionByZeroError):
             async with ours.turn(), one.transaction():
                 await one.fetchval("SELECT 1 / 0")

@@ -53,7 +53,7 @@ async def by_asyncpg(url: str) -> None:
 
 
 async def by_libpq(url: str) -> None:
-    """The client of audit, compact and restore: a library of its own, with libpq's own TLS."""
+    """The client of `audit --deep`: a library of its own, with libpq's own TLS."""
 
     def read() -> None:
         with reading(SecretUrl(url), "", 1 << 20) as connection:
