@@ -39,7 +39,7 @@ class Expected(ValueError):
 def show(value: object, *, is_url: bool = False) -> str:
     """A found value as TOML or JSON would write it: shortened, printable, passwords masked.
 
-    A text that stands where a URL should, and is none, is not shown at all: it may be a bare password.
+    It does not show a text that is no URL in place of a URL: that may be a bare password.
     """
     if value is None:
         return "nothing"

@@ -46,7 +46,7 @@ _BOUNDS = {"ge": "at least", "le": "at most"}
 def config_file(config: Path | None, environ: Mapping[str, str]) -> Path | None:
     """The file to read: ``config`` (--config), else ``DELAYER_CONFIG``, else /etc/delayer/delayer.toml if it exists.
 
-    None: the defaults, the environment and the flags are all there is.
+    None: there is no file.
     """
     if config is not None:
         return config
@@ -68,8 +68,9 @@ def load(
 
     Raises ConfigError with every mistake of every source.
     """
-    merged = MergedSettings(Flags(flags), Environment(environ), File(config_file(config, environ)))
-    directory = environ.get("CREDENTIALS_DIRECTORY") or str((config_file(config, environ) or SYSTEM_FILE).parent)
+    file = config_file(config, environ)
+    merged = MergedSettings(Flags(flags), Environment(environ), File(file))
+    directory = environ.get("CREDENTIALS_DIRECTORY") or str((file or SYSTEM_FILE).parent)
     _read_named_files(merged, directory, sealed)
     errors: list[ErrorDetails] = []
     try:
@@ -184,7 +185,7 @@ _OWN_ROOT = ".postgresql/root.crt"
 
 
 def _without_mistakes(values: dict[str, Any], errors: Iterable[ErrorDetails]) -> Settings | None:
-    """Remove the values that do not fit, so that the checks between keys see the others. None: that is not enough."""
+    """Remove the values that do not fit, so that the checks between keys see the others. None: the rest is invalid."""
     for error in errors:
         *path, name = error["loc"]
         table = value_at(values, path)
@@ -267,7 +268,7 @@ def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[M
 
 
 def _takeovers(settings: Settings, queues: Mapping[str, str], *, sealed: bool) -> Iterator[Mistake]:
-    """Takeovers that stand twice or have no store, and our names that are names of a cascade of another system."""
+    """Takeovers that occur twice or have no store, and names of ours that belong to another system's cascade."""
     if settings.takeovers and settings.store_url is None and not sealed:
         yield "takeover", "a store for what is taken over: store.url, where the mode is native", "none"
     ours = dict(queues) | {f"route[{index}].from": route.from_ for index, route in enumerate(settings.routes)}
@@ -287,7 +288,7 @@ def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """The mistakes in the parameters of a store's URL: expected and found. The driver would report them late, as a
     store out of reach."""
     query = urlsplit(url).query
-    if urlsplit(url).netloc.count("@") > 1:  # The driver takes the host to begin behind the first @.
+    if urlsplit(url).netloc.count("@") > 1:  # For the driver the host begins behind the first @.
         return [("a URL in which an @ of user or password is written %40", "another one (not shown)")]
     try:
         given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))

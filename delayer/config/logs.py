@@ -110,13 +110,13 @@ _background: _Background | None = None
 
 
 def log_in_background(lines: int = 5_000) -> None:
-    """From now on a reader of stderr that stands still stops no caller: at most ``lines`` lines wait for it."""
+    """Write logs in a thread from now on: a slow reader of stderr blocks no caller. At most ``lines`` lines wait."""
     global _background  # noqa: PLW0603 - one for the life of the process: two would mix their lines
     _background = _Background(lines)
 
 
 def finish(seconds: float = 0.3) -> None:
-    """At the end of the process: wait for the lines that still wait, but no longer than these seconds.
+    """At the end of the process: wait until all lines are written, but no longer than these seconds.
 
     The daemon promises to stop within ten seconds, and everything else takes 8.5 at most.
     """

@@ -24,7 +24,7 @@ from delayer.core.cascade import Cascade
 from delayer.core.delay_sources import DEFAULT_FORMS, FORMS, source_of
 from delayer.core.secret import SecretUrl
 
-# Looking for plugins reads the metadata of all that is installed; and one would see URLs with their passwords.
+# pydantic's search for plugins reads the metadata of every package, and a plugin would see URLs with passwords.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
@@ -32,7 +32,7 @@ DEFAULT_STORE_URL = "postgresql://localhost/delayer"
 
 
 class Table(BaseModel):
-    """A table of the file: frozen, and a key that is not listed is a mistake."""
+    """A table of the file. It is frozen, and an unknown key is a mistake."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
 
@@ -77,7 +77,7 @@ def _delay_forms(value: object) -> tuple[str, ...]:
 
 
 class RetryTable(Table):
-    """How a route's dead letters go back to the queues that gave them up."""
+    """The rules by which a route's dead letters go back to their queues."""
 
     first_ms: values.DurationMs = Field(default=5_000, alias="first")
     factor: Annotated[StrictFloat, Field(ge=1, le=100)] = 2.0
@@ -95,7 +95,7 @@ class RetryTable(Table):
 
 
 class RouteTable(Table):
-    """The rules for messages that came through the exchange ``from_``. ``""`` is straight to the intake queue."""
+    """The rules for messages that came through the exchange ``from_``; ``""``: straight into the intake queue."""
 
     from_: values.ExchangeName = Field(alias="from")
     to: values.ExchangeName = ""
@@ -204,8 +204,8 @@ class RefusedTable(Table):
 
 
 class HttpTable(Table):
-    """``token`` is what changing anything over HTTP needs; None: nothing can be changed there. Away from loopback the
-    page needs it for reading too, unless it is ``open``. At ``metrics_listen`` there are health and metrics only."""
+    """Changes over HTTP need the ``token``; without one nobody can change anything there. Away from loopback, readers
+    need it too, unless the page is ``open``. ``metrics_listen`` serves health and metrics only."""
 
     listen: values.Listen = "127.0.0.1:9419"
     metrics_listen: values.Listen = ""
@@ -250,7 +250,7 @@ class Settings(Table):
     def broker_url(self) -> str:
         """The broker's URL with the TLS files and the heartbeat of ``[broker]`` as its query parameters.
 
-        A parameter that stands in the URL already wins. Contains the password: for connecting, never for printing.
+        A parameter in the URL itself has priority. The result has the password: connect by it, and never print it.
         """
         parts = urlsplit(self.broker.url.reveal())
         ours = {"heartbeat": str(self.broker.heartbeat_ms // 1000)}
@@ -264,7 +264,7 @@ class Settings(Table):
 
     @property
     def store_url(self) -> str | None:
-        """The store's URL, or None for no store: native mode has one only where one was given. Holds the password."""
+        """The store's URL with its password; None without a store. Native mode has a store only if a URL is set."""
         if self.store.url is not None:
             return self.store.url.reveal()
         return DEFAULT_STORE_URL if self.mode == "store" else None

@@ -28,8 +28,8 @@ def shift_ms(text: str) -> int:
 def instant_ms(text: str, now_ms: int | None = None, zone: tzinfo | None = None) -> int:
     """Epoch milliseconds of an RFC 3339 text, rounded up so that no message is early. A date is its midnight in UTC.
 
-    With ``now_ms`` also a duration from now: "2h", "-30m". ``zone``: that of a text without offset; without it such a
-    text is refused, because elsewhere it is another instant. Raises Expected.
+    With ``now_ms`` also a duration from now: "2h", "-30m". ``zone``: that of a text without an offset. Without ``zone``
+    such a text is refused, because it means another instant elsewhere. Raises Expected.
     """
     if now_ms is not None:
         with suppress(Expected):
@@ -53,7 +53,7 @@ def duration_text(amount_ms: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as it stands in a URL, is this machine for itself."""
+    """Whether a host, as a URL spells it, is the loopback interface."""
     name = host.strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -76,7 +76,7 @@ def service_of(settings: Settings) -> str:
 
 
 def names_of(settings: Settings) -> dict[str, str]:
-    """The names by which people tell systems apart, for every page and ``delayer status``: never a login."""
+    """The names that tell systems apart, for every page and ``delayer status``. They contain no login."""
     url = urlsplit(settings.broker_url)
     port = url.port or (5671 if url.scheme == "amqps" else 5672)
     found = {"label": settings.http.label} if settings.http.label else {}

@@ -18,7 +18,7 @@ def uses_cascade(settings: Settings) -> bool:
 
 
 def without_effect(settings: Settings) -> list[str]:
-    """The routes whose ``max_rate`` nothing keeps to: new messages of theirs do not come by the store."""
+    """The routes whose ``max_rate`` has no effect: in native mode their messages do not pass the store."""
     return [route.from_ for route in settings.routes if route.max_rate and settings.mode == "native"]
 
 
@@ -40,7 +40,7 @@ def _cascades(settings: Settings) -> dict[Cascade, str]:
 
 
 def queues_at_work(settings: Settings) -> dict[str, str]:
-    """The queues that a daemon fills and empties, whichever mode is in force, and what each is in the configuration."""
+    """The queues that a daemon fills and empties in either mode, and the key of the configuration for each."""
     found = {
         settings.intake.queue: "intake.queue",
         settings.refused.queue: "refused.queue",

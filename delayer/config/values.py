@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator
 
 from delayer.config.errors import Expected
-from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, bindable
+from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, Cascade, bindable
+from delayer.core.message import SHORT_STRING
 from delayer.core.secret import Secret, SecretUrl
 
 UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -58,13 +59,13 @@ def _duration_from(lowest: str, why: str = "") -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _short_string(value: object, what: str, longest: int = 255) -> str:
+def _short_string(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise Expected(what)
-    if len(value.encode("utf-8", "surrogatepass")) > longest:
-        raise Expected(f"{what} of at most {longest} bytes")
+    if len(value.encode("utf-8", "surrogatepass")) > SHORT_STRING:
+        raise Expected(f"{what} of at most {SHORT_STRING} bytes")
     if not value.isprintable():
-        # RabbitMQ takes line ends out of names without a word: the name would not be the one that stands here.
+        # RabbitMQ silently removes line ends from names, so the queue or exchange would have another name.
         raise Expected(f"{what} without control characters")
     return value
 
@@ -85,7 +86,7 @@ def _queue(value: object) -> str:
 def _due_queue(value: object) -> str:
     name = _queue(value)
     if not bindable(name.encode("utf-8", "surrogatepass")):
-        # It stands behind the digits of the cascade's routing keys, and is bound by such a one.
+        # The name follows the digits of the cascade's routing keys, and a binding key contains it.
         raise Expected(f"the name of a queue of at most {ADDRESS_BYTES} bytes, none of its words * or #")
     return name
 
@@ -104,10 +105,11 @@ def _list_of(what: str, each: str) -> BeforeValidator:
 
 
 def _prefix(value: object) -> str:
-    prefix = _short_string(value, "a prefix of names", NAME_BYTES - len("delay-delivery"))
-    if prefix.startswith("amq."):
-        raise Expected('a prefix that does not begin with "amq.", which the broker keeps for itself')
-    return prefix
+    try:
+        return Cascade(prefix=_short_string(value, "a prefix")).prefix
+    except ValueError:
+        most = NAME_BYTES - len("delay-delivery")
+        raise Expected(f'a prefix of at most {most} letters, digits and -_.:, not beginning with "amq."') from None
 
 
 def _text(value: object) -> str:
@@ -125,7 +127,7 @@ def listen_address(value: object) -> str:
         return value
     host, colon, port = value.rpartition(":")
     try:
-        host.encode("idna")  # As the resolver does: its UnicodeError ended the daemon.
+        host.encode("idna")  # The resolver does the same, and its UnicodeError would end the daemon.
     except UnicodeError:
         raise Expected(wanted) from None
     bracketed = host.startswith("[") and host.endswith("]") and len(host) > 2
@@ -159,12 +161,12 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
         raise Expected(f"{wanted}; {_ESCAPES}") from None
     _, at, place = parts.netloc.rpartition("@")
     if at and re.fullmatch(r"[^:]+:[0-9]+|\[[^]]*\]:[0-9]+", place) and not 0 < int(place.rpartition(":")[2]) <= 65_535:
-        # Behind user and password, so it is no piece of a password.
+        # The port follows user and password, so it is no part of a password.
         raise Expected(f"{wanted}; a port is a number from 1 to 65535")
     try:
         port = parts.port
     except ValueError:
-        # urllib's own words repeat pieces of the URL, and a password may be among them.
+        # urllib's error quotes parts of the URL, perhaps of its password.
         raise Expected(f"{wanted}; {_ESCAPES}") from None
     if "@" in parts.path + parts.fragment or ("@" in parts.query and ("@" in parts.netloc or "amqp" in schemes)):
         # A bare /, # or ? ended the user and password early. The text behind an @ of theirs would be taken for the
@@ -178,7 +180,7 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
 
 
 def broker_url(value: object) -> SecretUrl:
-    """Raises Expected, as the two below."""
+    """Raises Expected, as the next two functions do."""
     url = _url(value, ("amqp", "amqps"), "amqp://user:password@host:5672/vhost, or amqps:// for TLS")
     if "/" in urlsplit(url.reveal()).path[1:]:
         raise Expected('a URL with one virtual host at its end; a "/" in its name, or in the password, is written %2F')

@@ -49,7 +49,7 @@ VALUES = {
     "intake.give_back_after": ['"999ms"'],
     "intake.prefetch": ["0", "65536", "true", '"5"', "5.0"],
     "intake.max_delay": ["10", '"10 years"', "2026-01-01", '"40000d"'],
-    "native.prefix": ['"amq."'],
+    "native.prefix": ['"amq."', '"a b"'],
     "native.due_queue": ['"delays.*"', '"#"', '"delays"'],
     "takeover": ['"celery"'],
     "http.listen": ['"9419"', '"::1:9419"', '"h:65536"', '"a..b:9419"'],
