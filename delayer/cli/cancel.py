@@ -18,15 +18,13 @@ from delayer.cli.options import (
     agreed,
     as_json,
     ask_store,
-    change_options,
-    filter_options,
     instant,
     messages_of,
-    names_argument,
     read_as,
     request_of,
     selected,
     store_url,
+    stored_change_options,
     whoami,
 )
 from delayer.cli.output import note, print_json, progress
@@ -47,10 +45,8 @@ class Change(NamedTuple):
 
 
 @click.command(short_help="Cancel messages: they are not delivered.")
-@names_argument
-@filter_options
 @as_json
-@change_options
+@stored_change_options
 def cancel(context: click.Context, /, *, names: Sequence[str], as_json: bool, **given: Any) -> None:
     """Cancel messages by their ids, or all that match a filter (--delay-key, --route, --due-before, …; --all for all).
 
@@ -73,16 +69,14 @@ def cancel(context: click.Context, /, *, names: Sequence[str], as_json: bool, **
 
 
 @click.command(short_help="Give messages another due instant.")
-@names_argument
 @click.option(
     "--at", "at_ms", callback=instant, metavar="INSTANT", help="The new instant: RFC 3339, or how long from now."
 )
 @click.option(
     "--by", "by_ms", callback=read_as(shift_ms), metavar="DURATION", help="Later by this, or earlier with a -."
 )
-@filter_options
 @as_json
-@change_options
+@stored_change_options
 def reschedule(
     context: click.Context,
     /,
@@ -193,7 +187,6 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
         return ExitCode.DONE if matched.messages or wanted.everything else ExitCode.FOUND
     note(f"{about} {'matches' if matched.messages == 1 else 'match'}.")
     if not agreed(f"{verb.capitalize()} {about}{target}?", yes=yes):
-        note("Nothing was changed.")
         return ExitCode.DONE
 
     async def work() -> Counter[FoundIn]:

@@ -273,7 +273,6 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
         kept = sum(one.messages for one in left)
         into = "cascade" if target == "native" else "store"
         if not agreed(f"Move {count:,} messages into the {into}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
-            note("Nothing was changed.")
             context.exit(ExitCode.DONE)
         with import_failures():
             done, left = asyncio.run(_moved(settings, url, keys_too=keys_too))

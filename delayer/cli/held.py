@@ -15,16 +15,15 @@ from delayer.cli.errors import ExitCode
 from delayer.cli.options import (
     as_json,
     ask_store,
-    change_options,
     filter_of,
     filter_options,
     go_on,
     limit_option,
     messages_of,
-    names_argument,
     request_of,
     selected,
     store_url,
+    stored_change_options,
     whoami,
 )
 from delayer.cli.output import note, print_json, print_table
@@ -94,9 +93,7 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
 
 
 @held.command()
-@names_argument
-@filter_options
-@change_options
+@stored_change_options
 def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> None:
     """Try held messages again now, by their ids or by a filter.
 
@@ -114,9 +111,7 @@ def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> N
 
 
 @held.command()
-@names_argument
-@filter_options
-@change_options
+@stored_change_options
 def drop(context: click.Context, /, *, names: Sequence[str], **given: Any) -> None:
     """Drop held messages for good, by their ids or by a filter. They count as cancelled. Only a filter asks first.
 

@@ -225,7 +225,6 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
         if look.refusal:
             raise CommandFailed(f"{look.refusal}.")
         if not agreed("Go on?" if look.unfinished else "Import?", yes=yes):
-            note("Nothing was done.")
             return
 
     async def go(source: ImportSource, book: ImportStore, judge: Destinations) -> ImportReport:
@@ -252,7 +251,6 @@ def _preview(context: click.Context, make: Make, given: dict[str, Any], again: b
 def _abort(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     json, yes = given.pop("as_json"), given.pop("yes")
     if not agreed("Abort the unfinished import?", yes=yes):
-        note("Nothing was done.")
         return
     run, put_back = _with(context, make, given, lambda source, book, _: state_machine.abort(source, book))
     if json:

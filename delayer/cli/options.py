@@ -248,6 +248,11 @@ def change_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return all_option(dry_run_option(yes_option(click.pass_context(command))))
 
 
+def stored_change_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, and the ids and filters of messages in the store."""
+    return names_argument(filter_options(change_options(command)))
+
+
 def selected(names: Sequence[str], given: dict[str, Any], *, everything: bool) -> Filter:
     """The Filter of a command that changes messages. It is empty with ``names`` or --all. Raises click.UsageError
     unless the operator gave one of these: ids, a filter, --all."""
@@ -269,12 +274,16 @@ def whoami() -> str:
 
 
 def agreed(question: str, *, yes: bool) -> bool:
-    """Whether to go on: ``--yes``, or a yes at the terminal. Raises Misused if there is neither."""
+    """Whether to go on: ``--yes``, or a yes at the terminal. After a no it says that nothing changed. Raises Misused
+    without either."""
     if yes:
         return True
     if not sys.stdin.isatty():
         raise Misused("there is no terminal to ask at: use --yes, or --dry-run to see the number only")
-    return click.confirm(question, default=False, err=True)
+    sure = click.confirm(question, default=False, err=True)
+    if not sure:
+        note("Nothing was changed.")
+    return sure
 
 
 def go_on(
@@ -292,7 +301,6 @@ def go_on(
         click.echo(f"{question.partition(' ')[2]} match.")
         context.exit(ExitCode.FOUND if absent or not fine else ExitCode.DONE)
     if not agreed(f"{question}?", yes=yes):
-        note("Nothing was changed.")
         context.exit(ExitCode.DONE)
 
 
