@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import ClassVar, Final, Protocol
 
 from delayer.amqp.edits import COUNTED, DEATHS
 from delayer.amqp.properties import Properties, parsed
+from delayer.amqp.reading import iso
 from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
@@ -176,7 +176,9 @@ class Queues(ABC):
                 survey.leave(Left.BEFORE_CUTOFF, depth)
                 continue
             survey.messages += depth
-            survey.remarks.append(f"{name}: {depth:,} messages{_until(readers[name].latest_ms(now_ms))}")
+            latest_ms = readers[name].latest_ms(now_ms)
+            until = "" if latest_ms is None else f", due {iso(latest_ms)} at the latest"
+            survey.remarks.append(f"{name}: {depth:,} messages{until}")
             if (target := readers[name].target) is not None:
                 survey.expect(self.meant.retargeted(target), depth)
         if self.meant.limit is not None:
@@ -390,9 +392,3 @@ class Queues(ABC):
 
     def _full(self, more: int = 0) -> bool:
         return self.meant.limit is not None and self._count + more >= self.meant.limit
-
-
-def _until(latest_ms: int | None) -> str:
-    if latest_ms is None:
-        return ""
-    return f", due {datetime.fromtimestamp(latest_ms // 1000, UTC):%Y-%m-%dT%H:%M:%SZ} at the latest"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
+from delayer.core.delay_headers import read_utc_ms
 from delayer.core.importing import REPLIES, Rewrite, rewriting
 from delayer.imports.files import FileSource, LineReading, SkippedRecord, Unreadable
 from delayer.imports.timeouts import StoredTimeout, item_of
@@ -43,13 +43,10 @@ def _address(said: object) -> str:
 
 def _due_ms(found: Mapping[str, Any]) -> int:
     said = found.get("Time")
-    if isinstance(said, str):
-        for text in (said, f"{said}Z"):  # The text is in UTC; older documents leave out the zone.
-            try:
-                return read_instant_ms(text)
-            except UnreadableDelay:
-                continue
-    raise Unreadable(f"Time: expected an instant such as 2031-01-31T08:00:00.0000000Z, found {said!r}")
+    due_ms = read_utc_ms(said) if isinstance(said, str) else None  # Older documents leave out the zone.
+    if due_ms is None:
+        raise Unreadable(f"Time: expected an instant such as 2031-01-31T08:00:00.0000000Z, found {said!r}")
+    return due_ms
 
 
 def _headers(found: Mapping[str, Any]) -> Mapping[str, object]:
