@@ -100,7 +100,7 @@ MISTAKES = {
         ["compact", "--after", "1d"], ["--set", "store.restore_ahead=8d", "compact"]
     ],
     "'--rows': 1 is not in the range": [["compact", "--rows", "1"]],
-    "'--conf': expected KEY=VALUE": [["compact", "--conf", "nonsense"], ["restore", "--all", "--conf", "=1"]],
+    "'--conf': expected KEY=VALUE": [["compact", "--conf", "nonsense"], ["compact", "--conf", "=1"]],
     "say what to restore": [["restore"], ["restore", "--all", "--within", "1d"]],
     "'--within': expected a duration": [["restore", "--within", "soon"]],
 }  # fmt: skip
