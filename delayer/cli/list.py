@@ -172,10 +172,9 @@ def _print(found: FullMessage) -> None:
     entry, hold = found.entry, found.held
     said = reading.read(entry.properties)
     due_ms = entry.place.due_us // 1000
-    where = found.where.value + ("" if entry.place.segment is None else f" {entry.place.segment}")
     rows: list[tuple[object, ...]] = [
         ("id", entry.place.token),
-        ("where", f"{where}, lane {entry.place.lane} ({found.owner}{', running' if found.owned else ', free'})"),
+        ("where", for_programs.standing(found)),
         ("due", f"{iso(due_ms)}, {away(due_ms, time.time_ns() // 1_000_000)}"),
         ("will happen", for_programs.fate(found)),
         ("parked", iso(entry.parked_ms)),

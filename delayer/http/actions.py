@@ -21,8 +21,9 @@ from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
 from delayer.http import forms, render
 from delayer.http.forms import FieldError, Search
-from delayer.http.pages import STORE_ERRORS, Pages
+from delayer.http.pages import Pages
 from delayer.http.recent import host_ms
+from delayer.http.view import STORE_ERRORS
 from delayer.store.admin import actions, detail, listing
 from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
@@ -55,11 +56,8 @@ class Actions:
     pages: Pages
     turns: asyncio.Semaphore
 
-    def answering(self, change: ChangeHandler) -> Callable[[Request], Awaitable[Response]]:
-        """The handler of requests for one of the changes below."""
-        return partial(self._answer, change=change)
-
-    async def _answer(self, request: Request, *, change: ChangeHandler) -> Response:
+    async def answer(self, request: Request, *, change: ChangeHandler) -> Response:
+        """Answer a request for one of the changes below."""
         as_json = "application/json" in request.headers.get("accept", "")
         form: dict[str, list[str]] = {}
         try:
@@ -69,7 +67,7 @@ class Actions:
             if who is not None:
                 form = await forms.said(request)
                 # A change goes on when its client closes the connection.
-                result = await asyncio.shield(asyncio.ensure_future(self._in_turn(change(request, who, form))))
+                result = await asyncio.shield(self._in_turn(change(request, who, form)))
         except FieldError as wrong:
             back = forms.back(form, request.url.path)
             if not as_json and form.get("verb") == ["reschedule"] and {"id", "all", *forms.FIELDS} & form.keys():
@@ -108,7 +106,7 @@ class Actions:
             return await self._retry(who, "retry", tokens, back)
         do, new = _do(verb, form)
         asked = {"ids": [str(token) for token in tokens], **new}
-        async with actions.recorded(self.pages._url(), who, verb, asked) as (connection, act):
+        async with actions.recorded(self.pages.answers.view.url, who, verb, asked) as (connection, act):
             found = await actions.named(connection, do, tokens, act)
         done = actions.met(found)
         lines = [absent(token, where) for token in tokens if (where := found[token.id]) in ABSENT]
@@ -124,7 +122,10 @@ class Actions:
 
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> ActionResult:
         ids = [token.id for token in tokens]
-        async with actions.recorded(self.pages._url(), who, f"held {verb}", {"ids": ids}) as (connection, act):
+        async with actions.recorded(self.pages.answers.view.url, who, f"held {verb}", {"ids": ids}) as (
+            connection,
+            act,
+        ):
             done = await actions.change_held(connection, verb, await detail.held_dues(connection, ids), act)
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
@@ -132,7 +133,7 @@ class Actions:
     async def held_filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
         """All held messages that match a filter: counted first, then retried or dropped once a person confirmed."""
         forms.known(form, ("verb", *forms.HELD_FIELDS, "all", "confirmed", "counted", "typed"))
-        verb, url = forms.verb(form, "retry", "drop"), self.pages._url()
+        verb, url = forms.verb(form, "retry", "drop"), self.pages.answers.view.url
         filter_ = forms.meant(form, host_ms(), forms.HELD_FIELDS)
         test = reading.properties_test(filter_.wanted)
         if not _confirmed(request, form):
@@ -166,12 +167,12 @@ class Actions:
         do, new = _do(verb, form)
         test = reading.properties_test(filter_.wanted)
         if not _confirmed(request, form):
-            async with actions.acting(self.pages._url(), f"count for {verb}") as connection:
+            async with actions.acting(self.pages.answers.view.url, f"count for {verb}") as connection:
                 meant = await actions.count(connection, filter_.wanted, test)
             new |= {"by": form.get("by", [""])[0], "wrong": form.get("typed", [""])[0]}
             return self._confirm(request, verb, filter_, new, meant)
         asked = {**filter_.wanted.as_dict(), **new}
-        async with actions.recorded(self.pages._url(), who, verb, asked) as (connection, act):
+        async with actions.recorded(self.pages.answers.view.url, who, verb, asked) as (connection, act):
             found: Counter[FoundIn] = await actions.every(
                 connection, do, filter_.wanted, test, act=act, say=lambda _done: None
             )

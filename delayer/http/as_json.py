@@ -39,6 +39,12 @@ def fate(found: FullMessage) -> str:
     return detail.fate(found, reading.address(found.entry.to_exchange, found.entry.to_key), found.owner, reading.iso)
 
 
+def standing(found: FullMessage) -> str:
+    """The place of the message, its lane, and the lane's owner."""
+    where = found.where.value + ("" if found.entry.place.segment is None else f" {found.entry.place.segment}")
+    return f"{where}, lane {found.entry.place.lane} ({found.owner}, {'running' if found.owned else 'free'})"
+
+
 def message(found: FullMessage) -> dict[str, Any]:
     """One message with the beginning of its body, for programs."""
     held = found.held

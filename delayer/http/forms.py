@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
 from starlette.requests import Request
@@ -14,7 +14,8 @@ from delayer.amqp.reading import iso, raw
 from delayer.config.texts import instant_ms, shift_ms
 from delayer.core.filters import Filter, Token, read_place, read_token
 
-FIELDS: Final = ("route", "to_exchange", "to_key", "key", "message_id", "header", "due_after", "due_before")
+_RAW: Final = ("route", "to_exchange", "to_key", "key", "message_id")
+FIELDS: Final = (*_RAW, "header", "due_after", "due_before")
 """The names of a filter's fields in forms and query strings."""
 HELD_FIELDS: Final = ("kind", *FIELDS)
 """The same of held messages, with the kind of the hold."""
@@ -75,24 +76,17 @@ def once(names: Sequence[str]) -> None:
 
 
 def _read(given: Mapping[str, str], now_ms: int) -> Search:
-    headers: tuple[tuple[bytes, str], ...] = ()
+    wanted: dict[str, Any] = {name: raw(given[name]) for name in _RAW if name in given}
     if "header" in given:
         name, equals, value = given["header"].partition("=")
         if not equals or not name:
             raise FieldError(f"Header: expected NAME=VALUE, found {given['header']!r}")
-        headers = ((raw(name), value),)
-    wanted = Filter(
-        route=raw(given["route"]) if "route" in given else None,
-        to_exchange=raw(given["to_exchange"]) if "to_exchange" in given else None,
-        to_key=raw(given["to_key"]) if "to_key" in given else None,
-        key=raw(given["key"]) if "key" in given else None,
-        message_id=raw(given["message_id"]) if "message_id" in given else None,
-        due_from_ms=instant(given["due_after"], now_ms, "Due after") if "due_after" in given else None,
-        due_before_ms=instant(given["due_before"], now_ms, "Due before") if "due_before" in given else None,
-        headers=headers,
-        kind=given.get("kind"),
-    )
-    return Search(wanted, given)
+        wanted["headers"] = ((raw(name), value),)
+    if "due_after" in given:
+        wanted["due_from_ms"] = instant(given["due_after"], now_ms, "Due after")
+    if "due_before" in given:
+        wanted["due_before_ms"] = instant(given["due_before"], now_ms, "Due before")
+    return Search(Filter(**wanted, kind=given.get("kind")), given)
 
 
 def fixed(asked: Search) -> dict[str, str]:

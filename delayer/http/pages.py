@@ -13,26 +13,21 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from delayer.amqp import reading
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.core import horizon
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token, place_text, read_token
 from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
+from delayer.http.view import STORE_ERRORS
 from delayer.store.admin import audit_log, detail, listing
 from delayer.store.admin.detail import FoundIn
-from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50
-STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
-
-
 _CASCADE: Final = "The overview counts them by level; they cannot be listed, moved or cancelled."
 _STRAYS: Final = (
     "Messages that no destination takes go back into the cascade; after ten attempts to the strays (delayer strays)."
 )
-
-
 _UNNAMED: Final = "expected the name of one message, found none or several: see /api/messages?message_id="
 
 
@@ -173,7 +168,7 @@ class Pages:
 
     async def _list(self, path: str, form: forms.Search, after: tuple[int, int] | None) -> dict[str, Any]:
         test = reading.properties_test(form.wanted)
-        async with listing.looking(self._url(), "list") as connection:
+        async with listing.looking(self.answers.view.url, "list") as connection:
             found = await listing.find(connection, form.wanted, test, ROWS, after or listing.BEGINNING)
             rows = await listing.entries(connection, found)
         more = "" if found.after is None else f"{path}?{render.query(form.given, after=place_text(found.after))}"
@@ -185,7 +180,7 @@ class Pages:
         if not self.answers.view.has_store:
             return self._storeless(request, f"Message {text[:80]}", _CASCADE)
         try:
-            async with listing.looking(self._url(), "show") as connection:
+            async with listing.looking(self.answers.view.url, "show") as connection:
                 if (token := await _named(connection, text)) is None:
                     listed = RedirectResponse("/waiting?" + render.query({}, message_id=text), status_code=303)
                     return self.html(request, "", 404, wrong=_UNNAMED) if _by_program(request) else listed
@@ -196,10 +191,7 @@ class Pages:
             return self.html(request, "message.html", 404, token=str(token), missing=detail.absent(token, found))
         if _by_program(request):
             return JSONResponse(as_json.message(found))
-        segment = found.entry.place.segment
         shown = found.body[:16_384]
-        where = found.where.value + ("" if segment is None else f" {segment}")
-        state = "running" if found.owned else "free"
         return self.html(
             request,
             "message.html",
@@ -207,7 +199,7 @@ class Pages:
             missing="",
             found=found,
             fate=render.name(as_json.fate(found)),
-            where=f"{where}, lane {found.entry.place.lane} ({render.name(found.owner)}, {state})",
+            where=render.name(as_json.standing(found)),
             said=reading.read(found.entry.properties),
             body=reading.preview(shown, len(shown)),
             shown=len(shown),
@@ -224,7 +216,7 @@ class Pages:
             form = forms.meant(asked or {"all": ["yes"]}, recent.host_ms(), forms.HELD_FIELDS)
             after = forms.number(query.get("after", "")) or 0
             test = reading.properties_test(form.wanted)
-            async with listing.looking(self._url(), "list held messages") as connection:
+            async with listing.looking(self.answers.view.url, "list held messages") as connection:
                 page = await detail.held_page(connection, form.wanted, test, ROWS, after)
                 groups = [] if asked or after else await detail.held_groups(connection)
         except (FieldError, *STORE_ERRORS) as error:
@@ -249,7 +241,7 @@ class Pages:
             return self._storeless(request, "Audit log", "The audit log is in the store.")
         try:
             before = forms.number(request.query_params.get("before", ""))
-            async with listing.looking(self._url(), "audit-log") as connection:
+            async with listing.looking(self.answers.view.url, "audit-log") as connection:
                 rows = await audit_log.listed(connection, ROWS, before)
         except (FieldError, *STORE_ERRORS) as error:
             return self._unreached(request, error)
@@ -298,9 +290,3 @@ class Pages:
         if isinstance(error, FieldError):
             return self.html(request, "done.html", 400, heading="Not understood", lines=[str(error)], back="/")
         return self.html(request, "done.html", 503, heading="This cannot be shown", lines=[str(error)], back="/")
-
-    def _url(self) -> str:
-        url = self.answers.inside.settings.store_url
-        if url is None:
-            raise StoreLost("no store is configured: messages in the cascade can be counted, but not listed")
-        return url

@@ -9,6 +9,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,24 +78,19 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
         line = "No page of delayer has this address."
         return pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
 
-    def shown(answer: HttpHandler, *, private: bool = False) -> HttpHandler:
+    def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None, *, private: bool = False) -> HttpHandler:
         """If private, or away from loopback unless the page is open: an answer for clients with the token only."""
 
         async def answered(request: Request) -> Response:
-            allowed = sessions.who(request) is not None if private else pages.readable(request)
-            return await answer(request) if allowed else pages.locked(request)
+            if not (sessions.who(request) is not None if private else pages.readable(request)):
+                return pages.locked(request)
+            async with turns or nullcontext():
+                return await answer(request)
 
         return answered
 
     # Two looks into the refused queue would see half of it each.
     looks, queues = asyncio.Semaphore(at_once), asyncio.Semaphore(1)
-
-    def in_turn(turns: asyncio.Semaphore, answer: HttpHandler, *, private: bool = False) -> HttpHandler:
-        async def answered(request: Request) -> Response:
-            async with turns:
-                return await answer(request)
-
-        return shown(answered, private=private)
 
     return Starlette(
         routes=[
@@ -103,21 +99,21 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/parts/overview", shown(pages.part)),
             Route("/api/live", shown(pages.live_json)),
             Route("/api/backlog", shown(pages.backlog_json)),
-            Route("/api/messages", in_turn(looks, pages.waiting, private=True)),
-            Route("/api/messages/{name:path}", in_turn(looks, pages.message, private=True)),
-            Route("/waiting", in_turn(looks, pages.waiting)),
-            Route("/find", in_turn(looks, pages.find)),
-            Route("/message/{name:path}", in_turn(looks, pages.message)),
-            Route("/held", in_turn(looks, pages.held)),
-            Route("/refused", in_turn(queues, pages.refused)),
-            Route("/audit-log", in_turn(looks, pages.audit_log)),
+            Route("/api/messages", shown(pages.waiting, looks, private=True)),
+            Route("/api/messages/{name:path}", shown(pages.message, looks, private=True)),
+            Route("/waiting", shown(pages.waiting, looks)),
+            Route("/find", shown(pages.find, looks)),
+            Route("/message/{name:path}", shown(pages.message, looks)),
+            Route("/held", shown(pages.held, looks)),
+            Route("/refused", shown(pages.refused, queues)),
+            Route("/audit-log", shown(pages.audit_log, looks)),
             Route("/login", pages.login, methods=["GET", "POST"]),
             Route("/logout", pages.logout, methods=["POST"]),
-            Route("/actions/messages", actions.answering(actions.named), methods=["POST"]),
-            Route("/actions/held", actions.answering(actions.held), methods=["POST"]),
-            Route("/actions/held-filtered", actions.answering(actions.held_filtered), methods=["POST"]),
-            Route("/actions/refused", actions.answering(actions.refused), methods=["POST"]),
-            Route("/actions/filtered", actions.answering(actions.filtered), methods=["POST"]),
+            Route("/actions/messages", partial(actions.answer, change=actions.named), methods=["POST"]),
+            Route("/actions/held", partial(actions.answer, change=actions.held), methods=["POST"]),
+            Route("/actions/held-filtered", partial(actions.answer, change=actions.held_filtered), methods=["POST"]),
+            Route("/actions/refused", partial(actions.answer, change=actions.refused), methods=["POST"]),
+            Route("/actions/filtered", partial(actions.answer, change=actions.filtered), methods=["POST"]),
             Mount("/static", Files(directory=STATIC)),
         ],
         middleware=[Middleware(RequestGuard, listen=lambda: settings.settings.http.listen)],

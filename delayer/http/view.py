@@ -80,7 +80,7 @@ class DaemonPort(Protocol):
 
 T = TypeVar("T")
 
-LOOKS_FAIL_WITH: Final = (StoreLost, BrokerLost, BadStoreUrl, SchemaOutdated, TimeoutError)
+STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Cached(Generic[T]):
             self._value = await self._look()
             self._error, self._seen_at = "", monotonic()
             pause = max(pause, self._duty * (self._seen_at - began))
-        except LOOKS_FAIL_WITH as error:
+        except (BrokerLost, TimeoutError, *STORE_ERRORS) as error:
             self._error = str(error) or type(error).__name__
         finally:
             self._began = None
@@ -176,15 +176,17 @@ class View:
         for part in (self.store, self.census, self.depths):
             await part.close()
 
-    def _url(self) -> str:
+    @property
+    def url(self) -> str:
+        """The store's URL. Raises StoreLost where none is configured."""
         url = self._inside.settings.store_url
         if url is None:
-            raise StoreLost("no store is configured")
+            raise StoreLost("no store is configured: messages in the cascade can be counted, but not listed")
         return url
 
     async def _store(self) -> StoreOverview:
-        return await stats.overview(self._url(), self._inside.settings.store.restore_ahead_ms)
+        return await stats.overview(self.url, self._inside.settings.store.restore_ahead_ms)
 
     async def _census(self) -> Census:
-        async with listing.looking(self._url(), "count the backlog") as connection:
+        async with listing.looking(self.url, "count the backlog") as connection:
             return await stats.take_census(connection)
