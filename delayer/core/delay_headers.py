@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, NamedTuple
 
 from delayer.core.message import Timestamp
@@ -200,21 +200,18 @@ Source = Callable[[DelayRequest], Asked | None]
 """Reads what a message asks for in one form; None if the message does not have that form. Raises UnreadableDelay."""
 
 
-def _relative(header: bytes) -> Source:
-    return lambda request: (read_delay_ms(request.headers[header]), None) if header in request.headers else None
+def _relative(header: bytes, unit: str = "milliseconds", length_ms: int = 1) -> Source:
+    def read(request: DelayRequest) -> Asked | None:
+        return (read_delay_ms(request.headers[header], unit) * length_ms, None) if header in request.headers else None
+
+    return read
 
 
 def _absolute(header: bytes) -> Source:
     return lambda request: (None, read_due_ms(request.headers[header])) if header in request.headers else None
 
 
-def _in_seconds(header: bytes) -> Source:
-    def read(request: DelayRequest) -> Asked | None:
-        return (read_delay_ms(request.headers[header], "seconds") * 1000, None) if header in request.headers else None
-
-    return read
-
-
+_in_seconds = partial(_relative, unit="seconds", length_ms=1000)
 UNITS: Final[Mapping[str, Callable[[bytes], Source]]] = {"ms": _relative, "s": _in_seconds, "rfc3339": _absolute}
 """The readers of a header by its unit: milliseconds, seconds, or a due time as in ``x-deliver-at``."""
 OWN_SOURCES: Final[Mapping[str, Source]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from delayer.core import nservicebus
@@ -34,8 +34,14 @@ CONSULTED: Final = REQUEST_HEADERS | {DELAY, RECEIVED_AT, LAST_DUE, ETA} | nserv
 retry_policy.RETRY_HEADERS instead."""
 
 
-def _timestamp(request: DelayRequest) -> Asked | None:
-    return None if request.timestamp is None else (None, request.timestamp * 1000)
+def _due(read: Callable[[DelayRequest], int | None]) -> Source:
+    """The source of a due time, by a reader of its epoch milliseconds."""
+
+    def source(request: DelayRequest) -> Asked | None:
+        due_ms = read(request)
+        return None if due_ms is None else (None, due_ms)
+
+    return source
 
 
 def _nservicebus(request: DelayRequest) -> Asked | None:
@@ -43,28 +49,18 @@ def _nservicebus(request: DelayRequest) -> Asked | None:
     return None if seconds is None else (seconds * 1000, nservicebus.delayed_until_ms(request.headers))
 
 
-def _nservicebus_timeout(request: DelayRequest) -> Asked | None:
-    timeout = nservicebus.timeout(request.headers)
-    return None if timeout is None else (None, timeout.due_ms)
-
-
 def _routing_key_bits(request: DelayRequest) -> Asked | None:
     seconds = delay_in_key(request.routing_key)
     return None if seconds is None else (seconds * 1000, None)
 
 
-def _celery_eta(request: DelayRequest) -> Asked | None:
-    due_ms = read_eta_ms(request.headers.get(ETA))
-    return None if due_ms is None else (None, due_ms)
-
-
 SOURCES: Final[Mapping[str, Source]] = {
     **OWN_SOURCES,
-    "timestamp": _timestamp,
+    "timestamp": _due(lambda request: None if request.timestamp is None else request.timestamp * 1000),
     "nservicebus": _nservicebus,
-    nservicebus.TIMEOUT_FORM: _nservicebus_timeout,
+    nservicebus.TIMEOUT_FORM: _due(lambda request: (found := nservicebus.timeout(request.headers)) and found.due_ms),
     "routing-key-bits": _routing_key_bits,
-    "celery-eta": _celery_eta,
+    "celery-eta": _due(lambda request: read_eta_ms(request.headers.get(ETA))),
 }
 """The readers of all forms with a fixed name."""
 DEFAULT_FORMS: Final = tuple(OWN_SOURCES)
@@ -95,12 +91,7 @@ def source_of(form: str) -> Source:
         raise ValueError(f"expected one of {FORMS}, found {shown(form)}")
     pointer = form.removeprefix(JSON)
     steps(pointer)  # A wrong pointer is an error here, and not with each message.
-
-    def read(request: DelayRequest) -> Asked | None:
-        due_ms = instant_in_json_ms(request.body, pointer, request.content_encoding)
-        return None if due_ms is None else (None, due_ms)
-
-    return read
+    return _due(lambda request: instant_in_json_ms(request.body, pointer, request.content_encoding))
 
 
 LONGEST_BODY: Final = 16 << 20
