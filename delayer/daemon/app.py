@@ -7,23 +7,28 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import structlog
 import uvloop
 
 from delayer import __version__
 from delayer.broker.errors import TopologyMismatch
+from delayer.broker.publisher import AmqpPublisher
 from delayer.broker.retry import first_set
 from delayer.config import logs
 from delayer.config.errors import ConfigError
 from delayer.config.model import Settings, Table
 from delayer.config.topology import without_effect
 from delayer.core.errors import BrokerLost, StoreLost
+from delayer.daemon import tracing
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 log = structlog.get_logger(__name__)
 
@@ -129,13 +134,13 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     """Run until SIGTERM or SIGINT. SIGHUP reads the configuration again through ``load``.
 
     Ends the process with its exit code: 0 after an order to stop, 1 or 2 where an operator has to act first (the log
-    has the reason), 1 after a bug. Raises ConfigError if the first ``load`` does.
+    has the reason), 1 after a bug. Raises ConfigError if the first ``load`` or :func:`tracing.provider` does.
     """
-    settings = load()
+    settings, spans = load(), tracing.provider()
     logs.log_in_background()
     logs.configure(settings.log.format, settings.log.level)
     try:
-        code = _run(settings, load)
+        code = _run(settings, load, spans)
     except Exception:
         log.critical("failed", exc_info=True)
         code = 1
@@ -145,9 +150,9 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     os._exit(code)
 
 
-def _run(settings: Settings, load: Callable[[], Settings]) -> int:
+def _run(settings: Settings, load: Callable[[], Settings], spans: TracerProvider | None) -> int:
     try:
-        run_loop(_serve(settings, load))
+        run_loop(_serve(settings, load, spans))
     except TopologyMismatch as wrong:
         log.error("start refused", reason=str(wrong), next_step="delayer topology verify")
         return 1
@@ -171,9 +176,9 @@ def calm_the_collector(allocations: int = 200_000) -> None:
     gc.set_threshold(allocations, 10, 10)
 
 
-async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
+async def _serve(settings: Settings, load: Callable[[], Settings], spans: TracerProvider | None) -> None:
     notifier = Notifier()
-    daemon = Daemon(settings, notifier)
+    daemon = Daemon(settings, notifier, AmqpPublisher if spans is None else tracing.traced(spans))
     calm_the_collector()
     reload = Reload(daemon, load, notifier)
     running = asyncio.get_running_loop()
@@ -193,6 +198,8 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
         # Further signals are ignored, so that the process ends with its own exit code.
         for signum in (*STOPS, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)
+        if spans is not None:
+            await asyncio.to_thread(spans.force_flush, tracing.FLUSH_MS)
 
 
 def run_loop(main: Coroutine[Any, Any, T], *, leave: float = 0.5) -> T:

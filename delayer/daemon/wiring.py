@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import structlog
@@ -86,16 +87,19 @@ STORE_WAIT: Final = 2.0
 
 
 class Daemon:
-    """One process of ``delayer run``."""
+    """One process of ``delayer run``. ``publisher`` makes a publisher of its arguments (daemon/tracing.py)."""
 
-    def __init__(self, settings: Settings, notifier: Notifier) -> None:
+    def __init__(
+        self, settings: Settings, notifier: Notifier, publisher: Callable[..., AmqpPublisher] = AmqpPublisher
+    ) -> None:
         self.counters = Counters()
         self._notifier = notifier
         self.services = ServiceGroup()
         self.watchdog = Watchdog(notifier)
         self.connections = Connections(settings)
         self._cascade = cascade_of(settings)
-        self._publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)
+        self._new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
+        self._publisher = self._new_publisher()
         self.lanes = LaneManager(
             self._release,
             heartbeat=self.watchdog,
@@ -291,5 +295,4 @@ class Daemon:
         ]
 
     def _release(self, lane: Lane) -> LaneRelease:
-        publisher = AmqpPublisher(self.connections["publish"], isolation=self.connections.isolation)
-        return LaneRelease(lane, publisher, self.live, heartbeat=self.watchdog, counters=self.counters)
+        return LaneRelease(lane, self._new_publisher(), self.live, heartbeat=self.watchdog, counters=self.counters)
