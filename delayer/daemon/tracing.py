@@ -40,15 +40,13 @@ def provider() -> TracerProvider | None:
     if not named:
         return None
     if find_spec("opentelemetry") is None:
-        missing = "no package opentelemetry"
-        raise ConfigError([Problem("environment", named[0], "the extra otel, which sends spans there", missing)])
+        raise ConfigError([Problem("environment", named[0], "the extra otel", "no Python package opentelemetry")])
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
-    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-    name = os.environ.get("OTEL_SERVICE_NAME", "delayer")
-    made = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
+    os.environ.setdefault("OTEL_SERVICE_NAME", "delayer")
+    made = TracerProvider(shutdown_on_exit=False)
     made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return made
 
@@ -61,39 +59,31 @@ def traced(provider: TracerProvider) -> Callable[..., AmqpPublisher]:
     tracer, propagator = provider.get_tracer("delayer"), TraceContextTextMapPropagator()
 
     def record(message: Outgoing, headers: dict[bytes, Any], began_ms: float, ended_ms: float) -> None:
-        carrier = {name.decode(): as_text(as_bytes(headers.get(name)) or b"") for name in (PARENT, STATE)}
-        context = propagator.extract(carrier)
-        link = trace.Link(trace.get_current_span(context).get_span_context())
+        parent = {name.decode(): as_text(as_bytes(headers.get(name)) or b"") for name in (PARENT, STATE)}
+        links = [trace.Link(trace.get_current_span(propagator.extract(parent)).get_span_context())]
         exchange = as_text(message.exchange)
         attributes = {
             "messaging.system": "rabbitmq",
             "messaging.destination.name": exchange,
             "messaging.rabbitmq.destination.routing_key": as_text(message.routing_key),
             "delayer.id": as_text(message.token),
-            "delayer.due_ms": headers[LAST_DUE],
         }
-        wait = tracer.start_span(
-            "delayer wait", trace.set_span_in_context(trace.INVALID_SPAN), links=[link], attributes=attributes,
-            start_time=_nanoseconds(_arrived_ms(headers)),
-        )  # fmt: skip
-        release = tracer.start_span(
-            f"send {exchange}", trace.set_span_in_context(wait), trace.SpanKind.PRODUCER, attributes, [link],
-            start_time=_nanoseconds(began_ms),
-        )  # fmt: skip
-        release.end(_nanoseconds(ended_ms))
-        wait.end(_nanoseconds(ended_ms))
+        arrived, began, ended = (round(at_ms * 1000) * 1000 for at_ms in (_arrived_ms(headers), began_ms, ended_ms))
+        nowhere = trace.set_span_in_context(trace.INVALID_SPAN)
+        wait = tracer.start_span("delayer wait", nowhere, trace.SpanKind.INTERNAL, attributes, links, arrived)
+        within = trace.set_span_in_context(wait)
+        tracer.start_span(f"send {exchange}", within, trace.SpanKind.PRODUCER, attributes, links, began).end(ended)
+        wait.end(ended)
 
     class TracedPublisher(AmqpPublisher):
         async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
             called_ms = time.time() * 1000
             outcomes = await super().publish(batch, schedule)
-            now_ms = time.time() * 1000
+            now_ms, written_ms = time.time() * 1000, {} if schedule is None else schedule.written_ms
             for index, (message, outcome) in enumerate(zip(batch, outcomes, strict=True)):
                 headers = _of_released(message.properties) if isinstance(outcome, Confirmed) else None
                 if headers is not None:
-                    began_ms = max(called_ms, headers[LAST_DUE])  # Of a message that was published in isolation.
-                    if schedule is not None:
-                        began_ms = schedule.written_ms.get(index, began_ms)
+                    began_ms = written_ms.get(index, max(called_ms, headers[LAST_DUE]))
                     record(message, headers, began_ms, now_ms)
             return outcomes
 
@@ -114,7 +104,3 @@ def _arrived_ms(headers: dict[bytes, Any]) -> float:
     if isinstance(delay, int | float) and delay < 0:
         return float(due_ms + delay)
     return float(min(noted, due_ms)) if isinstance(noted, int) else float(due_ms)
-
-
-def _nanoseconds(epoch_ms: float) -> int:
-    return round(epoch_ms * 1000) * 1000
