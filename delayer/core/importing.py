@@ -86,8 +86,7 @@ class ImportSelection:
         return self.cutoff_ms is None or due_ms >= self.cutoff_ms
 
     def as_dict(self) -> dict[str, object]:
-        said = {"cutoff_ms": self.cutoff_ms, "limit": self.limit}
-        return {name: value for name, value in said.items() if value is not None} | rewriting(self.rewrites)
+        return given(cutoff_ms=self.cutoff_ms, limit=self.limit) | rewriting(self.rewrites)
 
     def redirected(self, item: ImportItem) -> ImportItem:
         """The message with its renamed destination."""
@@ -220,6 +219,11 @@ class Rewrite:
 
 
 REPLIES: Final = "rewrite_reply_to"
+
+
+def given(**parameters: object) -> dict[str, object]:
+    """The parameters of a run that are not None."""
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def rewriting(rewrites: Sequence[Rewrite], name: str = "rewrite") -> dict[str, object]:

@@ -12,7 +12,7 @@ from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.amqp.properties import Properties, decoded
 from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
-from delayer.core.importing import ImportItem
+from delayer.core.importing import ImportItem, given
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Delivery, Parcel, Target, as_text
 from delayer.core.plan import LATEST_MS
@@ -102,14 +102,9 @@ class CascadeLevels(Queues):
         return (self.due_queue.decode(errors="surrogateescape"),) if self.cascade.kind == "delayer" else ()
 
     def more_parameters(self) -> Mapping[str, object]:
-        said: dict[str, object] = {"cascade": self.cascade.kind}
-        if self.cascade.kind == "delayer":
-            said["prefix"] = self.cascade.prefix
-        elif self.cascade.owner:
-            said["prefix"] = self.cascade.owner
-        if self.to_exchange is not None:
-            said["to_exchange"] = as_text(self.to_exchange)
-        return said
+        kind, owner = self.cascade.kind, self.cascade.owner or None
+        to_exchange = None if self.to_exchange is None else as_text(self.to_exchange)
+        return given(cascade=kind, prefix=self.cascade.prefix if kind == "delayer" else owner, to_exchange=to_exchange)
 
     def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
         """See Queues. The message is in that level, or in one below."""

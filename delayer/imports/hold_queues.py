@@ -18,7 +18,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
-from delayer.core.importing import ImportItem, Left
+from delayer.core.importing import ImportItem, Left, given
 from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
@@ -159,11 +159,9 @@ class HoldQueues(Queues):
     own: Mapping[str, str] = field(default_factory=dict)
 
     def more_parameters(self) -> Mapping[str, object]:
-        given = {name: getattr(self, name) for name in ("ttl_ms", "to_exchange", "to_key")}
-        more = {name: value for name, value in given.items() if value is not None}
-        return {"queues": list(self.patterns), **more} | (
-            {"believe_timestamps": True} if self.believe_timestamps else {}
-        )
+        believe = self.believe_timestamps or None
+        more = given(ttl_ms=self.ttl_ms, to_exchange=self.to_exchange, to_key=self.to_key, believe_timestamps=believe)
+        return {"queues": list(self.patterns), **more}
 
     async def readers(self, admin: Admin) -> list[Reader]:
         told = await self._told()

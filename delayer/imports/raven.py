@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from delayer.core.delay_headers import read_utc_ms
-from delayer.core.importing import REPLIES, Rewrite, rewriting
+from delayer.core.importing import REPLIES, Rewrite, given, rewriting
 from delayer.imports.files import FileSource, LineReading, SkippedRecord, Unreadable
 from delayer.imports.timeouts import StoredTimeout, item_of
 
@@ -78,8 +78,7 @@ class RavenExport(FileSource):
     replies: Sequence[Rewrite] = ()
 
     def more_parameters(self) -> Mapping[str, object]:
-        more = {} if self.endpoint is None else {"endpoint": self.endpoint}
-        return more | rewriting(self.replies, REPLIES)
+        return given(endpoint=self.endpoint) | rewriting(self.replies, REPLIES)
 
     def read(self, line: bytes) -> LineReading:
         if not line.strip():

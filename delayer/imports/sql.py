@@ -34,6 +34,7 @@ from delayer.core.importing import (
     Rewrite,
     Run,
     Survey,
+    given,
     rewriting,
 )
 from delayer.core.message import Target
@@ -115,15 +116,11 @@ class SqlTimeouts:
 
     @property
     def parameters(self) -> dict[str, object]:
-        said = {
-            "database": self._database.shown,
-            "tables": list(self.patterns),
-            "overdue_too": self.overdue_too,
-            "schema": self.schema,
-            "endpoint": self.endpoint,
-        }
-        found = {name: value for name, value in said.items() if value is not None}
-        return found | rewriting(self.replies, REPLIES) | self.meant.as_dict()
+        database, tables = self._database.shown, list(self.patterns)
+        said = given(
+            database=database, tables=tables, overdue_too=self.overdue_too, schema=self.schema, endpoint=self.endpoint
+        )
+        return said | rewriting(self.replies, REPLIES) | self.meant.as_dict()
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
         """See Source. The survey reads every row, because only its headers tell whether it would be held."""
