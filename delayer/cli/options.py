@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -76,7 +77,11 @@ def request_of(context: click.Context) -> Request:
 
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
+
+
+def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """One decorator in place of these, the first on top."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def ask_store(url: str, doing: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
@@ -191,7 +196,7 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
     return found
 
 
-_OPTIONS = (
+filter_options = together(
     click.option("--route", callback=bytes_of, metavar="EXCHANGE", help="The `from` exchange of its route."),
     click.option("--exchange", "to_exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange it goes to."),
     click.option("--routing-key", "to_key", callback=bytes_of, metavar="KEY", help="Its routing key there."),
@@ -206,21 +211,15 @@ _OPTIONS = (
         help="A header and its value, as text. May be repeated.",
     ),
 )  # fmt: skip
+"""The options of a Filter; the command gets them by the names of its fields."""
 names_argument = click.argument("names", nargs=-1, metavar="[ID]...")
 limit_option = click.option(
     "--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Rows on a page."
 )
 
 
-def filter_options(command: F) -> F:
-    """The options of a Filter; the command gets them by the names of its fields."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 def filter_of(given: dict[str, Any]) -> Filter:
-    """The Filter of the options that :func:`filter_options` added."""
+    """The Filter of :data:`filter_options`."""
     return Filter(**{name: given[name] for name in Filter.__dataclass_fields__ if name in given})
 
 
@@ -228,6 +227,10 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing.")
 all_option = click.option("--all", "everything", is_flag=True, help="All messages, without a filter.")
+change_options = together(all_option, dry_run_option, yes_option, click.pass_context)
+"""The options of every command that changes many messages; the command gets the context first."""
+stored_change_options = together(names_argument, filter_options, change_options)
+"""The same, and the ids and filters of messages in the store."""
 
 
 def _conf(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -238,19 +241,8 @@ master_option = click.option(
     "--master", metavar="URL", help="Spark's master, such as spark://host:7077. [default: all cores of this machine]"
 )
 conf_option = click.option(
-    "--conf", multiple=True, callback=_conf, metavar="KEY=VALUE",
-    help="Set one of Spark's settings.",
-)  # fmt: skip
-
-
-def change_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every command that changes many messages; the command gets the context first."""
-    return all_option(dry_run_option(yes_option(click.pass_context(command))))
-
-
-def stored_change_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and the ids and filters of messages in the store."""
-    return names_argument(filter_options(change_options(command)))
+    "--conf", multiple=True, callback=_conf, metavar="KEY=VALUE", help="Set one of Spark's settings."
+)
 
 
 def selected(names: Sequence[str], given: dict[str, Any], *, everything: bool) -> Filter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -86,4 +86,4 @@ class Answers:
             ready=not await self.not_ready(),
             roles=metrics.roles(self.inside.settings),
         )
-        return Response(metrics.text(sight), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(sight), headers={"Content-Type": CONTENT_TYPE_LATEST})

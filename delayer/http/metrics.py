@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
 
 from delayer import __version__
 from delayer.config.model import Settings
@@ -125,11 +124,6 @@ class MetricSources:
 def roles(settings: Settings) -> dict[str, str]:
     """The roles of the queues, for alert rules: queues may have any name."""
     return {settings.refused.queue: "refused", settings.native.due_queue: "due", settings.intake.queue: "intake"}
-
-
-def text(sight: MetricSources) -> bytes:
-    """The metrics in Prometheus's text format."""
-    return generate_latest(sight)
 
 
 MetricSample = tuple[str, list[str], Any]

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.exposition import generate_latest
 
 from delayer.config.model import Settings
 from delayer.core import horizon
 from delayer.core.counters import Counters
-from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles, text
+from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles
 from delayer.http.view import Depths, Snapshot
 from delayer.store.admin.stats import LANE_KINDS, Census, LaneOverview, OverdueSegments
 from delayer.store.segments import catalog
@@ -61,7 +62,7 @@ def sight(**more: Any) -> MetricSources:
 
 
 def shown(of: MetricSources) -> dict[tuple[str, ...], float]:
-    return samples(text(of).decode())
+    return samples(generate_latest(of).decode())
 
 
 def test_every_metric_is_documented_as_it_is() -> None:
