@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from delayer.amqp.errors import ChannelClosed, ReplyCode
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.pipelined_admin import PipelinedAdmin
+from delayer.broker.pipelined_admin import PATIENCE, pipelined_admin
 from delayer.core.cascade import LEVELS, Cascade
 
 
@@ -33,23 +33,26 @@ class CascadeDepths:
     hidden: tuple[str, ...] = ()
 
 
-async def cascade_depths(broker: PipelinedAdmin, cascade: Cascade, queues: Iterable[str] = ()) -> CascadeDepths:
+async def cascade_depths(
+    url: str, name: str, cascade: Cascade, queues: Iterable[str], *, patience: float = PATIENCE
+) -> CascadeDepths:
     """Levels with their depths, and the depths of ``queues`` and of the strays queue.
 
     A cascade without its first and its last level counts as missing, because the broker logs each request for a missing
     queue. Queues without permission are hidden: in store mode the daemon has no rights in the cascade, and RabbitMQ 4.3
-    then hides it. Raises BrokerLost, and BrokerRefused if all queues are hidden.
+    then hides it. ``name``: the connection's. Raises BrokerLost, and BrokerRefused if all queues are hidden.
     """
     wanted = list(queues)
     first, last = cascade.level(LEVELS - 1), cascade.level(0)
     around = [*wanted, *([cascade.strays] if cascade.strays else [])]
     every = [*(level.name for level in cascade.levels()), *around]
     inner = [level.name for level in cascade.levels() if level.name not in (first, last)]
-    answers = await broker.depths(name for name in every if name not in inner)
-    if all(_forbidden(one) for one in answers.values()):
-        raise BrokerRefused(str(answers[first]))
-    there = isinstance(answers[first], int) or isinstance(answers[last], int)
-    answers |= await broker.depths(inner) if there else dict.fromkeys(inner, answers[first])
+    async with pipelined_admin(url, name, patience=patience) as broker:
+        answers = await broker.depths(name for name in every if name not in inner)
+        if all(_forbidden(one) for one in answers.values()):
+            raise BrokerRefused(str(answers[first]))
+        there = isinstance(answers[first], int) or isinstance(answers[last], int)
+        answers |= await broker.depths(inner) if there else dict.fromkeys(inner, answers[first])
     hidden = [name for name in every if _forbidden(answers[name])]
     depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}
     levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())

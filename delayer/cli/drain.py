@@ -76,18 +76,31 @@ def left_in_store(now: draining.DrainBacklog, unsound: int, *, keys_too: bool) -
     return [one for one in found if one.messages > 0]
 
 
-def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: int) -> list[LeftBehind]:
-    """The messages that a drain into the store leaves. ``levels`` are depths by number; the drain emptied those from
-    ``lowest`` on."""
-    below = sum(depth for level, depth in levels.items() if level < lowest)
-    above = sum(depth for level, depth in levels.items() if level >= lowest)
+LOWEST: Final = 5
+"""The lowest level that a drain empties, of 32 seconds. Messages below leave the cascade before the drain ends."""
+
+
+class BrokerDepths(NamedTuple):
+    """Depths in the broker: of the levels by number, of the due queue, of the strays. A missing queue has none."""
+
+    levels: dict[int, int]
+    due: int
+    strays: int
+
+
+def left_in_cascade(around: BrokerDepths) -> list[LeftBehind]:
+    """The messages that a drain into the store leaves."""
+    below = sum(depth for level, depth in around.levels.items() if level < LOWEST)
+    above = sum(depth for level, depth in around.levels.items() if level >= LOWEST)
     found = [
         LeftBehind(
             below, "cascade", "they are due within a minute", "none: they come out by themselves", by_itself=True
         ),
         LeftBehind(above, "cascade", "they came in, or down a level, meanwhile", AGAIN),
-        LeftBehind(due, "due queue", "they are due", "none: the daemon delivers them", by_itself=True),
-        LeftBehind(strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"),
+        LeftBehind(around.due, "due queue", "they are due", "none: the daemon delivers them", by_itself=True),
+        LeftBehind(
+            around.strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"
+        ),
     ]
     return [one for one in found if one.messages > 0]
 
@@ -106,23 +119,10 @@ def row_into_cascade(due: Due, names: Endpoints, now_ms: int) -> Outgoing:
     return into_cascade(due.parcel, b"%d" % due.id, seconds, names, rest_ms=rest_ms)
 
 
-LOWEST: Final = 5
-"""The lowest level that a drain empties, of 32 seconds. Messages below leave the cascade before the drain ends."""
-
-
-class BrokerDepths(NamedTuple):
-    """Depths in the broker: of the levels by number, of the due queue, of the strays. A missing queue has none."""
-
-    levels: dict[int, int]
-    due: int
-    strays: int
-
-
 async def look_around(settings: Settings) -> BrokerDepths:
     """Look at the depths. Raises BrokerLost, BrokerRefused."""
     levels, due = cascade_of(settings), settings.native.due_queue
-    async with pipelined_admin(settings.broker_url, NAME) as broker:
-        seen = await cascade_depths(broker, levels, [due])
+    seen = await cascade_depths(settings.broker_url, NAME, levels, [due])
     if seen.hidden:
         # A hidden queue may hold messages, and the operator removes the cascade next.
         raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
@@ -138,7 +138,7 @@ async def left_of(settings: Settings, around: BrokerDepths) -> list[LeftBehind]:
         delayed = await admin.delayed(names)
     if None in delayed.values():
         note("Note: the broker may delay messages itself in these queues; only broker.management_url would show them.")
-    return left_in_cascade(around.levels, around.due, around.strays, LOWEST) + left_delayed(delayed)
+    return left_in_cascade(around) + left_delayed(delayed)
 
 
 async def levels_to_store(settings: Settings, url: str) -> int:

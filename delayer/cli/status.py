@@ -14,7 +14,6 @@ import click
 
 from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import json_of_lane, note, print_json, print_lanes, print_queues, print_table, quoted, when
@@ -196,8 +195,7 @@ async def _look(
 async def _broker(settings: Settings) -> tuple[CascadeDepths | None, dict[str, Any]]:
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
     try:
-        async with pipelined_admin(settings.broker_url, "delayer status") as broker:
-            seen = await cascade_depths(broker, cascade_of(settings), queues)
+        seen = await cascade_depths(settings.broker_url, "delayer status", cascade_of(settings), queues)
     except (BrokerLost, BrokerRefused) as error:
         return None, {"error": str(error), "advice": broker_advice(error)}
     levels = [{"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in seen.levels]

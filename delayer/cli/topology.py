@@ -10,7 +10,7 @@ from typing import TypeVar
 import click
 
 from delayer.broker.admin import Admin, Removal
-from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
+from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode
 from delayer.cli.options import Request, as_json, request_of
@@ -116,12 +116,7 @@ def show(request: Request, as_json: bool) -> None:
     """
     settings = request.settings()
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
-
-    async def look() -> CascadeDepths:
-        async with pipelined_admin(settings.broker_url, "delayer topology") as broker:
-            return await cascade_depths(broker, cascade_of(settings), queues)
-
-    seen = asyncio.run(look())
+    seen = asyncio.run(cascade_depths(settings.broker_url, "delayer topology", cascade_of(settings), queues))
     if as_json:
         print_json(asdict(seen))
         return

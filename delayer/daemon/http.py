@@ -11,7 +11,6 @@ from delayer.amqp import reading
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.broker.management_api import delayed_in
-from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
@@ -58,8 +57,7 @@ class DaemonInside:
         settings = self.settings
         queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
         try:
-            async with pipelined_admin(settings.broker_url, "delayer look", patience=5.0) as broker:
-                seen = await cascade_depths(broker, cascade_of(settings), queues)
+            seen = await cascade_depths(settings.broker_url, "delayer look", cascade_of(settings), queues, patience=5.0)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
         delayed = await delayed_in(settings.native.due_queue, settings.broker_url, settings.management_url)

@@ -8,7 +8,7 @@ import pytest
 
 from delayer.amqp import edits
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string, parsed
-from delayer.cli.drain import AGAIN, LeftBehind, left_in_cascade, left_in_store, row_into_cascade
+from delayer.cli.drain import AGAIN, BrokerDepths, LeftBehind, left_in_cascade, left_in_store, row_into_cascade
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import ImportItem
@@ -123,7 +123,7 @@ def test_messages_that_a_drain_leaves_in_the_store(
 def test_messages_that_a_drain_leaves_in_the_cascade(
     levels: dict[int, int], due: int, strays: int, left: list[tuple[int, str, str, str]]
 ) -> None:
-    check_left(left_in_cascade(levels, due, strays, 5), left)
+    check_left(left_in_cascade(BrokerDepths(levels, due, strays)), left)
 
 
 def check_left(found: list[LeftBehind], expected: list[tuple[int, str, str, str]]) -> None:
