@@ -36,7 +36,7 @@ ONE_BROKER: Final = (
 
 
 class Row(NamedTuple):
-    """One thing that was looked at. ``advice`` is the next step where there is one to take."""
+    """One checked thing. ``advice``: the next step, if there is one."""
 
     what: str
     result: CheckResult
@@ -126,7 +126,7 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
             mark = broker_mark(admin.cluster, Address.parse(settings.broker_url).vhost)
-            rows = CheckReport()  # Lost with the connection: a half of them would read as if all were well.
+            rows = CheckReport()  # A lost connection drops these rows: half of them would look as if all were well.
             await _broker(rows, admin, settings)
             report += rows
     except (BrokerLost, BrokerRefused) as error:

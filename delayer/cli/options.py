@@ -79,8 +79,8 @@ def request_of(context: click.Context) -> Request:
 T = TypeVar("T")
 
 
-def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """One decorator in place of these, the first on top."""
+def joined(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """These decorators as one, the first on top."""
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
@@ -196,7 +196,7 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
     return found
 
 
-filter_options = together(
+filter_options = joined(
     click.option("--route", callback=bytes_of, metavar="EXCHANGE", help="The `from` exchange of its route."),
     click.option("--exchange", "to_exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange it goes to."),
     click.option("--routing-key", "to_key", callback=bytes_of, metavar="KEY", help="Its routing key there."),
@@ -227,9 +227,9 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing.")
 all_option = click.option("--all", "everything", is_flag=True, help="All messages, without a filter.")
-change_options = together(all_option, dry_run_option, yes_option, click.pass_context)
+change_options = joined(all_option, dry_run_option, yes_option, click.pass_context)
 """The options of every command that changes many messages; the command gets the context first."""
-stored_change_options = together(names_argument, filter_options, change_options)
+stored_change_options = joined(names_argument, filter_options, change_options)
 """The same, and the ids and filters of messages in the store."""
 
 

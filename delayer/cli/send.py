@@ -174,8 +174,8 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
 def prepared(
     route: RouteTable, intake_queue: str, key: str, body: bytes, headers: Mapping[str, Scalar]
 ) -> MessageToSend:
-    """The message without its delay. Straight to the intake queue, the routing key is that queue's name. A header then
-    carries the key of the destination."""
+    """The message without its delay. A message straight to the intake queue has that queue's name as its routing key.
+    A header then contains the key of the destination."""
     message = MessageToSend(route.from_, key, body, dict(headers))
     if not route.from_:
         message.routing_key = intake_queue

@@ -17,7 +17,7 @@ from delayer.amqp.reading import address, iso, raw
 from delayer.broker.errors import QueueMissing
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode, Misused
-from delayer.cli.options import Scalar, as_json, change_options, duration, go_on, headers_of, request_of, whoami
+from delayer.cli.options import Scalar, as_json, change_options, duration, go_on, headers_of, joined, request_of, whoami
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
@@ -246,20 +246,17 @@ async def _recorded(
     return await change(lambda _messages: asyncio.sleep(0))
 
 
-def _selecting(command: Any) -> Any:
-    """Add the options of a Selection."""
-    command = click.option("--route", "exchange", metavar="EXCHANGE", help="The `from` exchange of their route.")(
-        command
-    )
-    command = click.option("--reason", default="", metavar="TEXT", help="The reason contains this.")(command)
-    return click.argument("ids", nargs=-1, metavar="[ID]...", callback=lambda _c, _o, given: frozenset(given))(command)
-
-
-_MENDING: Final = (
-    click.option("--drop-header", "dropped", multiple=True, metavar="NAME", help="Remove a header. May be repeated."),
+_SELECTING: Final = joined(
+    click.argument("ids", nargs=-1, metavar="[ID]...", callback=lambda _c, _o, given: frozenset(given)),
+    click.option("--reason", default="", metavar="TEXT", help="The reason contains this."),
+    click.option("--route", "exchange", metavar="EXCHANGE", help="The `from` exchange of their route."),
+)
+"""The options of a Selection."""
+_MENDING: Final = joined(
+    click.option("--delay", "delay_ms", callback=duration, metavar="DURATION", help="Set x-delay, in place of others."),
     click.option("--set-header", "headers", multiple=True, callback=headers_of, metavar="NAME[:TYPE]=VALUE",
                  help="Set a header, as `delayer send --header` does. May be repeated."),
-    click.option("--delay", "delay_ms", callback=duration, metavar="DURATION", help="Set x-delay, in place of others."),
+    click.option("--drop-header", "dropped", multiple=True, metavar="NAME", help="Remove a header. May be repeated."),
 )  # fmt: skip
 
 
@@ -269,15 +266,13 @@ def _group(kind: SetAsideQueue) -> click.Group:
         "--limit", type=click.IntRange(1, KEPT), default=kind.limit, show_default=True, help="Messages to look at."
     )
     retry = change_options(partial(_change, kind=kind, verb="retry"))
-    for option in _MENDING if kind is REFUSED else ():
-        retry = option(retry)
     verbs: dict[str, tuple[str, str, Any]] = {
         "list": (
             f"List {kind.noun} from the head of their queue, with the reason. They stay in the queue.",
             kind.example,
             as_json(limit(click.pass_context(partial(_list, kind=kind)))),
         ),
-        "retry": (kind.retry, f"{kind.example} --dry-run", retry),
+        "retry": (kind.retry, f"{kind.example} --dry-run", _MENDING(retry) if kind is REFUSED else retry),
         "drop": (
             f"Drop {kind.noun} for good.",
             "--all --yes",
@@ -288,7 +283,7 @@ def _group(kind: SetAsideQueue) -> click.Group:
     for verb, (text, example, command) in verbs.items():
         of = f"delayer {kind.name} {verb}"
         examples = f"\b\nExamples:\n  {of} 5f0c9a4be1d24a7c8f3e6b1d2a907c35\n  {of} {example}"
-        group.command(verb, help=f"{inspect.cleandoc(text)}\n\n{examples}")(_selecting(command))
+        group.command(verb, help=f"{inspect.cleandoc(text)}\n\n{examples}")(_SELECTING(command))
     return group
 
 

@@ -143,8 +143,7 @@ def _token(value: object) -> Secret | None:
         return value
     if value in ("", None):
         return None
-    fits = isinstance(value, str) and len(value) >= 16 and value.isascii() and value.isprintable()
-    if not isinstance(value, str) or not fits or " " in value:
+    if not (isinstance(value, str) and len(value) >= 16 and value.isascii() and value.isprintable()) or " " in value:
         raise Expected('a token of at least 16 printable ASCII characters without blanks, or ""')
     return Secret(value)
 
