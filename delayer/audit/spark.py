@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from delayer.audit import tasks
-from delayer.audit.errors import JobImpossible, JobMisused
+from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -70,6 +71,23 @@ def submitted() -> bool:
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
+def check_reachable(master: str) -> None:
+    """Raise JobFailed unless a host of ``spark://HOST:PORT,HOST:PORT`` accepts a connection. Spark itself gives up
+    after three minutes and a hundred lines of its log."""
+    reason: Exception | None = None
+    for host in master.removeprefix("spark://").split(","):
+        try:
+            at = urlsplit(f"//{host}")
+            socket.create_connection((at.hostname, at.port), 5.0).close()
+        except (OSError, ValueError) as error:
+            reason = error
+        else:
+            return
+    raise JobFailed(
+        f"Spark's master {master} is out of reach: {reason}. Next: check --master, and that Spark runs there"
+    )
+
+
 def check_work(master: str | None, work: str | None) -> None:
     """Raise JobMisused where driver and executors would write to different disks."""
     if master is not None and not is_local(master) and work is None:
@@ -112,6 +130,8 @@ def session(
     chosen = None if master is None and submitted() else with_retries(master)
     if chosen is not None and not re.match(r"local\b|local-cluster\[|spark://|k8s://|yarn$", chosen):
         raise JobMisused(f"--master {chosen}: expected local[N], spark://HOST:PORT, yarn or k8s://…")
+    if chosen is not None and chosen.startswith("spark://"):
+        check_reachable(chosen)
     _point_to_python(chosen, more)
     from py4j.protocol import Py4JError  # noqa: PLC0415
     from pyspark.errors import PySparkException  # noqa: PLC0415

@@ -92,8 +92,16 @@ def test_the_master_that_spark_submit_knows_needs_one_as_well(monkeypatch: pytes
         job.run(session, job.Options(SecretUrl("postgresql://nowhere/none")), lambda *_: None)
 
 
-def test_a_master_that_spark_does_not_know() -> None:
-    with pytest.raises(JobMisused, match="expected local"), spark.session("x", master="nonsense"):
+@pytest.mark.parametrize(
+    ("master", "error", "text"),
+    [
+        ("nonsense", JobMisused, "expected local"),
+        ("spark://127.0.0.1:1", JobFailed, r"spark://127.0.0.1:1 is out of reach: .* refused\. Next: check --master"),
+        ("spark://127.0.0.1:1,127.0.0.1:70000", JobFailed, "out of reach: Port out of range"),
+    ],
+)
+def test_a_master_that_is_not_there(master: str, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text), spark.session("x", master=master):
         pytest.fail("a session was made")
 
 
