@@ -42,7 +42,7 @@ def import_failures() -> Iterator[None]:
 
 
 SUPERSEDED = "because a message waits under their key already, and stays"
-MOST_GOALS = 20
+SHOWN_GOALS = 20
 
 
 def tell_preview(seen: Preview, as_json: bool) -> None:
@@ -67,13 +67,13 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
         click.echo(line)
     if goals:
         rows = []
-        for target, goal in goals[:MOST_GOALS]:
+        for target, goal in goals[:SHOWN_GOALS]:
             first_due = "?" if goal.first_due_ms is None else iso(goal.first_due_ms)
             problem = seen.problems.get(target) or (f"{goal.unfit:,} unfit" if goal.unfit else "")
             rows.append((address(*target), f"{goal.messages:,}", first_due, _short(problem)))
         print_table(["destination", "messages", "first due", "problem"], rows, right=(1,))
-        if len(goals) > MOST_GOALS:
-            note(f"… and {len(goals) - MOST_GOALS:,} destinations more; --json has all of them.")
+        if len(goals) > SHOWN_GOALS:
+            note(f"… and {len(goals) - SHOWN_GOALS:,} destinations more; --json has all of them.")
     if seen.unfinished is not None:
         one = seen.unfinished
         note(f"Import {one.id} from {one.source} is not finished: {one.committed:,} messages are committed.")

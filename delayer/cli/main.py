@@ -190,13 +190,12 @@ def _end(unwritten: OSError) -> NoReturn:
     """End after output that could not be written: a full disk (3), or a reader that has gone (1)."""
     from delayer.cli.errors import ExitCode  # noqa: PLC0415 - as above
 
-    if unwritten.errno not in NO_ROOM and unwritten.errno != errno.EPIPE:
+    if unwritten.errno == errno.EPIPE:
+        os._exit(ExitCode.FOUND)  # Another exit would let the interpreter try to write the rest.
+    if unwritten.errno not in NO_ROOM:
         raise unwritten
-    if unwritten.errno in NO_ROOM:
-        where = f" to {unwritten.filename}" if unwritten.filename else ""
-        what = "The command may have done its work; its output is cut off."
-        with suppress(OSError):  # stderr may be on the same disk.
-            click.echo(f"delayer: nothing more can be written{where}: {unwritten.strerror}. {what}", err=True)
-    os._exit(
-        ExitCode.OUT_OF_REACH if unwritten.errno in NO_ROOM else ExitCode.FOUND
-    )  # The interpreter would try to write the rest.
+    where = f" to {unwritten.filename}" if unwritten.filename else ""
+    what = "The command may have done its work; its output is cut off."
+    with suppress(OSError):  # stderr may be on the same disk.
+        click.echo(f"delayer: nothing more can be written{where}: {unwritten.strerror}. {what}", err=True)
+    os._exit(ExitCode.OUT_OF_REACH)

@@ -87,15 +87,12 @@ def verify(context: click.Context, as_json: bool) -> None:
     settings = request_of(context).settings()
     findings = with_admin(settings, lambda admin: admin.verify(topology_of(settings)))
     off = [finding for finding in findings if finding.severity == "error"]
+    fields = ("severity", "kind", "name", "expected", "found")
+    rows = [{name: getattr(finding, name) for name in fields} for finding in findings]
     if as_json:
-        fields = ("severity", "kind", "name", "expected", "found")
-        rows = [{name: getattr(finding, name) for name in fields} for finding in findings]
         print_json({"ok": not off, "findings": rows})
     elif findings:
-        print_table(
-            ["", "what", "name", "expected", "found"],
-            [(one.severity, one.kind, one.name, one.expected, one.found) for one in findings],
-        )
+        print_table(["", "what", *fields[2:]], [list(row.values()) for row in rows])
     if off:
         note("Next: `delayer topology apply` declares missing ones; remove different ones first.")
         context.exit(ExitCode.FOUND)

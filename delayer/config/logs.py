@@ -24,8 +24,6 @@ import structlog
 
 from delayer.core.readable import readable
 
-__all__ = ["clean_values", "configure", "finish", "log_in_background", "readable"]
-
 _DEEPEST = 6
 # Below a warning these libraries log about themselves. At debug level they log whole frames, with bodies and the login.
 _LIBRARIES = ("aio_pika", "aiormq", "pamqp", "alembic", "sqlalchemy", "asyncio")

@@ -19,7 +19,8 @@ import structlog
 
 import delayer
 from delayer.config import logs
-from delayer.config.logs import configure, readable
+from delayer.config.logs import configure
+from delayer.core.readable import readable
 from tests.support.logged import logging_as_it_was
 
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
