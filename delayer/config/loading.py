@@ -21,7 +21,7 @@ from delayer.core.cascade import Cascade
 SYSTEM_FILE = Path("/etc/delayer/delayer.toml")
 _FILES = ("url_file", "ca_file", "cert_file", "key_file", "token_file")
 _CONTENTS = {"url_file": "url", "token_file": "token"}
-"""The keys whose value stands in such a file."""
+"""The keys whose values these files contain."""
 _CREDENTIALS = "${CREDENTIALS_DIRECTORY}"
 _CLOSED = "Permission denied: a daemon needs LoadCredential= in its unit, and a command needs sudo"
 
@@ -189,7 +189,7 @@ def _without_mistakes(values: dict[str, Any], errors: Iterable[ErrorDetails]) ->
     for error in errors:
         *path, name = error["loc"]
         table = value_at(values, path)
-        if error["loc"][0] == "takeover":  # No name stands for its cascade, so all takeovers are left out.
+        if error["loc"][0] == "takeover":  # Without a valid name it has no cascade, so all are left out.
             values.pop("takeover", None)
         elif isinstance(table, dict) and error["type"] == "missing":
             table[name] = _dotted(error["loc"])  # A name that no other key has.

@@ -230,7 +230,7 @@ class MergedSettings:
 
 
 def _read_text(field: FieldInfo, text: str) -> object:
-    """``text`` as the raw value that the file would hold. None if a list or a table was needed and ``text`` is none."""
+    """The raw value, as the file would have it. None if the key needs a list or a table, and ``text`` is not one."""
     section = section_of(field)
     if section is not None or get_origin(field.annotation) is tuple:
         try:

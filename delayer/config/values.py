@@ -168,8 +168,7 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
         # urllib's error quotes parts of the URL, perhaps of its password.
         raise Expected(f"{wanted}; {_ESCAPES}") from None
     if "@" in parts.path + parts.fragment or ("@" in parts.query and ("@" in parts.netloc or "amqp" in schemes)):
-        # A bare /, # or ? ended the user and password early. The text behind an @ of theirs would be taken for the
-        # host.
+        # A bare /, # or ? ended user and password early. A client would take the text behind their @ for the host.
         raise Expected(f"{wanted}; {_ESCAPES}; so is an @ behind the host, %40")
     if not value.isprintable() or " " in value:
         raise Expected(f"{wanted}, without blanks and control characters; in a password they are written %20 and so on")
