@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -147,6 +148,9 @@ def session(
             spark = builder.getOrCreate()
         except (PySparkException, Py4JError, RuntimeError) as error:
             raise tasks.failure(f"Spark did not start with master {chosen}", tasks.told_by(error)) from None
+        except (SystemExit, KeyboardInterrupt):
+            _end_children()
+            raise
         _hush(spark)
         try:
             with tasks.translated("Spark"):
@@ -192,6 +196,14 @@ def _stop(spark: SparkSession) -> None:
     # systemd ends the JVM in the same moment as us; then there is nothing left to stop.
     with suppress(Py4JError, OSError):
         spark.stop()
+
+
+def _end_children() -> None:
+    """End the JVM that PySpark is starting: without an answer from us it would stay for ever. PySpark does not say its
+    process id yet, but Linux lists the children of a thread, and this one has no others."""
+    with suppress(OSError):
+        for pid in Path("/proc/thread-self/children").read_text().split():
+            os.kill(int(pid), signal.SIGTERM)
 
 
 def end_machine(spark: SparkSession) -> None:

@@ -33,13 +33,17 @@ def extracts(work: Path) -> list[str]:
     return names(work) if list(work.glob("delayer-audit-*/*")) else []
 
 
-async def midway(url: str, work: Path) -> asyncio.subprocess.Process:
-    """An audit in the middle of its work."""
-    process = await asyncio.create_subprocess_exec(
+async def begun(url: str, work: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         str(EXECUTABLE), "--store-url", url, "audit", "--deep", "--no-broker", "--work", str(work),
         "--conf", "spark.driver.memory=768m",
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
+
+
+async def midway(url: str, work: Path) -> asyncio.subprocess.Process:
+    """An audit in the middle of its work."""
+    process = await begun(url, work)
 
     async def look() -> list[str]:
         assert process.returncode is None, "it ended before anybody asked"
@@ -65,6 +69,16 @@ async def test_a_termination_leaves_nothing(
     assert told.splitlines()[-1].startswith(b"delayer: ")
     assert names(tmp_path) == []
     assert process.returncode == code
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+async def test_a_stop_ends_a_jvm_that_starts(filled: str, tmp_path: Path, number: int, code: int) -> None:
+    process = await begun(filled, tmp_path)
+    await eventually(lambda: names(tmp_path) and psutil.Process(process.pid).children(), timeout=60.0)
+    process.send_signal(number)
+    async with asyncio.timeout(30):
+        await process.communicate()  # stderr ends with the JVM
+    assert (process.returncode, names(tmp_path)) == (code, [])
 
 
 async def test_a_lost_jvm_is_one_sentence(filled: str, tmp_path: Path) -> None:
