@@ -71,6 +71,8 @@ async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
     if planned.segments:
         check_arrow()
     began, done, waiting = time.monotonic(), RestoreResult(), iter(planned.segments)
+    # A stop cuts the sessions, and the driver then leaves futures with errors. Errors of the work come by gather.
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
 
     async def work() -> None:
         async with looking(url, "restore", "delayer restore", SESSION) as connection:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from delayer.audit import connection, job, spark
+from delayer.audit import connection, job, restore, spark
 from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.audit.tasks import failure
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
+from delayer.store.segments.catalog import SegmentEntry
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,14 @@ def test_a_package_that_is_missing_is_named(module: str, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(JobImpossible, match=module):
         spark.check_packages()
+
+
+async def test_restore_needs_pyarrow_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    planned = restore.RestorePlan(0, [SegmentEntry(1, 0, 0, 0, 1, 1, 1, None)])
+    with pytest.raises(StoreLost, match="pyarrow") as lost:
+        await restore.run("postgresql://nowhere/none", planned, lambda *_: None)
+    assert lost.value.advice.startswith("install delayer[segments]")
 
 
 @pytest.mark.parametrize(
