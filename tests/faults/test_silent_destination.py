@@ -21,10 +21,10 @@ from tests.support.silent import silent
 PROGRAM = (
     sys.executable,
     "-c",
-    "from delayer.core import backoff; backoff.FIRST_MS, backoff.LONGEST_MS = 1_000, 5_000\n"
+    "from delayer.core import backoff; backoff.FIRST_MS, backoff.LONGEST_MS = 1_000, 15_000\n"
     "from delayer.cli.main import main; main()",
 )
-"""The daemon with pauses from 1 to 5 s instead of 10 s to an hour."""
+"""The daemon with pauses from 1 to 15 s instead of 10 s to an hour. Its ten attempts take longer than the silence."""
 MODES = ("store", "native")
 QUEUE = "h.mute"
 ROUTES = [{"from": "delayer.in", "to": "delayer.out"}, {"from": "h.in", "to": "h.out"}]
