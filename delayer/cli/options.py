@@ -39,7 +39,7 @@ class Stoppable(click.Command):
 
         def leave(number: int, _frame: object) -> None:
             stopped.append(number)
-            raise SystemExit
+            signal.raise_signal(signal.SIGINT)  # asyncio cancels its task. A driver's callback may lose an exception.
 
         before = signal.signal(signal.SIGTERM, leave)
         try:
