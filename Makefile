@@ -1,4 +1,4 @@
-# What there is to do here. Every target sets up what it needs and says so; `make` alone lists them.
+# The targets of this project. Each one sets up what it needs and says so; `make` alone lists them.
 
 PYTHON_OF_VENV := .venv/bin/python
 PYTEST_ARGS ?=
@@ -34,6 +34,10 @@ test: ready lint ## check, then the tests, against real servers of their own; un
 .PHONY: test-slow
 test-slow: ready ## those that are too slow for that: Spark, every import, and whole daemons killed again and again
 	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) -m 'slow and not long' $(PYTEST_ARGS)
+
+.PHONY: test-reworded
+test-reworded: ready ## the tests with another text for every reason: no decision reads one
+	@TEST_REWORDED=1 $(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
 
 .PHONY: test-faults
 test-faults: ready ## every fault, overload and clock, those that take a minute too; a quarter of an hour

@@ -53,6 +53,7 @@ def met_in_a_level(body: bytes, seconds: int) -> Message:
     return Message(Cascade().entry(seconds), routing_key(seconds, b"mine"), props, body)
 
 
+@pytest.mark.words
 @pytest.mark.deadline(60)
 async def test_an_envelope_that_strays_is_not_opened(vhost: str) -> None:
     """Nothing is bound for the queue mine, so it comes to where the daemon's own envelopes stand: the command tells

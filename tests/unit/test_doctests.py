@@ -18,6 +18,7 @@ MODULES = sorted(
 )
 
 
+@pytest.mark.words
 @pytest.mark.parametrize("module", MODULES)
 def test_the_examples_of_a_module_are_true(module: str) -> None:
     assert doctest.testmod(import_module(module)).failed == 0

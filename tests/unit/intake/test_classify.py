@@ -49,6 +49,7 @@ def says(name: bytes, value: int | bytes) -> bytes:
 LATER = says(b"x-delay", 5000)
 
 
+@pytest.mark.words
 def test_a_dead_letter_with_broken_headers_ends_no_daemon() -> None:
     retry = RetryPolicy(5_000, 2, 3_600_000, 0.1, 10, b"parked")
     policy = replace(STORE, routes={b"orders.in": replace(ORDERS, retry=retry)})
