@@ -45,7 +45,7 @@ GRACE_MS: Final = MINUTE_MS
 """A message counts as overdue from this time on, because a release may be at work before."""
 STUCK_MS: Final = HOUR_MS
 """From this time on an overdue message is a violation even in a lane with an owner."""
-ADOPTED_MS: Final = MINUTE_MS
+TAKEN_MS: Final = MINUTE_MS
 """A free lane is a finding if a message is due within this time. Daemons take such a lane within 10 s."""
 EXAMPLES: Final = 5
 """Ids that a finding names."""
@@ -295,7 +295,7 @@ def lanes(store: AuditedStore, figures: Iterable[LaneFigures], first_due: Mappin
             if count := lane.waiting + lane.held:
                 subject = f"lane {lane.number}: not in the table of lanes"
                 found.append(Finding(LANES, "violation", subject, count, first))
-        elif lane.alive is False and first is not None and first <= store.now_ms + ADOPTED_MS:
+        elif lane.alive is False and first is not None and first <= store.now_ms + TAKEN_MS:
             details = {"last_owner": lane.owner}
             subject = f"lane {lane.number}: no owner, and messages are due"
             found.append(Finding(LANES, "warning", subject, lane.waiting, first, details))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from delayer.audit import rules
 from delayer.audit.extract import LaneState
 from delayer.audit.findings import LaneFigures
-from delayer.audit.rules import ADOPTED_MS, GRACE_MS, STUCK_MS
+from delayer.audit.rules import GRACE_MS, STUCK_MS, TAKEN_MS
 from delayer.core.units import DAY_MS
 from tests.audit.rows import NOW, Row, held, judged, message, packed, said, store
 
@@ -112,5 +112,5 @@ def test_a_lane_needs_an_owner_only_for_what_is_due_soon(spark: SparkSession) ->
         found = rules.lanes(extract, figures(LANES), dict.fromkeys(ALIVE, first_due_ms))
         return [one.subject for one in found]
 
-    assert told(NOW + ADOPTED_MS + 1) == []
-    assert told(NOW + ADOPTED_MS) == ["lane 3: no owner, and messages are due"]
+    assert told(NOW + TAKEN_MS + 1) == []
+    assert told(NOW + TAKEN_MS) == ["lane 3: no owner, and messages are due"]

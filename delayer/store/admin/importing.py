@@ -144,7 +144,7 @@ class ImportStore:
             counts = len(parcels), len(held), len(superseded)
             row = await self._connection.fetchrow(_COMMIT, run.id, *counts, batch.progress, run.progress)
             if row is None:
-                raise StoreLost(f"import {run.id}: somebody else went on with it")
+                raise StoreLost(f"import {run.id}: another process continued it")
             if superseded:
                 named = [key.decode(errors="replace") for key in superseded[:NAMED]]
                 act = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
