@@ -57,15 +57,12 @@ class PostgresWindow:
         began = self._clock.monotonic()
         lane.check_owned("claim")
         async with self.locked_connection("claim") as connection:
-            for deadlocks in range(3):
-                try:
-                    claim = await self._claim_once(connection, limit, max_bytes)
-                    break
-                except asyncpg.DeadlockDetectedError:
-                    if deadlocks == 2:
-                        raise
-                    # Against a park that replaces several keyed messages at once. It wins, unless we come back first.
-                    await connection.execute("ROLLBACK")
+            try:
+                claim = await self._claim_once(connection, limit, max_bytes)
+            except asyncpg.DeadlockDetectedError:
+                # Against a park that replaces several keyed messages at once. It wins; the next claim is our turn.
+                await connection.execute("ROLLBACK")
+                return []
             if claim.rows and self._clock.monotonic() - began > KEEPALIVE_SECONDS:
                 # For the server the transaction was idle while its rows travelled, perhaps for too long. Ask now: had
                 # the server rolled it back, its messages would be published twice.
