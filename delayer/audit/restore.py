@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import asyncpg
 
@@ -42,8 +42,7 @@ class RestorePlan(NamedTuple):
 
 @dataclass(slots=True)
 class RestoreResult:
-    """The result of the command. ``gone``: segments that a daemon, a cancel or another command restored or emptied
-    first. ``lost``, ``broken``: a reason for each segment."""
+    """``gone``: segments that others restored or emptied first. ``lost``, ``broken``: a reason for each segment."""
 
     messages: int = 0
     segments: int = 0
@@ -65,14 +64,12 @@ async def plan(url: str, within_ms: int | None) -> RestorePlan:
 async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
     """Restore the ``planned`` segments, until the store is lost. ``say`` hears the progress in segments.
 
-    Each segment is one transaction, so an interruption leaves none half restored. Raises StoreLost, also without
-    pyarrow.
+    Each segment is one transaction: an interruption leaves none half restored. Raises StoreLost, without pyarrow too.
     """
     if planned.segments:
         check_arrow()
     began, done, waiting = time.monotonic(), RestoreResult(), iter(planned.segments)
-    # A stop cuts the sessions, and the driver then leaves futures with errors. Errors of the work come by gather.
-    asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+    asyncio.get_running_loop().set_exception_handler(_hear)
 
     async def work() -> None:
         async with looking(url, "restore", "delayer restore", SESSION) as connection:
@@ -86,6 +83,12 @@ async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
     await asyncio.gather(*(work() for _ in range(min(SESSIONS, len(planned.segments)))))
     done.seconds = time.monotonic() - began
     return done
+
+
+def _hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Leave out the errors of futures that the driver forgets when a stop cuts its sessions."""
+    if not isinstance(context.get("exception"), DRIVER_ERRORS):
+        loop.default_exception_handler(context)
 
 
 async def restore_segment(
