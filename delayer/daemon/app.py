@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import structlog
@@ -17,18 +17,17 @@ from delayer.broker.errors import TopologyMismatch
 from delayer.broker.publisher import AmqpPublisher
 from delayer.broker.retry import first_set
 from delayer.config import logs
-from delayer.config.errors import ConfigError
+from delayer.config.errors import ConfigError, Problem
 from delayer.config.model import Settings, Table
 from delayer.config.topology import without_effect
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.daemon import tracing
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from delayer.daemon.tracing import Spans
 
 log = structlog.get_logger(__name__)
 
@@ -130,13 +129,26 @@ T = TypeVar("T")
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
+def spans_of(environ: Mapping[str, str]) -> Spans | None:
+    """The source of spans; None unless a standard variable names a collector. Raises ConfigError without the extra."""
+    variables = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    named = [name for name in variables if environ.get(name)]
+    if not named:
+        return None
+    try:
+        from delayer.daemon.tracing import Spans  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as missing:
+        raise ConfigError([Problem("environment", named[0], "the extra otel", str(missing))]) from None
+    return Spans()
+
+
 def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     """Run until SIGTERM or SIGINT. SIGHUP reads the configuration again through ``load``.
 
     Ends the process with its exit code: 0 after an order to stop, 1 or 2 where an operator has to act first (the log
-    has the reason), 1 after a bug. Raises ConfigError if the first ``load`` or :func:`tracing.provider` does.
+    has the reason), 1 after a bug. Raises ConfigError if the first ``load`` or a missing extra does.
     """
-    settings, spans = load(), tracing.provider()
+    settings, spans = load(), spans_of(os.environ)
     logs.log_in_background()
     logs.configure(settings.log.format, settings.log.level)
     try:
@@ -150,7 +162,7 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     os._exit(code)
 
 
-def _run(settings: Settings, load: Callable[[], Settings], spans: TracerProvider | None) -> int:
+def _run(settings: Settings, load: Callable[[], Settings], spans: Spans | None) -> int:
     try:
         run_loop(_serve(settings, load, spans))
     except TopologyMismatch as wrong:
@@ -176,9 +188,9 @@ def calm_the_collector(allocations: int = 200_000) -> None:
     gc.set_threshold(allocations, 10, 10)
 
 
-async def _serve(settings: Settings, load: Callable[[], Settings], spans: TracerProvider | None) -> None:
+async def _serve(settings: Settings, load: Callable[[], Settings], spans: Spans | None) -> None:
     notifier = Notifier()
-    daemon = Daemon(settings, notifier, AmqpPublisher if spans is None else tracing.traced(spans))
+    daemon = Daemon(settings, notifier, AmqpPublisher if spans is None else spans.publisher)
     calm_the_collector()
     reload = Reload(daemon, load, notifier)
     running = asyncio.get_running_loop()
@@ -199,7 +211,7 @@ async def _serve(settings: Settings, load: Callable[[], Settings], spans: Tracer
         for signum in (*STOPS, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)
         if spans is not None:
-            await asyncio.to_thread(spans.force_flush, tracing.FLUSH_MS)
+            await asyncio.to_thread(spans.flush)
 
 
 def run_loop(main: Coroutine[Any, Any, T], *, leave: float = 0.5) -> T:
