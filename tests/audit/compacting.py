@@ -18,6 +18,7 @@ from pyspark.sql import SparkSession
 from delayer.audit import compact, restore
 from delayer.core.units import DAY_MS
 from delayer.store.postgres import PostgresStore
+from tests.faults.place import eventually
 from tests.support import rows
 from tests.support.store import opened, owned, parcel, sql
 
@@ -161,16 +162,14 @@ def stopped(pid: int) -> list[psutil.Process]:
 
 async def until_stopped(pid: int) -> None:
     """Until a worker stands at its fault point."""
-    async with asyncio.timeout(120):
-        while not stopped(pid):  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.05)
+    await eventually(lambda: stopped(pid), timeout=120)
 
 
 async def until_quiet(database: str, application: str) -> None:
     """Until the server has noticed that those sessions are gone."""
-    async with sql(database) as admin, asyncio.timeout(30):
-        while await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE application_name = $1", application):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = $1"
+    async with sql(database) as admin:
+        await eventually(lambda: admin.fetchval(count, application), lambda sessions: sessions == 0)
 
 
 async def run_delayer(database: str, *arguments: str) -> tuple[int, str, str]:

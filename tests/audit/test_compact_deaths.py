@@ -27,7 +27,7 @@ from tests.audit.compacting import (
     until_quiet,
     until_stopped,
 )
-from tests.faults.place import compact_all
+from tests.faults.place import compact_all, eventually
 from tests.support.store import sql
 
 pytestmark = pytest.mark.deadline(300)
@@ -106,8 +106,7 @@ async def test_the_command_is_stopped_in_the_middle_of_its_work(
             await compact_all(admin, ROWS)
         await other.execute("BEGIN; LOCK TABLE counter IN EXCLUSIVE MODE")
         async with command(database, *arguments, fault="") as process, asyncio.timeout(120):
-            while not await admin.fetchval(COUNTING):  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.1)
+            await eventually(lambda: admin.fetchval(COUNTING), timeout=120)
             os.killpg(process.pid, number)
             _, told = await process.communicate()
         assert (process.returncode, b"Traceback" in told) == (code, False), told.decode()

@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -114,12 +115,14 @@ async def late_in_peace(fleet: Fleet, count: int) -> Judgement:
 
 async def everywhere(fleet: Fleet) -> Held:
     """What is held, as soon as everything has come or is held; or after a while, when it is lost."""
-    account, until = fleet.ledger.account, time.monotonic() + FOUND
-    while True:
-        found = await looked(fleet)
-        if time.monotonic() > until or all(account.arrivals_of(n) for n in set(range(account.sent)) - found.all):
-            return found
-        await asyncio.sleep(0.1)
+    account = fleet.ledger.account
+
+    def found(held: Held) -> bool:
+        return all(account.arrivals_of(number) for number in set(range(account.sent)) - held.all)
+
+    with suppress(AssertionError):
+        return await eventually(lambda: looked(fleet), found, timeout=FOUND)
+    return await looked(fleet)
 
 
 async def looked(fleet: Fleet) -> Held:
