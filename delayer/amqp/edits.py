@@ -85,8 +85,8 @@ REASON: Final = 500
 
 
 def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
-    """The delay request in a message's headers, of those names. Of repeated headers the first counts, as for the
-    broker; all ``CC`` and ``BCC`` are collected.
+    """The delay request in a message's headers, of those names. The first of repeated headers counts, as for the
+    broker. All ``CC`` and ``BCC`` are collected.
 
     Raises MalformedTable.
     """

@@ -88,7 +88,7 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
     figures = rules.figures_of(store, places, {row.lane: row.messages for row in places if row.kind == PACKED})
     totals = rules.totals_of(figures, places, segments)
 
-    # Of waiting and of held rows the sample has some ten thousand pages (8 KB each) at most. Its last row is the sum.
+    # The sample has at most 10,000 pages (8 KB) of waiting rows, and as many of held rows. Its last row is the sum.
     [(held_pages,)] = await rows(_HELD_PAGES)
     shares = [min(10_000 / max(pages, 1), 1.0) for pages in (sum(pages for *_, pages in partitions), held_pages)]
     *sample, whole = await rows(read("audit_sample"), *shares)

@@ -122,10 +122,8 @@ class Actions:
 
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> ActionResult:
         ids = [token.id for token in tokens]
-        async with actions.recorded(self.pages.answers.view.url, who, f"held {verb}", {"ids": ids}) as (
-            connection,
-            act,
-        ):
+        url = self.pages.answers.view.url
+        async with actions.recorded(url, who, f"held {verb}", {"ids": ids}) as (connection, act):
             done = await actions.change_held(connection, verb, await detail.held_dues(connection, ids), act)
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
