@@ -1,13 +1,8 @@
-"""The store's half of a daemon: a store, a lane manager and its release loops, for the tests of shared lanes.
-
-As a program (``python -m tests.integration.lanes_shared URL NAME``) it prints a line for each message that it
-publishes: the body, the due instant, and the upper bound of the store's clock at the publish.
-"""
+"""The store's half of a daemon: a store, a lane manager and its release loops, for the tests of shared lanes."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -99,25 +94,3 @@ async def running(url: str, name: str = "one", rates: Mapping[bytes, float] | No
 async def migrated(url: str) -> None:
     async with opened(url):
         pass
-
-
-class Printer(Publisher):
-    """Prints what it publishes; the due instant is the end of the body."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.process: Process | None = None
-
-    def note(self, one: Outgoing) -> None:
-        assert self.process is not None
-        print(one.body.decode(), self.process.now_upper_ms(), flush=True)
-
-
-async def main(url: str, name: str) -> None:
-    printer = Printer()
-    printer.process = Process(url, name, {}, printer)
-    await printer.process.lanes.run(asyncio.Event())
-
-
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))

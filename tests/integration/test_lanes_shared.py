@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from collections import Counter
+from collections.abc import Collection
+from contextlib import AsyncExitStack
 
 import asyncpg
 import pytest
 
-from delayer.store.admin.importing import anywhere
 from delayer.store.admin.setup import raise_lanes
-from delayer.store.postgres import park_plain
-from tests.faults.place import eventually
+from tests.faults.place import Place, eventually
 from tests.integration.lanes_shared import Process, migrated, running
+from tests.support.daemon import DaemonProcess
+from tests.support.flow import flowing
 from tests.support.store import opened, parcel, sql, taken
 
 BALANCED_SECONDS = 10.0
@@ -28,132 +29,60 @@ SELECT l.number, l.owner, EXISTS (
     WHERE k.locktype = 'advisory' AND k.granted AND k.classid = 'lane'::regclass AND k.objid = l.number
 ) AS owned FROM lane AS l ORDER BY l.number
 """
-_PRESENT = """
-SELECT count(*) FROM pg_locks AS k JOIN pg_database AS d ON d.oid = k.database AND d.datname = current_database()
-WHERE k.locktype = 'advisory' AND k.granted AND k.classid = 'lane'::regclass AND k.objid = 0
-"""
 _SESSIONS = """
 SELECT count(*) FILTER (WHERE application_name LIKE 'delayer lane %'), count(*) FROM pg_stat_activity
 WHERE datname = current_database() AND application_name LIKE 'delayer %'
 """
 
 
-class Child:
-    """A process of tests/integration/lanes_shared.py."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name, self.process = name, process
-        self.published: list[tuple[str, int, int]] = []
-        self.reader = asyncio.create_task(self._read())
-
-    @classmethod
-    async def start(cls, url: str, name: str) -> Child:
-        arguments = "-m", "tests.integration.lanes_shared", url, name
-        pipe = asyncio.subprocess.PIPE
-        errors = asyncio.subprocess.DEVNULL
-        return cls(name, await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=pipe, stderr=errors))
-
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
-            words = line.decode().split()
-            if len(words) == 3 and words[1].isdigit():
-                self.published.append((words[0], int(words[1]), int(words[2])))
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    async def end(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.wait()
-        await self.reader
-
-
-async def balanced(admin: asyncpg.Connection, live: set[str]) -> float:
+async def balanced(admin: asyncpg.Connection, live: Collection[DaemonProcess]) -> float:
     """Seconds until every lane has a live owner, and shares differ by one at most."""
-    began = time.monotonic()
-    while True:
+    began, wanted = time.monotonic(), {str(daemon.pid) for daemon in live}
+
+    async def shares() -> Counter[str]:
         rows = await admin.fetch(_OWNERS)
-        shares = Counter(row["owner"] for row in rows if row["owned"])
-        if (
-            all(row["owned"] for row in rows)
-            and shares.keys() == live
-            and max(shares.values()) - min(shares.values()) <= 1
-        ):
-            return time.monotonic() - began
-        assert time.monotonic() - began < 30.0, (shares, live)
-        await asyncio.sleep(0.05)
+        return Counter(row["owner"].rpartition(":")[2] if row["owned"] else "" for row in rows)
+
+    def even(found: Counter[str]) -> bool:
+        return found.keys() == wanted and max(found.values()) - min(found.values()) <= 1
+
+    await eventually(shares, even)
+    return time.monotonic() - began
 
 
-async def present(admin: asyncpg.Connection, processes: int) -> None:
-    """Until so many processes live: to start eight of them takes a busy machine half a minute."""
-    async with asyncio.timeout(120.0):
-        while await admin.fetchval(_PRESENT) != processes:  # noqa: ASYNC110 - the processes set no event
-            await asyncio.sleep(0.05)
-
-
-async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
-    await migrated(database)
+@pytest.mark.deadline(300)
+async def test_eight_daemons_that_die_hang_and_return(vhost: str, database: str) -> None:
+    place = await Place("store", vhost, database, lanes=LANES).declare()
     await raise_lanes(database, LANES)
-    children = {name: await Child.start(database, name) for name in (f"p{n}" for n in range(8))}
-    ended: list[Child] = []
-    sent: set[str] = set()
-    stopping = asyncio.Event()
-
-    async def park() -> None:
-        async with opened(database) as store, sql(database) as connection:
-            while not stopping.is_set():
-                now = store.now_upper_ms()
-                for delay in (-1000, 500, 3000):
-                    name = f"m{len(sent)}"
-                    sent.add(name)
-                    place = await anywhere(connection, len(sent))
-                    async with connection.transaction():
-                        await park_plain(connection, place, [parcel(now + delay, f"{name} {now + delay}".encode())])
-                await asyncio.sleep(0.02)
-
-    parking = asyncio.create_task(park())
     took: dict[str, float] = {}
-    try:
-        async with sql(database) as admin:
-            await present(admin, len(children))
-            await balanced(admin, set(children))
-            for name in ("p0", "p1", "p2"):
-                ended.append(children.pop(name))
-                await ended[-1].end()
-            took["killed"] = await balanced(admin, set(children))
-            hanging = {"p3", "p4"}
-            for name in hanging:
-                children[name].signal(signal.SIGSTOP)
-            took["hanging"] = await balanced(admin, set(children) - hanging)
-            for name in hanging:
-                children[name].signal(signal.SIGCONT)
-            took["returned"] = await balanced(admin, set(children))
-            for name in ("p8", "p9", "p10"):
-                children[name] = await Child.start(database, name)
-            await present(admin, len(children))
-            took["new"] = await balanced(admin, set(children))
-            _, all_of_them = await eventually(lambda: admin.fetchrow(_SESSIONS), lambda found: found[0] == 2 * LANES)
-            assert all_of_them <= 2 * LANES + CONSTANT * (len(children) + 1)
-            stopping.set()
-            await parking
+    async with place.ledger() as ledger, sql(database) as admin, AsyncExitStack() as started:
 
-            def published() -> set[str]:
-                return {name for child in [*children.values(), *ended] for name, _, _ in child.published}
+        async def start(count: int) -> list[DaemonProcess]:
+            """Until so many more live: to start eight of them takes a busy machine half a minute."""
+            fresh = [await started.enter_async_context(place.daemon()) for _ in range(count)]
+            for daemon in fresh:
+                await daemon.event("store connected", timeout=120.0)
+            return fresh
 
-            await eventually(lambda: published() == sent, timeout=20)
-            # Of what is claimed once more after a fault the second copy comes soon.
-            counted = "SELECT sum(n)::int FROM counter WHERE kind IN ('parked', 'released') GROUP BY kind"
-            await eventually(lambda: admin.fetch(counted), lambda rows: [count for (count,) in rows] == [len(sent)] * 2)
-    finally:
-        stopping.set()
-        for child in [*children.values(), *ended]:
-            await child.end()
-        await asyncio.gather(parking, return_exceptions=True)
-    everything = [one for child in [*children.values(), *ended] for one in child.published]
-    assert all(now_ms >= due_ms for _, due_ms, now_ms in everything), "early"
-    assert len(everything) - len(sent) < len(sent) / 20, "copies of what was in flight, and no others"
+        daemons = await start(8)
+        await balanced(admin, daemons)
+        async with flowing(ledger, 200, longest_ms=3_000):
+            dying, hanging, daemons = daemons[:3], daemons[3:5], daemons[5:]
+            for daemon in dying:
+                daemon.signal(signal.SIGKILL)
+            took["killed"] = await balanced(admin, [*hanging, *daemons])
+            for daemon in hanging:
+                daemon.signal(signal.SIGSTOP)
+            took["hanging"] = await balanced(admin, daemons)
+            for daemon in hanging:
+                daemon.signal(signal.SIGCONT)
+            took["returned"] = await balanced(admin, [*hanging, *daemons])
+            daemons += hanging + await start(3)
+            took["new"] = await balanced(admin, daemons)
+            _, connections = await eventually(lambda: admin.fetchrow(_SESSIONS), lambda found: found[0] == 2 * LANES)
+            assert connections <= 2 * LANES + CONSTANT * len(daemons)
+        await place.ended(ledger, repeats=True)
+    print({fault: round(seconds, 1) for fault, seconds in took.items()})
     assert all(seconds <= BALANCED_SECONDS for seconds in took.values()), took
 
 
