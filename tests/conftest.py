@@ -23,9 +23,9 @@ from tests.support.servers import Postgres, RabbitMQ
 
 DEADLINE_SECONDS = 60.0
 CLOSE_SECONDS = 30.0
-"""How long the loop of a test may take to close."""
+"""A test's loop may take this long to close."""
 WITH_SPARK = "tests/audit/"
-# What does not fit into the ten minutes of `make test`, but into `make test-slow`. One list: what counts is the sum.
+# Tests that run in `make test-slow` only. One list, because the sum of their times must fit `make test` (ten minutes).
 SLOW = (
     WITH_SPARK,
     "tests/acceptance/test_audit_page.py",
@@ -56,7 +56,7 @@ SLOW = (
 )
 
 
-# How long an example takes says how busy the machine is: three workers and their servers share two cores.
+# No deadline for an example: three workers and their servers share two cores, so its time says nothing.
 settings.register_profile("shared machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 
@@ -76,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 class Failed:
-    """Writes down which tests failed, a line each, where the build server means to try them once more, alone."""
+    """Writes the ids of failed tests to a file, a line each; the build server tries them once more, alone."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -94,7 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
     path = os.environ.get("FAILED_TESTS")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failed(Path(path)))
-    if not config.option.markexpr:  # what a worker is told; the arguments look alike to it, whoever gave them
+    if not config.option.markexpr:  # a worker gets it from the controller: its own args_source tells nothing
         named = config.args_source is pytest.Config.ArgsSource.ARGS
         config.option.markexpr = "not long" if named else "not long and not slow"
     if reworded.EVERYWHERE:
@@ -102,9 +102,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"({config.option.markexpr}) and not words"
 
 
-@pytest.hookimpl(tryfirst=True)  # before those are left out that were not asked for
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow."""
+    """Mark slow tests."""
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run `async def` tests in a loop of their own, each with a deadline: `@pytest.mark.deadline(seconds)` moves it.
 
-    What the loop's exception handler hears of (a task that died unnoticed, a callback that raised) fails the test too.
+    A call of the loop's exception handler (a task died unnoticed, a callback raised) fails the test too.
     """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
@@ -130,7 +130,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
                 await pyfuncitem.obj(**arguments)
         except TimeoutError:
             if limit.expired():
-                pytest.fail(f"took longer than {seconds:g} s; where it stood is above")
+                pytest.fail(f"took longer than {seconds:g} s; the traceback above shows where it waited")
             raise
 
     try:
@@ -138,19 +138,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             try:
                 runner.run(run())
             finally:
-                # uvloop waits without end for a connection that a failed test left open: better a worker that ends.
+                # uvloop waits without end for a connection that a failed test left open. Then end the worker.
                 faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True, file=sys.__stderr__)
     finally:
         faulthandler.cancel_dump_traceback_later()
     for context in unheard:
         error = context.get("exception")
-        raise AssertionError(f"nobody heard of this: {context['message']}: {error!r}") from error
+        raise AssertionError(f"no code handled this error: {context['message']}: {error!r}") from error
     return True
 
 
 @pytest.fixture(scope="session")
 def rabbitmq() -> Iterator[RabbitMQ]:
-    """One broker for all tests; whoever wants to stop, kill or pause it starts one of their own."""
+    """One broker for all tests. A test that stops, kills or pauses a broker starts its own."""
     with RabbitMQ() as server:
         yield server
 
@@ -165,7 +165,7 @@ def delaying(rabbitmq: RabbitMQ) -> RabbitMQ:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """One Postgres for all tests; whoever wants to stop, kill or pause it starts one of their own."""
+    """One Postgres for all tests. A test that stops, kills or pauses Postgres starts its own."""
     with Postgres() as server:
         yield server
 
@@ -186,7 +186,7 @@ def vhost(rabbitmq: RabbitMQ, vhost_name: str) -> str:
 
 @pytest.fixture(scope="session")
 def template(postgres: Postgres) -> str:
-    """The name of a database with our schema, to copy: an upgrade takes as long as many a test."""
+    """The name of a database with our schema, to copy: an upgrade takes as long as many tests do."""
     return postgres.add_store()
 
 

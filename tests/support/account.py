@@ -1,5 +1,5 @@
-"""The account of a ledger: what is owed, what arrived, and what that says of the promises. Pure, and small: some sixty
-bytes a message, so that hours of messages fit."""
+"""The account of a ledger: messages owed, messages arrived, and the verdict on the promises. Pure, and small: some
+sixty bytes a message, so that hours of messages fit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.support.readings import Readings
 from tests.support.verdict import Arrival, Findings, Owed, Verdict, Window
 
 _STORED: Final = (1 << 64) - 1
-"""Beside the number of a row, where the id of any other message has the first half of a UUID."""
+"""The first half of an id that is a row's number; other ids have the first half of a UUID here."""
 AFTERMATH_MS: Final = 5_000
-"""So long after a fault a server may be behind with what it was asked meanwhile."""
+"""After a fault a server may answer old requests for this long."""
 _HEX: Final = 32
 """Digits of a UUID; the number of a row has fewer."""
 
@@ -27,14 +27,14 @@ class Account:
         self.early = Findings()
         self.changed = Findings()
         self.published_twice: set[int] = set()
-        """Whose publish was in doubt, so that it was published again: their copies may be the ledger's own doing."""
+        """Messages that the ledger published again after a publish in doubt: it may have made their copies itself."""
         self.windows: list[Window] | None = None
-        """When faults were, if whoever causes them says so: then nothing may come twice that met none of them."""
+        """Times of the faults, where the test notes them: only a message that met a fault may then come twice."""
         self.readings: Readings | None = None
-        """How often each message was read, if somebody listens to that: then nothing may come of a message that its
-        readings do not account for, whatever broke."""
+        """Counts of reads per message, where a proxy listens: a message may then have no more copies than its reads
+        explain, under every fault."""
         self.resorted: list[int] = []
-        """Whose headers came in the order of their names, where nobody listens."""
+        """Messages whose headers came sorted by name, without a proxy that listens."""
         self._form = array("B")
         self._due = array("q")
         self._delay = array("q")
@@ -75,11 +75,11 @@ class Account:
         return Owed(Form(self._form[number]), self._due[number], self._delay[number])
 
     def reschedule(self, due_ms: int) -> None:
-        """By somebody's word everything is due at this instant now."""
+        """The test has rescheduled every message to this instant."""
         self._due = array("q", [due_ms]) * self.sent
 
     def take(self, number: int, arrival: Arrival) -> None:
-        """That message arrived, unchanged."""
+        """Note an unchanged message."""
         owed = self.owed(number)
         if (
             arrival.at_ms < max(arrival.due_ms, owed.due_ms)
@@ -101,14 +101,14 @@ class Account:
         self._redelivered[number] = arrival.redelivered
 
     def _judge_order(self, number: int) -> None:
-        """The broker may have sorted its headers, but only as it delivered it again."""
+        """The broker may have sorted the headers, but only of a message that it delivered again."""
         if self.readings is None:
             self.resorted.append(number)
         elif not self.readings.again(number):
             self.changed.add(f"message {number}: its headers came sorted, and it was never delivered again")
 
     def take_changed(self, number: int, at_ms: float, text: str) -> None:
-        """That message arrived, and is not what was sent. It is not missing, at least."""
+        """Note a changed message. It does not count as missing."""
         self.changed.add(text)
         if not self._at[number]:
             self._back += 1
@@ -123,8 +123,8 @@ class Account:
 
     @property
     def rows_back(self) -> int:
-        """Rows of the store of which at least one copy arrived under their number: with those that were held under an
-        id from before, as many as it has counted as released, if every copy of a row has that row's id."""
+        """Rows of the store with at least one arrival under the row's number. Together with messages held under an
+        earlier id, they are as many as the store counts as released, if every copy has its row's id."""
         ids = self._ids
         first = sum(ids[2 * number] == _STORED for number in range(self.sent))
         return first + sum(
@@ -133,7 +133,7 @@ class Account:
         )
 
     def shared(self) -> list[int]:
-        """Numbers of messages that came under an id which another had; those that came changed have none here."""
+        """Numbers of messages that share an id with another message; a changed message has no id here."""
         ids, found = self._ids, set[int]()
         named = [number for number in range(self.sent) if ids[2 * number] or ids[2 * number + 1]]
         named.sort(key=lambda number: (ids[2 * number], ids[2 * number + 1]))
@@ -151,7 +151,7 @@ class Account:
         return [] if self._back == self.sent else [number for number, at in enumerate(self._at) if not at]
 
     def verdict(self, standing: Mapping[str, int]) -> Verdict:
-        """The account as it stands; ``standing`` is what is left in refused, strays, held and so on."""
+        """The account now; ``standing`` counts the messages left in refused, strays, held and so on."""
         repeats = {number: self.arrivals_of(number) for number in sorted(self._copies)}
         return Verdict(
             self.sent,
@@ -176,8 +176,8 @@ class Account:
         return findings
 
     def _excused(self, number: int, arrivals: Sequence[Arrival]) -> bool:
-        """Whether a fault was between the beginning of a message and the last of its copies; or the ledger published it
-        twice, and that is all that there is of it."""
+        """Whether a fault fell between the start of a message and its last copy. Two copies with two ids are also
+        excused if the ledger published the message twice."""
         if self.windows is None:
             return True
         names = {one.id for one in arrivals}
@@ -188,8 +188,8 @@ class Account:
 
 
 def _begun_ms(owed: Owed, arrivals: Sequence[Arrival]) -> float:
-    """When a fault could first have been the reason of the copies: when the message was sent, as a rule. Copies under
-    one id are of what was read once, and when that was is known where the message said a delay."""
+    """The first instant at which a fault could have caused the copies: usually the publish. Copies under one id have
+    one read, and a relative delay tells the instant of that read."""
     if owed.form.absolute or len({one.id for one in arrivals}) > 1:
         return owed.sent_ms
     return max(owed.sent_ms, arrivals[0].due_ms - owed.delay_ms - AFTERMATH_MS)

@@ -21,14 +21,14 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def _in_our_hands() -> None:
-    """It dies with us, and Ctrl-C in a terminal does not reach it beside us: whoever started it ends it."""
+    """Tie the daemon to this process: it dies with us, and Ctrl-C in a terminal reaches only us."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 async def command(config: Path | None, *arguments: str, environ: Mapping[str, str] | None = None) -> str:
-    """Run a command of the command line to its end; its output. Raises RuntimeError with what it printed. ``environ``:
-    as for the daemon."""
+    """Run a command of the command line to its end; return its output. Raises RuntimeError with that output when it
+    fails. ``environ``: as for the daemon."""
     process = await asyncio.create_subprocess_exec(
         *PROGRAM, *(("--config", str(config)) if config else ()), *arguments,
         env={**os.environ, **{f"DELAYER_{name}": value for name, value in (environ or {}).items()}},
@@ -41,7 +41,7 @@ async def command(config: Path | None, *arguments: str, environ: Mapping[str, st
 
 
 async def answered(config: Path, *arguments: str) -> Any:
-    """What a command says with --json."""
+    """The decoded output of a command with --json."""
     return json.loads(await command(config, *arguments, "--json"))
 
 
@@ -63,14 +63,14 @@ class DaemonProcess:
         self._program = program or PROGRAM
         self._arguments = ["--config", str(config)] if config else []
         ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
-        # Nothing is served unless somebody asks for it: daemons of several tests run beside each other.
+        # No HTTP unless a test asks for it: daemons of several tests run beside each other.
         fixed = {"DELAYER_LOG__FORMAT": "json", "DELAYER_HTTP__LISTEN": ""}
         if serving:
             del fixed["DELAYER_HTTP__LISTEN"]
         self._environ = ours | fixed | {f"DELAYER_{k}": v for k, v in environ.items()}
         self.events: list[dict[str, Any]] = []
         self.stray_lines: list[str] = []
-        # Whoever wants to hear each line as it comes.
+        # Called with each line as it comes.
         self.told: Callable[[dict[str, Any] | str], object] = lambda _: None
         self._news = asyncio.Condition()
         self._process: asyncio.subprocess.Process | None = None
@@ -133,11 +133,11 @@ class DaemonProcess:
             await asyncio.wait([ended], timeout=0.002)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 with suppress(ProcessLookupError):
-                    os.kill(self.pid, number)  # not send_signal, which may take the exit code from whoever waits for it
+                    os.kill(self.pid, number)  # send_signal may take the exit code from wait()
         return await ended
 
     def reload(self) -> None:
-        """SIGHUP; what comes of it is an event: "reloaded" or "reload refused"."""
+        """Send SIGHUP; the daemon answers with the event "reloaded" or "reload refused"."""
         self.signal(signal.SIGHUP)
 
     async def event(

@@ -1,9 +1,9 @@
 """`make demo`: the main job, before your eyes.
 
-Starts private servers and the daemon, sends messages with delays of 0 to 12 seconds in store mode, switches the daemon
-to native mode while they wait, sends as many again, and watches everything come back. Messages that are due in days
-and months are left parked, and an audit accounts for them. Exit code 0 only if every message came back exactly once,
-none of them early, body, properties and headers intact, and the audit finds the others and no violation.
+Starts private servers and the daemon, and sends messages with delays of 0 to 12 seconds in store mode. Switches the
+daemon to native mode while they wait, sends as many again, and watches all of them come back. Messages due in days and
+months stay parked, and an audit counts them. Exit code 0 only if every message came back exactly once, intact and not
+early, and the audit finds the parked ones and no violation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.stack import Stack, running_stack
 
 COUNT = {"store": 32, "native": 32}
 LONGEST_MS = {"store": 12_000, "native": 8_000}
-"""The last of the first ones end with the last of the others."""
+"""The last messages of both modes are due at about the same time."""
 SLACK = 15.0
 """Seconds to wait for stragglers after the last one is due."""
 
@@ -53,7 +53,7 @@ PARKING_SECONDS = 30.0
 async def park_far_ahead(stack: Stack, channel: AbstractChannel) -> None:
     """Renewals on a day of each week of the next quarter, and greetings that are all due in the first second of a year.
 
-    Returns when all of them are parked, so that the first messages to be seen do not wait behind them."""
+    Returns when all of them are parked, so that the messages to watch do not wait behind them."""
     now = datetime.now(UTC)
     await channel.declare_queue("mail.inbox", durable=True)
     orders = await channel.get_exchange("orders.in", ensure=False)
@@ -76,7 +76,7 @@ async def park_far_ahead(stack: Stack, channel: AbstractChannel) -> None:
 
 
 def show_audit(found: str, console: Console) -> int:
-    """Print what the command printed, and whether all that was parked is still here; the exit code."""
+    """Print the audit, and whether it finds every parked message; return the exit code."""
     console.print("\n[bold]delayer audit[/] [dim](--html FILE draws it as a page)[/]\n")
     console.print(found, markup=False)
     if f"  {LEFT} wait" not in found:
@@ -87,7 +87,7 @@ def show_audit(found: str, console: Console) -> int:
 
 
 async def watch(stack: Stack, ledger: Shown) -> str:
-    """Everything that happens, and the audit of what is left."""
+    """Run the demo; return the audit of the messages left parked."""
 
     def phase(text: str) -> None:
         ledger.console.print(f"[cyan]— {text}[/]")
@@ -111,12 +111,12 @@ async def watch(stack: Stack, ledger: Shown) -> str:
     found = await stack.delayer("audit")
     phase("stopping")
     await stack.daemon.stop()
-    await ledger.drained()  # what the daemon repeated, if anything, is in the queue by now
+    await ledger.drained()  # the daemon's repeats, if any, are in the queue by now
     return found
 
 
 def show_verdict(verdict: Verdict, console: Console, seconds: float) -> int:
-    """Print what the account came to; the exit code."""
+    """Print the verdict; return the exit code."""
     lost, early, changed, repeats = map(len, (verdict.missing, verdict.early, verdict.changed, verdict.repeats))
     console.print(f"\n{verdict.sent} sent: {lost} lost, {early} early, {changed} changed, {repeats} more than once.")
     try:

@@ -1,6 +1,6 @@
-"""Scripted stand-ins for ports, each for tests of one service: they do as told and note what was asked of them.
+"""Scripted stand-ins for ports, each for tests of one service: they follow a script and note each call.
 
-None of them is a broker or a store, and none pretends to be: what those do is for tests/conformance to say.
+None of them behaves like a broker or a store: tests/conformance says how those behave.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def ids() -> Callable[[], bytes]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the others go on until it is so. For what has no event of its own; the test's deadline bounds it."""
+    """Let other tasks run until the condition holds. For conditions without an event; the test's deadline bounds it."""
     while not condition():  # noqa: ASYNC110 - the conditions are counts and lists of scripts
         await asyncio.sleep(0)
 
 
 class Heartbeat:
-    """Which loops beat, and which said goodbye."""
+    """Notes the names of loops that beat, and of loops that said goodbye."""
 
     def __init__(self) -> None:
         self.beats: list[str] = []
@@ -73,7 +73,7 @@ class Heartbeat:
 
 
 class ScriptedSubscription:
-    """Hands out batches; an exception in the script is raised; at its end it is idle."""
+    """Hands out the script's batches and raises its exceptions; after its end there are no more batches."""
 
     def __init__(self, script: Iterable[Sequence[Delivery] | Exception] = ()) -> None:
         self.acked: list[tuple[int, bool]] = []
@@ -106,7 +106,7 @@ class ScriptedSubscription:
 
 
 class ScriptedConsumer:
-    """Gives out these subscriptions one after another, then the last one's queue is missing."""
+    """Gives out these subscriptions one after another, then raises BrokerLost."""
 
     def __init__(self, *subscriptions: ScriptedSubscription | Exception) -> None:
         self._left = deque(subscriptions)
@@ -119,7 +119,7 @@ class ScriptedConsumer:
 
 
 class ScriptedPublisher:
-    """Answers each message by what ``answers`` says of its routing key; confirms the others."""
+    """Answers a message with the entry of ``answers`` for its routing key; confirms the others."""
 
     max_properties = 100_000
 
@@ -153,7 +153,7 @@ class ScriptedPublisher:
 
 
 class ScriptedHolder:
-    """Notes what it holds; raises ``failure`` instead if there is one."""
+    """Notes the messages that it holds; raises ``failure`` instead if there is one."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
@@ -166,7 +166,7 @@ class ScriptedHolder:
 
 
 class ScriptedLane:
-    """A lane with one window. Claims come from a script; what happens to them is noted."""
+    """A lane with one window. Its claims come from a script, and it notes how the caller settles them."""
 
     def __init__(self, number: int = 1, claims: Iterable[Sequence[Due] | Exception] = (), hint: float = 3600.0) -> None:
         self.number = number
@@ -225,7 +225,7 @@ Parked = tuple[int, list[Parcel], list[bytes]]
 
 
 class ScriptedStore:
-    """Two lanes, more on request; ``on_write`` is called before a park is noted and may raise. Segments come from a
+    """Two lanes, more on request. Calls ``on_write`` before it notes a park, which may raise. Segments come from a
     script."""
 
     def __init__(self, lanes: int = 2) -> None:

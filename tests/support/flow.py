@@ -16,7 +16,7 @@ TURN = 0.1
 
 @dataclass
 class Flow:
-    """What was published so far, and for how long."""
+    """The number of messages published so far, and the seconds that took."""
 
     count: int = 0
     seconds: float = 0.0
@@ -31,8 +31,8 @@ class Flow:
 async def flowing(
     ledger: Ledger, rate: int, *, longest_ms: int = 5_000, delay_ms: int | None = None
 ) -> AsyncIterator[Flow]:
-    """Publish ``rate`` messages a second for as long as the body takes. Where the broker makes it wait it goes on at
-    that rate afterwards, and does not catch up."""
+    """Publish ``rate`` messages a second for as long as the body takes. After a wait for the broker it continues at
+    that rate and does not catch up."""
     over = asyncio.Event()
     flow = Flow()
     began = time.monotonic()

@@ -1,7 +1,7 @@
-"""What was sent through delayer and what came out, to the message: nothing lost, early or changed; what came twice.
+"""A ledger of every message sent through delayer and every arrival: it finds lost, early, changed and repeated ones.
 
 Publishes numbered messages (letters.py) over delayer's own wire, for speed, consumes the destination, and keeps the
-account (account.py). It outlives its broker: what was not confirmed is published again, under the same number.
+account (account.py). It outlives its broker: it publishes unconfirmed messages again, under the same number.
 
     async with Ledger.open(url, random.Random(7)) as ledger:
         await ledger.publish(20_000)
@@ -53,7 +53,7 @@ class Ledger:
         self.queue = queue
         self.account = Account()
         self.doomed = 0
-        """How many were published that have to be refused."""
+        """The number of published messages that the daemon must refuse."""
         self._news = asyncio.Event()
         self._publisher: Connection | None = None
         self._publishing: Channel | None = None
@@ -91,8 +91,8 @@ class Ledger:
                     await connection.close()
 
     async def declare(self) -> None:
-        """The exchange that due messages go to, and a durable queue that takes them all: a classic one, which leaves
-        what it delivers again as it was."""
+        """Declare the destination exchange and a durable queue for all its messages. The queue is a classic one, which
+        does not change a message when it delivers it again."""
         async with await aio_pika.connect(self._url) as connection:
             self._sorts = sorts_headers(connection)
             channel = await connection.channel()
@@ -101,7 +101,7 @@ class Ledger:
             await queue.bind(exchange, "#")
 
     def arguments(self) -> dict[str, Any] | None:
-        """Of the queue that takes them all."""
+        """The arguments of the destination queue."""
         return None
 
     async def publish(
@@ -114,12 +114,12 @@ class Ledger:
         step_ms: int = 0,
         doomed_ones: int = 0,
     ) -> None:
-        """Publish ``count`` more messages, and return when all are confirmed, however long the broker takes for that.
-        Delays are random unless ``delay_ms`` is given; then each is ``step_ms`` longer than the one before. Behind each
-        batch so many that have to be refused."""
+        """Publish ``count`` more messages, and wait without limit until all are confirmed. Delays are random unless
+        ``delay_ms`` is given; then each is ``step_ms`` longer than the one before. ``doomed_ones`` messages that the
+        daemon must refuse follow each batch."""
         for start in range(0, count, BATCH):
             async with self._turn:
-                # The instant is taken before the batch is made: what is due is never later than we claim.
+                # Take the instant before making the batch: no message is due later than the account says.
                 now_ms = int(time.time() * 1000)
                 batch = []
                 for number in range(start, min(start + BATCH, count)):
@@ -131,12 +131,12 @@ class Ledger:
 
     @asynccontextmanager
     async def silent(self) -> AsyncIterator[None]:
-        """Nothing is published meanwhile, not even what somebody is about to."""
+        """Hold back every publish meanwhile, also those that have begun and wait for their turn."""
         async with self._turn:
             yield
 
     def _compose(self, now_ms: int, delay_ms: int, absolute: bool | None) -> Outgoing:
-        """The next message, and what is owed for it."""
+        """The next message; its arrival is now owed."""
         number = self.account.sent
         form = self._letters.form(number, absolute)
         self.account.owe(form, now_ms + delay_ms, delay_ms)
@@ -144,11 +144,11 @@ class Ledger:
         return Outgoing(self._into, letter.routing_key, letter.properties, letter.body, b"%d" % number)
 
     def letter(self, number: int, owed: Owed) -> Letter:
-        """What is published under this number. A ledger of its own may have it say more."""
+        """The message with this number. A subclass may add to it."""
         return self._letters.letter(number, *owed)
 
     def _compose_doomed(self) -> Outgoing:
-        """The next message that has to be refused."""
+        """The next message that the daemon must refuse."""
         number, self.doomed = self.doomed, self.doomed + 1
         one = doomed(number)
         return Outgoing(self._into, one.routing_key, one.properties, one.body, b"%d" % (-1 - number))
@@ -177,8 +177,8 @@ class Ledger:
         return self._publishing
 
     def listener(self) -> Listener:
-        """For a connection of whoever reads the intake queue; one that nobody listens to makes the account find fault.
-        See Readings."""
+        """A listener for one connection that reads the intake queue. Give one to each such connection, or the account
+        reports faults. See Readings."""
         if self.account.readings is None:
             self.account.readings = Readings(self._into)
         return self.account.readings.listener()
@@ -222,12 +222,12 @@ class Ledger:
             last = delivery.tag
 
         def on_cancelled() -> None:
-            raise AssertionError("somebody deleted the ledger's queue")
+            raise AssertionError("the ledger's queue was deleted")
 
         await channel.consume(self.queue, on_delivery, on_cancelled)
 
     def _arrived(self, delivery: Delivery, at_ms: float) -> bool:
-        """Whether it is taken; else it is rejected, and becomes a dead letter of its queue."""
+        """Whether to acknowledge the delivery. Otherwise the ledger rejects it, and its queue dead-letters it."""
         self._news.set()
         number = NUMBER.unpack_from(delivery.body)[0] if len(delivery.body) >= NUMBER.size else -1
         if not 0 <= number < self.account.sent:
@@ -236,7 +236,7 @@ class Ledger:
         return self.judge(number, delivery, at_ms)
 
     def judge(self, number: int, delivery: Delivery, at_ms: float) -> bool:
-        """Put the arrival of that message down. Whether to take it, as above."""
+        """Note the arrival of that message. Whether to acknowledge it."""
         letter = self.letter(number, self.account.owed(number))
         gained = letter.gained(delivery.routing_key, delivery.properties, delivery.body, sorts=self._sorts)
         if gained is None:
@@ -247,7 +247,7 @@ class Ledger:
         return True
 
     async def until(self, done: Callable[[], bool], *, timeout: float | None = 45.0) -> None:
-        """Wait until ``done`` says so; it is asked whenever something arrived."""
+        """Wait until ``done()``, which is called after every arrival."""
         try:
             async with asyncio.timeout(timeout):
                 while not done():
@@ -261,7 +261,7 @@ class Ledger:
         await self.until(lambda: self.account.back >= self.account.sent, timeout=timeout)
 
     async def drained(self) -> None:
-        """Wait until everything that the destination queue has had is here."""
+        """Wait until every message of the destination queue has arrived here."""
         assert self._channel is not None, "consume first"
         while (await self.depths(self.queue))[self.queue]:
             self._news.clear()
@@ -280,7 +280,7 @@ class Ledger:
 
     @property
     def arrivals(self) -> Mapping[int, Sequence[Arrival]]:
-        """What arrived so far, by number."""
+        """All arrivals so far, by number."""
         account = self.account
         return {number: found for number in range(account.sent) if (found := account.arrivals_of(number))}
 
@@ -289,12 +289,12 @@ class Ledger:
         return self.account.arrived
 
     def verdict(self, standing: Mapping[str, int] | None = None) -> Verdict:
-        """The account as it stands; ``standing`` is what is left in refused, strays, held and so on."""
+        """The account now; ``standing`` counts the messages left in refused, strays, held and so on."""
         return self.account.verdict(standing or {})
 
 
 def sorts_headers(connection: aio_pika.abc.AbstractConnection) -> bool:
-    """See RabbitMQ.sorts_headers; by what the broker says of itself."""
+    """See RabbitMQ.sorts_headers; judged by the version in the broker's server properties."""
     assert connection.transport is not None
     version = connection.transport.connection.server_properties["version"]
     return int(version.partition(".")[0]) >= SORTS_FROM

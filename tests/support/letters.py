@@ -1,8 +1,8 @@
-"""The numbered messages of a ledger: what is published under a number, and what must come back, byte for byte. Pure.
+"""The numbered messages of a ledger: the bytes to publish under a number, and the bytes that must come back. Pure.
 
-A letter follows from the seed, its number and its delay, so it can be worked out again when it comes back: millions of
-them need no memory. What it must look like then is worked out without the code that is under test: its headers in their
-order, less the ones that said the delay, plus ``x-delayer-id`` and ``x-delayer-due``.
+A letter follows from the seed, its number and its delay. It is computed again when it comes back, so millions of them
+need no memory. The expected bytes are computed without the code under test: the headers in their order, less those
+that said the delay, plus ``x-delayer-id`` and ``x-delayer-due``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 NUMBER: Final = struct.Struct(">Q")
-"""How a body begins."""
+"""The beginning of a body."""
 KEYS: Final = b"ledger."
-"""How a routing key begins."""
+"""The beginning of a routing key."""
 DOOMED_KEYS: Final = b"doomed."
-"""How that of a doomed message begins."""
+"""The beginning of a doomed message's routing key."""
 LARGEST: Final = 200_000
 SIZES: Final = ((300, 0), (900, 100), (999, 2_000), (1_000, LARGEST))
-"""Of a thousand bodies, those up to the first figure have at most the second in bytes, behind their number."""
+"""Pairs of a limit and a size: of a thousand bodies, those below the limit have up to that size behind their number."""
 _ID = rb"\x0cx-delayer-idS\0\0\0[\x01-\x20]([0-9]{1,19}|[0-9a-f]{32})"
 _DUE = rb"\x0dx-delayer-duel(.{8})"
 _GAINED = re.compile(_ID + _DUE, re.DOTALL)
@@ -34,7 +34,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 class Form(IntEnum):
-    """How a letter says its delay."""
+    """The form in which a letter says its delay."""
 
     INT32 = 0
     INT64 = 1
@@ -82,8 +82,8 @@ SHAPES: Final[Sequence[Mapping[bytes, bytes]]] = (
 
 
 class Gained(NamedTuple):
-    """What a message came back with: its ``x-delayer-id`` and ``x-delayer-due``. ``resorted``: the headers that it had
-    before came back in the order of their names, and had another one."""
+    """The headers that a message gained: its ``x-delayer-id`` and ``x-delayer-due``. ``resorted``: its own headers came
+    back sorted by name, and were published in another order."""
 
     id: bytes
     due_ms: int
@@ -91,8 +91,8 @@ class Gained(NamedTuple):
 
 
 class Letter(NamedTuple):
-    """A message: its properties up to the header table and behind it, the table's entries as published (``said``) and
-    as they must come back (``kept``), and its body."""
+    """A message. ``head`` and ``tail`` are its properties before and behind the header table. ``said`` are the table's
+    entries as published, ``kept`` as they must come back."""
 
     routing_key: bytes
     head: bytes
@@ -108,11 +108,11 @@ class Letter(NamedTuple):
         return self.head + struct.pack(">I", len(table)) + table + self.tail
 
     def gained(self, routing_key: bytes, properties: bytes, body: bytes, *, sorts: bool = False) -> Gained | None:
-        """What it gained on its way, if that is all that became of it, else None.
+        """The headers that it gained on its way; None if anything else changed.
 
-        A quorum queue that delivers a message again puts its ``x-delivery-count`` in, and sorts the headers as it does
-        so (seen on RabbitMQ 3.10): whether that happened to this one is for the account to judge. A broker may also
-        ``sort`` every table that it hands over, what was gained included.
+        A quorum queue that delivers a message again adds ``x-delivery-count``, and sorts the headers (seen on RabbitMQ
+        3.10). The account judges whether that happened to this message. A broker with ``sorts`` sorts every table that
+        it hands over, gained headers included.
         """
         head, tail = self.head, self.tail
         if body != self.body or routing_key != self.routing_key:
@@ -142,15 +142,15 @@ class Letter(NamedTuple):
 
 
 def doomed(number: int) -> Letter:
-    """A message whose delay nobody can read: it has to be refused, and to stand in the refused queue as it came."""
-    # In no order of names, so that one who sorts them is seen.
+    """A message with an unreadable delay: the daemon must refuse it, and put it unchanged into the refused queue."""
+    # Not sorted by name, so that a test sees a broker or a daemon that sorts them.
     said = [(b"x-delay", text(said_by_doomed(number))), *SHAPES[number % len(SHAPES)].items(), (b"after", long(number))]
     head, tail = _around(number, b"doomed-%d" % number)
     return Letter(DOOMED_KEYS + b"%d" % (number % 5), head, said, said, tail, NUMBER.pack(number) + b"doomed")
 
 
 def said_by_doomed(number: int) -> bytes:
-    """For a delay."""
+    """The text in place of a delay."""
     return b"in %d moments" % number
 
 
@@ -162,7 +162,7 @@ class Letters:
         self._noise = random.Random(seed).randbytes(2 * LARGEST)
 
     def form(self, number: int, absolute: bool | None) -> Form:
-        """How that letter says its delay; ``absolute`` chooses among some of the forms."""
+        """The form of that letter's delay; ``absolute`` restricts the choice."""
         first, last = (0, 5) if absolute is None else (3, 5) if absolute else (0, 3)
         return Form(first + (self._bits(number) >> 56) % (last - first))
 
@@ -197,7 +197,7 @@ def message_id_of(number: int) -> bytes:
 
 
 def _delay(form: Form, due_ms: int, delay_ms: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
-    """The header that says the delay, and what is left of it in the end: x-delay with its sign turned."""
+    """The header that says the delay, and its remains at the destination: x-delay with its sign turned."""
     if form is Form.EPOCH:
         return [(b"x-deliver-at", long(due_ms))], []
     if form is Form.RFC3339:

@@ -1,4 +1,4 @@
-"""Captured logs, as entries of structlog and of the standard library in one list; and logging as it was before."""
+"""Captured log entries of structlog and of the standard library in one list; restored logging settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def capture_logs() -> Iterator[list[MutableMapping[str, Any]]]:
 
 @contextmanager
 def logging_as_it_was() -> Iterator[None]:
-    """Undoes after the block what a command or a daemon configured in it."""
+    """Undo, after the block, the logging settings of a command or a daemon in it."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

@@ -1,4 +1,4 @@
-"""A MariaDB of our own, for imports from MySQL's kin. It is a source only: nothing of ours is kept in it."""
+"""A MariaDB of our own, for imports from MySQL's kin. It is a source only: delayer keeps no data in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.processes import (
 
 
 class MariaDB(Server):
-    """Everybody on this machine is root there, by the password ``secret``: what must not be shown."""
+    """Every user of this machine can log in as root with PASSWORD, which no output may show."""
 
     PASSWORD = "s3cret-source"
 
@@ -81,7 +81,7 @@ class MariaDB(Server):
         self.execute(f"DROP DATABASE IF EXISTS {name}")
 
     def execute(self, sql: str, *, password: str = PASSWORD) -> None:
-        """Run one statement; for set-up, not for what a test is about."""
+        """Run one statement; for set-up, not for the subject of a test."""
 
         async def run() -> None:
             connection: Any = await asyncmy.connect(

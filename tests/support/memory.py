@@ -16,8 +16,8 @@ _PATIENCE = 5.0
 
 
 def out_of_memory(pid: int) -> bool:
-    """Put the process into a control group without memory, and return when it is dead. Where that is not allowed, or
-    it needs no more memory than it has, it is killed by us. Whether it was the kernel."""
+    """Put the process into a control group without memory, and return when it is dead. Kill it ourselves where that is
+    not allowed, or where the process needs no more memory. Return whether the kernel killed it."""
     group = _group(pid)
     try:
         if group is not None and _died(pid, _PATIENCE):

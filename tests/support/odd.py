@@ -1,8 +1,8 @@
-"""`delayer` with something odd about it: a host clock that can be set, or a bug, to see whether the harnesses notice.
+"""`delayer` with an adjustable host clock, or with a planted bug that the test harnesses must find.
 
     python -m tests.support.odd [--clock FILE] [--bug NAME] -- ARGUMENTS OF delayer
 
-The clock is the host's plus what stands in FILE, see :class:`Clock`.
+The clock is the host's plus the offset in FILE, see :class:`Clock`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OFFSET = struct.Struct("<q")
 
 
 class Clock:
-    """A file with the milliseconds by which a process is ahead of its host; seen at once by whoever has it open."""
+    """A file with the milliseconds by which a process is ahead of its host; processes map it into memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class Clock:
 
 
 def acknowledge_first() -> None:
-    """A crash loses what was read (G1)."""
+    """A crash loses messages that were read (G1)."""
     from delayer.intake.handle import IntakeHandler
 
     take = IntakeHandler.take
@@ -72,8 +72,8 @@ class _Like:
 
 
 def early() -> None:
-    """Rows and kept messages leave 200 ms before they are due; the cascade is a second too short, and nobody looks at
-    its end (G2)."""
+    """Rows and kept messages leave 200 ms before they are due. The cascade is a second too short, and the daemon does
+    not check the due instant at its end (G2)."""
     from delayer.core import plan
     from delayer.intake import consume
     from delayer.intake.handle import DueHandler
@@ -111,7 +111,7 @@ def twice() -> None:
 
 
 def forgetful() -> None:
-    """What the broker returns or does not take counts as delivered (G1), and is told in the log."""
+    """Messages that the broker returns or does not take count as delivered (G1); the log names them."""
     import structlog
 
     from delayer.broker.publisher import AmqpPublisher
@@ -129,7 +129,7 @@ def forgetful() -> None:
 
 
 def lenient() -> None:
-    """What has to be refused is thrown away (G5)."""
+    """The daemon drops a message that it must refuse (G5)."""
     from delayer.broker.publisher import AmqpPublisher
     from delayer.core.hold import CONFIRMED
 
@@ -144,7 +144,7 @@ def lenient() -> None:
 
 
 def new_id() -> None:
-    """What is released again after a crash, or comes out of the due queue again, has another x-delayer-id (G3)."""
+    """A message released again after a crash, or read again from the due queue, has another x-delayer-id (G3)."""
     from delayer.core.message import Due
     from delayer.intake import handle
     from delayer.release import loop
@@ -162,7 +162,7 @@ def new_id() -> None:
 
 
 def same_id() -> None:
-    """Two rows leave under one x-delayer-id: a consumer that knows copies by it drops one of them (G3)."""
+    """Two rows leave under one x-delayer-id: a consumer that drops copies by id loses one of them (G3)."""
     from delayer.core.message import Due
     from delayer.release import loop
 
@@ -187,7 +187,7 @@ def narrow() -> None:
 
 
 def sorts_headers() -> None:
-    """Headers leave in the order of their names (G4), which brokers from 4.0 on would have done before."""
+    """Headers leave sorted by name (G4). A broker from 4.0 on sorts them before the daemon reads them."""
     from delayer.amqp import edits
     from delayer.amqp.properties import Properties, splice
 
@@ -202,7 +202,7 @@ def sorts_headers() -> None:
     edits.released = broken
 
 
-# ---- in features of routes: each breaks what one of them promises
+# ---- in features of routes: each breaks the promise of one feature
 
 
 def keyless() -> None:
@@ -219,7 +219,7 @@ def keyless() -> None:
 
 
 def deaf_to_cancels() -> None:
-    """Who cancels hears that it is done, and it is not."""
+    """A cancel is answered as done, and the message stays."""
     from delayer.store.postgres import PostgresStore
 
     park = PostgresStore.park
@@ -231,7 +231,7 @@ def deaf_to_cancels() -> None:
 
 
 def impatient() -> None:
-    """What failed comes back after half of its pause."""
+    """A failed message comes back after half of its pause."""
     from delayer.core import plan
 
     wait_ms = plan.wait_ms
@@ -239,7 +239,7 @@ def impatient() -> None:
 
 
 def once_more() -> None:
-    """What failed comes back once more than is configured."""
+    """A failed message comes back once more than configured."""
     from delayer.core import plan
 
     failure = plan.failure
@@ -252,7 +252,7 @@ def once_more() -> None:
 
 
 def hurried() -> None:
-    """What is taken over goes out before the cascade would have let it out."""
+    """A message taken over goes out before the cascade would have delivered it."""
     from delayer.intake import takeover
 
     due_at_level = takeover.due_at_level
@@ -260,7 +260,7 @@ def hurried() -> None:
 
 
 def at_the_border() -> None:
-    """What is too short for the store does not wait at all."""
+    """A delay too short for the store does not wait at all."""
     from delayer.core import plan
 
     placed = plan._placed
@@ -273,7 +273,7 @@ def at_the_border() -> None:
 
 
 def unlimited() -> None:
-    """A limited route goes twice as fast as it may."""
+    """A limited route publishes at twice its rate."""
     from delayer.daemon import live_settings
 
     rates_of = live_settings.rates_of
@@ -281,14 +281,14 @@ def unlimited() -> None:
 
 
 def never_too_late() -> None:
-    """What falls due too late for its route is delivered all the same."""
+    """A message that falls due too late for its route is still delivered."""
     from delayer.daemon.live_settings import LiveSettings
 
     LiveSettings.late_limits = lambda self: {}  # type: ignore[method-assign]
 
 
 def lenient_at_intake() -> None:
-    """What is too late when it is published is delivered all the same."""
+    """A message that is too late at its publish is still delivered."""
     from delayer.core import plan
 
     plan.too_late = lambda *_: None
@@ -303,11 +303,11 @@ _PLANTED_IN_FEATURES: Final = (
 )  # fmt: skip
 BUGS: Final[Mapping[str, Callable[[], None]]] = {bug.__name__.replace("_", " "): bug for bug in _PLANTED}
 OF_FEATURES: Final = {bug.__name__.replace("_", " "): bug for bug in _PLANTED_IN_FEATURES}
-"""Those are found where the feature is used only (tests/faults/features)."""
+"""Bugs that only a test of their feature can find (tests/faults/features)."""
 
 
 def program(*, clock: Path | None = None, bug: str = "") -> tuple[str, ...]:
-    """What to start instead of ``delayer``."""
+    """The command line to start instead of ``delayer``."""
     arguments = [*(("--clock", str(clock)) if clock else ()), *(("--bug", bug) if bug else ())]
     return (sys.executable, "-m", "tests.support.odd", *arguments, "--")
 

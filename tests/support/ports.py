@@ -1,7 +1,7 @@
 """Free TCP ports that stay ours while a server is down.
 
-A server that is killed and started again wants its old port back, so a port is chosen where the kernel does not take
-ports for outgoing connections from, and reserved against other test runs for as long as this process lives.
+A server that is killed and started again needs its old port. So we choose ports outside the kernel's range for
+outgoing connections, and reserve them against other test runs for the life of this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def reserve() -> int:
-    """A port that nothing listens on and that no other rig on this machine was given."""
+    """A port that is free and that no other test run on this machine has reserved."""
     for port in random.sample(_candidates(), 200):
         if _reserved(port) and _is_free(port):
             return port
@@ -32,7 +32,7 @@ def _candidates() -> range:
 
 
 def _reserved(port: int) -> bool:
-    """An abstract socket is a lock that the kernel takes back when its owner dies, however it dies."""
+    """Lock the port by an abstract socket: the kernel frees it at every kind of death of its owner."""
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         lock.bind(f"\0delayer-rig-port-{port}")

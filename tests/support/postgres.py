@@ -1,4 +1,4 @@
-"""A Postgres of our own: fsync on, because promises are tested on it, and everything else small."""
+"""A Postgres of our own: with fsync, because tests of promises need it, and with little memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SETTINGS: Mapping[str, str | int] = {
     "shared_buffers": "64MB",
     "max_connections": 200,
     "max_wal_size": "512MB",
-    "dynamic_shared_memory_type": "mmap",  # inside the data directory: a kill leaves nothing in /dev/shm
+    "dynamic_shared_memory_type": "mmap",  # inside the data directory: a kill leaves no file in /dev/shm
     "timezone": "UTC",
     "log_timezone": "UTC",
     "log_line_prefix": "%m [%p] %d ",
@@ -43,8 +43,8 @@ _SETTINGS: Mapping[str, str | int] = {
 
 
 class Postgres(Server):
-    """`settings` are added to postgresql.conf. `tls`: certificate and key, PEM files, for those who ask for TLS.
-    Everybody on this machine is trusted.
+    """`settings` are added to postgresql.conf. `tls`: certificate and key, PEM files, for clients that ask for TLS.
+    The server trusts every user of this machine.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Postgres(Server):
         return self
 
     def stop(self) -> None:
-        """Sessions are ended, everything is written."""
+        """A fast shutdown: it ends sessions and writes a checkpoint."""
         self._end(signal.SIGINT, grace=30)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Postgres(Server):
 
     @property
     def data(self) -> Path:
-        """The directory of its files, for who damages them while it is stopped."""
+        """The directory of its files, for tests that damage them while it is stopped."""
         return self._data
 
     @property
@@ -107,13 +107,13 @@ class Postgres(Server):
         return self._log.read_text(errors="replace")
 
     def add_database(self, name: str | None = None, *, template: str = "template1") -> str:
-        """A fresh database, a copy of `template` (to which nobody may be connected); returns its name."""
+        """A fresh database, a copy of `template` (which must have no connections); returns its name."""
         name = name or f"test_{secrets.token_hex(6)}"
         self.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
         return name
 
     def add_store(self, name: str | None = None) -> str:
-        """A fresh database with our schema, to which nobody is connected; returns its name."""
+        """A fresh database with our schema and no connections; returns its name."""
         from delayer.store import upgrades  # alembic is slow to import
 
         name = self.add_database(name)
@@ -121,11 +121,11 @@ class Postgres(Server):
         return name
 
     def drop_database(self, name: str) -> None:
-        """Drop it, whoever is connected to it."""
+        """Drop the database and its connections."""
         self.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 
     def execute(self, sql: str, *, database: str = "postgres") -> str:
-        """Run one statement as superuser; for set-up, not for what a test is about."""
+        """Run one statement as superuser; for set-up, not for the subject of a test."""
 
         async def run() -> str:
             connection = await asyncpg.connect(self.url(database), timeout=10)
@@ -176,7 +176,7 @@ class Postgres(Server):
         return True
 
     def _free_shared_memory(self) -> None:
-        """A killed server leaves a System V segment of some bytes, which only its next start would reuse."""
+        """A killed server leaves a small System V segment, which only its next start would reuse."""
         try:
             shared_memory = (self._data / "postmaster.pid").read_text().splitlines()[6].split()[1]
         except (OSError, IndexError):

@@ -45,14 +45,14 @@ class Standby(Postgres):
         self._initialize()
 
     def recover(self, restore_command: str) -> None:
-        """Read the archived WAL to its end at the next start, and be a primary then, not a standby."""
+        """At the next start, read the archived WAL to its end and become a primary, not a standby."""
         (self._data / "standby.signal").unlink()
         (self._data / "recovery.signal").touch()
         with (self._data / "postgresql.conf").open("a") as config:
             config.write(f"restore_command = '{restore_command}'\narchive_mode = 'off'\n")
 
     def promote(self) -> None:
-        """Become the primary; returns when it is one."""
+        """Promote it; returns when it is the primary."""
         self.execute("SELECT pg_promote(true, 60)")
 
     def follows(self) -> bool:
@@ -62,7 +62,7 @@ class Standby(Postgres):
 
 
 class Filler(threading.Thread):
-    """Makes a file grow as far as there is room, again and again. ``full``: there was none."""
+    """Lets a file grow to the end of the disk, again and again. ``full``: the disk was full once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(daemon=True)
@@ -88,10 +88,11 @@ class Filler(threading.Thread):
 
 
 class SmallDisk(Postgres):
-    """All of it, its WAL too, on a disk of its own, of so many megabytes. Raises StartFailed where that cannot be had.
+    """A Postgres with data and WAL on a disk of its own, of so many megabytes. Raises StartFailed where the machine
+    allows no such disk.
 
-    ``scarce``: no file of the WAL lies ready but the one that is written to, and that has one megabyte: when the disk
-    is full it is the WAL that runs out first, and Postgres ends. Otherwise it is a table, and Postgres only says so.
+    ``scarce``: there is no spare WAL file, and a WAL file has one megabyte. On a full disk the WAL then fails first,
+    and Postgres ends. Otherwise a table fails first, and Postgres only reports an error.
     """
 
     def __init__(self, megabytes: int, *, scarce: bool = False) -> None:
@@ -114,13 +115,13 @@ class SmallDisk(Postgres):
             _run(self, "pg_resetwal", "--wal-segsize=1", str(self._data))
 
     def fill(self) -> None:
-        """Somebody else's file takes all the room that is left, and then whatever becomes free, until free()."""
+        """A file of another program takes all free room, and all room that becomes free, until free()."""
         self._filler = Filler(self._disk / "ballast")
         self._filler.start()
-        assert self._filler.full.wait(60), "there was always room"
+        assert self._filler.full.wait(60), "the disk never became full"
 
     def free(self) -> None:
-        """That file is gone."""
+        """Delete that file."""
         if self._filler is not None:
             self._filler.end()
             self._filler = None
@@ -129,7 +130,7 @@ class SmallDisk(Postgres):
         return self._is_ready()
 
     def ended(self) -> bool:
-        """By itself, after it was started."""
+        """Whether the server ended by itself."""
         return self._family is not None and not self._family.running
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ class SmallDisk(Postgres):
 
 @contextmanager
 def pgbouncer(postgres: Postgres, mode: str) -> Iterator[int]:
-    """The port of a PgBouncer in this pool mode. Raises StartFailed where it is not installed."""
+    """The port of a PgBouncer in this pool mode. Raises StartFailed if it is not installed."""
     program = find_program("pgbouncer", "/usr/sbin", of="PgBouncer")
     port = ports.reserve()
     config = postgres._directory / f"{port}.ini"
@@ -161,7 +162,7 @@ def pgbouncer(postgres: Postgres, mode: str) -> Iterator[int]:
 
 
 def _run(server: Postgres, program: str, *arguments: str) -> None:
-    """One of Postgres's own programs, as the user of the server."""
+    """Run one of Postgres's own programs as the server's user."""
     argv: Sequence[str | Path] = [server._programs / program, *arguments]
     log = server._directory / f"{program}.log"
     family = Family(argv, env=server._environment, cwd=server._directory, log=log, user=server._user)

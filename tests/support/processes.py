@@ -23,7 +23,7 @@ from tests.support import reaper
 
 T = TypeVar("T")
 
-# A server is not executed before the reaper knows of it: the shell waits for a line, and gives up when we die first.
+# A server starts only after the reaper knows of it: the shell waits for a line, and gives up if we die first.
 _WAIT_FOR_LEAVE = 'read -r leave && exec "$@" </dev/null'
 
 
@@ -75,8 +75,8 @@ def remove_directory(directory: Path) -> None:
 
 
 def mount_disk(directory: Path, megabytes: int) -> None:
-    """A small file system of its own in that directory, which exists and is empty. Raises StartFailed with the reason
-    where that cannot be had: mostly whoever is not root."""
+    """Mount a small file system on that directory, which exists and is empty. Raises StartFailed with the reason where
+    the mount fails: usually because we are not root."""
     _reaper().tell("unmount", directory)
     options = f"size={megabytes}m,mode=0755"
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
@@ -94,8 +94,8 @@ def unmount_disk(directory: Path) -> None:
 class Family:
     """A server process and every process it starts.
 
-    `user` is the account to run as (None: ours). `farewell` is the signal that ends it when we die without having
-    ended it. Standard output and error go to the end of the file `log`.
+    `user` is the account to run as (None: ours). The reaper sends `farewell` if we die before we ended the family.
+    Standard output and error go to the end of the file `log`.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Family:
         return [process.pid for process in reaper.family(self.pid)]
 
     def wait_ready(self, probe: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
-        """Return when the probe says so. Raise StartFailed when the process ended, or did not get there in time."""
+        """Return when the probe returns true. Raise StartFailed if the process ends before that, or at the timeout."""
         deadline = time.monotonic() + timeout
         while not probe():
             if not self.running:
@@ -149,28 +149,28 @@ class Family:
             time.sleep(0.02)
 
     def signal(self, sig: signal.Signals) -> None:
-        """To the first process alone."""
+        """Send a signal to the first process alone."""
         self._process.send_signal(sig)
 
     def pause(self) -> None:
-        """Stop all of it, parents first, so that nobody is started meanwhile."""
+        """Stop all processes, parents first, so that no new process starts meanwhile."""
         reaper.send(reaper.family(self.pid), signal.SIGSTOP)
 
     def resume(self) -> None:
         reaper.send(reaper.family(self.pid), signal.SIGCONT)
 
     def stop(self, sig: signal.Signals, grace: float) -> None:
-        """Ask the first process to end; kill whoever is left after `grace` seconds."""
+        """Ask the first process to end; kill the remaining processes after `grace` seconds."""
         reaper.end(self.pid, sig, grace)
         self._buried()
 
     def kill(self) -> None:
-        """SIGKILL to all of it, as a power cut would; returns when all are gone."""
+        """Send SIGKILL to all processes, like a power cut; returns when all are gone."""
         reaper.end(self.pid, signal.SIGKILL)
         self._buried()
 
     def wait(self, timeout: float) -> int:
-        """For a process that ends by itself: its exit code."""
+        """Wait for a process that ends by itself; return its exit code."""
         code = self._process.wait(timeout)
         _reaper().tell("forget", self.pid)
         return code
@@ -181,10 +181,10 @@ class Family:
 
 
 class Server(ABC):
-    """`with` starts it and leaves nothing behind.
+    """A private server: `with` starts it, and in the end removes its processes and files.
 
-    kill() and stop() keep the data and the ports, and start() continues from there; pause() and resume() stop and
-    continue every process of it. All methods block: from a coroutine, `await asyncio.to_thread(server.start)`.
+    kill() and stop() keep the data and the ports, and start() continues with them. pause() and resume() stop and
+    continue all its processes. All methods block: from a coroutine, `await asyncio.to_thread(server.start)`.
     """
 
     _family: Family | None = None
@@ -222,7 +222,7 @@ class Server(ABC):
         self.start()
 
     def pause(self) -> None:
-        """Connections stay open and nothing answers."""
+        """Connections stay open, and the server does not answer."""
         assert self._family, "not running"
         self._family.pause()
 
@@ -234,7 +234,7 @@ class Server(ABC):
         return self._family.pids() if self._family else []
 
     def _end(self, sig: signal.Signals, grace: float) -> None:
-        """Ask it to end, kill whoever is left after so many seconds."""
+        """Ask it to end; kill the remaining processes after `grace` seconds."""
         if self._family:
             self._family.stop(sig, grace)
             self._family = None
@@ -250,7 +250,7 @@ def tail(log: Path, lines: int = 40) -> str:
 
 
 def clean_environment(*prefixes: str) -> dict[str, str]:
-    """Our environment without the variables that would steer the server away from what we configure."""
+    """Our environment without the variables that would override our configuration of the server."""
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
@@ -261,7 +261,7 @@ def run_apart(work: Coroutine[Any, Any, T]) -> T:
 
 
 def find_program(name: str, *directories: str, of: str) -> Path:
-    """In one of these directories, or on PATH. ``of``: what it belongs to, which somebody has to install."""
+    """A program in one of these directories, or on PATH. ``of``: the product to install if it is missing."""
     for path in (*(Path(directory) / name for directory in directories), Path(shutil.which(name) or "/nowhere")):
         if path.exists():
             return path

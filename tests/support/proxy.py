@@ -1,4 +1,4 @@
-"""A TCP proxy to stand between us and a server, for what networks do: cut, fall silent, and come back.
+"""A TCP proxy between us and a server that simulates network faults: cut connections, silence, delays.
 
     async with Proxy(broker.port) as proxy:
         url = broker.url(vhost, port=proxy.port)
@@ -23,32 +23,32 @@ from tests.support import ports
 _CHUNK = 64 * 1024
 
 Listener = Callable[[bytes], None]
-"""Hears what one side of a connection says, each piece before the other side does."""
+"""Receives the bytes of one side of a connection, each piece before the other side does."""
 
 
 def deaf(_: bytes) -> None:
-    """Nobody listens."""
+    """Ignore the bytes."""
 
 
 class Proxy:
     """Forwards connections to `port` on the loopback interface.
 
-    cut()       reset every connection there is; new ones are accepted as before
-    refuse()    and accept nobody any more, until accept()
+    cut()       reset every connection; accept new ones as before
+    refuse()    cut(), and accept no connection until accept()
     stall()     read nothing and answer nothing, on old and new connections, until resume(): a dead peer behind a live
-                network. What was sent meanwhile goes through then
-    stall(to_server=False)  the same for the server's answers alone: requests arrive and take effect, and nobody hears
-    slow(...)   let every piece wait, or only so many bytes a second pass, in each direction of each connection, or in
-                one; until resume()
+                network. resume() forwards the bytes sent meanwhile
+    stall(to_server=False)  the same for the server's answers alone: requests arrive and take effect without an answer
+    slow(...)   delay every piece, or limit the bytes a second, in one or both directions of each connection, until
+                resume()
     """
 
     def __init__(self, port: int) -> None:
         self.port = ports.reserve()
         self.accepted = 0
         self.listener: Callable[[], Listener] = lambda: deaf
-        """Asked for a listener of each new connection."""
+        """Called for each new connection; returns the listener of its server side."""
         self.overhears: Listener = deaf
-        """Hears what clients say."""
+        """The listener of all client sides."""
         self.tls: ssl.SSLContext | None = None
         self._target = (ports.HOST, port)
         self._server: asyncio.Server | None = None
@@ -68,7 +68,7 @@ class Proxy:
 
     @property
     def connections(self) -> int:
-        """How many there are now."""
+        """The number of open connections."""
         return len(self._links)
 
     async def accept(self) -> None:
@@ -77,7 +77,7 @@ class Proxy:
             self._server = await asyncio.start_server(self._admit, ports.HOST, self.port, ssl=self.tls)
 
     async def refuse(self) -> None:
-        """Cut what there is, and be a port where nobody listens."""
+        """Cut every connection, and stop listening on the port."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -85,25 +85,25 @@ class Proxy:
 
     def cut(self) -> None:
         """Reset every connection, on both sides, without a goodbye."""
-        self._cuts += 1  # for those that are being made
+        self._cuts += 1  # for connections that are being made
         for link in list(self._links):
             link.cut()
 
     def lead_to(self, port: int) -> None:
-        """Forward new connections to another server; those that there are end."""
+        """Forward new connections to another server; cut the open ones."""
         self._target = (self._target[0], port)
         self.cut()
 
     def stall(self, *, to_server: bool = True, to_client: bool = True) -> None:
-        """Fall silent in these directions; whoever connects is accepted and hears nothing."""
+        """Fall silent in these directions; accept new connections, and stay silent there too."""
         if to_server:
             self._to_server.flowing.clear()
         if to_client:
             self._to_client.flowing.clear()
 
     def slow(self, *, delay: float = 0.0, bytes_per_second: float = float("inf"), to_client: bool = True) -> None:
-        """Forward each piece after ``delay`` seconds, and no more than so much, to the server, and to the client too
-        unless told otherwise."""
+        """Forward each piece after ``delay`` seconds, and at most so many bytes a second. This holds for the direction
+        to the server, and by default for the other one too."""
         for way in [self._to_server] + [self._to_client] * to_client:
             way.delay, way.bytes_per_second = delay, bytes_per_second
 
@@ -137,7 +137,7 @@ class Proxy:
 
 
 class _Way:
-    """What holds for everything that goes in one direction."""
+    """The state of one direction: flowing or stalled, its delay and its rate."""
 
     def __init__(self) -> None:
         self.flowing = asyncio.Event()
@@ -150,7 +150,7 @@ class _Way:
 
 
 class _End:
-    """One side of a connection, and who listens to what it says."""
+    """One side of a connection, and the listener to its bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: Listener = deaf) -> None:
         self.reader = reader
@@ -184,7 +184,7 @@ class _Link:
             direction.cancel()
 
     async def forward(self) -> None:
-        """Until one side ends, or the link is cut; then both end."""
+        """Forward until one side ends, or the link is cut; then close both sides."""
         await asyncio.wait(self._directions, return_when=asyncio.FIRST_COMPLETED)
         for direction in self._directions:
             direction.cancel()
@@ -194,7 +194,7 @@ class _Link:
 
 
 async def _pump(source: _End, sink: _End, way: _Way) -> None:
-    """Bytes in one direction, while they may flow, up to the end of the source or an error on either side."""
+    """Forward bytes in one direction while it flows, up to the end of the source or an error on either side."""
     with suppress(OSError):
         while True:
             await way.flowing.wait()

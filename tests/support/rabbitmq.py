@@ -1,4 +1,4 @@
-"""A RabbitMQ of our own: one node, loopback only, with an epmd of its own, so that the machine's are not touched."""
+"""A RabbitMQ of our own: one node, loopback only, with its own epmd, so it does not touch the machine's servers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.processes import (
 ROOT_VARIABLE = "TEST_BROKER_ROOT"
 """The environment variable that names a directory with another Debian in it, whose RabbitMQ is used instead of ours."""
 
-# In a mount namespace of its own, so that nothing is left mounted when its processes have ended, however they did.
+# In a mount namespace of its own: the kernel removes the mounts when the last process has ended.
 _ENTER = 'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
 
 # Debian's /usr/sbin/rabbitmq-server is a wrapper that insists on the user and the directories of the package.
@@ -58,10 +58,10 @@ class Certificates:
 
 
 class RabbitMQ(Server):
-    """See settle() before kill().
+    """One broker node. See settle() before kill().
 
-    `config` are further lines of rabbitmq.conf, `hidden` settings that it has no lines for. Users: guest/guest, who may
-    do everything everywhere.
+    `config` are further lines of rabbitmq.conf, `hidden` settings without lines there. The only user is guest/guest,
+    with all permissions.
 
     TEST_BROKER_ROOT=DIRECTORY uses the RabbitMQ of another Debian that was unpacked there (.ci/brokers); root only.
     """
@@ -101,7 +101,7 @@ class RabbitMQ(Server):
         return self
 
     def stop(self) -> None:
-        """Clients are told, and the management plugin takes five seconds to leave."""
+        """An orderly stop: it closes the clients' connections, and takes five seconds for the management plugin."""
         self._end(signal.SIGTERM, grace=30)
 
     def close(self) -> None:
@@ -124,12 +124,12 @@ class RabbitMQ(Server):
         return f"http://guest:guest@{ports.HOST}:{self.management_port}"
 
     def log(self) -> str:
-        """What the node has logged so far."""
+        """The node's log so far."""
         return (self._directory / "log" / "node.log").read_text(errors="replace")
 
     @cached_property
     def version(self) -> tuple[int, ...]:
-        """(3, 10, 8), say: by what it logs at its start, since its API may answer 500 for a moment after that."""
+        """Such as (3, 10, 8). From the log of its start, because the API may answer 500 just after that."""
         return tuple(map(int, re.findall(r"Starting RabbitMQ (\d+)\.(\d+)\.(\d+)", self.log())[-1]))
 
     @property
@@ -154,37 +154,37 @@ class RabbitMQ(Server):
 
     @property
     def falls_over_clipped_names(self) -> bool:
-        """Whether it ends the connection (541) when the reason to close a channel has to be clipped in the middle of a
-        character, as it does from 4.0 on."""
+        """Whether it ends the connection (541) if it must clip the reason of a channel's close inside a character, as
+        it does from 4.0 on."""
         return self.version >= (4,)
 
     @property
     def hides_queues(self) -> bool:
-        """Whether who may not configure a queue is not even told that it is there, as from 4.3 on."""
+        """Whether it hides that a queue exists from a user who may not configure the queue, as from 4.3 on."""
         return self.version >= (4, 3)
 
     @property
     def cancels_slow_consumers(self) -> bool:
-        """Whether it cancels the consumer of a quorum queue that leaves a delivery unacknowledged for the consumer
-        timeout, as from 4.3 on, and does not close its channel."""
+        """Whether it cancels a quorum queue's consumer after the consumer timeout, as from 4.3 on; older brokers close
+        the channel."""
         return self.version >= (4, 3)
 
     @property
     def counts_only_failed_deliveries(self) -> bool:
-        """Whether a quorum queue counts no delivery that comes back by ``basic.nack`` after the end of its consumer, as
+        """Whether a quorum queue does not count a delivery returned by ``basic.nack`` after the end of its consumer, as
         from 4.3 on."""
         return self.version >= (4, 3)
 
     @property
     def knows_old_messages(self) -> bool:
-        """Whether its code can still make messages of the form before 4.0, which the delayed-message plugin kept: that
+        """Whether its code can still make messages in the format before 4.0, which the delayed-message plugin kept. The
         plugin cannot run from 4.3 on."""
         return self.version < (4, 3)
 
     @cached_property
     def delays_messages(self) -> bool:
-        """Whether its quorum queues delay messages by ``x-opt-delivery-time``, as from 4.4 on. It asks by a message,
-        because a build of that branch says another version."""
+        """Whether its quorum queues delay messages by ``x-opt-delivery-time``, as from 4.4 on. Tested with a message,
+        because a build of that branch reports another version."""
         at = f"{quote(self.add_vhost(), safe='')}"
         queue = {"durable": True, "arguments": {"x-queue-type": "quorum"}}
         self.api("PUT", f"/api/queues/{at}/asked", queue)
@@ -219,7 +219,7 @@ class RabbitMQ(Server):
         self.api("PUT", f"/api/permissions/{quote(vhost, safe='')}/{quote(name, safe='')}", permissions)
 
     def api(self, method: str, path: str, body: object = None) -> Any:
-        """One request of the management API, as guest; the decoded answer, None if there is none."""
+        """Send one request to the management API as guest; return the decoded answer, or None."""
         headers = {
             "Authorization": "Basic " + base64.b64encode(b"guest:guest").decode(),
             "Content-Type": "application/json",
@@ -233,7 +233,7 @@ class RabbitMQ(Server):
         return json.loads(answer) if answer else None
 
     def ctl(self, *words: str) -> str:
-        """rabbitmqctl; costs a second or two, so only for what the API cannot do (alarms, closing connections)."""
+        """Run rabbitmqctl. It takes a second or two, so use it only where the API cannot help (alarms, say)."""
         done = subprocess.run(
             self._entering(self._programs / "rabbitmqctl", "--quiet", *words),
             env=self._environment, cwd=self._directory, capture_output=True, text=True, timeout=60, check=False,
@@ -245,8 +245,8 @@ class RabbitMQ(Server):
     def settle(self) -> None:
         """Call this before kill() if a queue was declared or a vhost was made within the last seconds.
 
-        RabbitMQ 3.10 writes down where a quorum queue's log lies up to three seconds after it has confirmed messages
-        into that queue. Killed before that, it comes back with a queue that never answers: its own loss, not ours.
+        RabbitMQ 3.10 writes the place of a quorum queue's log to disk up to three seconds after it confirmed messages
+        into that queue. If it is killed before that, the queue never answers again: its own loss, not ours.
         """
         self.ctl("eval", "[dets:sync(Table) || Table <- dets:all()].")
 
@@ -259,7 +259,7 @@ class RabbitMQ(Server):
         return [*enter, *map(str, argv)]
 
     def _inside(self, path: Path) -> Path:
-        """A path as the broker sees it. Files of others are copied to where it can."""
+        """A path as the broker sees it. A file outside its root is copied into it."""
         if self._root is None:
             return path
         if not path.is_relative_to(self._root):
@@ -275,7 +275,7 @@ class RabbitMQ(Server):
 
     def _is_ready(self) -> bool:
         plain = answers(self.port, b"AMQP\x00\x00\x09\x01") and answers(self.management_port, b"")
-        # RabbitMQ 4 may listen there last of all.
+        # RabbitMQ 4 may open its TLS listener last.
         return plain and (self.tls_port is None or answers(self.tls_port, b""))
 
     def _write_files(self, tls: Certificates | None, more: Mapping[str, str | int]) -> None:
@@ -310,9 +310,9 @@ class RabbitMQ(Server):
 
 
 def environment(at: Path, node: str, numbers: Mapping[str, int], hidden: Mapping[str, int]) -> dict[str, str]:
-    """``at``: its directory, as it sees it. ``numbers``: of its ports, by whose they are. ``hidden``: settings that
-    rabbitmq.conf has no lines for."""
-    # Two schedulers are plenty for tests, and on small machines idle ones must not spin.
+    """The environment of a broker with the directory ``at``. ``numbers``: its ports by variable. ``hidden``: settings
+    without lines in rabbitmq.conf."""
+    # Two schedulers are enough for tests, and on small machines idle ones must not spin.
     erl = "+S 2:2 +SDcpu 1 +SDio 4 +A 4 -kernel inet_dist_use_interface {127,0,0,1}"
     erl += "".join(f" -rabbit {name} {value}" for name, value in hidden.items())
     return clean_environment("RABBITMQ_", "ERL_", "NOTIFY_SOCKET", "LC_", "LANG") | {
@@ -333,7 +333,7 @@ def environment(at: Path, node: str, numbers: Mapping[str, int], hidden: Mapping
 
 
 def answers(port: int, greeting: bytes) -> bool:
-    """Whether something listens there and, if it was greeted, says something back."""
+    """Whether a server listens there and, after a greeting, answers."""
     try:
         with socket.create_connection((ports.HOST, port), timeout=2) as connection:
             connection.sendall(greeting)
@@ -343,7 +343,7 @@ def answers(port: int, greeting: bytes) -> bool:
 
 
 def find_programs(root: Path | None) -> Path:
-    """As the broker sees them: in ``root``, where there is one."""
+    """The broker's programs, as a path inside ``root`` if there is one."""
     if root is not None:
         for home in _HOMES:
             if (root / home.lstrip("/") / "rabbitmq-server").exists():

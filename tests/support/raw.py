@@ -1,7 +1,7 @@
 """Property bytes made and read by hand, and a client that sends and receives them as they are.
 
-`Props` knows nothing of delayer.amqp: it is what tests expect from the code there. The client uses the wire's
-connection, because no other client leaves the bytes alone, but only to move them.
+`Props` uses nothing of delayer.amqp, so tests can compare that code with it. The client uses the connection of
+delayer.amqp, but only to move bytes, because every other client changes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from delayer.core.message import Delivery, Outgoing
 
 
 class Value(NamedTuple):
-    """A typed value of a header table: its type byte, and every byte after that."""
+    """A typed value of a header table: its type byte, and the bytes after that."""
 
     kind: bytes
     raw: bytes
@@ -66,7 +66,7 @@ def table(*headers: Header) -> Value:
 
 
 def nested(levels: int) -> Value:
-    """A table with so many tables in each other."""
+    """A table with so many nested tables."""
     value = table()
     for _ in range(levels):
         value = table((b"t", value))
@@ -197,14 +197,14 @@ class Props:
         return value
 
     def without(self, *names: bytes, prefixes: tuple[bytes, ...] = ()) -> Self:
-        """Every header of these names is gone; the table stays, perhaps empty."""
+        """The properties without the headers of these names; the table stays, perhaps empty."""
         if self.headers is None:
             return self
         kept = [header for header in self.headers if header[0] not in names and not header[0].startswith(prefixes)]
         return replace(self, headers=tuple(kept))
 
     def sorted_if(self, sorts: bool) -> Self:
-        """As a broker that ``sorts`` hands them over: by name, the first of each; tables in tables stay."""
+        """The properties as a broker that ``sorts`` delivers them: by name, the first of each; nested tables stay."""
         if not sorts or self.headers is None:
             return self
         first: dict[bytes, Value] = {}
@@ -250,12 +250,12 @@ class Arrival(NamedTuple):
 
     @property
     def due_ms(self) -> int:
-        """What ``x-delayer-due`` says."""
+        """The value of ``x-delayer-due``."""
         return integer(self.props.one(b"x-delayer-due"))
 
 
 class Inbox:
-    """Everything that came out of one queue, acknowledged as it came, with the instant of its coming."""
+    """All arrivals of one queue with their instants; each is acknowledged at once."""
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
@@ -292,7 +292,7 @@ class Inbox:
         return True
 
     async def got(self, bodies: Iterable[bytes], timeout: float = 40.0) -> None:
-        """Wait until each of them arrived. Fails with what is missing."""
+        """Wait until each of them arrived; otherwise fail and name some missing ones."""
         missing = set(bodies)
 
         def done() -> bool:
@@ -326,7 +326,7 @@ class Raw:
         await self.connection.close()
 
     async def publish(self, *messages: Message) -> None:
-        """Publish all at once and wait for the confirms. Fails unless each is confirmed and routed."""
+        """Publish all at once and wait for the confirms. Fails unless the broker confirms and routes each message."""
         batch = [
             Outgoing(
                 message.exchange.encode(),
@@ -354,7 +354,7 @@ class Raw:
         return self._inboxes[queue]
 
     async def round_trip(self) -> None:
-        """What the broker had sent to our consumers before this was asked, is here."""
+        """Wait until every delivery that the broker sent before this call has arrived."""
         await self.channel.qos(1000)
 
 

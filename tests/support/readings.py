@@ -1,11 +1,11 @@
-"""How often each numbered message was read, overheard on the line between the broker and whoever reads its queues.
+"""Counts of how often each numbered message was read, taken by a proxy between the broker and its consumers.
 
     account.readings = readings = Readings(b"delayer.in")
     proxy.listener = readings.listener
 
-That bounds what may come out, whatever breaks meanwhile: a message has a new ``x-delayer-id`` only when it was read
-from the intake queue once more, comes out of the cascade once more only when it was read from the due queue once more,
-and has its headers sorted by a broker that sorts only what it delivers again only when it was delivered again.
+These counts limit the copies under every fault. A message gets a new ``x-delayer-id`` only by one more read from the
+intake queue. It comes out of the cascade again only by one more read from the due queue. A broker that sorts headers
+only at redelivery may sort them only if it delivered the message again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tests.support.verdict import Arrival, Owed
 
 _FRAME: Final = struct.Struct(">BHI")
 _AROUND: Final = 8
-"""Bytes of a frame beside its payload: what stands before it, and its end."""
+"""Bytes of a frame besides its payload: the head and the end byte."""
 _METHOD, _BODY = 1, 3
 _DELIVER: Final = b"\0\x3c\0\x3c"
 _REDELIVERED_AT: Final = 8
 """Bytes behind the consumer tag: the delivery tag is between."""
 _MOST: Final = 255
-"""Times that are counted; more are as many as anybody needs."""
+"""The largest count."""
 _NUMBERS: Final = 1 << 28
-"""A body that begins with a larger number is somebody else's."""
+"""A body that begins with a number from here on is not of a ledger."""
 _ROOM: Final = 4_096
 _RANDOM_ID: Final = 32
 """Digits of an id that is no row's number."""
@@ -37,7 +37,7 @@ class Readings:
     """Three bytes a message, and two for each of the doomed."""
 
     def __init__(self, into: bytes) -> None:
-        """``into``: the exchange that the ledger publishes to; what comes through another one is on its way already."""
+        """``into``: the exchange that the ledger publishes to. A message of another exchange is from the due queue."""
         self._into = into
         self._read, self._again, self._due = bytearray(), bytearray(), bytearray()
         self._doomed, self._doomed_again = bytearray(), bytearray()
@@ -45,7 +45,7 @@ class Readings:
         """Called with the number of each message that is read from the intake queue."""
 
     def listener(self) -> Callable[[bytes], None]:
-        """For one connection: takes what the broker says there, in pieces as they come."""
+        """A listener for one connection: takes the broker's bytes there in pieces."""
         return _Listener(self._handed)
 
     def read(self, number: int) -> int:
@@ -53,28 +53,28 @@ class Readings:
         return _of(self._read, number)
 
     def again(self, number: int) -> bool:
-        """Whether the broker itself says that it delivered it again, or it came back from a queue of somebody else."""
+        """Whether the broker marked a delivery as redelivered, or the message was dead-lettered from another queue."""
         return bool(_of(self._again, number))
 
     def due(self, number: int) -> int:
-        """How often it was read at the end of the cascade."""
+        """How often it was read from the due queue."""
         return _of(self._due, number)
 
     def doomed(self, number: int) -> int:
-        """How often the doomed message of that number was read: they have numbers of their own."""
+        """How often the doomed message of that number was read; doomed messages have numbers of their own."""
         return _of(self._doomed, number)
 
     def doomed_again(self, number: int) -> bool:
-        """As :meth:`again`, of a doomed one."""
+        """Like :meth:`again`, for a doomed message."""
         return bool(_of(self._doomed_again, number))
 
     def _handed(self, redelivered: bool, exchange: bytes, routing_key: bytes, body: bytes) -> None:
         if len(body) < NUMBER.size or (number := NUMBER.unpack_from(body)[0]) >= _NUMBERS:
             return
-        ours = routing_key.startswith(KEYS)  # and not the cascade's, or somebody else's
+        ours = routing_key.startswith(KEYS)  # else it is from the cascade or from another publisher
         if exchange != self._into:
             _count(self._due, number)
-            redelivered = True  # what was dead-lettered is sorted as well
+            redelivered = True  # a broker sorts the headers of a dead letter too
         elif ours:
             _count(self._read, number)
             self.heard(number)
@@ -86,17 +86,17 @@ class Readings:
             _count(self._again, number)
 
     def unaccounted(self, number: int, owed: Owed, arrivals: Sequence[Arrival]) -> str:
-        """What there is of a message beyond what its readings account for; nothing, as a rule."""
+        """A text about the ids that the reads of a message do not explain; empty if there are none."""
         read, due = self.read(number), self.due(number)
         names = {one.id for one in arrivals}
         random = sum(len(id) == _RANDOM_ID for id in names)
         rows = len(names) - random
         if random > read:
             return f"message {number}: {random} ids that are random, and it was read {read} times: {arrivals}"
-        # A reading makes one row at the most: parked, or held, which may follow either of the two readings.
+        # Each read makes one row at the most: parked, or held, which may follow a read from either queue.
         if rows > read + due:
             return f"message {number}: {rows} rows, and it was read {read} times, {due} times when due: {arrivals}"
-        # Copies of one id are the account's to judge: a fault may repeat a publish (G3), and only a fault.
+        # The account judges copies of one id: only a fault may repeat a publish (G3).
         return ""
 
 
@@ -112,7 +112,7 @@ def _count(counts: bytearray, number: int) -> None:
 
 
 class _Listener:
-    """One connection, the broker's side of it: of every delivery the method, and the beginning of the body."""
+    """Parses the broker's side of one connection: the method and the beginning of the body of every delivery."""
 
     def __init__(self, handed: Callable[[bool, bytes, bytes, bytes], None]) -> None:
         self._handed = handed
@@ -138,7 +138,7 @@ class _Listener:
 
 
 def _delivered(data: bytes, at: int) -> tuple[bool, bytes, bytes]:
-    """Whether again, exchange and routing key of the delivery whose consumer tag stands at ``at``."""
+    """The redelivered flag, exchange and routing key of the delivery with its consumer tag at ``at``."""
     at += 1 + data[at] + _REDELIVERED_AT
     redelivered, size = data[at] & 1 == 1, data[at + 1]
     key = at + 2 + size

@@ -1,14 +1,14 @@
-"""The process that ends our servers when we cannot: it watches a pipe, and when we are gone, however, it cleans up.
+"""The process that ends our servers when we cannot: it watches a pipe, and cleans up after our death of any kind.
 
 Run by `processes.py` as `python reaper.py`, in a session of its own so that Ctrl-C does not reach it. A line on its
-standard input is one instruction; the end of the input is the death of whoever wrote them.
+standard input is one instruction. At the end of the input the writer is dead, and the reaper follows them:
 
-    watch PID SIGNAL    end this process and its descendants: SIGNAL first, SIGKILL for whoever is left
-    forget PID          it was ended properly
-    unmount DIRECTORY   what is mounted there, if anything, after the processes
-    forget DIRECTORY    it was unmounted properly
-    remove DIRECTORY    delete this directory, after all that
-    forget DIRECTORY    it was deleted properly
+    watch PID SIGNAL    end this process and its descendants by SIGNAL, then the remaining ones by SIGKILL
+    forget PID          the writer ended it properly
+    unmount DIRECTORY   after the processes, unmount the file system there, if there is one
+    forget DIRECTORY    the writer unmounted it properly
+    remove DIRECTORY    after all that, delete this directory
+    forget DIRECTORY    the writer deleted it properly
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def send(processes: Iterable[psutil.Process], sig: int) -> None:
 def wait_dead(processes: Iterable[psutil.Process], timeout: float) -> None:
     """Return when all have ended, or after `timeout` seconds.
 
-    A zombie without threads has ended: its files, ports and memory are free; when init collects it is up to init.
-    (A zombie with threads is only its main thread: the others may still hold a port.)
+    A zombie without threads has ended: its files, ports and memory are free. In a zombie with threads only the main
+    thread has ended: the others may still hold a port.
     """
     deadline = time.monotonic() + timeout
     while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
@@ -64,7 +64,7 @@ def _is_alive(process: psutil.Process) -> bool:
 def end(pid: int, sig: int, grace: float = GRACE_SECONDS) -> None:
     """End the process and all its descendants, paused ones included, and return when they are gone.
 
-    `sig` goes to the process alone, which has `grace` seconds to end its own children; SIGKILL goes to all.
+    `sig` goes to the process alone, which has `grace` seconds to end its children. Then SIGKILL goes to all.
     """
     processes = family(pid)
     if not processes:

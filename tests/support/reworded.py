@@ -1,8 +1,8 @@
 """`delayer` with other words: every reason of a held, stray or refused message reads ``reworded``.
 
-python -m tests.support.reworded ARGUMENTS OF delayer
+    python -m tests.support.reworded ARGUMENTS OF delayer
 
-TEST_REWORDED=1 does so for a run of tests, in the process of the tests and in every daemon and command that they start.
+TEST_REWORDED=1 does so for a run of tests, in the tests' process and in every daemon and command that they start.
 """
 
 from __future__ import annotations

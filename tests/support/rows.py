@@ -1,4 +1,4 @@
-"""Messages as rows of a store, put there and read back by SQL of our own, wherever they stand: row or segment."""
+"""Messages as rows of a store, written and read back by SQL of our own, from rows and from segments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 def row(
     id_: int, due_ms: int, lane: int = 1, body: bytes = b"body", key: bytes | None = None, parked_ms: int = 1_000
 ) -> Row:
-    """A message like any other, as the daemon would have parked it."""
+    """An ordinary message, as the daemon would have parked it."""
     exchange, routing_key, properties = b"delayer.in", b"orders.eu", b"\x10\x00\x02"
     checksum = envelope.checksum(exchange, routing_key, properties, body)
     return Row(
@@ -63,7 +63,7 @@ def row(
 def rows(
     count: int, from_ms: int, *, lane: int = 1, first_id: int = 1, span_ms: int = DAY_MS, seed: int = 1
 ) -> list[Row]:
-    """Messages due at random instants of the time from ``from_ms`` on, in no order."""
+    """Messages due at random instants within ``span_ms`` from ``from_ms`` on, in no order."""
     chance = random.Random(seed)
     return [
         row(first_id + n, from_ms + chance.randrange(span_ms), lane, b'{"order": %d, "kind": "reminder"}' % n)
@@ -142,5 +142,5 @@ async def compact(admin: asyncpg.Connection, after_ms: int = 0, rows: int = pack
 
 
 def without_lanes(found: Mapping[int, Row]) -> dict[int, tuple[Any, ...]]:
-    """What stays of a message when it is restored: everything but its lane."""
+    """The rows without their lanes: a restore keeps everything but the lane."""
     return {number: one[1:] for number, one in found.items()}

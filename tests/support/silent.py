@@ -1,4 +1,4 @@
-"""Queues that answer nobody: their process stands still, as that of a quorum queue without its majority seems to."""
+"""Queues that never answer: their process is suspended, which looks like a quorum queue without its majority."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROCESS = (
 
 @asynccontextmanager
 async def silent(rabbitmq: RabbitMQ, vhost: str, queue: str) -> AsyncIterator[None]:
-    """Meanwhile that queue neither confirms nor refuses. Without its process nobody could delete it, nor its vhost."""
+    """Suspend the queue's process. If it were killed, the broker could not delete the queue or its vhost."""
     process = _PROCESS.format(vhost=vhost, queue=queue)
     await asyncio.to_thread(rabbitmq.ctl, "eval", f"{process}sys:suspend(Pid).")
     try:

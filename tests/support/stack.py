@@ -1,4 +1,4 @@
-"""Everything that a look at delayer needs: private servers, a schema, a configuration file, and the daemon."""
+"""A complete delayer to try: private servers, a schema, a configuration file, and the daemon."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stack:
     routes: Sequence[dict[str, object]] = ROUTES
     management_url: str = ""
     page: str = ""
-    """Host and port where the daemon serves HTTP; without one it does not."""
+    """Host and port where the daemon serves HTTP; empty: no HTTP."""
     daemon: DaemonProcess = field(init=False)
 
     def configure(self, mode: str) -> None:
@@ -47,7 +47,7 @@ class Stack:
         self.config.write_text("\n".join(lines) + "\n")
 
     async def delayer(self, *arguments: str) -> str:
-        """Run a command of the command line to its end; its output. Fails with what it printed."""
+        """Run a command of the command line to its end; return its output. Raises RuntimeError with the output."""
         return await command(self.config, *arguments)
 
 
@@ -55,7 +55,7 @@ class Stack:
 async def running_stack(
     mode: str, routes: Sequence[dict[str, object]] = ROUTES, *, page: bool = False
 ) -> AsyncIterator[Stack]:
-    """Servers, schema, daemon (with its ``page``); all of it gone at the end, whatever ends it."""
+    """Servers, schema and daemon (with its ``page``); the end of the block always removes all of them."""
     with ExitStack() as undo:
         directory = Path(tempfile.mkdtemp(prefix="delayer-stack-"))
         undo.callback(shutil.rmtree, directory, ignore_errors=True)

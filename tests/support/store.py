@@ -20,7 +20,7 @@ ROOM = 1 << 30
 
 
 def parcel(due_ms: int, body: bytes = b"body", **more: Any) -> Parcel:
-    """A message like any other."""
+    """An ordinary message."""
     values: dict[str, Any] = {
         "route": b"delayer.in",
         "exchange": b"delayer.in",
@@ -60,7 +60,7 @@ async def owned(store: Store, count: int = 1) -> AsyncIterator[list[Lane]]:
 
 
 async def claim_when_due(lane: Lane, limit: int = MANY, max_bytes: int = ROOM) -> list[Due]:
-    """Sleep as a release loop does, until a claim brings something."""
+    """Sleep as a release loop does, until a claim returns rows."""
     while True:
         await lane.wait(lane.sleep_hint())
         rows = await lane.windows[0].claim(limit, max_bytes)
@@ -69,7 +69,7 @@ async def claim_when_due(lane: Lane, limit: int = MANY, max_bytes: int = ROOM) -
 
 
 async def release_all(lane: Lane) -> list[Due]:
-    """Release whatever is due now."""
+    """Release every due row."""
     released: list[Due] = []
     while rows := await lane.windows[0].claim(MANY, ROOM):
         await lane.windows[0].settle(rows, [])
@@ -78,7 +78,7 @@ async def release_all(lane: Lane) -> list[Due]:
 
 
 async def release_from(store: Store, number: int) -> list[Due]:
-    """Take this lane as soon as it is free, release whatever is due now, and give the lane back."""
+    """Take this lane as soon as it is free, release every due row, and drop the lane."""
     lane = await taken(store, number)
     released = await release_all(lane)
     await lane.close()

@@ -1,7 +1,7 @@
 """A systemd of our own, as the first process of a small machine: namespaces of its own, over the files of this one.
 
-What is written in it stays in memory and goes with it. It has the network of this machine, so it reaches
-the servers of tests/support. No unit of this machine runs in it: only those that a test brings.
+Its writes stay in memory and end with it. It has the network of this machine, so it reaches
+the servers of tests/support. It runs no unit of this machine, only the units of a test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support import processes
 from tests.support.processes import Family
 
 PATHS: Final = ("/opt/checkout", "/opt/packages")
-"""Where this checkout and the packages of its Python are in there."""
+"""The places of this checkout and of its Python's packages inside the machine."""
 SYSTEMD: Final = Path("/usr/lib/systemd/systemd")
 UNITS: Final = "/etc/systemd/system"
 _CHECKOUT: Final = Path(__file__).parents[2]
@@ -36,9 +36,9 @@ _ENVIRON: Final = {
     "container": "delayer-test",
 }
 _APART: Final = ("--mount", "--pid", "--fork", "--uts", "--ipc", "--cgroup")
-# In namespaces of its own, $1 an empty directory. $2 is the checkout and $3 the packages of its Python: where
-# they lie, a hardened service may see nothing. Nothing else of the host is there to be written to but its control
-# groups, below the one that this was started in.
+# Runs in namespaces of its own. $1 is an empty directory, $2 the checkout, $3 the packages of its Python: a hardened
+# service may not see those two in their own places. The machine can write to nothing else of the host but its control
+# groups, below the group that started this.
 _MACHINE: Final = r"""
 set -e
 cd "$1"
@@ -66,14 +66,14 @@ for target in sysinit basic shutdown multi-user; do
 done
 pivot_root root root/run/host
 cd / && umount -l /run/host
-# As whoever starts a container does: systemd mounts credentials in a namespace of their own, and they must come here.
+# Like a container manager: systemd mounts credentials in a namespace of their own, and they must come here.
 mount --make-rshared /
 exec /usr/lib/systemd/systemd --system --unit=basic.target --log-target=console --show-status=no
 """
 
 
 def missing() -> str:
-    """Why no systemd of our own can be had here; nothing if it can."""
+    """The reason why this machine can run no systemd of our own; empty if it can."""
     if os.geteuid() != 0:
         return "only root can have a systemd of its own"
     if not SYSTEMD.is_file() or any(shutil.which(program) is None for program in ("unshare", "nsenter", "systemctl")):
@@ -89,7 +89,7 @@ def missing() -> str:
 
 
 def _control_group() -> Path:
-    """A name for one of our own, below ours."""
+    """The path for a new control group below ours."""
     ours = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
     mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
     root = next(Path(place) for _, place, kind, *_ in mounts if kind == "cgroup2")
@@ -97,7 +97,7 @@ def _control_group() -> Path:
 
 
 class Machine:
-    """Entered it runs; at the end all of it is gone."""
+    """A machine that runs inside its ``with`` block; the end of the block removes all of it."""
 
     def __enter__(self) -> Self:
         self._group = _control_group()
@@ -141,11 +141,11 @@ class Machine:
         return name == "systemd" and self.run("systemctl", "is-active", "basic.target", check=False).returncode == 0
 
     def file(self, inside: str) -> Path:
-        """A file of the machine, as it is seen from outside."""
+        """The path of a machine's file from outside."""
         return Path(f"/proc/{self._pid()}/root") / inside.lstrip("/")
 
     def run(self, *argv: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        """Run a program in it. Raises AssertionError with all that was said if it fails, unless not to ``check``."""
+        """Run a program in it. With ``check``, a failure raises AssertionError with the output and the log."""
         done = subprocess.run(
             ["nsenter", f"--target={self._pid()}", "--all", *argv],
             env=_ENVIRON, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False,
@@ -154,16 +154,16 @@ class Machine:
         return done
 
     def shown(self, unit: str, *properties: str) -> dict[str, str]:
-        """What `systemctl show` says of a unit."""
+        """The properties of a unit by `systemctl show`."""
         told = self.run("systemctl", "show", "--property", ",".join(properties), unit).stdout
         return dict(line.partition("=")[::2] for line in told.splitlines())
 
     def signal(self, unit: str, number: signal.Signals) -> None:
-        """To the main process of a unit."""
+        """Send a signal to the main process of a unit."""
         self.run("systemctl", "kill", "--kill-who=main", f"--signal={number.name}", unit)
 
     def install(self, program: str, lines: Sequence[str]) -> None:
-        """An executable file."""
+        """Write an executable file."""
         place = self.file(program)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""Certificates, good and bad ones, and a TLS listener before a server that speaks plainly.
+"""Certificates, good and bad ones, and a TLS listener before a server without TLS.
 
     papers = Papers.issue(tmp_path)
     async with TlsFront(broker.port, papers["expired"]) as front:
@@ -32,7 +32,7 @@ BAD: Mapping[str, str] = {
     SELF_SIGNED: "self-signed certificate|self signed certificate",
     STRANGER: "unable to get local issuer certificate",
 }
-"""What OpenSSL says of each."""
+"""OpenSSL's error for each."""
 _SSL_REQUEST = b"\x00\x00\x00\x08\x04\xd2\x16\x2f"
 _CHUNK = 64 * 1024
 
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Papers:
-    """``ca`` is the authority that clients are told to trust; ``pairs`` by name, ``client`` besides."""
+    """``ca`` is the authority that clients must trust. ``pairs`` has the servers' pairs by name, and ``client``."""
 
     ca: Path
     pairs: Mapping[str, Pair]
@@ -71,7 +71,7 @@ class Papers:
         for name, leaf in issued.items():
             pairs[name] = pair = _pair(directory, name)
             leaf.private_key_pem.write_to_path(pair.key)
-            # Without its authority's: clients have that already, or must not get it from here.
+            # Without the authority's certificate: clients have it already, or must not get it from here.
             leaf.cert_chain_pems[0].write_to_path(pair.certificate)
         return cls(directory / "ca.pem", pairs)
 
@@ -104,8 +104,8 @@ def _self_signed(directory: Path, now: datetime) -> Pair:
 
 
 class TlsFront(Proxy):
-    """A proxy that shows a certificate, and forwards what was decrypted. ``heard`` is the number of bytes that clients
-    said after a handshake: whoever turns back at the certificate has said nothing, its password least of all."""
+    """A proxy that shows a certificate and forwards the decrypted bytes. ``heard`` counts the bytes of clients after a
+    handshake. It stays 0 if a client rejects the certificate, so that client sent no password."""
 
     def __init__(self, port: int, pair: Pair, *, speaks: Literal["amqp", "postgres"] = "amqp") -> None:
         super().__init__(port)

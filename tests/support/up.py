@@ -1,7 +1,7 @@
 """`make run`: private servers and the daemon, up until Ctrl-C, with a queue to watch and the commands to try.
 
-What the daemon logs is shown as it comes. A daemon that ends is started again, as systemd would; the servers stay, so
-that a crash can be tried.
+The terminal shows the daemon's log as it comes. A daemon that ends is started again, as by systemd. The servers stay,
+so you can try a crash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUIET = frozenset({"partition made", "partition dropped", "broker connected"})
 """Events that tell a reader of this screen nothing. Warnings are always shown."""
 COLOURS = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
 PAUSE = 2.0
-"""Seconds that a daemon stays dead: long enough to see that nothing is lost meanwhile."""
+"""Seconds that a daemon stays dead: long enough to see that no message is lost meanwhile."""
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -62,13 +62,13 @@ Look around:
   delayer topology show
   delayer check
 
-Ctrl-C stops everything and deletes its data. From here on: what arrives, and what the daemon logs.
+Ctrl-C stops everything and deletes its data. From here on: arriving messages, and the daemon's log.
 """)
 
 
 def show(told: dict[str, Any] | str) -> None:
     """A line of the daemon's log, for people."""
-    if isinstance(told, str):  # what it says without its log: a mistake in the configuration, a traceback
+    if isinstance(told, str):  # a line outside the log: a mistake in the configuration, a traceback
         console.print(f"daemon:  {told}", markup=False)
         return
     told = dict(told)
@@ -82,7 +82,7 @@ def show(told: dict[str, Any] | str) -> None:
 
 
 async def show_arrivals(stack: Stack) -> None:
-    """A queue behind delayer.out, and a line for each message in it."""
+    """Bind a queue to delayer.out, and print a line for each message in it."""
     connection = await aio_pika.connect(stack.broker_url)
     channel = await connection.channel()
     exchange = await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)

@@ -1,4 +1,4 @@
-"""What an account comes to: the promises that were broken, and what came more than once. Pure."""
+"""The verdict on an account: broken promises, and messages that came more than once. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FIRST_FEW: Final = 20
 
 
 class Arrival(NamedTuple):
-    """One message at the destination. ``due_ms`` and ``id`` are what its x-delayer headers say, ``redelivered`` is of
-    the destination's queue. ``resorted``: its own headers were in the order of their names, and had another one."""
+    """One message at the destination. ``due_ms`` and ``id`` are from its x-delayer headers, ``redelivered`` is from the
+    destination's queue. ``resorted``: its own headers came sorted by name, and were published in another order."""
 
     at_ms: float
     id: bytes
@@ -24,7 +24,7 @@ class Arrival(NamedTuple):
 
 
 class Owed(NamedTuple):
-    """What is owed for a number: not before ``due_ms``, and exactly then if it was said as an instant."""
+    """A message owed: not before ``due_ms``, and with exactly that due instant if its delay was said as an instant."""
 
     form: Form
     due_ms: int
@@ -36,7 +36,7 @@ class Owed(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The time of a fault: from its beginning to when everything went on again."""
+    """The time of a fault: from its beginning until everything works again."""
 
     begin_ms: float
     end_ms: float
@@ -72,8 +72,8 @@ class Findings:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The account. ``repeats``: by number, every arrival of the messages that came more than once. ``unexcused``: those
-    of them that met no fault, where the times of the faults are known."""
+    """The account. ``repeats``: by number, every arrival of the messages that came more than once. ``unexcused``: the
+    repeated messages that met no fault, where the times of the faults are known."""
 
     sent: int
     missing: Sequence[int]
@@ -84,30 +84,29 @@ class Verdict:
     unexcused: Sequence[int] = ()
     standing: Mapping[str, int] = field(default_factory=dict)
     shared: Sequence[int] = ()
-    """Messages with the ``x-delayer-id`` of another one, which a consumer that knows copies by it would throw away. Of
-    one store there must be none; of two, numbers of rows are the same."""
+    """Messages with the ``x-delayer-id`` of another message, which a consumer that drops copies by id would lose. One
+    store must make none; two stores give out the same row numbers."""
     unaccounted: Findings = field(default_factory=Findings)
-    """More ids, or more copies, than a message was read; known where somebody listens to that (readings.py)."""
+    """Messages with more ids, or more copies, than reads; known where a proxy listens (readings.py)."""
     resorted: Sequence[int] = ()
-    """Messages with headers that came sorted, where nobody listens: the broker does that to what it delivers again."""
+    """Messages whose headers came sorted, without a proxy that listens: the broker sorts a message delivered again."""
 
     @property
     def repeated_at_release(self) -> int:
-        """Messages of which all copies have one ``x-delayer-id``: they were in the store, or in the cascade, once."""
+        """Messages whose copies all have one ``x-delayer-id``: they were in the store, or in the cascade, once."""
         return sum(len({one.id for one in arrivals}) == 1 for arrivals in self.repeats.values())
 
     @property
     def taken_in_twice(self) -> int:
-        """Messages that were read twice from the intake queue, by their publisher's ``message_id``: their copies have
-        that in common, and an ``x-delayer-id`` each."""
+        """Messages with a ``message_id`` of their publisher that were read twice from the intake queue: their copies
+        share the ``message_id`` and have an ``x-delayer-id`` each."""
         return sum(bool(message_id_of(number)) for number in self._read_twice())
 
     @property
     def nameless(self) -> int:
-        """The same, of messages to which their publisher gave no ``message_id``: no name marks their copies. They are
-        alike in everything that was published (or they count as changed), and in ``x-delayer-due`` too where the due
-        instant was said as such (or they count as early); one that was said as a delay has a later one in a later
-        copy, as it counts from when that was read."""
+        """The same for messages without a ``message_id``: no name marks their copies. The copies have the same bytes,
+        or they count as changed. They have the same ``x-delayer-due`` if the publisher said an instant, or they count
+        as early. A relative delay counts from each read, so a later copy has a later instant."""
         return sum(not message_id_of(number) for number in self._read_twice())
 
     @property
@@ -123,8 +122,8 @@ class Verdict:
         return (number for number, arrivals in self.repeats.items() if len({one.id for one in arrivals}) > 1)
 
     def assert_kept(self, *, repeats: bool = False, redelivered: bool | None = None) -> None:
-        """Nothing lost, early or changed, nothing left standing; nothing twice unless there was a fault. No headers
-        sorted, unless messages were ``redelivered`` on their way, as they may be wherever one may come twice."""
+        """Assert that no message is lost, early, changed or left standing, and none came twice without a fault. Headers
+        may be sorted only if messages were ``redelivered`` on their way, by default where ``repeats`` are allowed."""
         redelivered = repeats if redelivered is None else redelivered
         assert not self.missing, f"{len(self.missing)} of {self.sent} lost, the first: {self.missing[:10]}; {self}"
         assert not self.early, f"{len(self.early)} early, the first: {self.early[0]}"
@@ -137,7 +136,7 @@ class Verdict:
         assert not self.unaccounted, f"{len(self.unaccounted)} more than they were read: {self.unaccounted[0]}"
 
     def assert_apart(self) -> None:
-        """Every message has a name of its own: ask where there is one store."""
+        """Assert that every message has an id of its own; only for tests with one store."""
         assert not self.shared, f"{len(self.shared)} have the x-delayer-id of another: {self.shared[:10]}"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A plain client for what the daemon serves: one request, one answer, nothing followed and nothing remembered."""
+"""A plain HTTP client for the daemon's pages: one request, one answer, no redirects and no cookies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Web:
 
     @classmethod
     async def of(cls, daemon: DaemonProcess, *, after: int = 0) -> Web:
-        """Of a daemon that listens at a port of the system's choice; waits until it does."""
+        """A client of a daemon that listens at a port of the system's choice; waits until it listens."""
         return cls((await daemon.event("http served", after=after))["addresses"][0])
 
     async def get(self, path: str, **headers: str) -> Answer:
