@@ -1,4 +1,4 @@
-"""What had to be refused: each of them stands in the refused queue, as it came, with its reason."""
+"""Doomed messages: each of them stands in the refused queue, unchanged, with its reason."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ REASON: Final = b"x-delayer-refused"
 GAINED: Final = (b"x-delayer-id", REASON, b"x-delayer-exchange", b"x-delayer-routing-key", b"x-delayer-expiration")
 """In this order; the last only where the message had an expiration, which would act in the refused queue."""
 COUNTED: Final = (b"x-delivery-count", b"x-acquired-count")
-"""What a broker adds to what it delivers again."""
+"""Headers that a broker adds to a redelivery."""
 _ID: Final = re.compile(rb"[0-9a-f]{32}")
 
 
 class Doomed(NamedTuple):
-    """``again``: how many are there more than once. ``wrong``: in words, what is not as it was sent, or was refused
-    more often than it was read."""
+    """``again``: how many stand there more than once. ``wrong``: a text for each message that changed, or was refused
+    more often than read."""
 
     sent: int
     missing: list[int]
@@ -40,7 +40,7 @@ async def refused(fleet: Fleet) -> Doomed:
     """Read the refused queue to its end, with the daemons stopped."""
     found = [one.delivery for one in (await emptied(fleet, "delays.refused")).arrivals]
     account = fleet.ledger.account
-    assert account.readings is not None, "nobody listens to what is read"
+    assert account.readings is not None, "this account records no readings"
     judge = Judge(fleet.ledger.doomed, account.readings, sorts=fleet.rabbitmq.sorts_headers)
     return judge(found, faults=account.windows is None or bool(account.windows))
 
@@ -55,7 +55,7 @@ async def emptied(fleet: Fleet, queue: str) -> Inbox:
 
 
 class Judge:
-    """Of so many that were ``sent`` through ``exchange``, and read as ``readings`` say. ``sorts``: see
+    """Judges so many messages ``sent`` through ``exchange``, with their ``readings``. ``sorts``: see
     RabbitMQ.sorts_headers. Pure."""
 
     def __init__(self, sent: int, readings: Readings, *, sorts: bool = False, exchange: bytes = b"delayer.in") -> None:
@@ -65,10 +65,10 @@ class Judge:
         self._exchange = exchange
 
     def __call__(self, found: Iterable[Delivery], *, faults: bool = False) -> Doomed:
-        """``faults``: whether there was any that may be why one is there twice.
+        """``faults``: whether a fault may have repeated messages.
 
-        Each reading gives a message an ``x-delayer-id``. Copies with one id are one refusal, whose publish was in doubt
-        and done again: after a fault, and then as often as it was in doubt.
+        Each reading gives a message an ``x-delayer-id``. Copies with one id are one refusal that was published again:
+        only after a fault, once for each publish without a confirm.
         """
         counts: Counter[int] = Counter()
         ids: dict[bytes, int] = {}
@@ -98,8 +98,7 @@ class Judge:
                 yield f"doomed {number}: is there {count} times, and nothing broke"
 
     def _id_of(self, number: int, found: Delivery) -> bytes:
-        """Its ``x-delayer-id``. Raises AssertionError if it is another message than was sent, beside what it has to
-        have gained."""
+        """Its ``x-delayer-id``. Raises AssertionError if anything but the headers of a refusal changed."""
         letter = doomed(number)
         sent, came = Props.decode(letter.properties), Props.decode(found.properties)
         assert found.body == letter.body, f"its body is {found.body!r}"
@@ -122,7 +121,7 @@ class Judge:
         had, gained = sent.headers or (), tuple(zip(GAINED, values, strict=False))
         tables = [(had, gained)]
         if self._readings.doomed_again(number):
-            # How often, only the broker knows, and it sorts what it delivers again.
+            # Only the broker knows these counts, and it sorts the headers of a redelivery.
             counts = [(name, came.one(name)) for name in COUNTED if came.all(name)]
             tables.append((tuple(sorted((*had, *counts))), gained))
         for before, behind in tables:

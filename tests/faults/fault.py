@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 
 class Missed(Exception):
-    """There was nothing that the fault could break, so it was none: says what it looked for."""
+    """The fault found nothing to break. The message names the missing target."""
 
 
 class Untouched(Missed):
-    """And nothing else was done in looking for it, so nothing is excused by it either."""
+    """The fault changed nothing in its search for a target either, so it excuses no repeated message."""
 
 
 class Fault(NamedTuple):
-    """``kind`` is one of kinds.KINDS; ``target`` which daemon, where it is one of several; ``seconds`` how long it
-    lasts; ``detail`` what else its kind wants to know."""
+    """``kind``: one of kinds.KINDS. ``target``: the index of the daemon. ``seconds``: how long the fault lasts.
+    ``detail``: an argument of the kind."""
 
     kind: str
     target: int = 0

@@ -1,5 +1,5 @@
 """Two daemons, and everything around them that can break: servers of their own, a proxy before every connection, a
-clock for each, and a file that says the mode. What breaks it is in faults.py."""
+clock for each, and a file with the mode. The faults are in tests/faults/injections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVENTS_KEPT = 20_000
 BEGINNING = 200
 """Events of the log's beginning that are always kept, and tell whether it is ready."""
 STARTUP = 240.0
-"""Seconds within which a daemon is ready, on a machine where everybody starts at once."""
+"""Seconds within which a daemon is ready, on a machine where all processes start at once."""
 HEARD_OF = 20.0
 """Seconds within which the management has heard of a connection: the broker tells it every five."""
 
@@ -43,11 +43,11 @@ END $$;
 CREATE TRIGGER test_note_named AFTER INSERT ON held
     FOR EACH ROW WHEN (NEW.token IS NOT NULL) EXECUTE FUNCTION test_note_named();
 """
-"""Write down which rows keep the id that their message had before it was held: those do not come under their number."""
+"""Record the rows that keep the id of their message from before it was held: they do not come under their number."""
 
 
 class Kept:
-    """One of the daemons: started again by whoever ends it, with the proxies and the clock of its own."""
+    """One of the daemons, with its own proxies and clock. A fault that ends it starts it again."""
 
     def __init__(self, number: int, fleet: Fleet) -> None:
         self.number = number
@@ -56,7 +56,7 @@ class Kept:
         self.clock = Clock(fleet.directory / f"clock-{number}")
         self.log = (fleet.directory / f"daemon-{number}.log").open("a", buffering=1)
         self.told: Counter[str] = Counter()
-        """How often it said what, by event; all its processes together."""
+        """The number of log lines of each event, over all its processes."""
         self.process = DaemonProcess({})
         self._fleet = fleet
         self._meant = 0
@@ -89,12 +89,12 @@ class Kept:
 
     @property
     def up(self) -> bool:
-        """It is ready, so that it knows what to do when it gets a signal."""
+        """It is ready, so that it handles signals."""
         return self.process.running and any(one.get("event") == "ready" for one in self.process.events[:BEGINNING])
 
     @property
     def mode(self) -> str:
-        """In which it works, by its own word; empty before it has said so."""
+        """The mode that its log reports; empty before the first report."""
         said = [one for one in self.process.events if one.get("event") in ("starting", "mode switched")]
         return str(said[-1].get("now") or said[-1].get("mode")) if said else ""
 
@@ -108,7 +108,7 @@ class Kept:
 
     @asynccontextmanager
     async def meant(self) -> AsyncIterator[None]:
-        """Whoever ends the process in here does so on purpose; if it is left so, it stays so."""
+        """The block may end the process on purpose. A process that has ended by the end of the block stays down."""
         self._meant += 1
         try:
             yield
@@ -117,7 +117,7 @@ class Kept:
             self._left = None if self.process.running else self.process
 
     async def mind(self) -> None:
-        """Start it again whenever it ends by itself, and say so: no fault of somebody else is a reason to end."""
+        """Start it again each time it ends by itself, and record a surprise: no fault outside it may end it."""
         while True:
             process = self.process
             code = await process.wait(timeout=float("inf"))
@@ -129,11 +129,11 @@ class Kept:
                 )
                 await self.start()
             else:
-                await asyncio.sleep(0.1)  # perhaps whoever ended it starts another one
+                await asyncio.sleep(0.1)  # perhaps the fault that ended it starts another one
 
 
 class Fleet:
-    """Made by :meth:`open`. ``surprises`` are what should not have happened, beside what the ledger says."""
+    """Made by :meth:`open`. ``surprises``: unexpected events that the ledger does not show."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Fleet:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.environ = environ or {}
-        """What the daemons are told beside their place."""
+        """Environment variables of the daemons, beside those of their place."""
         self.rabbitmq = rabbitmq
         self.postgres = postgres
         self.directory = directory
@@ -157,12 +157,12 @@ class Fleet:
         self.config = directory / "delayer.toml"
         self.mode = ""
         self.more = ""
-        """What the file says beside the mode."""
+        """The lines of the file after the mode."""
         # To the place, native mode with a store is everything there is: the cascade and the rows.
         self.place = Place("native", rabbitmq.url(self.vhost), postgres.url(self.database), lanes=LANES)
         self.surprises: list[str] = []
         self.over = False
-        """From now on who ends is not started again."""
+        """From now on a daemon that ends is not started again."""
         self.daemons = [Kept(number, self) for number in range(1, daemons + 1)]
         self.ledger: Ledger
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -226,7 +226,7 @@ class Fleet:
 
     @asynccontextmanager
     async def holding(self, things: Iterable[str]) -> AsyncIterator[None]:
-        """Nobody else breaks these things meanwhile: "broker", "store", "daemon 1", …"""
+        """No other fault breaks these things during the block: "broker", "store", "daemon 1", …"""
         async with AsyncExitStack() as stack:
             for thing in sorted(set(things)):
                 await stack.enter_async_context(self._locks[thing])
@@ -250,14 +250,14 @@ class Fleet:
             await connection.execute(script)
 
     async def rows_back(self) -> int:
-        """With everything out of the store: rows that came under their number, and those that were held under the id
-        that they had in the cascade, or at once. As many as were counted as released, unless a row had two names."""
+        """Rows of the emptied store: those that came under their number, and those that were held under an earlier id.
+        The counter of releases is the same unless a row had two names."""
         named: int = await self.sql("SELECT count(*) FROM test_named")
         return self.ledger.account.rows_back + named
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncpg.Connection]:
-        """A session of somebody else."""
+        """A database session beside those of the daemons."""
         connection = await asyncpg.connect(self.postgres.url(self.database), timeout=10)
         try:
             yield connection
@@ -272,13 +272,13 @@ class Fleet:
         return quote(self.vhost, safe="")
 
     async def permit(self, pattern: str = ".*") -> None:
-        """What the daemons may configure, write and read."""
+        """Set the names that the daemons may configure, write and read."""
         permissions = {"configure": pattern, "write": pattern, "read": pattern}
         await self.api("PUT", f"/api/permissions/{self.quoted_vhost}/{USER}", permissions)
 
     async def close_connections(self) -> int:
-        """Let the broker close every connection of the daemons. How many: it hears of new ones within seconds, and is
-        asked until it knows some."""
+        """Let the broker close every connection of the daemons. Return how many. The management learns of new ones
+        within seconds, and is asked until it knows some."""
         closed = 0
         with suppress(AssertionError):
             for name in await eventually(self._connections, bool, timeout=HEARD_OF):
@@ -288,7 +288,7 @@ class Fleet:
         return closed
 
     async def _connections(self) -> list[str]:
-        """Of the daemons, that the broker has told the management of."""
+        """The daemons' connections that the management knows."""
         found = await self.api("GET", f"/api/vhosts/{self.quoted_vhost}/connections")
         return [one["name"] for one in found if one.get("user") == USER]
 
@@ -300,7 +300,7 @@ class Fleet:
         await eventually(self._consumers, lambda found: found == len(self.daemons), timeout=STARTUP)
 
     async def _consumers(self) -> int:
-        """Of the intake queue."""
+        """The number of consumers of the intake queue."""
         import aio_pika
 
         async with await aio_pika.connect(self.place.broker) as connection:
@@ -310,7 +310,7 @@ class Fleet:
     # ---- the end
 
     async def finish(self) -> None:
-        """Let the daemons work until nothing is left that could still come, then stop them as a person would."""
+        """Let the daemons work until no message can still come, then stop them by SIGTERM."""
         while True:
             await eventually(self.place.standing, lambda standing: not set(standing) - self.aside, timeout=120)
             for daemon in self.daemons:
@@ -321,17 +321,17 @@ class Fleet:
             await self.ledger.drained()
             if not set(await self.place.standing()) - self.aside:
                 return
-            # Given back at the stop: it had been read and not begun.
+            # The stop gave back messages that were read and not begun.
             for daemon in self.daemons:
                 async with daemon.meant():
                     await daemon.start()
 
     @property
     def strays(self) -> str:
-        """The queue for what the broker would not route."""
+        """The queue for messages that the broker could not route."""
         return "delayer.delay-strays"
 
     @property
     def aside(self) -> set[str]:
-        """Where messages may stand that are not under way any more, for everybody to see."""
+        """Queues of messages that are not under way any more."""
         return {self.strays, "delays.refused"}

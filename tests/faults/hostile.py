@@ -1,11 +1,11 @@
-"""Messages that want to do harm, or only look like it, and where each of them has to end.
+"""Messages that try to do harm, or only look like it, and the place where each must end.
 
 delivered   at its destination, once, not early, with every header that is not delayer's business
 refused     in the refused queue, with this reason
 held        in the store, or among the strays, with this reason
 turned away by the broker itself: the publisher's channel or connection is closed, and delayer never sees it
 
-What a broker has to be able to do to take it, where that is not every one, stands beside it (RabbitMQ).
+A case that only some brokers accept names the ability that it needs (RabbitMQ).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.raw import TYPES, VOID, Header, Message, Props, Value, array,
 STORE, NATIVE = "store", "native"
 MODES = (STORE, NATIVE)
 IMPERSONATOR = "impersonator"
-"""The user who may say that a message is somebody else's."""
+"""The user who may publish with another user's id."""
 
 
 class End(Enum):
@@ -48,7 +48,7 @@ class Hostile:
     arrives_as: bytes | None = None
     """The routing key at the destination, if it is another one."""
     needs: str = ""
-    """What a broker has to be able to do to take it (RabbitMQ); one that is not turns it away."""
+    """The ability that a broker needs to accept it (RabbitMQ); other brokers turn it away."""
 
     def message(self, body: bytes) -> Message:
         props = self.props
@@ -57,7 +57,7 @@ class Hostile:
         return Message(self.through, self.key, props, body.ljust(self.size, b"\xce"))
 
     def at(self, broker: RabbitMQ) -> Hostile:
-        """Where it ends at this one."""
+        """The case with its end at this broker."""
         return replace(self, end=End.TURNED_AWAY, reason="") if self.needs and not getattr(broker, self.needs) else self
 
 
@@ -103,13 +103,13 @@ ENVELOPE: tuple[Header, ...] = (
     (b"x-delayer-to-key", text("stolen")),
     (b"x-delayer-properties", octets(b"\0\0")),
 )
-"""What the daemon puts around messages in the cascade, with a destination that no configuration allows."""
+"""The envelope that the daemon puts around messages in the cascade, with a destination that no route allows."""
 
 PUBLISHER: Mapping[str, Hostile] = {
-    "user id of somebody else, believed by the broker": delivered(
+    "another user's id, believed by the broker": delivered(
         props=Props(headers=(SECOND,), user_id=b"somebody", delivery_mode=2), impersonated=True
     ),
-    "user id of somebody else": turned_away(props=Props(headers=(SECOND,), user_id=b"somebody")),
+    "another user's id": turned_away(props=Props(headers=(SECOND,), user_id=b"somebody")),
     "expiration that is no number": turned_away(props=Props(headers=(SECOND,), expiration=b"soon")),
     "expiration below zero": turned_away(props=Props(headers=(SECOND,), expiration=b"-1")),
     "expiration shorter than the delay": delivered(
@@ -128,7 +128,7 @@ PUBLISHER: Mapping[str, Hostile] = {
         props=Props(headers=(SECOND,), delivery_mode=255), needs="takes_any_delivery_mode"
     ),
     "transient": delivered(props=Props(headers=(SECOND,), delivery_mode=1)),
-    "a content class that nobody knows": turned_away(SECOND, content_class=61),
+    "an unknown content class": turned_away(SECOND, content_class=61),
 }
 TABLES: Mapping[str, Hostile] = {
     "every type of field": delivered(SECOND, *TYPES),
@@ -191,7 +191,7 @@ ADDRESSES: Mapping[str, Hostile] = {
     "the intake queue": refused(
         "leads into delayer's own queues", SECOND, (b"x-delay-routing-key", text("delays")), through="h.queue"
     ),
-    "a direct reply of nobody's": refused("to a direct reply", SECOND, through="h.queue", key=NO_REPLY.encode()),
+    "a direct reply without a consumer": refused("to a direct reply", SECOND, through="h.queue", key=NO_REPLY.encode()),
     "a direct reply, in the header": refused(
         "to a direct reply", (b"x-delay-routing-key", text(NO_REPLY)), through="h.queue"
     ),
@@ -209,13 +209,13 @@ ADDRESSES: Mapping[str, Hostile] = {
 
 
 def death(queue: str, *more: Header) -> tuple[Header, ...]:
-    """What only a broker should write: that this queue gave the message up."""
+    """The header that only a broker should write: this queue dead-lettered the message."""
     note = table((b"count", number("l", 1)), (b"reason", text("rejected")), (b"queue", text(queue)))
     return ((b"x-death", array(note)), *more)
 
 
 def forged(reason: str, *headers: Header) -> Hostile:
-    """Published straight to the exchange for dead letters. A broker may take such a header for its own, and off."""
+    """Published straight to the exchange for dead letters. A broker may remove such a header as its own."""
     return refused(f"{reason}|expected x-death", *headers, through="h.retry", key=b"anything")
 
 
@@ -251,7 +251,7 @@ SILENT: Mapping[str, Hostile] = {
     f"destination: silent{when}": held("no confirm within 8 s: exchange 'h.silent.out', key 'inbox'", "h.silent", delay)
     for when, delay in (("", 1000), (", at once", 0))
 }
-"""For a queue that neither confirms nor refuses: whoever plays these makes it so (tests/support/silent.py)."""
+"""For a queue that neither confirms nor refuses: the test makes it silent (tests/support/silent.py)."""
 FRAME, LARGEST = 4 << 20, 2 << 20
 ROOMY: Mapping[str, Hostile] = {
     "table: as long as a frame": refused("too long to carry", SECOND, (b"large", text("v" * (FRAME - 1072)))),
@@ -260,7 +260,7 @@ ROOMY: Mapping[str, Hostile] = {
     "address: a body of the broker's maximum": delivered(SECOND, size=LARGEST),
     "address: a body of more than that": turned_away(SECOND, size=LARGEST + 1),
 }
-"""For a broker that takes frames and bodies of so many bytes. Some of these end elsewhere at one that does not."""
+"""For a broker that takes frames and bodies of so many bytes. Some of these end elsewhere at other brokers."""
 GROUPS = {
     "publisher": PUBLISHER,
     "table": TABLES,

@@ -21,15 +21,15 @@ HOUR_MS: Final = 3_600_000
 MINUTE: Final = (60.0, 60.0)
 EVERYTHING: Final = ("broker", "store", "peace", *(f"daemon {number}" for number in range(DAEMONS)))
 ONE_OF_TWO: Final = ("daemon", "peace")
-"""What ends a daemon leaves the other one in peace."""
+"""A fault that ends a daemon leaves the other one alone."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``breaks`` is what it needs for itself meanwhile: "daemon" stands for the one that is its target. ``seconds``:
-    how long it lasts, from and to. ``often``: in ten minutes. ``details``: one of these. ``may_repeat``: whether it may
-    be why something comes twice. ``brief``: seconds that it may last without being that, with no other fault near it:
-    what makes everybody wait repeats nothing before a deadline has passed. docs/guarantees.md says this of each."""
+    """``breaks``: things that no other fault may touch meanwhile; "daemon" is its target. ``seconds``: its shortest and
+    longest duration. ``often``: how often in ten minutes. ``details``: one of these. ``may_repeat``: whether it may
+    repeat messages. ``brief``: seconds up to which a lone fault repeats nothing, as no deadline passes before.
+    docs/guarantees.md says this of each."""
 
     inject: Injection
     breaks: Sequence[str]
@@ -41,32 +41,32 @@ class Kind:
 
     @property
     def heading(self) -> str:
-        """Whose fault it is, for the table."""
+        """The broken part, as the heading of the table."""
         return self.inject.__module__.rpartition(".")[2]
 
     def excuses(self, fault: Fault, *, alone: bool) -> bool:
-        """Whether it may be why something comes twice. ``alone``: with no other one near it, before or behind."""
+        """Whether it may repeat messages. ``alone``: no other fault is near it, before or after."""
         return self.may_repeat(fault) and not (alone and fault.seconds <= self.brief(fault))
 
 
 def never(_: Fault) -> bool:
-    """What goes on in order repeats nothing."""
+    """An orderly stop repeats nothing."""
     return False
 
 
 def to_the_broker(fault: Fault) -> bool:
-    """A line to Postgres that is only slow repeats nothing; of a slow one to the broker a publish may be overdue."""
+    """A slow link to Postgres repeats nothing; a slow link to the broker may make a publish exceed its deadline."""
     return fault.detail == "broker"
 
 
 HALF: Final = 0.5
-"""Of a deadline: the other half is for a busy machine, which comes late to what has waited."""
+"""This part of a deadline: a busy machine needs the other half, as it serves waiting work late."""
 OF_A_PUBLISH: Final = HALF * CONFIRM_TIMEOUT
 OF_A_LANE: Final = HALF * IDLE_SECONDS
 
 
 def of_the_broker(_: Fault) -> float:
-    """A publish is not given up before that."""
+    """The daemon gives up no publish before that."""
     return OF_A_PUBLISH
 
 
@@ -76,7 +76,7 @@ def of_the_store(_: Fault) -> float:
 
 
 def of_the_line(fault: Fault) -> float:
-    """Of whoever is at its other end."""
+    """The limit of the server at the other end."""
     return OF_A_PUBLISH if to_the_broker(fault) else OF_A_LANE
 
 
@@ -87,7 +87,7 @@ _POINTS: Final = tuple(
     if point.startswith(("intake.", "publish.", "park.", "release."))
     for nth in (1, 2, 7, 25)
 )
-"""Rows of the crash tables, and which time a daemon has to come by there: the first may be before there is any load."""
+"""Points of the crash tables, and the pass at which the daemon dies: the first pass may come before any load."""
 
 KINDS: Final[Mapping[str, Kind]] = {
     "daemon killed": Kind(daemons.killed, ONE_OF_TWO, (0.0, 2.0), 12),
@@ -142,7 +142,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 def things(fault: Fault) -> Iterator[str]:
-    """What the fault needs for itself."""
+    """Things that no other fault may touch meanwhile."""
     kind = KINDS[fault.kind]
     for thing in kind.breaks:
         yield f"daemon {fault.target}" if thing == "daemon" else thing
@@ -151,8 +151,8 @@ def things(fault: Fault) -> Iterator[str]:
 
 
 async def inject(fleet: Fleet, fault: Fault) -> None:
-    """Break it and heal it. Returns when it is over; others that need the same things wait. Raises Missed if there was
-    nothing to break."""
+    """Break it and heal it. Returns when the fault is over; faults that need the same things wait. Raises Missed if
+    there was nothing to break."""
     async with fleet.holding(things(fault)):
         await KINDS[fault.kind].inject(fleet, fault)
 

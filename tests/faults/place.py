@@ -35,7 +35,7 @@ _IN_SEGMENTS = "SELECT coalesce(sum(messages), 0) FROM segment"
 async def eventually(
     look: Callable[[], Awaitable[T] | T], wanted: Callable[[T], bool] = bool, *, timeout: float = 30.0
 ) -> T:
-    """Look, here or in a coroutine, until what is seen is wanted: for what servers do not announce."""
+    """Call ``look``, a function or coroutine, until its result is wanted: for changes that servers do not announce."""
     seen: T | None = None
     try:
         async with asyncio.timeout(timeout):
@@ -51,9 +51,9 @@ async def eventually(
 
 @dataclass
 class Place:
-    """Where a daemon works. ``broker`` and ``store`` are URLs that the tests use, ``via_broker`` and ``via_store``
-    those of the daemon, which may lead through a proxy. ``tag`` begins the names of its queues and exchanges; the
-    cascade is shared by all places of a vhost."""
+    """The surroundings of a daemon. Tests use the URLs ``broker`` and ``store``; the daemon uses ``via_broker`` and
+    ``via_store``, which may lead through a proxy. ``tag`` begins the names of its queues and exchanges; all places of
+    a vhost share the cascade."""
 
     mode: str
     broker: str
@@ -139,7 +139,7 @@ class Place:
             return (await admin.depths([f"{self.tag}{queue}"]))[f"{self.tag}{queue}"] or 0
 
     async def bodies(self, queue: str) -> list[bytes]:
-        """What stands in a queue, from the head, without taking it."""
+        """The bodies in a queue, from the head; the messages stay there."""
         found = []
         async with await aio_pika.connect(self.broker) as connection:
             there = await (await connection.channel()).get_queue(queue)
@@ -166,7 +166,7 @@ class Place:
         return int(await self.ask(_IN_SEGMENTS))
 
     async def compact(self, rows: int = packing.ROWS) -> int:
-        """Pack all that waits, whenever it is due, with the daemons stopped. How many segments there are of it."""
+        """Pack all waiting messages of any due instant, with the daemons stopped. Return the number of segments."""
         assert self.store
         assert not any(daemon.running for daemon in self.daemons)
         async with sql(self.store) as connection:
@@ -175,7 +175,7 @@ class Place:
         return made
 
     async def standing(self, *, cascade: bool = True) -> dict[str, int]:
-        """Everything that has not gone out, in the broker and in the store; with or without the cascade's levels."""
+        """The number of undelivered messages by place, in broker and store, with or without the cascade's levels."""
         names = [f"{self.tag}{name}" for name in ("delays", "delays.refused")]
         if self.mode == "native":
             levels = cascade_of(self.settings)
@@ -196,7 +196,7 @@ class Place:
             return await conserved(connection)
 
     async def settle_accounts(self, ledger: Ledger) -> Verdict:
-        """With the daemons stopped: the account, with what still stands somewhere."""
+        """The account, with the messages that still stand somewhere; the daemons must be stopped."""
         assert not any(daemon.running for daemon in self.daemons), "a daemon still runs: the account would not hold"
         await ledger.drained()
         return ledger.verdict(await self.standing())
@@ -204,8 +204,7 @@ class Place:
     async def ended(
         self, ledger: Ledger, *, repeats: bool = False, redelivered: bool | None = None, timeout: float = 45.0
     ) -> Verdict:
-        """Wait for everything that is owed, and stop the daemons in order: every promise is kept, and the counters of
-        the store say the same."""
+        """Wait for all owed messages, and stop the daemons: every promise is kept, and the store's counters agree."""
         await ledger.all_back(timeout=timeout)
         for daemon in self.daemons:
             if daemon.running:
@@ -221,13 +220,13 @@ class Place:
 
 
 async def compact_all(connection: asyncpg.Connection, rows: int = packing.ROWS) -> int:
-    """Pack all that waits into segments of up to ``rows`` messages. How many were made."""
+    """Pack all waiting messages into segments of up to ``rows`` messages. Return how many segments."""
     return len(await compact(connection, rows=rows))
 
 
 async def stopped(daemon: DaemonProcess, timeout: float = 30.0) -> None:
     """Wait until the process stopped itself (SIGSTOP) at its fault point; fails if it ended instead. Raises
-    TimeoutError. No thread waits for it: of these there are few, and of daemons in a scene many."""
+    TimeoutError. No thread waits for it: a scene has more daemons than threads."""
     async with asyncio.timeout(timeout):
         while (state := _stopped_or_ended(daemon.pid)) is None:  # noqa: ASYNC110 - another process
             await asyncio.sleep(LOOK_SECONDS)

@@ -1,7 +1,7 @@
-"""The crash tables as scenes: every row's daemon comes to its point, something dies there, and all go on.
+"""The crash tables as scenes: each row's daemon reaches its point, a process or connection dies, and the rest goes on.
 
 A scene plays all rows at the same time, each in a place of its own, because most of their time is waiting; the broker
-and Postgres die once for all of them. Who dies:
+and Postgres die once for all of them. The deaths:
 
     daemon      SIGKILL at the point, then a new daemon
     broker      the daemon stops at the point (SIGSTOP), the broker is killed and started again, the daemon goes on
@@ -32,8 +32,8 @@ from tests.support.servers import Postgres, RabbitMQ
 DAEMON, BROKER, POSTGRES, BROKER_CUT, STORE_CUT = "daemon", "broker", "postgres", "broker cut", "store cut"
 
 WORKER = {"dead_letter_worker_publisher_confirm_timeout": 10_000}
-"""Milliseconds, where RabbitMQ has three minutes: so long may wait what falls due in the cascade while the broker comes
-back, because it is tried before the bindings are there again (docs/versions.md)."""
+"""Milliseconds, where RabbitMQ has three minutes. A message that falls due while the broker comes back may wait so
+long: the broker tries it before the bindings are there again (docs/versions.md)."""
 
 Copies = tuple[int, int]
 """How often a message arrives: at least, at most."""
@@ -42,9 +42,9 @@ ONCE, TWICE, PERHAPS_TWICE = (1, 1), (2, 2), (1, 2)
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a crash table. ``fault`` is the point and which time it counts; ``after`` what stands where when the
-    daemon is dead and its servers have noticed (``store``, ``out`` for what has arrived, else a queue); ``copies`` what
-    is delivered in the end, by who died. ``same_id``: copies, if any, have one x-delayer-id, else different ones.
+    """A row of a crash table. ``fault``: the point, and the pass that counts. ``after``: the messages by place after
+    the death (``store``, ``out`` for arrivals, else a queue). ``copies``: the deliveries in the end, by death.
+    ``same_id``: copies, if any, have one x-delayer-id, else different ones.
     ``step_ms``: how much later each message is due than the one before. One more message goes through before them, so
     that the daemon knows the exchange: else it publishes the first one alone.
     ``prepared``: "compacted" if the messages are in a segment when the daemon that comes to the point starts.
@@ -86,7 +86,7 @@ class Play:
         self._proxy = proxy
 
     async def begin(self) -> None:
-        """With a daemon that is ready; or on its way to the point, where the messages are there already."""
+        """Start the daemon and wait until it is ready. With prepared messages, do not wait: it goes to its point."""
         if self._proxy:
             await self.stack.enter_async_context(self._proxy)
         consume = self._died not in (BROKER, POSTGRES)
@@ -104,7 +104,7 @@ class Play:
             await eventually(lambda: self.place.ask(released), lambda count: count == 1)
 
     async def _prepare(self) -> None:
-        """Have the messages parked and compacted, with nobody at work."""
+        """Have the messages parked and compacted, with no daemon running."""
         # One lane, so that the messages make one segment, in however many batches they are parked.
         async with self.place.working(STORE__LANES="1"):
             await self._publish()
@@ -116,7 +116,7 @@ class Play:
         await self._ledger.publish(row.messages, delay_ms=row.delay_ms, absolute=row.absolute, step_ms=row.step_ms)
 
     async def come(self) -> None:
-        """The daemon comes to its point. One that kills itself there waits for nobody: another one goes on."""
+        """The daemon comes to its point. If it kills itself there, another daemon goes on at once."""
         if not self.row.prepared:
             await self._publish()
         if self._died != DAEMON:
@@ -236,36 +236,36 @@ class Scenes:
 
 
 async def told(place: Place) -> str:
-    """For a row that failed: what stands where, and what its daemons said last."""
+    """For a row that failed: the messages by place, and the ends of its daemons' logs."""
     try:
         async with asyncio.timeout(10):
             standing = str(await place.standing())
-    except (TimeoutError, BrokerLost, OSError) as error:  # the servers may be what failed it
+    except (TimeoutError, BrokerLost, OSError) as error:  # perhaps a server failed
         standing = repr(error)
     said = "".join(f"\na daemon's log ends:\n{daemon.tail()}" for daemon in place.daemons)
     return f"standing: {standing}{said}"
 
 
 async def work_off(place: Place, daemon: DaemonProcess) -> None:
-    """Let the daemon, and others after it, work until nothing is left that could still come: the copies that a fault
-    made travel behind the messages."""
+    """Let the daemon, and others after it, work until no message can still come: the copies that a fault made travel
+    behind the messages."""
     await emptied(place, daemon)
     while await place.standing(cascade=False):
-        # Given back at the stop: it had been read and not begun.
+        # The stop gave back messages that were read and not begun.
         async with place.daemon() as another:
             await emptied(place, another)
 
 
 async def emptied(place: Place, daemon: DaemonProcess) -> None:
-    """Let the daemon work until nothing is ready anywhere, then stop it as a person would."""
-    await daemon.ready()  # before that it does not know how to stop
+    """Let the daemon work until no queue has a ready message, then stop it by SIGTERM."""
+    await daemon.ready()  # before that it handles no signal
     await eventually(place.standing, lambda standing: not standing)
     assert await daemon.stop() == 0, daemon.tail()
 
 
 def check(row: Row, outcome: Outcome, copies: Copies) -> None:
-    """What every row claims: nothing lost, early or changed; as many copies as its claim allows, recognisable."""
-    # Somebody died with it in hand, so it is delivered again, and a broker may sort its headers then.
+    """The claims of every row: nothing is lost, early or changed, and only the claimed copies come, recognisable."""
+    # A process died with the message in hand, so the broker redelivers it, and may sort its headers.
     outcome.verdict.assert_kept(repeats=copies[1] > 1, redelivered=True)
     for number, arrivals in outcome.arrivals.items():
         assert copies[0] <= len(arrivals) <= copies[1], f"message {number}: expected {copies}, found {arrivals}"

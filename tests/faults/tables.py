@@ -21,8 +21,8 @@ def store(fault: str, copies: tuple[Copies, ...], after: Mapping[str, int], **mo
     return Row("store", fault, dict(zip(deaths, copies, strict=True)), after, **more)
 
 
-# A daemon that goes on after its connections are gone may publish over new ones what it had read over the old ones;
-# then the broker delivers it again: so "once" needs the daemon dead, or an acknowledgement that arrived.
+# A daemon that outlives its connections may publish a message over new ones that it had read over the old ones. Then
+# the broker delivers it again: so "once" needs the daemon dead, or an acknowledgement that arrived.
 READ = (ONCE, PERHAPS_TWICE, PERHAPS_TWICE)
 PUBLISHED = (PERHAPS_TWICE,) * 3
 CONFIRMED = (TWICE,) * 3
@@ -99,7 +99,7 @@ def restore(fault: str, rows: int, packed: int) -> Row:
 
 
 # Beside the design's tables: the process dies in the middle of restoring a segment. Nothing of it was ever published,
-# so nothing comes twice, whoever dies.
+# so nothing comes twice, whichever process dies.
 RESTORE: Mapping[str, Row] = {
     "lock of the segment": restore("restore.locked", 0, PACKED),
     "copy of its rows": restore("restore.copied", 0, PACKED),
@@ -109,5 +109,5 @@ RESTORE: Mapping[str, Row] = {
 
 
 def cases(rows: Mapping[str, Row]) -> list[tuple[str, str]]:
-    """Every row's name, with everybody who may die there."""
+    """Every row's name with each of its deaths."""
     return [(name, death) for name, row in rows.items() for death in row.copies]

@@ -1,5 +1,5 @@
-"""Clocks that are wrong, and clocks that are set: the store's rules where there is one; where there is none, whichever
-of two is later. Never early by the one that rules."""
+"""Wrong clocks, and clocks that are set. With a store its clock decides; without one, the later of two clocks. No
+message is early by the deciding clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEED = 8_000
 HOUR_MS = 3_600_000
 BACK_MS = 2_000
 
-# In a schema that is searched before pg_catalog: to everybody who asks in this database, this is the server's clock.
+# In a schema that is searched before pg_catalog: every session of this database reads this clock.
 _SKEW = """
 CREATE TABLE skew (ms bigint);
 INSERT INTO skew VALUES (0);
@@ -42,7 +42,7 @@ async def odd_daemon(place: Place, clock: Clock) -> AsyncIterator[DaemonProcess]
 
 
 async def in_the_cascade(place: Place) -> int:
-    """Messages that the daemon has read, judged by its clock, and sent on."""
+    """The number of messages that the daemon has sent into the cascade."""
     return sum(depth for name, depth in (await place.standing()).items() if "delay-level" in name)
 
 
@@ -50,7 +50,7 @@ async def in_the_cascade(place: Place) -> int:
 async def test_with_a_store_the_hosts_clock_does_not_matter(
     ahead_ms: int, vhost: str, store: str, tmp_path: Path
 ) -> None:
-    """Wrong from the start, or set while messages wait: they come when they are due, relative ones too."""
+    """Wrong from the start, or set while messages wait: messages come when they are due, relative ones too."""
     clock = Clock(tmp_path / "clock")
     clock.set(ahead_ms)
     place = await Place("store", vhost, store).declare()
@@ -66,9 +66,9 @@ async def test_with_a_store_the_hosts_clock_does_not_matter(
     assert max(late_ms) < 5_000
 
 
-async def test_without_a_store_a_clock_that_is_set_makes_nobody_early(vhost: str, tmp_path: Path) -> None:
-    """The cascade measures durations. Set forward while they wait, they come in time; set back, the daemon believes
-    that they are an hour early, and sends them round again: late, as by its clock, and never lost."""
+async def test_without_a_store_a_set_clock_makes_no_message_early(vhost: str, tmp_path: Path) -> None:
+    """The cascade measures durations. After a clock is set forward, messages come in time. After it is set back, the
+    daemon takes them for an hour early and sends them round again: late by its clock, never lost."""
     clock = Clock(tmp_path / "clock")
     place = await Place("native", vhost).declare()
     async with place.ledger(SEED + 1) as ledger, odd_daemon(place, clock) as daemon:
@@ -87,9 +87,11 @@ async def test_without_a_store_a_clock_that_is_set_makes_nobody_early(vhost: str
         assert await daemon.stop() == 0
 
 
-async def test_a_store_whose_clock_goes_back_at_a_failover(postgres: Postgres, vhost: str, store: str) -> None:
-    """All sessions end, and those that follow find a clock that is two seconds behind the one before: what was due
-    in one is not yet due in the other, and comes when it is."""
+async def test_messages_wait_for_a_store_clock_set_back_at_a_failover(
+    postgres: Postgres, vhost: str, store: str
+) -> None:
+    """All sessions end, and the next ones find a clock two seconds behind. Messages due by the old clock wait until the
+    new clock reaches their due instant."""
     connection = await asyncpg.connect(store)
     await connection.execute(_SKEW)
     name = store.rpartition("/")[2]

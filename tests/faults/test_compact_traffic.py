@@ -1,4 +1,4 @@
-"""Compaction and bulk restore beside daemons at work and people who cancel: an account of every message balances.
+"""Compaction and bulk restore beside working daemons and cancels: an account of every message balances.
 
 The jobs are the real ones, several at once, but for Spark: its tasks run in threads of this process.
 """
@@ -31,11 +31,11 @@ PORTIONS, MOST_PORTIONS = 10, 20
 PACKED_AFTER_MS = 1_000
 OF_A_SEGMENT = 100
 RESTORED_WITHIN_MS = 8_000
-"""Above the limit of packing: what is restored is packed again, and what is packed late is restored at once."""
+"""Above the limit of packing: restored messages are packed again, and messages packed late are restored at once."""
 ROUNDS = 4
-"""Of each of those who pack, restore and cancel, at least; they go on while messages come in."""
+"""The least number of rounds for each packer, restorer and canceller; they go on while messages come in."""
 AT_ONCE = 6
-"""Messages that somebody cancels."""
+"""Messages of one cancel."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -54,23 +54,23 @@ def in_threads(
 
 
 def quiet(_what: str, _done: int, _of: int) -> None:
-    """Nobody watches."""
+    """Report no progress."""
 
 
 @dataclass
 class Jobs:
-    """What is done to the store of ``url`` beside the traffic, and what came of it."""
+    """Jobs on the store of ``url`` beside the traffic, and their results."""
 
     url: str
     chance: random.Random = field(default_factory=lambda: random.Random(SEED))
     packed: int = 0
     again: int = 0
-    """Those of them that were packed by somebody who began after something had been restored, by whomever."""
+    """Messages packed by a job that began after the first restore."""
     restored: int = 0
     rounds: int = 0
-    """Of packing."""
+    """Rounds of packing."""
     gone: dict[int, FoundIn] = field(default_factory=dict)
-    """The ledger's numbers of cancelled messages, and where they were met."""
+    """The ledger's numbers of cancelled messages, and where the cancel found them."""
 
     def enough(self) -> bool:
         """Packed, restored, and packed again; and cancelled in both places."""
@@ -94,7 +94,7 @@ class Jobs:
         self.restored += done.messages
 
     async def cancel(self) -> None:
-        """Some of all that is there, as it was a moment ago: each may have gone elsewhere, or out, meanwhile."""
+        """Cancel some messages of a snapshot: each may have moved or left since."""
         async with sql(self.url) as connection:
             async with connection.transaction(isolation="repeatable_read", readonly=True):
                 standing = await everything(connection)
@@ -106,7 +106,7 @@ class Jobs:
 
 
 async def send(ledger: Ledger, jobs: Jobs) -> None:
-    """Messages due in some seconds and in twenty, in portions; where the machine is slow some more, one a round."""
+    """Send messages due in some seconds and in twenty, in portions; a slow machine gets more of them, one a round."""
     for portion in range(MOST_PORTIONS):
         if portion >= PORTIONS:
             if jobs.enough():
@@ -145,7 +145,7 @@ async def test_daemons_jobs_and_cancels_at_once(vhost: str, store: str, monkeypa
             assert [await one.stop(), await two.stop()] == [0, 0]
         verdict = await place.settle_accounts(ledger)
     print(f"{verdict}; packed {jobs.packed} ({jobs.again}), restored {jobs.restored}, {Counter(jobs.gone.values())}")
-    assert set(verdict.missing) == set(jobs.gone), "missing is what was cancelled, and nothing else"
+    assert set(verdict.missing) == set(jobs.gone), "only the cancelled messages are missing"
     assert not verdict.early
     assert not verdict.changed
     assert not verdict.repeats
@@ -154,5 +154,5 @@ async def test_daemons_jobs_and_cancels_at_once(vhost: str, store: str, monkeypa
     assert counters["parked"] == counters["released"] + len(jobs.gone)
     assert counters["cancelled"] == len(jobs.gone)
     assert counters["compacted"] == jobs.packed
-    assert counters["restored"] == counters["compacted"] >= jobs.restored, "some, perhaps, by the daemons"
+    assert counters["restored"] == counters["compacted"] >= jobs.restored, "the daemons may restore some too"
     assert jobs.enough()

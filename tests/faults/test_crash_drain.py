@@ -16,7 +16,7 @@ MESSAGES = 600
 DELAY_MS = 60_000
 PORTION = 100
 LOWEST = 2
-"""The lowest level that is emptied, of 4 s: what stands below comes out meanwhile."""
+"""The lowest level that is emptied, of 4 s: messages in lower levels come out meanwhile."""
 PROGRAM = f"""
 from delayer.cli import drain
 from delayer.imports import queues
@@ -29,7 +29,7 @@ main()
 
 
 async def drained(place: Place, to: str, fault: str = "") -> tuple[int, str]:
-    """Its exit code, and what it said."""
+    """Run the drain. Return its exit code and output."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
     environ |= {f"DELAYER_{name}": value for name, value in (place.environ | {"MODE": to}).items()}
     process = await asyncio.create_subprocess_exec(
@@ -77,5 +77,5 @@ async def test_killed_at_every_step_there_and_back(vhost: str, store: str) -> No
     counters = await place.conserved()
     print(verdict, counters)
     verdict.assert_kept(repeats=True)
-    # In doubt: a portion without its confirms, one without its commit, and one that an import committed, not removed.
+    # Perhaps repeated: a portion without its confirms, one without its commit, and one committed and not removed.
     assert 0 < len(verdict.repeats) <= 3 * PORTION

@@ -54,7 +54,8 @@ def write(path: Path) -> list[bytes]:
 
 
 async def delayer(store: str, *arguments: str, fault: str = "", **more: str) -> tuple[int, str, str]:
-    """Its exit code and what it said. In this process, unless it is to be killed: a new interpreter takes a second."""
+    """Run a command: its exit code, output and errors. Only a command with a fault gets its own process: a new
+    interpreter takes a second."""
     nothing = {name: None for name in os.environ if name.startswith("DELAYER_")}
     environ = {"DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": store, **more}
     if not fault:
@@ -89,7 +90,7 @@ STEPS = [
 
 
 def of_steps(*default: str, steps: Sequence[tuple[str, int]] = STEPS) -> list[Any]:
-    """All of them; those that are not ``default`` take longer than one wants to wait every day."""
+    """All steps; those not in ``default`` are marked ``long``."""
     return [pytest.param(*step, marks=() if step[0] in default else pytest.mark.long) for step in steps]
 
 
@@ -101,21 +102,20 @@ async def gone(store: str) -> None:
 
 
 async def killed(store: str, *arguments: str, fault: str, **more: str) -> None:
-    """It dies at the point."""
     code, out, told = await delayer(store, *arguments, fault=fault, **more)
     assert code == -signal.SIGKILL, (out, told)
     await gone(store)
 
 
 async def report(store: str, *arguments: str, expect: int = 0, **more: str) -> Any:
-    """What it says with --json."""
+    """The command's output with --json."""
     code, out, told = await delayer(store, *arguments, **more)
     assert code == expect, told
     return json.loads(out)
 
 
 async def parked(store: str) -> list[bytes]:
-    """The bodies in the store, whose counters know of each."""
+    """The bodies in the store, after a check that its counters agree."""
     async with sql(store) as admin:
         bodies = sorted(body for (body,) in await admin.fetch("SELECT body FROM message"))
         assert (await conserved(admin))["parked"] == len(bodies)
@@ -161,7 +161,7 @@ async def test_abort_instead(store: str, tmp_path: Path, fault: str, committed: 
     assert len(await parked(store)) == committed
     async with sql(store) as admin:
         assert await admin.fetchval("SELECT count(*) FROM import_item") == 0
-    if committed:  # the whole file again would bring those once more
+    if committed:  # the whole file again would import these messages twice
         code, _, told = await delayer(store, "import", "jsonl", "run", *arguments)
         assert code == 1
         assert "Next: --again" in told
@@ -197,7 +197,7 @@ async def test_tables_are_in_one_place_only(store: str, source: Source, fault: s
     url = {"DELAYER_IMPORT_URL": source.url}
     await killed(store, *RUN, fault=fault, **url)
     assert len(await parked(store)) == committed
-    # What a person is shown who is asked whether to go on: what is there yet, and that it is this import.
+    # The preview shows an operator the remaining messages, and the unfinished import.
     seen = await report(store, "import", "nservicebus-sql", "preview", *RUN[3::2], **url)
     at_least, at_most = COUNT - committed, COUNT - max(0, committed - BATCH)
     assert at_least <= seen["messages"] <= at_most
@@ -208,7 +208,7 @@ async def test_tables_are_in_one_place_only(store: str, source: Source, fault: s
     assert [await source.rows(name) for name in TABLES] == [[], []]
 
 
-async def test_a_removal_that_a_crash_of_the_source_undid(store: str, source: Source) -> None:
+async def test_a_removal_undone_by_a_source_crash_imports_nothing_twice(store: str, source: Source) -> None:
     """The store knows how far it is in every table, not only in those of the last batch: nothing comes in twice."""
     rows = [source.timeout(n, NOON + timedelta(seconds=n)) for n in range(COUNT)]
     for name, some in zip(TABLES, (rows[:BATCH], rows[BATCH:]), strict=True):

@@ -1,5 +1,5 @@
-"""An import out of queues that is killed at every step, or whose connection breaks or goes silent behind a commit: run
-again, everything is in the store or in its queue, once, and nothing is said to be done that is not."""
+"""An import out of queues that is killed at every step, or loses its connection behind a commit. After another run each
+message is in the store or in its queue, once, and the report is true."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """The queue that the messages stand in, and the words of the import."""
 SOME = range(1, COUNT)
-"""A batch or two of them; how much comes in one is the broker's."""
+"""A batch or two; the broker decides how much comes in one."""
 STEPS = {
     "import.begun": range(1),
     "import.staged": range(1),
@@ -54,7 +54,7 @@ class Broker:
     queue: str
 
     async def fill(self, seconds: int = SECONDS, expiration: bytes | None = None) -> dict[str, str]:
-        """Put the messages there. Returns how a command finds it."""
+        """Publish the messages. Returns the environment that a command needs."""
         work = Queue("work", arguments({"x-queue-type": "quorum"}))
         hold = Queue("hold", arguments({"x-queue-type": "quorum", **HOLD}))
         await declare(self.url, Topology(queues=(work, hold)) if self.queue == "hold" else CASCADE.topology())
@@ -69,7 +69,7 @@ class Broker:
             return (await admin.depths([self.queue]))[self.queue] or 0
 
     async def bodies(self) -> list[bytes]:
-        """What is left there, taken out."""
+        """Take out the remaining bodies."""
         async with await Raw.connect(self.url) as raw:
             left = await self.depth()
             inbox = await raw.inbox(self.queue)
@@ -108,7 +108,7 @@ async def test_run_again(store: str, source: Import, fault: str) -> None:
     await killed(store, *said(words, "run"), fault=fault, **url)
     committed = len(await parked(store))
     assert committed in STEPS[fault]
-    # What was not removed is back when the broker has noticed; of what was, the acknowledgement may have been lost.
+    # Messages without an acknowledgement are back when the broker notices; some acknowledgements may have been lost.
     least = COUNT - committed
     await eventually(broker.depth, lambda depth: depth >= least)
     refused, _, told = await delayer(store, *said(words, "run", "--limit", "7"), **url)
@@ -122,7 +122,7 @@ async def test_run_again(store: str, source: Import, fault: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("fault", STEPS)
 async def test_abort_instead(store: str, source: Import, fault: str) -> None:
-    """What is committed stays here and is gone there, the rest is there."""
+    """Committed messages stay in the store and are gone from the queue; the rest is in the queue."""
     broker, words = source
     url = await broker.fill()
     await killed(store, *said(words, "run"), fault=fault, **url)
@@ -184,7 +184,7 @@ async def test_messages_that_fell_a_level_before_the_run_continues(store: str, v
 async def test_messages_behind_too_many_others_are_reported(
     store: str, rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that the cutoff does not mean are in the way, and what is behind them was not looked at."""
+    """Messages due before the cutoff stand in front, and the run does not see the message behind them."""
     monkeypatch.setattr(queues, "KEPT", 30)
     monkeypatch.setattr(queues, "PREFETCH", 10)
     broker, words = Broker(vhost, "hold"), SOURCES["hold-queues"][1]

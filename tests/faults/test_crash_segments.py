@@ -1,5 +1,5 @@
-"""Compacting and restoring die at every step, at random moments and with the database server: each message is a row or
-in exactly one segment, comes once, on time and as it was, and doing it again finishes the work."""
+"""Compacting and restoring die at every step, at random moments and with the database server. Each message is a row or
+in exactly one segment, and comes once, on time and unchanged; another run finishes the work."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_compacting(database: str, step: str, nth: int) -> None:
 def test_restoring(restore_scenes: Scenes, name: str, death: str) -> None:
     row, outcome = restore_scenes.outcome(death, name)
     check(row, outcome, row.copies[death])
-    assert outcome.counters["compacted"] == outcome.counters["restored"] == PACKED, "restored once, whoever died"
+    assert outcome.counters["compacted"] == outcome.counters["restored"] == PACKED, "restored once after every death"
 
 
 @pytest.mark.deadline(150)
@@ -118,7 +118,7 @@ async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str
 
 @pytest.mark.deadline(90)
 async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, store: str) -> None:
-    """The store ends its transaction after some seconds; the other looks again soon, and not in a minute."""
+    """The store ends the transaction of the hung daemon after some seconds; the other one looks again soon after."""
     place = await Place("store", vhost, store).declare()
     async with place.ledger(SEED + 1) as ledger:
         async with place.daemon(STORE__LANES="1") as daemon:  # one lane, one segment
@@ -148,7 +148,7 @@ def server() -> Iterator[Postgres]:
 
 
 async def killed(server: Postgres, url: str, work: Callable[[], Any], done: Callable[[int], bool]) -> Any:
-    """Kill the server under ``work`` as soon as so many segments are ``done``, and start it again. What came of it."""
+    """Kill the server during ``work`` as soon as so many segments are ``done``, and start it again."""
     working = asyncio.create_task(asyncio.to_thread(work))
     async with sql(url) as admin:
 

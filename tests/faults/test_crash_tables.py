@@ -1,4 +1,4 @@
-"""The crash tables (design, section 7), row by row: what becomes of a message when somebody dies there."""
+"""The crash tables (design, section 7), row by row: the fate of a message when a process or connection dies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.servers import RabbitMQ
 
 
 def played(scenes: Scenes, name: str, death: str) -> Outcome:
-    """Check what the row's claim says of every message."""
+    """Check the row's claim for every message."""
     row, outcome = scenes.outcome(death, name)
     check(row, outcome, row.copies[death])
     if death == DAEMON and not row.absolute:
@@ -37,7 +37,7 @@ def test_store_mode(scenes: Scenes, name: str, death: str) -> None:
     """And the counters agree with what arrived."""
     outcome = played(scenes, name, death)
     arrived = {arrival.id for arrivals in outcome.arrivals.values() for arrival in arrivals}
-    # What is due already when it is delivered again goes out without being parked, under an id that is no number.
+    # A redelivered message that is due already goes out without being parked, under an id that is no number.
     parked = {id for id in arrived if len(id) < 32}
     assert outcome.counters["released"] == len(parked), (outcome.counters, outcome.arrivals)
     if death == DAEMON and "part" in name:
@@ -48,8 +48,8 @@ def test_store_mode(scenes: Scenes, name: str, death: str) -> None:
 async def test_publish_arrived_but_not_its_confirm_twice_same_id(
     rabbitmq: RabbitMQ, vhost: str, store: str, death: str
 ) -> None:
-    """The fault point can only stop before the bytes are on their way. Here they have arrived: the broker's answers
-    are kept back when the message is published, and then the daemon is killed, or its connections are."""
+    """The fault point can only stop before the bytes are sent. Here they arrive: a proxy keeps back the broker's
+    answers, and then the daemon or its connections are killed."""
     name = unquote(vhost.rpartition("/")[2])
     async with Proxy(rabbitmq.port) as proxy, AsyncExitStack() as stack:
         place = await Place("store", vhost, store, via_broker=rabbitmq.url(name, port=proxy.port), lanes=1).declare()

@@ -1,4 +1,4 @@
-"""A page of the store that cannot be read any more, or a file, costs the segments that lie on it, and nobody else."""
+"""An unreadable page or file of the store costs the segments that lie on it, and no other segment."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ async def on_page(url: str, page: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def damaged() -> Iterator[dict[str, Damaged]]:
-    """Stores of one server: a page of the bytes of segments is gone, or all of them, or a page of the segments
-    themselves, or of what they are restored into."""
+    """Stores of one server. Each has lost a page of the segments' bytes, or their whole file, or an index page of a
+    partition that takes the restored rows."""
     with Postgres() as server:
         template = server.add_store()
         asyncio.run(fill(server.url(template)))
@@ -128,8 +128,8 @@ async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
         assert len(await waiting(admin)) == ROWS - counted.broken_messages
 
 
-async def test_a_damaged_page_of_bytes_and_those_who_look_for_a_message(damaged: dict[str, Damaged]) -> None:
-    """What is elsewhere is found. What the damaged segments hold is unreadable."""
+async def test_cancel_and_reschedule_report_messages_on_a_damaged_page(damaged: dict[str, Damaged]) -> None:
+    """Messages of other segments are found. Messages of the damaged segments are reported as unreadable."""
     async with sql(damaged["cancel"].url) as admin:
         entries = {one.id: await listing.entries_of(admin, one.id) for one in await catalog.listed(admin)}
         broken = [number for number, found in entries.items() if found is None]
@@ -142,8 +142,8 @@ async def test_a_damaged_page_of_bytes_and_those_who_look_for_a_message(damaged:
             assert list(found.values()) == [FoundIn.SEGMENT, FoundIn.UNREADABLE, FoundIn.NOWHERE]
 
 
-async def test_a_file_of_bytes_that_is_gone(damaged: dict[str, Damaged]) -> None:
-    """Each is tried once, and marked: none of them stands in the way of what comes later."""
+async def test_a_missing_file_of_bytes_blocks_no_later_segment(damaged: dict[str, Damaged]) -> None:
+    """Each segment is tried once, and marked as broken: none blocks a later segment."""
     async with sql(damaged["file"].url) as admin:
         for _ in range(ROWS // OF_A_SEGMENT):
             found = await restore.restore_one(admin, catalog.FOREVER_MS)

@@ -1,5 +1,5 @@
-"""Each kind of fault once, small, while messages pass two daemons: nothing lost, early or changed, and only what was
-under way comes twice, if what happened is a reason for that. `make soak` mixes them, for minutes or hours.
+"""Each kind of fault once, small, while messages pass two daemons. Nothing is lost, early or changed, and only messages
+under way come twice, after a fault that may repeat them. `make soak` mixes faults, for minutes or hours.
 
 One fleet for all of them, with servers of its own: they are killed and stopped here.
 """
@@ -111,7 +111,7 @@ class Play:
         async with asyncio.timeout(fault.seconds + 90), flowing(ledger, A_SECOND, longest_ms=LONGEST_MS):
             try:
                 await inject(fleet, fault)
-            finally:  # one that failed may have broken something all the same; the tests after this are not to fail too
+            finally:  # a failed fault may have broken something, and the next tests must not fail for it
                 if KINDS[fault.kind].excuses(fault, alone=True):
                     ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
         await ledger.publish(MESSAGES, longest_ms=LONGEST_MS, doomed_ones=DOOMED)
@@ -121,7 +121,7 @@ class Play:
         ledger.verdict().assert_kept(repeats=True)
 
     async def end(self) -> None:
-        """The account of everything that passed, with nobody running any more."""
+        """Check the account of everything that passed, with all daemons stopped."""
         fleet = self.fleet
         await fleet.finish()
         standing = await fleet.place.standing()
@@ -161,12 +161,12 @@ def test_nothing_is_lost(play: Play, mode: str, fault: Fault) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("mode", "fault"), LONG, ids=name_of)
-def test_nothing_is_lost_by_what_takes_long(play: Play, mode: str, fault: Fault) -> None:
+def test_long_faults_lose_nothing(play: Play, mode: str, fault: Fault) -> None:
     play(mode, fault)
 
 
 def test_every_kind_has_its_test_and_its_line() -> None:
-    """But for the full disk: before a table is larger than a file of the WAL, more has to pass than does here."""
+    """The full disk has no test here: it needs more traffic, until a table is larger than a file of the WAL."""
     assert {fault.kind for _, fault in SHORT + LONG} | {"disk full"} == KINDS.keys()
     said = (Path(__file__).parents[2] / "docs" / "guarantees.md").read_text()
     table = [line.split("|")[2] for line in said.splitlines() if line.startswith("| ") and line.count("|") == 4]

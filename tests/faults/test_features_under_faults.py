@@ -1,6 +1,6 @@
-"""Keys, cancels, retries, takeovers, the border between cascade and store, limited rates, and what comes too late, each
-while a handful of faults strikes: every number is judged by its feature's own rule (tests/faults/features). A daemon
-with a bug in a feature must not pass."""
+"""Keys, cancels, retries, takeovers, the border between cascade and store, limited rates and late messages, each under
+a handful of faults. Each feature judges every number by its own rule (tests/faults/features). A daemon with a bug in a
+feature must not pass."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SHORT = 2
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    """They are killed here."""
+    """Servers that these tests may kill."""
     with RabbitMQ(hidden=WORKER) as rabbitmq, Postgres() as postgres:
         yield rabbitmq, postgres
 
 
 def kept(verdict: Verdict) -> None:
-    """Nothing early or changed; twice only by a fault, and marked. What was lost is for the feature to say."""
+    """Nothing is early or changed; copies come only after a fault, and marked. Each feature judges losses itself."""
     print(verdict)
     verdict = replace(verdict, missing=())
     verdict.assert_kept(repeats=True)
@@ -54,8 +54,8 @@ def kept(verdict: Verdict) -> None:
 @pytest.mark.deadline(500)
 @pytest.mark.parametrize("mode", MODES)
 async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
-    """One daemon that reads: first everything is taken in before anything is due, and becomes due then; then both at
-    once. In native mode without the store's faults: there a key is refused while the store is away."""
+    """One daemon reads. First it takes in everything before anything is due; then it reads while others become due.
+    Native mode has no faults of the store: there a key is refused while the store is away."""
     async with opened(*servers, tmp_path, keys.Keyed, mode=mode, seed=SEED, daemons=1) as fleet:
         ledger = fleet.ledger
         assert isinstance(ledger, keys.Keyed)
@@ -89,7 +89,7 @@ async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
 @pytest.mark.deadline(500)
 @pytest.mark.parametrize("mode", MODES)
 async def test_cancels(mode: str, servers: Servers, tmp_path: Path) -> None:
-    """A third by messages, some by commands, while they become due; first in peace, when no exception counts."""
+    """Messages cancel a third, commands some, while they become due; first in peace, when no exception counts."""
     async with opened(*servers, tmp_path, cancels.Cancelling, mode=mode, seed=SEED + 10, daemons=1) as fleet:
         peaceful = await peace.cancelled_in_peace(fleet, seconds=4.0)
         peaceful.assert_kept()
@@ -142,7 +142,7 @@ async def test_retries(mode: str, faults: int | None, servers: Servers, tmp_path
 @pytest.mark.deadline(500)
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_takeover(mode: str, servers: Servers, tmp_path: Path) -> None:
-    """What stood in the cascade before any daemon came, and what is published there while they are struck."""
+    """Messages that stood in the cascade before the daemons started, and messages published while faults strike."""
     async with opened(*servers, tmp_path, foreign.Foreign, mode=mode, seed=SEED + 30, environ=foreign.ENVIRON) as fleet:
         ledger = fleet.ledger
         assert isinstance(ledger, foreign.Foreign)
@@ -165,7 +165,7 @@ async def test_a_takeover(mode: str, servers: Servers, tmp_path: Path) -> None:
 @LONG
 @pytest.mark.deadline(500)
 async def test_the_border_between_cascade_and_store(servers: Servers, tmp_path: Path) -> None:
-    """``park_beyond`` moves up and down meanwhile: whatever it was, a message is on one side."""
+    """``park_beyond`` moves up and down meanwhile: each message is on one side of it."""
     async with opened(*servers, tmp_path, seed=SEED + 40) as fleet:
         ledger, borders = fleet.ledger, cycle(("3s", "0s", "1s", "2s"))
 
@@ -213,15 +213,15 @@ async def test_a_limited_rate(servers: Servers, tmp_path: Path) -> None:
         fleet.ledger.verdict().assert_kept(repeats=True)
 
 
-# ---- what comes too late
+# ---- late messages
 
 
 @LONG
 @pytest.mark.deadline(500)
 @pytest.mark.parametrize("mode", MODES)
 async def test_late_messages_are_held(mode: str, servers: Servers, tmp_path: Path) -> None:
-    """Faults make messages late, and some are when they are published: each comes, or is held, and both by a fault
-    only; and comes when a person says so."""
+    """Faults make messages late, and some are late when published. Each comes or is held; only a fault may cause both.
+    A held message comes after an operator retries it."""
     async with opened(*servers, tmp_path, mode=mode, seed=SEED + 60, environ=overdue.ENVIRON) as fleet:
         ledger = fleet.ledger
         peaceful = await overdue.late_in_peace(fleet, 200)
@@ -256,7 +256,7 @@ def buggy(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> Opened:
 
 
 @LONG
-async def test_a_message_that_replaces_nothing_is_found(buggy: Opened) -> None:
+async def test_a_missing_replacement_is_found(buggy: Opened) -> None:
     async with buggy(keys.Keyed, daemons=1, bug="keyless") as fleet:
         await fleet.ledger.publish(keys.KEYS, delay_ms=peace.HOUR_MS)
         judgement = await peace.keys_waiting(fleet, [])
@@ -265,7 +265,7 @@ async def test_a_message_that_replaces_nothing_is_found(buggy: Opened) -> None:
 
 
 @LONG
-async def test_a_cancel_that_is_only_said_is_found(buggy: Opened) -> None:
+async def test_a_cancel_without_effect_is_found(buggy: Opened) -> None:
     async with buggy(cancels.Cancelling, daemons=1, bug="deaf to cancels") as fleet:
         judgement = await peace.cancelled_in_peace(fleet, 2.0)
         with pytest.raises(AssertionError, match="came though cancelled"):

@@ -1,7 +1,7 @@
-"""What publishers write to look like delayer or like the broker: it sends nothing where the configuration does not.
+"""Messages forged to look like delayer's or the broker's: they go nowhere that the configuration does not allow.
 
-Whoever may write to one exchange of the intake must not reach h.private: not by an envelope of his own that comes where
-envelopes stand, nor by what he says of where a refused message came in.
+A publisher of one intake exchange must not reach h.private: not by a forged envelope among real ones, and not by a
+false note of where a refused message came in.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def met_in_a_level(body: bytes, seconds: int) -> Message:
 
 @pytest.mark.words
 @pytest.mark.deadline(60)
-async def test_an_envelope_that_strays_is_not_opened(vhost: str) -> None:
-    """Nothing is bound for the queue mine, so it comes to where the daemon's own envelopes stand: the command tells
-    that it is none of ours, and puts it nowhere."""
+async def test_a_stray_envelope_is_not_opened(vhost: str) -> None:
+    """No binding leads to the queue mine, so the message joins the daemon's own envelopes among the strays. The command
+    reports that it is not an envelope of ours, and sends it nowhere."""
     place = await Place("native", vhost).declare()
     async with await Raw.connect(place.broker) as raw:
         await raw.publish(met_in_a_level(b"old", 1))
@@ -72,7 +72,7 @@ async def test_an_envelope_that_strays_is_not_opened(vhost: str) -> None:
 
 @pytest.mark.parametrize("verb", [("drain", "--to", "store"), ("import", "cascade", "run")], ids=["drain", "import"])
 async def test_an_envelope_in_a_level_is_not_opened(vhost: str, store: str, verb: tuple[str, ...]) -> None:
-    """By the two commands that empty levels: it is parked as what it is, a message for the queue mine."""
+    """The two commands that empty levels park it as a message for the queue mine."""
     place = Place("native", vhost, store)
     await place.declare()
     async with await Raw.connect(place.broker) as raw:
@@ -101,8 +101,8 @@ def says(exchange: str) -> tuple[Header, ...]:
 
 
 @pytest.mark.deadline(60)
-async def test_refused_ones_go_back_to_where_they_came_in(rabbitmq: RabbitMQ, vhost_name: str, vhost: str) -> None:
-    """No daemon is there, so the broker itself sets them aside, with whatever their publisher wrote on them."""
+async def test_refused_messages_go_back_to_the_intake_queue(rabbitmq: RabbitMQ, vhost_name: str, vhost: str) -> None:
+    """No daemon runs, so the broker itself sets them aside, with all headers of their publisher."""
     place = await Place("native", vhost).declare()
     messages = {
         b"our headers": says("h.private"),

@@ -45,7 +45,7 @@ async def passed(ledger: Ledger, *, all_back: bool = True) -> Verdict:
 
 @asynccontextmanager
 async def killed_at(fleet: Fleet, point: str) -> AsyncIterator[None]:
-    """The only daemon comes to this point with what is published meanwhile, and another one follows it."""
+    """The only daemon comes to this point with the messages of the block, and another one follows it."""
     first, second = fleet.daemons
     async with first.meant(), second.meant():
         await second.kill()
@@ -80,8 +80,8 @@ async def test_acknowledging_too_soon_is_found(fleet_with: Opened) -> None:
 
 
 @pytest.mark.parametrize("mode", ["store", "native"])
-async def test_forgetting_what_the_broker_returns_is_found(mode: str, fleet_with: Opened) -> None:
-    """The destination routes to nobody for a while: what came back has to be held, not forgotten."""
+async def test_forgetting_returned_messages_is_found(mode: str, fleet_with: Opened) -> None:
+    """The destination routes to no queue for a while: returned messages must be held, not forgotten."""
     async with fleet_with("forgetful", mode=mode) as fleet:
         await bind(fleet, away=True)
         await fleet.ledger.publish(MESSAGES, delay_ms=500)
@@ -108,13 +108,13 @@ async def bind(fleet: Fleet, *, away: bool = False) -> None:
         await (queue.unbind if away else queue.bind)("delayer.out", "#")
 
 
-def test_every_bug_finds_what_it_replaces() -> None:
+def test_every_bug_replaces_existing_code() -> None:
     plant = "from tests.support.odd import BUGS, OF_FEATURES\nfor bug in (BUGS | OF_FEATURES).values(): bug()"
     subprocess.run([sys.executable, "-c", plant], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("bug", ["", "lenient"])
-async def test_throwing_away_what_has_to_be_refused_is_found(bug: str, fleet_with: Opened) -> None:
+async def test_dropping_doomed_messages_is_found(bug: str, fleet_with: Opened) -> None:
     async with fleet_with(bug) as fleet:
         await fleet.ledger.publish(100, longest_ms=500, doomed_ones=20)
         await fleet.ledger.all_back()
@@ -127,8 +127,8 @@ async def test_throwing_away_what_has_to_be_refused_is_found(bug: str, fleet_wit
 
 
 async def test_a_new_name_for_a_copy_is_found(fleet_with: Opened) -> None:
-    """Killed between publish and commit: what comes twice has one x-delayer-id, or it has more of them than it was read
-    times, and the store counts otherwise."""
+    """Killed between publish and commit: copies share one x-delayer-id. Under this bug a message has more ids than
+    readings, and the store's counter differs."""
     async with fleet_with("new id") as fleet:
         async with killed_at(fleet, "release.published:1"):
             await fleet.ledger.publish(MESSAGES, delay_ms=1_000)
@@ -145,7 +145,7 @@ async def test_a_new_name_at_the_end_of_the_cascade_is_found(fleet_with: Opened)
         async with first.meant(), second.meant():
             await second.kill()
             await fleet.ledger.publish(MESSAGES, delay_ms=8_000)
-            # Not before each has left the intake queue: what is in somebody's hand stands nowhere.
+            # Not before each has left the intake queue: an unacknowledged message stands in no count.
             await eventually(fleet.place.standing, lambda standing: sum(standing.values()) == MESSAGES)
             assert await first.process.stop() == 0
             await eventually(lambda: fleet.place.depth("delays.due"), lambda depth: depth >= MESSAGES)
@@ -157,7 +157,7 @@ async def test_a_new_name_at_the_end_of_the_cascade_is_found(fleet_with: Opened)
 
 
 async def came_twice(fleet: Fleet) -> None:
-    """Some messages do, and more of their names are new than is accounted for."""
+    """Check that some messages came twice, with more ids than readings."""
     ledger = fleet.ledger
     await ledger.until(lambda: ledger.total() > ledger.account.sent)
     await ledger.all_back()
@@ -168,11 +168,9 @@ async def came_twice(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("fault", [False, True], ids=["calm", "killed"])
 @pytest.mark.parametrize("mode", ["store", "native"])
-async def test_headers_that_are_sorted_are_found(
-    mode: str, fault: bool, rabbitmq: RabbitMQ, fleet_with: Opened
-) -> None:
-    """Where the broker does not sort those of every message, it does so to some as it delivers them again, and what
-    they looked like before is not known any more; those of the others are."""
+async def test_sorted_headers_are_found(mode: str, fault: bool, rabbitmq: RabbitMQ, fleet_with: Opened) -> None:
+    """Brokers before 4.0 sort the headers of some redelivered messages only, so the original order of these is unknown.
+    The order of all others is known."""
     if rabbitmq.sorts_headers:
         pytest.skip("RabbitMQ sorts every header table from 4.0 on, before a daemon can")
     async with fleet_with("sorts headers", mode=mode) as fleet:

@@ -1,5 +1,5 @@
-"""Held messages: tried again after growing pauses, seen all the time, kept through every restart, in nobody's way, and
-out by themselves once their destination is there."""
+"""Held messages are tried again after growing pauses, always visible, kept through every restart, and block no other
+message. They go out by themselves once their destination is there."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_through_every_restart_and_out_in_the_end(mode: str) -> None:
                 await all_held(place)
             await mend(rabbitmq)
             arrived = await out(place)
-            # Without a store a kill may repeat what is on its way back into the cascade.
+            # Without a store a kill may repeat messages on their way back into the cascade.
             assert set(arrived) == set(DOOMED)
             assert place.store is None or len(arrived) == len(DOOMED)
             assert await daemon.stop() == 0, daemon.tail()
@@ -120,7 +120,7 @@ async def bodies_held(place: Place) -> set[bytes]:
 
 
 async def mend(rabbitmq: RabbitMQ) -> None:
-    """What stood in the way of both."""
+    """Create the missing exchange, queue and bindings."""
     rabbitmq.api("PUT", "/api/queues/%2F/late", {"durable": True})
     rabbitmq.api("PUT", "/api/exchanges/%2F/h.missing.out", {"type": "topic", "durable": True})
     for exchange in ("h.missing.out", "h.unbound.out"):
@@ -140,9 +140,11 @@ async def either(daemon: DaemonProcess, *names: str, after: int) -> None:
 
 
 @pytest.mark.deadline(150)
-async def test_a_full_refused_queue_stops_nobody(rabbitmq: RabbitMQ, vhost_name: str, vhost: str, store: str) -> None:
-    """Whoever limits that queue makes messages that have to be refused stay in the intake queue, loudly; the others go
-    on. Nothing is lost, and when there is room again they are refused as they should be."""
+async def test_a_full_refused_queue_stops_no_good_message(
+    rabbitmq: RabbitMQ, vhost_name: str, vhost: str, store: str
+) -> None:
+    """A limit of that queue keeps bad messages in the intake queue, with a warning; the others go on. Nothing is lost,
+    and the daemon refuses the bad ones when there is room again."""
     place = await Place("store", vhost, store).declare()
     limit = {"pattern": r"^delays\.refused$", "apply-to": "queues", "priority": 1}
     limit |= {"definition": {"max-length": 1, "overflow": "reject-publish"}}
@@ -152,7 +154,7 @@ async def test_a_full_refused_queue_stops_nobody(rabbitmq: RabbitMQ, vhost_name:
         props = Props(headers=((b"x-delay", VOID),), delivery_mode=2)
         waiting = list(bad)
         while not any(event["event"] == "consuming interrupted" for event in daemon.events):
-            # One after another: a quorum queue takes what comes at once, and tells of its limit then.
+            # One after another: a quorum queue takes a whole burst, and reports its limit only then.
             seen = len(daemon.events)
             await raw.publish(Message("delayer.in", b"k", props, waiting.pop(0)))
             await either(daemon, "message refused", "consuming interrupted", after=seen)

@@ -1,4 +1,4 @@
-"""Hostile and awkward messages, alone and among good ones: each ends where it should, and nobody else notices."""
+"""Hostile and awkward messages, alone and among good ones: each ends where it should, and affects no other."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def cases_of(mode: str) -> Cases:
 
 
 def among_the_silent(mode: str) -> Cases:
-    """What expires in five seconds does so in the intake queue, which stands still for eight at first."""
+    """Without the cases that expire in five seconds: the intake queue waits eight seconds, and they would expire."""
     lasting = {name: case for name, case in cases_of(mode).items() if "expiration" not in name}
     return {**lasting, **SILENT}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is played where a broker is set up in one way: each case alone, and all of them among good ones."""
+    """The cases for one setup of the broker: each alone, and all of them among good ones."""
 
     alone: Callable[[str], Cases]
     among: Callable[[str], Cases]
@@ -103,7 +103,7 @@ def runs(*long: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize("mode", MODES)
 @runs(BESIDE_SILENCE)
 async def test_each_alone(run: str, mode: str, scene_of: SceneOf) -> None:
-    """A good message behind each, which waits for nothing."""
+    """A good message follows each, and does not wait."""
     cases = RUNS[run].alone(mode)
     async with scene_of(run, mode) as (_, daemon, villain):
         for name, case in cases.items():
@@ -133,7 +133,7 @@ async def test_all_among_good_ones(run: str, mode: str, scene_of: SceneOf) -> No
         verdict = ledger.verdict()
         seen = Counter(one.end.value for found in ends.values() for one in found)
         print(f"{run}, {mode}: {verdict}; {len(cases)} kinds, {seen.total()} hostile: {dict(seen)}")
-        given_back = run == BESIDE_SILENCE  # what waits for the silent queue at first
+        given_back = run == BESIDE_SILENCE  # messages that wait for the silent queue at first
         villain.verify(ends, redelivered=given_back)
         assert played(villain) == cases.keys()
         verdict.assert_kept(redelivered=given_back)
@@ -143,7 +143,7 @@ async def test_all_among_good_ones(run: str, mode: str, scene_of: SceneOf) -> No
 
 
 async def mixed(cases: Cases, ledger: Ledger, villain: Villain) -> None:
-    """Publish both, in an order that chance gave."""
+    """Publish both in random order."""
     order = [(name, copy) for name in cases for copy in range(COPIES)]
     random.Random(SEED).shuffle(order)
 
@@ -178,9 +178,9 @@ async def test_bindings_in_a_circle_end_in_the_refused_queue(
         assert await daemon.stop() == 0
 
 
-async def test_no_reply_enters_what_is_delayers_own(rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
-    """A cancel names the queue that is to hear of it. One of delayer's own would take the reply for a message: it is
-    not sent there, and the cancel stands."""
+async def test_no_reply_enters_a_queue_of_delayer(rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
+    """A cancel names the queue for its reply. A queue of delayer would treat the reply as a message: the daemon does
+    not send it there, and the cancel counts."""
     async with scene(STORE, rabbitmq, vhost_name, store) as (place, daemon, villain):
         rabbitmq.api("PUT", f"/api/queues/{vhost_name}/h.answers", {"durable": True})
         queues = [b"delays", b"delays.refused", b"delays.due", STRAYS.encode(), b"delayer.delay-level-00"]
@@ -202,9 +202,9 @@ async def test_no_reply_enters_what_is_delayers_own(rabbitmq: RabbitMQ, vhost_na
 @pytest.mark.long
 @pytest.mark.deadline(400)
 @pytest.mark.parametrize("mode", MODES)
-async def test_the_largest_body_that_brokers_take_by_default(mode: str, template: str, postgres: Postgres) -> None:
-    """16 MiB, or 128, among 10,000 good ones: whole, and none is lost beside it. RabbitMQ 3.10 may stand still over its
-    128 for longer than a publish may take: then, and only then, some come twice, and perhaps the largest itself."""
+async def test_the_largest_default_body_arrives(mode: str, template: str, postgres: Postgres) -> None:
+    """16 MiB, or 128, among 10,000 good ones: the body arrives whole, and no other is lost. RabbitMQ 3.10 may stop for
+    its 128 MiB longer than a publish may take: only then some come twice, perhaps with the largest."""
     store = postgres.add_database(template=template)
     with RabbitMQ() as broker:
         case = hostile.delivered(delay_header(2000), size=broker.largest_body)

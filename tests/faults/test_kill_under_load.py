@@ -31,8 +31,8 @@ def place_of(mode: str, vhost: str, store: str) -> Place:
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_killed_at_random_moments(mode: str, vhost: str, store: str) -> None:
-    """Every life begins with a backlog and gets more while it lasts, so that it dies reading, parking, publishing and
-    releasing at once; some die before they are ready."""
+    """Each daemon begins with a backlog and gets more, so that it dies while it reads, parks, publishes and releases.
+    Some die before they are ready."""
     place = await place_of(mode, vhost, store).declare()
     chance = random.Random(SEED)
     async with place.ledger(SEED) as ledger:
@@ -59,7 +59,7 @@ async def test_killed_at_random_moments(mode: str, vhost: str, store: str) -> No
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_without_a_fault_nothing_comes_twice(mode: str, vhost: str, store: str) -> None:
-    """The other half of the promise, with two daemons and one of them stopped as told in the middle of the work."""
+    """The other half of the promise, with two daemons; one of them is stopped in the middle of the work."""
     place = await place_of(mode, vhost, store).declare()
     async with place.ledger(SEED + 2) as ledger, AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(place.daemon()) for _ in range(2)]
@@ -68,12 +68,12 @@ async def test_without_a_fault_nothing_comes_twice(mode: str, vhost: str, store:
         await ledger.until(lambda: ledger.account.back > MESSAGES // 20)
         assert await first.stop() == 0
         await publishing
-        await place.ended(ledger, redelivered=True)  # what the first one had read and not begun
+        await place.ended(ledger, redelivered=True)  # the first daemon had read some and not begun them
 
 
 async def test_a_daemon_that_hangs_in_the_middle_of_a_claim_loses_it(vhost: str, store: str) -> None:
-    """The server ends its transaction, and another daemon publishes all messages, some of them a second time. Awake
-    again, the first one may publish the others once more, by the same id."""
+    """The server ends its transaction, and another daemon publishes all messages, some a second time. The first daemon
+    goes on, and may publish the others once more, under the same id."""
     place = await Place("store", vhost, store).declare()
     async with place.ledger(SEED + 5) as ledger:
         async with place.daemon("publish.begun:1:stop") as first:

@@ -36,7 +36,7 @@ async def run(program: Path, *words: str) -> None:
 
 
 @pytest.mark.deadline(180)
-async def test_a_restored_backup_holds_what_has_gone_out(
+async def test_a_restored_backup_holds_released_messages(
     vhost: str, postgres: Postgres, store: str, tmp_path: Path
 ) -> None:
     place = await Place("store", vhost, store).declare()
@@ -65,8 +65,8 @@ async def test_a_restored_backup_holds_what_has_gone_out(
 
 @pytest.mark.deadline(240)
 async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -> None:
-    """What was released since the end of the archive is held instead of sent again, and beside it what became late
-    during the outage."""
+    """Messages released after the end of the archive are held, not sent again. Messages that became late during the
+    outage are held too."""
     directory = make_directory()
     wal = directory / "wal"
     wal.mkdir()

@@ -1,5 +1,5 @@
-"""More than the store can take, a broker that takes nothing, a store that is dead: what can go on goes on, what cannot
-waits where it is safe, and afterwards everything is as before, by itself."""
+"""More load than the store can take, a broker that takes nothing, a dead store: the daemon continues all possible work.
+The rest waits in a safe place, and afterwards the daemon recovers by itself."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ GROWN_MB = 120
 """How much larger a daemon may be under any load: its prefetch, a few batches, and what the interpreter does not give
 back."""
 FACTOR = 10
-"""Of an overload: so much more is sent than the store takes, from its beginning to its end."""
+"""So many times more is sent than the store takes, over the whole overload."""
 TAKEN_AT_MOST = 100_000
-"""Bytes a second, for a start; less and less while that is more than a tenth of what is sent."""
+"""Bytes a second at first; the test lowers it while the store takes more than a tenth of the messages."""
 DEEP = 10_000
-"""As many in the queue at least: twice what is read ahead."""
+"""The least depth of the queue: twice the prefetch."""
 FULL = 0.9
-"""Of the rate before the overload: the slowest of three passes then, and one of those afterwards."""
+"""The part of the rate before the overload that one pass must reach afterwards. That rate is the slowest of three."""
 GIVEN_BACK_SECONDS = 45.0
 """Far less than the 30 minutes after which RabbitMQ takes a consumer for dead, and closes its channel."""
 CONSUMER_TIMEOUT = 60.0
@@ -43,11 +43,11 @@ CONSUMER_TIMEOUT = 60.0
 TICK_MS = 1_000
 """How often its channels look for deliveries that are too old."""
 TOO_OLD = "delivery acknowledgement on channel"
-"""What the broker logs of a consumer whose channel it closes for that; of one that it cancels, nothing."""
+"""The broker's log line when it closes a consumer's channel for that; it logs nothing when it cancels a consumer."""
 
 
 SLOW_PUBLISHES = 40_000
-"""Bytes a second of a slow broker: a minute and more for what is published here, and the largest within 8 s."""
+"""Bytes a second of a slow broker: these messages take over a minute, and the largest takes less than 8 s."""
 SLOW = 700_000
 """Bytes a second that a slow store takes, and gives."""
 SLOW_SECONDS = 75.0
@@ -61,7 +61,7 @@ def destination(rabbitmq: RabbitMQ, vhost: str) -> None:
 
 
 async def published(raw: Raw, bodies: Sequence[bytes]) -> None:
-    """Each due in a second, twenty at a time."""
+    """Publish each, due in a second, twenty at a time."""
     props = Props(headers=((b"x-delay", number("I", 1_000)),), delivery_mode=2)
     for begin in range(0, len(bodies), 20):
         await raw.publish(*(Message("delayer.in", b"k", props, body) for body in bodies[begin : begin + 20]))
@@ -79,7 +79,7 @@ def megabytes(daemon: DaemonProcess) -> float:
 
 @pytest.mark.deadline(120)
 async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, store: str) -> None:
-    """Also when half of what comes in is due at once: it waits in the store as well, and stops nobody."""
+    """Also when half of the messages are due at once: they wait in the store too, and stop no other message."""
     async with AsyncExitStack() as stack:
         rabbitmq = RabbitMQ()
         stack.callback(rabbitmq.close)
@@ -106,8 +106,8 @@ async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, 
 async def test_a_slow_broker_stops_releasing_not_parking(
     rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
 ) -> None:
-    """Of a daemon's publishes the line takes so little that what is due waits in the store, while everything that comes
-    in is parked; when the line is as fast as before, all of it goes out."""
+    """The link carries few publishes, so due messages wait in the store while the daemon parks every new message. All
+    go out when the link is fast again."""
     async with Proxy(rabbitmq.port) as proxy, AsyncExitStack() as stack:
         place = await Place("store", vhost, store, via_broker=via(rabbitmq, vhost, proxy)).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED + 3))
@@ -147,7 +147,7 @@ async def parked(place: Place) -> int:
 async def test_ten_times_more_than_the_store_can_take(
     seconds: float, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
 ) -> None:
-    """The store takes a tenth of what is sent, for so long at least; then it is as fast as ever."""
+    """The store takes a tenth of the sent messages for at least ``seconds``; then it is fast again."""
     async with AsyncExitStack() as stack:
         proxy = await stack.enter_async_context(Proxy(postgres.port))
         place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
@@ -187,7 +187,7 @@ async def overloaded(seconds: float, place: Place, proxy: Proxy, ledger: Ledger,
     assert sent >= FACTOR * taken
     assert largest - before < GROWN_MB, f"{before:.0f} → {largest:.0f} MB"
     assert largest < LARGEST_MB
-    # As soon as the machine is ours again as much as it was before.
+    # Try until the machine is as free as before.
     full = await eventually(lambda: passing(ledger, 10_000), lambda rate: rate >= FULL * usual, timeout=120)
     print(f"at full rate again: {full:.0f}/s, and {usual:.0f}/s before")
 
@@ -239,8 +239,8 @@ async def large_scene(
 @pytest.mark.long
 @pytest.mark.deadline(300)
 async def test_large_messages_into_a_slow_store_come_once(rabbitmq: RabbitMQ, postgres: Postgres, store: str) -> None:
-    """More than the daemon keeps, for longer than the broker leaves a connection alone that takes nothing (30 s): it
-    reads less ahead, keeps the connection, and nothing is repeated."""
+    """More bytes than the daemon keeps, for longer than the broker tolerates a connection that reads nothing (30 s).
+    The daemon lowers its prefetch and keeps the connection, and nothing is repeated."""
     bodies = [b"%06d" % n + bytes(500_000) for n in range(300)]
     async with AsyncExitStack() as stack:
         place, daemon, proxy, raw = await large_scene(stack, rabbitmq, postgres, store)
@@ -302,8 +302,8 @@ async def sleeper(url: str) -> AsyncIterator[asyncio.Event]:
 @pytest.mark.deadline(400)
 @pytest.mark.parametrize("store_is", ["slow", "hung"])
 async def test_no_delivery_is_in_hand_for_the_consumer_timeout(store_is: str, postgres: Postgres, store: str) -> None:
-    """Neither where the store takes so little that what was read ahead would wait for minutes, nor where it answers
-    nothing: it is given back in time, and nothing is lost by it."""
+    """A slow store would make prefetched messages wait for minutes, and a hung store answers nothing. In both cases the
+    daemon gives them back in time, and nothing is lost."""
     bodies = [b"%06d" % n + bytes(500_000) for n in range(300)]
     async with AsyncExitStack() as stack:
         rabbitmq = await stack.enter_async_context(impatient_broker())

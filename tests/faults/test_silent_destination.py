@@ -1,5 +1,5 @@
-"""A destination queue without an answer, as a quorum queue without its majority: nobody else waits for it, what is for
-it is held, and comes when it answers again. A broker that as a whole does not answer makes nothing held."""
+"""A silent destination queue, such as a quorum queue without its majority: no other destination waits for it. Its
+messages are held, and come when it answers again. A broker that answers nothing at all causes no held message."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ async def test_other_destinations_do_not_wait_for_a_silent_one(
             for number in range(AT_FIRST, AT_FIRST + LATER):
                 await ledger.publish(200, longest_ms=1_000)
                 await raw.publish(mute(number, delay_ms))
-                await asyncio.sleep(1.0)  # not to wait for anything: so is the load
+                await asyncio.sleep(1.0)  # not to wait for anything: this is the load's pace
             await ledger.all_back(timeout=MOST)
             held = await daemon.event("message held")
             assert held["reason"].startswith("no confirm within 8 s: exchange 'h.out', key 'mute.x'")
-            # By now it is known: two seconds of it cost nobody anything.
+            # By now the daemon knows the silent queue: its messages delay no other.
             for number in range(1000, 1005):
                 await raw.publish(mute(number, delay_ms))
                 await ledger.publish(200, longest_ms=500)
@@ -82,8 +82,8 @@ async def test_other_destinations_do_not_wait_for_a_silent_one(
         await inbox.got(wanted, timeout=120)
         await eventually(place.standing, lambda standing: not standing, timeout=120)
         assert await daemon.stop() == 0, daemon.tail()
-        # What is parked, or in the cascade, has its id, held or not; what was on its way in is read again, and gets
-        # another: in native mode that is also what entered the cascade while the first of them was waited for.
+        # A message in the store or in the cascade keeps its id, held or not. A message on its way in is read again, and
+        # gets another id. In native mode this includes messages that entered the cascade during the first wait.
         known = [b"m%d" % number for number in range(AT_FIRST)]
         assert most_ids(inbox, known) <= (1 if delay_ms else 3)
         assert most_ids(inbox, wanted) <= (1 if mode == "store" and delay_ms else 3 - bool(delay_ms))
@@ -96,12 +96,12 @@ async def test_other_destinations_do_not_wait_for_a_silent_one(
 
 
 def copies(inbox: Inbox) -> Counter[int]:
-    """How many came how often."""
+    """The number of messages by their number of arrivals."""
     return Counter(Counter(arrival.delivery.body for arrival in inbox.arrivals).values())
 
 
 def most_ids(inbox: Inbox, bodies: Collection[bytes]) -> int:
-    """Of one of these messages. None came early."""
+    """The largest number of ids of one of these messages. None came early."""
     ids: dict[bytes, set[object]] = {body: set() for body in bodies}
     for arrival in inbox.arrivals:
         assert arrival.at_ms >= arrival.due_ms
@@ -112,8 +112,8 @@ def most_ids(inbox: Inbox, bodies: Collection[bytes]) -> int:
 
 @pytest.mark.long
 @pytest.mark.deadline(180)
-async def test_a_broker_that_stands_still_makes_nothing_held() -> None:
-    """All of it, for longer than two publishes may take: late, and nothing is held or lost."""
+async def test_a_paused_broker_causes_no_held_message() -> None:
+    """The whole broker pauses for longer than two publishes may take: messages come late, and none is held or lost."""
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
         place = await Place("store", rabbitmq.url(), postgres.url(postgres.add_store())).declare()
         async with place.ledger() as ledger, DaemonProcess(place.environ, program=PROGRAM) as daemon:
@@ -122,7 +122,7 @@ async def test_a_broker_that_stands_still_makes_nothing_held() -> None:
             await ledger.publish(500, longest_ms=20_000)
             await place.ready(0)
             await asyncio.to_thread(rabbitmq.pause)
-            await asyncio.sleep(19)  # not to wait for anything: it is what is done to the daemon
+            await asyncio.sleep(19)  # not to wait for anything: this is the pause
             await asyncio.to_thread(rabbitmq.resume)
             await ledger.all_back(timeout=60)
             assert await daemon.stop() == 0, daemon.tail()

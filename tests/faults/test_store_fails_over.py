@@ -30,7 +30,7 @@ NO_ROOM_FOR_THE_WAL = r"PANIC:  could not write to file \"pg_wal/.*: No space le
 
 
 async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """The address leads to the standby before it may be written: nothing is parked, nothing released, nothing lost."""
+    """The address leads to the standby while it is read-only: nothing is parked, released or lost."""
     async with AsyncExitStack() as stack:
         primary = Postgres()
         stack.callback(primary.close)
@@ -59,7 +59,7 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         await daemon.event("store unreachable", where=lambda one: "ReadOnly" in one["reason"])
         await eventually(lambda: place.depth("delays"), lambda depth: depth == 500)
         assert ledger.total() == 0
-        with pytest.raises(StoreUnfit, match="expected a primary, found a standby"):  # what a new daemon says
+        with pytest.raises(StoreUnfit, match="expected a primary, found a standby"):  # the error of a new daemon
             await servers.check(standby.url(name))
         await asyncio.to_thread(standby.promote)
         place.store = standby.url(name)
@@ -80,8 +80,8 @@ def postgres_on_a_small_disk(request: pytest.FixtureRequest) -> Iterator[SmallDi
 
 @pytest.mark.deadline(150)
 async def test_a_disk_without_room(postgres_on_a_small_disk: SmallDisk, vhost: str) -> None:
-    """Parking is refused, and goes on when there is room again. Where there is none for the WAL either, Postgres ends
-    and cannot start, until somebody makes room and starts it: the daemon waits, and nobody tells it anything."""
+    """Parking fails, and goes on when there is room again. Without room for the WAL, Postgres ends and cannot start
+    until an operator makes room and starts it. The daemon waits, and goes on by itself."""
     postgres = postgres_on_a_small_disk
     name = await asyncio.to_thread(postgres.add_store)
     place = await Place("store", vhost, postgres.url(name)).declare()
@@ -112,7 +112,7 @@ async def test_a_disk_without_room(postgres_on_a_small_disk: SmallDisk, vhost: s
 
 
 async def ended(postgres: SmallDisk) -> None:
-    """Wait until there is no room for the WAL. It is written to by others too, who store nothing."""
+    """Wait until there is no room for the WAL. Other sessions write to it too, and store nothing."""
 
     async def has_ended() -> bool:
         if not postgres.ended():

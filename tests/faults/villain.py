@@ -1,4 +1,4 @@
-"""Publishes hostile messages around a daemon, and says where each of them ended."""
+"""Publishes hostile messages around a daemon, and reports where each of them ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USER = "delayer-hostile"
 """The daemon's user, who may not write to h.closed.out. The password is its name."""
 STRAYS, REFUSED, INBOX, MUTE = "delayer.delay-strays", "delays.refused", "h.inbox", "h.mute"
 ATTEMPTS, RETRY_LEVEL = "h.attempts", "delayer.delay-level-03"
-"""A queue that gets a copy of what enters the level of 8 s: there the first retry, after 8 to 10 s, enters."""
+"""A queue that gets a copy of each message in the level of 8 s: the first retry, after 8 to 10 s, enters it."""
 ROUTES = [
     {"from": "delayer.in", "to": "delayer.out"},
     {"from": "h.in", "to": "h.out"},
@@ -41,7 +41,7 @@ _OF_THE_BROKER = (b"x-delivery-count", b"x-delayer-user-id")
 
 
 class Found(NamedTuple):
-    """Where a copy of a message ended."""
+    """The end of one copy of a message."""
 
     end: End
     reason: str
@@ -81,7 +81,7 @@ def furnish(rabbitmq: RabbitMQ, vhost: str) -> str:
 
 @dataclass
 class Villain:
-    """``sent`` is what was published, and under which name, by body. Made by :meth:`at`."""
+    """Made by :meth:`at`. ``sent``: the published messages and their names, by body."""
 
     rabbitmq: RabbitMQ
     vhost: str
@@ -91,7 +91,7 @@ class Villain:
     inbox: Inbox
     refused: Inbox
     attempts: Inbox | None
-    """In native mode, copies of what goes back into the cascade after a failed attempt."""
+    """In native mode, copies of the messages that go back into the cascade after a failed attempt."""
     strays: Inbox | None
     sent: dict[bytes, tuple[str, Hostile]] = field(default_factory=dict)
     away: set[bytes] = field(default_factory=set)
@@ -101,7 +101,7 @@ class Villain:
     @classmethod
     @asynccontextmanager
     async def at(cls, rabbitmq: RabbitMQ, vhost: str, place: Place) -> AsyncIterator[Villain]:
-        """``place`` is declared already."""
+        """The queues and exchanges of ``place`` must exist."""
         async with AsyncExitStack() as stack:
             raw = await stack.enter_async_context(await Raw.connect(place.broker))
             url = rabbitmq.url(unquote(vhost), user=f"{IMPERSONATOR}:{IMPERSONATOR}")
@@ -116,7 +116,7 @@ class Villain:
             yield cls(rabbitmq, vhost, place, raw, impersonator, inbox, refused, attempts, strays)
 
     async def publish(self, name: str, case: Hostile, copy: int = 0) -> None:
-        """Publish one. Fails unless the broker takes it where it has to."""
+        """Publish one. Fails unless the broker takes it, or turns it away, as the case says."""
         message = case.message(b"" if name == EMPTY else b"hostile %d: %b" % (copy, name.encode()))
         body = message.body
         case = case.at(self.rabbitmq)
@@ -129,7 +129,7 @@ class Villain:
             await (self.impersonator if case.impersonated else self.raw).publish(message)
 
     async def _try(self, message: Message, content_class: int) -> bool:
-        """On a connection of its own, which may end. Whether the broker took it."""
+        """Publish on a new connection, which may end. Return whether the broker took it."""
         raw = await Raw.connect(self.place.broker)
         try:
             if content_class != CONTENT_CLASS:
@@ -144,14 +144,14 @@ class Villain:
         return True
 
     async def witness(self) -> None:
-        """A good message at once, which must come through now."""
+        """Publish a good message without a delay, and wait for it."""
         body = b"witness %d" % self.witnesses
         self.witnesses += 1
         await self.raw.publish(Message("h.in", b"witness", Props(headers=((b"x-delay", number("I", 0)),)), body))
         await self.inbox.got([body], timeout=20)
 
     async def found(self) -> dict[bytes, list[Found]]:
-        """Where everything is by now, by body."""
+        """The ends of all messages so far, by body."""
         ends: dict[bytes, list[Found]] = defaultdict(list)
         for body in self.away:
             ends[body].append(Found(End.TURNED_AWAY, ""))
@@ -185,21 +185,21 @@ class Villain:
         return [body for body in self.sent if len(ends.get(body, ())) < self._copies(body)]
 
     def _copies(self, body: bytes) -> int:
-        """How many were sent with this body: of those without any, several."""
+        """How many were sent with this body: several for the empty body."""
         return 1 if body else self.empty
 
     def verify(self, ends: dict[bytes, list[Found]], *, redelivered: bool = False) -> None:
-        """That each ended once, where it should, with what it should have, and that nothing else came. ``redelivered``:
-        a queue may have delivered it again on its way, and RabbitMQ 3.10 sorts the headers when it does that."""
+        """Check that each ended once, in the right place, with the right headers, and that nothing else came.
+        ``redelivered``: a queue may have redelivered it, and RabbitMQ 3.10 sorts the headers then."""
         sorts = self.rabbitmq.sorts_headers
         for body, (name, case) in self.sent.items():
             verify(name, case, ends[body], self._copies(body), sorts=sorts, redelivered=redelivered)
         came, sent = sum(map(len, ends.values())), sum(map(self._copies, self.sent))
-        assert came == sent + self.witnesses, "something came that nobody sent"
+        assert came == sent + self.witnesses, "the villain sent fewer messages than came"
 
 
 def verify(name: str, case: Hostile, found: Sequence[Found], copies: int, *, sorts: bool, redelivered: bool) -> None:
-    """That it ended once, where it should, with what it should have. ``sorts``: see RabbitMQ.sorts_headers."""
+    """Check that it ended once, in the right place, with the right headers. ``sorts``: see RabbitMQ.sorts_headers."""
     assert len(found) == copies, f"{name}: {found}"
     for end, reason, arrival in found:
         assert end is case.end, f"{name}: expected {case.end}, found {end} {reason}"
@@ -226,7 +226,7 @@ def check_delivered(name: str, case: Hostile, arrival: Arrival, *, sorts: bool, 
 
 
 def assert_no_forged_line(events: Sequence[dict[str, object]], stray_lines: Sequence[str]) -> None:
-    """Every line is an event of the daemon; what a message says stands inside of one, escaped."""
+    """Every line is an event of the daemon; text from a message stands inside an event, escaped."""
     assert not stray_lines
     assert len([event for event in events if event["event"] == "ready"]) == 1
     told = json.dumps(events)
@@ -235,7 +235,8 @@ def assert_no_forged_line(events: Sequence[dict[str, object]], stray_lines: Sequ
 
 
 async def turned_away(raw: Raw, message: Message, content_class: int = CONTENT_CLASS) -> bool:
-    """Send frames that no library would make: a content header of any length and class. Whether the broker hung up."""
+    """Send frames that no library makes: a content header of any length and class. Return whether the broker closed
+    the connection."""
     properties = message.props if isinstance(message.props, bytes) else message.props.encode()
     address = b"".join(bytes((len(name),)) + name for name in (message.exchange.encode(), message.routing_key))
     method = b"\x00\x3c\x00\x28\0\0" + address + b"\0"

@@ -1,7 +1,7 @@
-"""Cancels: what was told to be cancelled is not delivered, and what was told to be too late, or not found, is.
+"""Cancels: a message reported as cancelled is not delivered, and a message reported as too late or not found is.
 
 One exception (docs/guarantees.md): a fault may leave a message in the store though it is delivered, or in the intake
-queue though it is parked. Such as came all the same are counted, and each has to have met a fault.
+queue though it is parked. The test counts the cancelled messages that came, and each must have met a fault.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Told(NamedTuple):
 
 
 class Cancelling(Ledger):
-    """Every letter has a key of its own. Answers come to the queue that everything comes to. ``asked``: of which a
-    message said that they are to be cancelled; ``told``: what was answered, to messages and commands."""
+    """Every letter has a key of its own. Letters and answers come to the same queue. ``asked``: numbers that a message
+    asked to cancel. ``told``: by number, the answers to messages and commands."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -51,7 +51,7 @@ class Cancelling(Ledger):
         return letter._replace(said=[*letter.said, (b"x-delay-key", said_text(key_of(number)))])
 
     async def cancel(self, numbers: Collection[int]) -> None:
-        """By messages that want to hear what became of it."""
+        """Publish a cancel of each, with ``reply_to`` for the answer."""
         asked = [Outgoing(self._into, b"cancel", self._asking(n), b"", b"%d" % _token(n)) for n in numbers]
         async with self._turn:
             await self._confirmed(asked)
@@ -69,7 +69,7 @@ class Cancelling(Ledger):
         number = int(content(props.one(KEY)).removeprefix(b"c-"))
         what = {b"cancelled": "cancelled", b"too late": "gone"}.get(content(props.one(OUTCOME)), "unknown")
         if what == "gone" and _token(number) in self.account.published_twice:
-            what = "unknown"  # of another cancel, which we published again
+            what = "unknown"  # the answer may belong to the other copy of this cancel, which we published twice
         self.tell(number, Told(what, at_ms))
         return True
 
@@ -82,12 +82,12 @@ def key_of(number: int) -> bytes:
 
 
 def _token(number: int) -> int:
-    """Of a cancel: no letter has it."""
+    """The number of a cancel: no letter has this number."""
     return -1_000_000 - number
 
 
 async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
-    """`delayer cancel` of a few that wait. How many it knew of."""
+    """Run `delayer cancel` for a few waiting messages. Return how many it found."""
     async with fleet.connected() as connection:
         rows = await connection.fetch(_ROWS, SOME)
     if not rows:
@@ -105,7 +105,7 @@ async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
 
 @dataclass(frozen=True)
 class Judgement:
-    """``lost``: owed, and did not come: nobody cancelled it. ``denied``: told to be gone, and did not come, without a
+    """``lost``: owed, never cancelled, and did not come. ``denied``: reported as gone, and did not come, without a
     fault.
     ``delivered``: told to be cancelled, and came, without a fault. With one: ``out`` already, and not committed;
     or ``read`` again, as the broker had not heard that it was parked. ``silent``: asked, and never answered, without a

@@ -26,7 +26,7 @@ ENDPOINT: Final = "Billing"
 LEVELS_FROM: Final = 1
 ENVIRON: Final = {"TAKEOVER": json.dumps([{"cascade": CASCADE.kind, "levels_from": LEVELS_FROM}])}
 _NOBODYS: Final = b"0" * 32
-"""The id of what the cascade let out by itself: it has none of ours."""
+"""The id of a message that the cascade delivered without a daemon: it has no ``x-delayer-id``."""
 _PAST = (b"x-first-death-", b"x-last-death-")
 
 
@@ -52,7 +52,7 @@ class Foreign(Ledger):
             (b"NServiceBus.DeliverAt", text(wire_instant(owed.due_ms).encode())),
             (b"NServiceBus.Transport.RabbitMQ.DelayInSeconds", b"".join(number("I", seconds))),
         ]
-        # Of the letter everything but what says a delay to us.
+        # Everything of the letter except its own delay headers.
         shape = [one for one in letter.said if one[0] not in (b"x-delay", b"x-deliver-at")]
         key = routing_key(seconds, ENDPOINT.encode())
         return letter._replace(routing_key=key, said=[*headers, *shape], kept=[*headers, *shape])
@@ -64,7 +64,7 @@ class Foreign(Ledger):
         return one._replace(exchange=CASCADE.entry(seconds).encode())
 
     def listener(self) -> Listener:
-        """Nobody listens: what the cascade lets out by itself has no reading."""
+        """Ignore readings: a message that the cascade delivers without a daemon has no reading."""
         return deaf
 
     def judge(self, number_: int, delivery: Delivery, at_ms: float) -> bool:
@@ -88,12 +88,12 @@ class Foreign(Ledger):
 
 
 def _bare(props: Props) -> Props:
-    """Without headers, and without what the broker takes off whenever a message leaves a level."""
+    """Without headers, and without the properties that the broker removes each time a message leaves a level."""
     return replace(props, headers=None, expiration=None)
 
 
 async def levels_standing(fleet: Fleet) -> dict[str, int]:
-    """What waits in the other system's levels."""
+    """The depth of each level of the other system that is not empty."""
     async with await Admin.connect(fleet.place.broker) as admin:
         depths = await admin.depths(level.name for level in CASCADE.levels())
     return {name: depth for name, depth in depths.items() if depth}

@@ -1,7 +1,7 @@
-"""Keys: of each the last one that was read is delivered, and what it replaced is not.
+"""Keys: the letter of a key that was read last is delivered, and the letters that it replaced are not.
 
-Letter n is the version n // KEYS of key n % KEYS. Without a fault they are read in that order. After a cut, what the
-daemon had read may come again behind newer letters: the broker may notice a cut later than the daemon.
+Letter n is the version n // KEYS of key n % KEYS. Without a fault they are read in that order. After a cut the broker
+may redeliver letters behind newer ones: it may notice a cut later than the daemon.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def key_of(number: int) -> bytes:
 
 
 class Keyed(Ledger):
-    """Every letter has a key. ``order`` is what arrived, one after another. ``first_read`` and ``last_read`` have the
-    places of each letter's readings among all readings."""
+    """Every letter has a key. ``order``: numbers in order of arrival. ``first_read`` and ``last_read``: the places of
+    each letter's readings among all readings."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -55,8 +55,8 @@ class Keyed(Ledger):
 
 @dataclass(frozen=True)
 class Judgement:
-    """``lost``: last ones that did not come. ``stale``: replaced ones that came all the same. ``overtaken``: such as
-    came behind a later one of their key; ``again``: such as were read again behind it."""
+    """``lost``: the last letter of a key did not come. ``stale``: a replaced letter came. ``overtaken``: a letter came
+    behind a later one of its key. ``again``: the same, after the letter was read again behind that one."""
 
     lost: Sequence[int] = ()
     stale: Sequence[int] = ()
@@ -70,15 +70,15 @@ class Judgement:
 
 
 def lasts(last_read: Mapping[int, int], refused: Collection[int] = ()) -> dict[int, int]:
-    """By key, the last that was read and taken in."""
+    """By key, the letter that was read last and not refused."""
     return {number % KEYS: number for number in sorted(last_read, key=last_read.__getitem__) if number not in refused}
 
 
 def lost(
     last_read: Mapping[int, int], sent: Iterable[int], came: Collection[int], refused: Collection[int]
 ) -> list[int]:
-    """What was never read, and the last ones that did not come. One that was refused may have been parked at its first
-    reading: then it may be later than the last one that was taken in, and comes."""
+    """Letters that were never read, and last letters that did not come. A refused letter may have been parked at its
+    first reading: then it may come in place of the last letter that was not refused."""
     latest: dict[int, int] = {}
     for number in came:
         latest[number % KEYS] = max(latest.get(number % KEYS, 0), last_read[number])
@@ -88,7 +88,7 @@ def lost(
 
 
 def judged_waiting(ledger: Keyed, refused: Collection[int] = ()) -> Judgement:
-    """Where every version was taken in before any was due: only the last of each comes."""
+    """For runs that read every version before any was due: only the last letter of each key comes."""
     came, read = set(ledger.order), ledger.last_read
     last = lasts(read, refused)
     stale = [one for one in came if one % KEYS in last and read[one] < read[last[one % KEYS]]]
@@ -96,8 +96,8 @@ def judged_waiting(ledger: Keyed, refused: Collection[int] = ()) -> Judgement:
 
 
 def judged_live(ledger: Keyed, first: int, refused: Collection[int] = ()) -> Judgement:
-    """Where they become due while others are taken in: any may come, but not behind a later one of its key; the last
-    has to."""
+    """For runs that read some versions while others become due: any may come, but not behind a later one of its key.
+    The last must come."""
     newest: dict[int, int] = {}
     overtaken, again = [], []
     for number in ledger.order:

@@ -1,6 +1,5 @@
-"""What comes too late is held: of every message it is known whether it came or is held, and what was too late already
-when it was published does not come before a person says so. It is held in the store, or where that is away among the
-strays.
+"""Late messages are held: every message came or is held. A message that was published too late comes only after an
+operator retries it. The daemon holds it in the store, or among the strays while the store is away.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from tests.support.letters import NUMBER
 LIMIT_MS: Final = 3_000
 """Longer than native mode is late by its nature."""
 OVERDUE_MS: Final = 10_000
-"""What is published so long after it was due is held, however quick everybody is."""
+"""A message published so long after its due instant is always held."""
 AWAY_MS: Final = 10_000
 """Long enough for the daemons to be stopped meanwhile."""
 FOUND: Final = 120.0
-"""Seconds within which everything is somewhere: what the cascade hands on at the moment stands nowhere."""
+"""Seconds within which every message is found: a message between two levels of the cascade stands in no queue."""
 ENVIRON: Final = {
     "ROUTE": json.dumps(
         [{"from": "delayer.in", "to": "delayer.out", "late_limit": f"{LIMIT_MS // 1000}s", "late_action": "hold"}]
@@ -49,9 +48,8 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Judgement:
-    """``lost``: neither came nor held. ``overdue``: came though they were too late when published. ``untold``: came
-    long after the limit, and nothing broke meanwhile. ``both``: came and are held, without a fault; ``excused``: with
-    one."""
+    """``lost``: neither came nor held. ``overdue``: came though published too late. ``untold``: came long after the
+    limit without a fault. ``both``: came and are held, without a fault; ``excused``: with one."""
 
     lost: Sequence[int]
     overdue: Sequence[int]
@@ -67,7 +65,7 @@ class Judgement:
 
 
 def judged(account: Account, held: Collection[int]) -> Judgement:
-    """Before anybody said that what is held is to come."""
+    """The judgement before the held messages are retried."""
     lost, overdue, untold, both, by_fault = [], [], [], [], []
     for number in range(account.sent):
         owed, arrivals = account.owed(number), account.arrivals_of(number)
@@ -86,10 +84,10 @@ def judged(account: Account, held: Collection[int]) -> Judgement:
 
 
 def unmarked(account: Account) -> list[int]:
-    """Which came under more ids than they were read from the intake queue: what is held keeps the id that it has, so
-    another reading of the end of the cascade, or of the strays, is no reason for another."""
+    """Messages that came under more ids than they have readings from the intake queue. A held message keeps its id, so
+    another reading from the end of the cascade, or from the strays, allows no other id."""
     readings = account.readings
-    assert readings is not None, "nobody listens to what is read"
+    assert readings is not None, "this account records no readings"
     return [
         number
         for number in range(account.sent)
@@ -102,7 +100,7 @@ async def publish_overdue(ledger: Ledger, count: int) -> None:
 
 
 async def late_in_peace(fleet: Fleet, count: int) -> Judgement:
-    """All fall due while no daemon is there, and are too late when one comes."""
+    """All messages fall due while no daemon runs, and are too late when one starts."""
     ledger = fleet.ledger
     await ledger.publish(count, delay_ms=AWAY_MS)
     await eventually(lambda: ledger.depths("delays"), lambda found: found == {"delays": 0})
@@ -114,7 +112,7 @@ async def late_in_peace(fleet: Fleet, count: int) -> Judgement:
 
 
 async def everywhere(fleet: Fleet) -> Held:
-    """What is held, as soon as everything has come or is held; or after a while, when it is lost."""
+    """The held messages, as soon as every message has come or is held, or after FOUND seconds."""
     account = fleet.ledger.account
 
     def found(held: Held) -> bool:
@@ -126,7 +124,7 @@ async def everywhere(fleet: Fleet) -> Held:
 
 
 async def looked(fleet: Fleet) -> Held:
-    """What is held at the moment."""
+    """The messages that are held now."""
     async with fleet.connected() as connection:
         rows = await connection.fetch(_HELD)
     strays = await fleet.place.bodies(fleet.strays)
@@ -134,7 +132,7 @@ async def looked(fleet: Fleet) -> Held:
 
 
 async def let_go(fleet: Fleet) -> None:
-    """Say that all that is held is to come, and wait until it has, and copies of what came already."""
+    """Retry all held messages, and wait until they have come, with the copies of those that had come already."""
     for where in ("held", "strays"):
         assert (await commanded(fleet, where, "retry", "--all", "--yes"))[0] == 0
     await fleet.ledger.all_back()

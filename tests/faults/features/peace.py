@@ -1,5 +1,5 @@
-"""What each feature does when nothing breaks, or only what is said: parts of its test, and all that a planted bug
-needs to be found."""
+"""The traffic of each feature without faults, or with the given faults: shared by its test and by the search for
+planted bugs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.letters import NUMBER
 HOUR_MS: Final = 3_600_000
 SEED: Final = 7_500
 LEAD: Final = 10.0
-"""Seconds within which a command has begun: what is rescheduled to the past is due when that is done."""
+"""Seconds within which a command has begun. Its new due instant must be later than the end of the command."""
 
 
 @asynccontextmanager
 async def meanwhile(*work: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Do these again and again; what a store that is away says against it is no matter."""
+    """Repeat these calls until the block ends; errors of an unreachable store are ignored."""
     over = asyncio.Event()
 
     async def again(one: Callable[[], Awaitable[object]]) -> None:
@@ -62,7 +62,7 @@ async def keys_waiting(fleet: Fleet, faults: Iterable[Fault]) -> keys.Judgement:
 
 @asynccontextmanager
 async def cancelling(fleet: Fleet) -> AsyncIterator[None]:
-    """Of the latest, a few at a time; and some of those that wait in the store."""
+    """Cancel a few of the latest messages at a time by message, and some waiting ones by command."""
     ledger, chance = fleet.ledger, random.Random(SEED)
     assert isinstance(ledger, cancels.Cancelling)
 
@@ -94,9 +94,9 @@ async def retried(fleet: Fleet) -> retries.Judgement:
     """When all have come to their ends."""
     ledger = fleet.ledger
     assert isinstance(ledger, retries.Failing)
-    with suppress(AssertionError):  # the judgement says what is missing
+    with suppress(AssertionError):  # the judgement names the missing messages
         await ledger.until(lambda: len(ledger.final) == ledger.account.sent, timeout=90)
-    # A rejected one is on its way to the route for a moment, where nobody counts it.
+    # A rejected message is between two queues for a moment, and no count includes it.
     await eventually(lambda: at_rest(fleet), bool, timeout=60)
     for one in (await emptied(fleet, retries.PARKED)).arrivals:
         ledger.parked[NUMBER.unpack_from(one.delivery.body)[0]] = retries.counted(one.props)
@@ -115,7 +115,7 @@ async def at_rest(fleet: Fleet) -> bool:
 
 
 async def taken_over_in_peace(fleet: Fleet, count: int) -> None:
-    """The daemons come when it stands there already."""
+    """The cascade is full before the daemons start."""
     for daemon in fleet.daemons:
         async with daemon.meant():
             assert await daemon.process.stop() == 0

@@ -1,5 +1,5 @@
-"""Retry routes: what fails in a queue comes back to it as often as configured, never before its pause, and ends where
-the route says.
+"""Retry routes: a message that fails in a queue comes back to it as often as configured and never before its pause.
+After the last retry it goes to the route's queue for exhausted messages.
 
 Letter n fails FAILS times n; its consumer goes by ``x-delayer-retries``, so a copy fails as its original did.
 """
@@ -49,7 +49,7 @@ class Failing(Ledger):
         self.wrong = Findings()
         self.final: set[int] = set()
         self.parked: dict[int, int] = {}
-        """What stands in the queue of the exhausted, and what its header counts."""
+        """Messages in the queue of the exhausted: by number, the count in their header."""
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -78,9 +78,9 @@ def counted(props: Props) -> int:
 
 @dataclass(frozen=True)
 class Judgement:
-    """``missing``: number and retries that never came. ``beyond``: such as came though they failed no more, or too
-    often. ``early``: before their pause was over. ``twice``: without a fault; ``copies``: with one. ``astray``: not in
-    the queue of the exhausted though they failed too often, or the other way round."""
+    """``missing``: number and retries that never came. ``beyond``: came after the last failure or the last retry.
+    ``early``: came before their pause was over. ``twice``: came twice without a fault; ``copies``: with one.
+    ``astray``: failed too often but not in the queue of the exhausted, or the other way round."""
 
     missing: Sequence[tuple[int, int]]
     beyond: Sequence[tuple[int, int]]
@@ -98,7 +98,7 @@ class Judgement:
 
 
 def judged(account: Account, came: Mapping[tuple[int, int], Sequence[float]], parked: Mapping[int, int]) -> Judgement:
-    """``parked``: of what stands in the queue of the exhausted, what its header counts."""
+    """``parked``: by number, the header's count of each message in the queue of the exhausted."""
     wanted = {(number, retries) for number in range(account.sent) for retries in range(tries(number) + 1)}
     early = [
         (number, retries)

@@ -1,4 +1,4 @@
-"""What all features have in common: a handful of faults, the traffic meanwhile, and the end."""
+"""Common parts of all features: a handful of faults, the traffic during them, and the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REACH: Final = 3
 
 def handful(seed: int, *, daemons: int = 2, adopted: bool = False, store: bool = True) -> list[Fault]:
     """Faults in an order that repeats with its seed, each at a daemon by chance. ``adopted``: one hangs so long that
-    the other has to adopt its lanes. ``store``: whether the store is among what breaks."""
+    the other takes its lanes. ``store``: whether some faults break the store."""
     chance = random.Random(seed)
     faults = [
         Fault("daemon killed", chance.randrange(daemons), 0.3),
@@ -62,7 +62,7 @@ async def opened(
 async def strike(
     fleet: Fleet, faults: Iterable[Fault], *, rate: int = 0, longest_ms: int = 2_000, delay_ms: int | None = None
 ) -> int:
-    """Let the faults come one after another, each to a fleet that works, with the ledger publishing meanwhile. How many
+    """Inject the faults one after another, each into a working fleet, while the ledger publishes. Return how many
     broke something."""
     if not rate:
         return await _strike(fleet, faults)
@@ -89,7 +89,7 @@ async def _strike(fleet: Fleet, faults: Iterable[Fault]) -> int:
 
 
 def excused(account: Account, number: int, until_ms: float) -> bool:
-    """Whether a fault was between the sending of a message and then."""
+    """Whether a fault happened between the sending of a message and ``until_ms``."""
     assert account.windows is not None
     if number in account.published_twice:
         return True
@@ -99,7 +99,7 @@ def excused(account: Account, number: int, until_ms: float) -> bool:
 
 @asynccontextmanager
 async def stopped(fleet: Fleet) -> AsyncIterator[None]:
-    """No daemon is there meanwhile: they are stopped as a person would, and run again then."""
+    """Stop all daemons by SIGTERM for the block, and start them again after it."""
     for daemon in fleet.daemons:
         async with daemon.meant():
             await daemon.ready()
@@ -112,8 +112,8 @@ async def stopped(fleet: Fleet) -> AsyncIterator[None]:
 
 
 async def rested(fleet: Fleet, empty: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until it is ``empty``, also of what a daemon has in hand, which nobody can count: they are stopped, and
-    nothing comes back."""
+    """Wait until the fleet is ``empty``, also when its daemons are stopped: messages that a daemon has in hand are in
+    no count before."""
     while True:
         await eventually(empty, bool, timeout=120)
         async with stopped(fleet):
@@ -132,7 +132,7 @@ async def taken_in(fleet: Fleet) -> None:
 
 
 async def nothing_left(fleet: Fleet) -> None:
-    """Wait until nothing waits to be read or to be due, and all that came out is here."""
+    """Wait until no message waits to be read or to be due, and the ledger has received every delivery."""
 
     async def gone() -> bool:
         return not set(await fleet.place.standing()) - fleet.aside
@@ -141,7 +141,7 @@ async def nothing_left(fleet: Fleet) -> None:
 
 
 async def commanded(fleet: Fleet, *arguments: str) -> tuple[int, str]:
-    """A command of the command line, past the proxies: its exit code, and what it printed."""
+    """Run a command of the command line, past the proxies. Return its exit code and its output."""
     process = await asyncio.create_subprocess_exec(
         *PROGRAM, "--config", str(fleet.config),
         "--set", f"store.url={fleet.postgres.url(fleet.database)}",
@@ -155,7 +155,7 @@ async def commanded(fleet: Fleet, *arguments: str) -> tuple[int, str]:
 
 
 async def due_from_now(fleet: Fleet, seconds: float) -> None:
-    """Everything in the store is due so many seconds from now, by `delayer reschedule`; and so it is owed."""
+    """Make everything in the store due in so many seconds by `delayer reschedule`, and change the ledger to match."""
     due_ms = int((time.time() + seconds) * 1000)
     at = datetime.fromtimestamp(due_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{due_ms % 1000:03d}Z"
     fleet.ledger.account.reschedule(due_ms)
@@ -164,13 +164,13 @@ async def due_from_now(fleet: Fleet, seconds: float) -> None:
 
 
 async def numbers_in(fleet: Fleet, queue: str) -> list[int]:
-    """Which of the ledger's messages stand in a queue of ours."""
+    """Numbers of the ledger's messages in one queue."""
     found = [one.delivery.body for one in (await emptied(fleet, queue)).arrivals]
     return [NUMBER.unpack_from(body)[0] for body in found if len(body) >= NUMBER.size]
 
 
 async def finished(fleet: Fleet) -> dict[str, int]:
-    """The end of every run: nothing stands anywhere, nothing surprised, and the counters are what the rows say."""
+    """The end of every run: no message stands anywhere, no surprise happened, and the counters match the rows."""
     await fleet.finish()
     standing = await fleet.place.standing()
     assert not set(standing) - {"delays.refused"}, f"left standing: {standing}"

@@ -1,6 +1,6 @@
-"""What breaks a fleet, and heals it again: one coroutine for each kind of fault, returning when it is over.
+"""Faults that break a fleet and heal it again: one coroutine for each kind, which returns when the fault is over.
 
-One that had to wait before it broke anything returns when that was, in epoch milliseconds.
+A fault that had to wait first returns the instant at which it began, in epoch milliseconds.
 
-Each looks at what it broke, and raises Missed if that was nothing: a fault that met nobody proves nothing.
+Each checks that it broke something, and raises Missed otherwise: a fault without an effect proves nothing.
 """

@@ -18,7 +18,7 @@ from tests.support.proxy import Proxy
 
 LOSSES = 50
 A_PORTION = 0.4
-"""Seconds within which a consumer beside the daemons is given a message where some are published ten times a second."""
+"""Seconds within which a consumer beside the daemons gets a message, at ten publishes a second."""
 MOST_LOSSES = 25
 """So many of them have to have had messages in hand: more than the 20 after which a delivery limit by default acts."""
 
@@ -26,7 +26,7 @@ NOBODY = "the broker knew of no connection of the daemons"
 
 
 async def killed(fleet: Fleet, fault: Fault) -> None:
-    """SIGKILL to all of it, ``seconds`` without it, and started again."""
+    """Kill all its processes, and start it again after ``seconds``."""
     with suppress(RuntimeError):
         await asyncio.to_thread(fleet.rabbitmq.settle)
     await asyncio.to_thread(fleet.rabbitmq.kill)
@@ -39,17 +39,16 @@ async def stopped(fleet: Fleet, fault: Fault) -> None:
 
 
 async def memory_alarm(fleet: Fleet, fault: Fault) -> None:
-    """Whoever publishes is blocked for ``seconds``."""
+    """The broker blocks every publisher for ``seconds``."""
     await _alarm(fleet, fault, "mem_alarm", "set_vm_memory_high_watermark", "0.0000001", "0.4")
 
 
 async def disk_alarm(fleet: Fleet, fault: Fault) -> None:
-    """The same, by the other alarm."""
     await _alarm(fleet, fault, "disk_free_alarm", "set_disk_free_limit", "1000000GB", "10MB")
 
 
 async def _alarm(fleet: Fleet, fault: Fault, alarm: str, limit: str, low: str, usual: str) -> None:
-    """By a limit that is too low, from when the broker says that it blocks whoever publishes."""
+    """Set a limit that is too low; ``seconds`` count from the broker's report of the alarm."""
 
     async def said() -> bool:
         return any(node.get(alarm) for node in await fleet.api("GET", "/api/nodes"))
@@ -100,12 +99,12 @@ async def destination_deleted(fleet: Fleet, fault: Fault) -> float:
     await asyncio.sleep(fault.seconds)
     await fleet.ledger.declare()
     if fleet.told("message held") == before:
-        raise Missed("nobody published there meanwhile")
+        raise Missed("no daemon published to it meanwhile")
     return begin_ms
 
 
 async def queue_deleted(fleet: Fleet, fault: Fault) -> float:
-    """The queue under the consumers, when nothing is in it: what is deleted with it is nobody's to keep."""
+    """Delete the intake queue under its consumers while it is empty: messages deleted with it would be lost."""
     async with fleet.ledger.silent():
         await eventually(fleet.place.standing, lambda standing: not set(standing) - fleet.aside, timeout=90)
         await fleet.settled()
@@ -123,8 +122,8 @@ async def _exists(fleet: Fleet, queue: str) -> bool:
 
 
 async def lost_again_and_again(fleet: Fleet, fault: Fault) -> None:
-    """Fifty connections are lost in a row, each with the messages of the queue ``detail`` that it was just given:
-    delivery limits."""
+    """Cut fifty connections in a row, each just after a delivery from the queue ``detail``, to reach delivery
+    limits."""
     lost = 0
     async with Proxy(fleet.rabbitmq.port) as proxy:
         url = fleet.rabbitmq.url(fleet.vhost, port=proxy.port)
@@ -137,7 +136,7 @@ async def lost_again_and_again(fleet: Fleet, fault: Fault) -> None:
 
 
 async def take_and_lose(url: str, proxy: Proxy, queue: str, patience: float, *, messages: int = 1) -> None:
-    """A connection is given ``messages`` of the queue, and cut. Raises TimeoutError where they do not come."""
+    """Consume ``messages`` of the queue on a connection, and cut it. Raises TimeoutError if they do not come."""
     connection = await Connection.open(url, name=f"{USER} lost")
     try:
         given = asyncio.Semaphore(0)

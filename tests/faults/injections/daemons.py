@@ -1,4 +1,4 @@
-"""Faults of one of the daemons. ``fault.target`` is which."""
+"""Faults of one daemon; ``fault.target`` is its index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOME = 20
 NOTICED_SECONDS = 60.0
 """Within which it knows, once it goes on."""
 STOP_SECONDS = 10.0
-"""What is promised for a stop."""
+"""The promised limit of a stop."""
 
 
 def of(fleet: Fleet, fault: Fault) -> Kept:
@@ -35,7 +35,7 @@ def of(fleet: Fleet, fault: Fault) -> Kept:
 
 @asynccontextmanager
 async def replaced(daemon: Kept, fault: Fault) -> AsyncIterator[None]:
-    """Whoever ends it in here does so on purpose. ``seconds`` later another process is started in its place."""
+    """The block ends the daemon on purpose. ``seconds`` later a new process starts in its place."""
     async with daemon.meant():
         yield
         await asyncio.sleep(fault.seconds)
@@ -71,12 +71,12 @@ async def told_to_stop(fleet: Fleet, fault: Fault) -> None:
 
 
 async def hanging(fleet: Fleet, fault: Fault) -> None:
-    """SIGSTOP for ``seconds``: another one adopts its lanes while it still believes to own them."""
+    """SIGSTOP for ``seconds``: another daemon takes its lanes while it still believes to own them."""
     daemon = of(fleet, fault)
     await daemon.ready()
-    watched = fleet.mode == "store" and fault.seconds >= LANE_SECONDS  # nobody adopts a lane where nothing is due
+    watched = fleet.mode == "store" and fault.seconds >= LANE_SECONDS  # a shorter hang loses no lane
     if watched:
-        with suppress(AssertionError, *DRIVER_ERRORS):  # then it says below that nobody adopted one
+        with suppress(AssertionError, *DRIVER_ERRORS):  # the check below then raises Missed
             await eventually(lambda: _some_rows(fleet, daemon), lambda rows: rows == SOME, timeout=POINT_SECONDS)
     before = fleet.told("lane taken"), _losses(daemon)
     daemon.process.signal(signal.SIGSTOP)
@@ -88,7 +88,7 @@ async def hanging(fleet: Fleet, fault: Fault) -> None:
     if not watched:
         return
     if not adopted:
-        raise Missed(f"nobody adopted a lane of daemon {daemon.number} meanwhile")
+        raise Missed(f"no other daemon took a lane of daemon {daemon.number} meanwhile")
     await eventually(lambda: _losses(daemon) > before[1], timeout=NOTICED_SECONDS)
 
 
@@ -160,7 +160,7 @@ async def _lose(fleet: Fleet, daemon: Kept, loss: str) -> None:
 
 
 async def clock_stepped(fleet: Fleet, fault: Fault) -> None:
-    """Its host's clock is ``detail`` milliseconds ahead of everybody's for ``seconds``; the store's is right."""
+    """Its host's clock is ``detail`` milliseconds ahead for ``seconds``; the store's clock is right."""
     daemon = of(fleet, fault)
     await daemon.process.event("store connected", timeout=60)
     daemon.clock.set(int(fault.detail))

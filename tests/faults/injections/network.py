@@ -23,7 +23,7 @@ async def cut(fleet: Fleet, fault: Fault) -> None:
 
 
 async def refused(fleet: Fleet, fault: Fault) -> None:
-    """Cut, and nobody listens there for ``seconds``."""
+    """Cut, and every new connection is refused for ``seconds``."""
     async with _met(fleet, fault) as proxy:
         await proxy.refuse()
         try:
@@ -40,7 +40,7 @@ async def half_open(fleet: Fleet, fault: Fault) -> None:
 
 
 async def unheard(fleet: Fleet, fault: Fault) -> None:
-    """What is asked for happens, and nobody hears of it; then the connections are cut."""
+    """The server acts on each request, but its answers do not arrive; then the connections are cut."""
     async with _met(fleet, fault) as proxy:
         proxy.stall(to_server=False)
         try:
@@ -73,7 +73,7 @@ async def _healed_after(proxy: Proxy, fault: Fault) -> None:
 
 @asynccontextmanager
 async def _met(fleet: Fleet, fault: Fault) -> AsyncIterator[Proxy]:
-    """The line. Raises Untouched at the end if nobody was on it at the beginning, and nobody came."""
+    """The proxy of the link. Raises Untouched at the end if no connection used it before or during the block."""
     proxy = link(fleet, fault)
     there, accepted = proxy.connections, proxy.accepted
     yield proxy

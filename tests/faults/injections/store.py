@@ -20,11 +20,11 @@ from tests.support.servers import Postgres
 OURS = "datname = current_database() AND application_name LIKE 'delayer%'"
 LOCKS = "datname = current_database() AND application_name LIKE 'delayer lane%'"
 PATIENCE = 30.0
-"""Seconds for a daemon to come to what a fault waits for."""
+"""Seconds for a daemon to reach the point that a fault waits for."""
 
 
 async def killed(fleet: Fleet, fault: Fault) -> None:
-    """Every process of it at once, ``seconds`` without it, and started again: crash recovery."""
+    """Kill all its processes at once, and start it again after ``seconds``: crash recovery."""
     await asyncio.to_thread(fleet.postgres.kill)
     await asyncio.sleep(fault.seconds)
     await asyncio.to_thread(fleet.postgres.start)
@@ -40,7 +40,7 @@ async def connections_ended(fleet: Fleet, fault: Fault) -> None:
 
 
 async def locks_ended(fleet: Fleet, fault: Fault) -> None:
-    """Those that hold the lanes' locks, one by one."""
+    """End the connections that hold the lanes' locks, one by one."""
     await _end(fleet, LOCKS, fault.seconds)
 
 
@@ -56,8 +56,8 @@ async def _end(fleet: Fleet, which: str, seconds: float) -> None:
 
 
 async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
-    """What a statement timeout does, to whatever runs, ten times a second for ``seconds``; and as often as it takes
-    until one of them ran: most are over within a millisecond."""
+    """Cancel every running statement, as a statement timeout does, ten times a second for ``seconds``. Cancel more
+    often until the first hit: most statements end within a millisecond."""
     async with fleet.connected() as connection:
         cancelled = 0
         until = time.monotonic() + fault.seconds
@@ -89,10 +89,10 @@ async def _refusals(fleet: Fleet) -> int:
 
 
 def limit_files(postgres: Postgres, limit: int | None) -> None:
-    """Let no file of the server's sessions, present and future, be written beyond so many bytes. None: no limit. Raises
+    """Limit the size of every file that the server's sessions, present and future, write. None: no limit. Raises
     CalledProcessError if that cannot be done.
 
-    Those that write for everybody are left alone: what they write is in the memory of the server already.
+    The server's own writers have no limit: they write pages that are in its memory already.
     """
     pids = []
     for pid in postgres.pids():
@@ -101,14 +101,14 @@ def limit_files(postgres: Postgres, limit: int | None) -> None:
                 pids.append(str(pid))
     soft = "unlimited" if limit is None else str(limit)
     script = f'for pid; do prlimit --fsize={soft}: --pid "$pid" || ! kill -0 "$pid" || exit 1; done'
-    # As the server's own user: not every root may do this to others.
+    # Run as the server's own user: some roots may not set limits of other users' processes.
     owner = psutil.Process(int(pids[0])).username()
     other = {"user": owner, "group": pwd.getpwnam(owner).pw_gid, "extra_groups": ()} if os.geteuid() == 0 else {}
     subprocess.run(["/bin/sh", "-c", script, "sh", *pids], check=True, capture_output=True, **other)
 
 
 async def long_transaction(fleet: Fleet, fault: Fault) -> None:
-    """Somebody else's snapshot is open for ``seconds``: nothing that is deleted meanwhile can be cleaned up."""
+    """Another session's snapshot is open for ``seconds``: vacuum can remove no row deleted meanwhile."""
     async with _transaction(fleet) as say:
         await say("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         await say("SELECT count(*) FROM message")
@@ -116,7 +116,7 @@ async def long_transaction(fleet: Fleet, fault: Fault) -> None:
 
 
 async def partition_locked(fleet: Fleet, fault: Fault) -> None:
-    """A passed partition is being read by somebody else for ``seconds``, while a daemon starts and wants to drop it."""
+    """Another session reads a passed partition for ``seconds``, while a daemon starts and tries to drop it."""
     async with _transaction(fleet) as say:
         day = await fleet.sql("SELECT to_char(now() - interval '4 days', 'YYYYMMDD')")
         with suppress(asyncpg.DuplicateTableError):
