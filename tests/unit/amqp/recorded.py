@@ -1,4 +1,4 @@
-"""A recorded conversation, made by pamqp, and a receiver that writes down what the parser says of it."""
+"""A recorded conversation, made by pamqp, and a receiver that records the parser's events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pamqp.base import Frame
 from delayer.amqp import framing
 from delayer.amqp.framing import Parser, ReturnedMessage
 from delayer.core.message import Delivery
-from tests.unit.amqp.tables import table_of_everything
+from tests.unit.amqp.tables import table_of_every_type
 
 FRAME_MAX = 1024
-EVERYTHING = struct.pack(">HI", 0x3000, len(table_of_everything())) + table_of_everything() + b"\x02"
+EVERYTHING = struct.pack(">HI", 0x3000, len(table_of_every_type())) + table_of_every_type() + b"\x02"
 TAG = "ctag"
 
 
@@ -23,7 +23,7 @@ def method(value: Frame, channel: int = 1) -> bytes:
 
 
 def content(raw_properties: bytes, payload: bytes, channel: int = 1, piece: int = FRAME_MAX - 8) -> bytes:
-    """Header frame (the properties as they are, which pamqp's class could not do) and body frames."""
+    """Header frame (with exactly these property bytes, which pamqp's class cannot keep) and body frames."""
     head = struct.pack(">HHQ", 60, 0, len(payload)) + raw_properties
     frames = [struct.pack(">BHI", 2, channel, len(head)) + head + b"\xce"]
     frames += [
@@ -46,7 +46,7 @@ def returned(token: bytes, payload: bytes, channel: int = 1) -> bytes:
 
 
 def conversation() -> bytes:
-    """Something of everything, contents of two channels interleaved."""
+    """Frames of every kind; the contents of two channels are interleaved."""
     first, second = deliver(1, b"a" * 30, channel=1), deliver(2, b"b" * 20, channel=2)
     cut = len(method(commands.Basic.Deliver(TAG, 1, False, "exchange", "k")))
     pamqp_header = header.ContentHeader(body_size=4, properties=commands.Basic.Properties(app_id="pamqp", priority=3))
@@ -70,7 +70,7 @@ def conversation() -> bytes:
             method(commands.Basic.Deliver(TAG, 9, True, "", "q")),
             frame.marshal(pamqp_header, 1),
             frame.marshal(body.ContentBody(b"ab"), 1),
-            b"\x03\0\1\0\0\0\0\xce",  # an empty piece: odd, and allowed
+            b"\x03\0\1\0\0\0\0\xce",  # an empty piece: unusual, but allowed
             frame.marshal(body.ContentBody(b"cd"), 1),
             method(commands.Basic.Ack(7, True)),
             method(commands.Basic.Ack((1 << 63) - 1, False), 2),
@@ -107,6 +107,6 @@ class Recorder:
 
 
 def reading(frame_max: int = FRAME_MAX) -> tuple[Parser, list[object]]:
-    """A parser for channels 0, 1 and 2, and the list that fills with what it says."""
+    """A parser for channels 0, 1 and 2, and the list of its events."""
     events: list[object] = []
     return Parser({number: Recorder(number, events) for number in range(3)}, frame_max), events

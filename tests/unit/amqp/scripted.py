@@ -1,4 +1,4 @@
-"""A broker that says what the test tells it to: an in-process server on the loopback interface."""
+"""A broker that follows the test's script: an in-process server on the loopback interface."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Peer:
         return channel, found
 
     async def expect(self, kind: type[One]) -> One:
-        """The next frame but for heartbeats, which must be of that kind."""
+        """The next frame after any heartbeats; it must be of that kind."""
         while True:
             _, found = await self.next_frame()
             if isinstance(found, heartbeat.Heartbeat) and kind is not heartbeat.Heartbeat:
@@ -95,7 +95,7 @@ class Script:
         return opening, await self.peer()
 
     async def greeted(self) -> tuple[asyncio.Task[Connection], Peer]:
-        """The same, after the client's first bytes."""
+        """Like opening(), after the client's first bytes."""
         opening, peer = await self.opening()
         await peer.reader.readexactly(8)
         return opening, peer
@@ -109,7 +109,7 @@ class Script:
         return await opening, peer
 
     async def channel(self, *, confirms: bool = False) -> tuple[Connection, Channel, Peer]:
-        """The same, with channel 1 open."""
+        """Like connect(), with channel 1 open."""
         connection, peer = await self.connect()
         opening = connection.channel(confirming=confirms), peer.open_channel(confirms=confirms)
         channel, _ = await asyncio.gather(*opening)
@@ -147,7 +147,7 @@ def message(token: str, payload: bytes = b"body") -> Outgoing:
 
 
 async def publishes(peer: Peer, count: int) -> None:
-    """Wait until that many whole publishes (of one body frame each) arrived."""
+    """Wait until so many whole publishes (of one body frame each) have arrived."""
     for _ in range(count):
         await peer.expect(commands.Basic.Publish)
         await peer.expect(header.ContentHeader)
@@ -169,7 +169,7 @@ async def asked(channel: Channel, peer: Peer) -> asyncio.Task[None]:
 
 
 async def round_trip(channel: Channel, peer: Peer) -> None:
-    """When this returns, everything that the peer sent before was read."""
+    """Wait until the client has read every frame that the peer sent before."""
     asking = await asked(channel, peer)
     peer.send(commands.Basic.QosOk(), channel.number)
     await asking

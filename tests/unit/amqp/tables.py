@@ -22,11 +22,11 @@ def text(name: str, value: str = "v") -> bytes:
 
 
 def with_headers(*entries: bytes) -> bytes:
-    """Properties that are a header table and nothing else."""
+    """Properties with a header table only."""
     return b"\x20\x00" + sized(b"".join(entries))
 
 
-# Type, raw value, and what it means. The narrow, the wide and the odd of every type that RabbitMQ knows.
+# Type, raw value, and decoded value: small, large and unusual values of every type that RabbitMQ knows.
 EVERY_TYPE: list[tuple[str, bytes, Value]] = [
     ("b", b"\x80", -128),
     ("B", b"\xff", 255),
@@ -58,7 +58,7 @@ EVERY_TYPE: list[tuple[str, bytes, Value]] = [
 ]
 
 
-def table_of_everything() -> bytes:
+def table_of_every_type() -> bytes:
     return b"".join(entry(b"h%d" % at, kind.encode() + raw) for at, (kind, raw, _) in enumerate(EVERY_TYPE))
 
 
@@ -110,7 +110,7 @@ def properties(draw: st.DrawFn) -> bytes:
 
 
 def decode(kind: int, raw: bytes) -> Value:
-    """The value of a field of its own, which ends with ``raw``. Raises MalformedTable."""
+    """The value of a field with this type and exactly these bytes. Raises MalformedTable."""
     whole = bytes((kind,)) + raw
     if end_of_value(whole, 0, len(whole)) != len(whole):
         raise MalformedTable("bytes behind the value")

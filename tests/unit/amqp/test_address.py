@@ -1,4 +1,4 @@
-"""Broker URLs: what they mean, and errors that help without giving the password away."""
+"""Broker URLs: their parts, and helpful errors that do not show the password."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_certificate_files(tmp_path: Path) -> None:
         ("amqps://u:secret@h/?keyfile=x", "certfile next to keyfile"),
     ],
 )
-def test_bad_urls_say_what_was_expected_and_keep_the_secret(url: str, why: str) -> None:
+def test_errors_of_bad_urls_show_no_password(url: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as found:
         Address.parse(url)
     chain: BaseException | None = found.value

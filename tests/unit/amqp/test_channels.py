@@ -49,7 +49,7 @@ async def test_each_message_is_written_when_it_is_due() -> None:
         publishing = asyncio.create_task(channel.publish(batch, timeout=30, schedule=schedule))
         for clock.ms, count in ((0, 1), (10, 2)):
             await publishes(peer, count)
-            await round_trip(channel, peer)  # and no other message
+            await round_trip(channel, peer)  # no other message came
         other = await in_flight(channel, peer, "5")
         clock.ms = 11
         await publishes(peer, 1)
@@ -90,10 +90,10 @@ async def test_a_blocked_broker_gets_no_messages_that_become_due() -> None:
             await publishing
         assert late.value.outcomes == [None, None]
         assert schedule.written_ms == {0: 0}
-        await peer.expect(commands.Channel.Close)  # and no publish before it
+        await peer.expect(commands.Channel.Close)  # no publish came before it
 
 
-async def test_confirms_that_do_not_come() -> None:
+async def test_missing_confirms_close_the_channel() -> None:
     async with scripted_channel(confirms=True) as (connection, channel, peer):
         other = asyncio.create_task(channel.publish([message("1")], timeout=30))
         late = asyncio.create_task(channel.publish([message("2"), message("3"), message("4")], timeout=0.5))
@@ -107,9 +107,9 @@ async def test_confirms_that_do_not_come() -> None:
         assert too.value.outcomes == [None]
         assert isinstance(channel.closed.result(), ConfirmTimeout)
         await peer.expect(commands.Channel.Close)
-        # Until the broker agrees, what it says about that channel is ignored, and the number is not used again.
+        # Until the broker agrees, the connection ignores frames of that channel and does not use its number again.
         peer.send(commands.Basic.Ack(3, True), 1)
-        peer.send_raw(returned(b"nobody's", b"x"))
+        peer.send_raw(returned(b"unknown", b"x"))
         second = await another(connection, peer, 2)
         peer.send(commands.Channel.CloseOk(), 1)
         await round_trip(second, peer)
@@ -147,7 +147,7 @@ async def test_an_impossible_publish_writes_nothing() -> None:
 
 
 class Letters(list[Outgoing]):
-    """A list that can be referred to weakly."""
+    """A list that allows weak references."""
 
 
 @pytest.fixture
@@ -157,8 +157,8 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-async def test_nothing_of_a_publish_stays_that_the_broker_objected_to(no_collector: None) -> None:
-    """An objection is an outcome, and no failure after which the daemon would collect what stands in rings."""
+async def test_a_publish_that_closed_its_channel_frees_its_batch(no_collector: None) -> None:
+    """The daemon collects reference cycles after a failure only, and an objection is an outcome, not a failure."""
     async with scripted_channel(confirms=True) as (_, channel, peer):
         letters = Letters([message("1")])
         seen = weakref.ref(letters)
@@ -259,7 +259,7 @@ async def test_the_first_delivery_stands_right_behind_the_answer() -> None:
         assert seen.get_nowait().body == b"last"
 
 
-async def test_an_answer_to_somebody_who_went_away() -> None:
+async def test_an_answer_to_a_cancelled_call_is_dropped() -> None:
     async with scripted_channel() as (_, channel, peer):
         asking = await asked(channel, peer)
         asking.cancel()

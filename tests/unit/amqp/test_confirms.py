@@ -35,7 +35,7 @@ async def written(*counts: int) -> tuple[Confirms, list[Batch]]:
     return confirms, batches
 
 
-# What the broker says, as (number, multiple, positive) or a token that comes back, and what becomes of three messages.
+# The broker's answers, as (number, multiple, positive) or a returned token, and the outcomes of three messages.
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -46,7 +46,7 @@ async def written(*counts: int) -> tuple[Confirms, list[Batch]]:
         (["a0", (1, False, True), "a2", (3, True, True)], [R, C, R]),
         (["a0", "a1", "a2", (3, True, True)], [R, R, R]),
         (["a1", (2, False, False), (3, True, True)], [C, R, C]),
-        ([(2, True, True), (2, True, True), (3, False, True)], [C, C, C]),  # says again what it said
+        ([(2, True, True), (2, True, True), (3, False, True)], [C, C, C]),  # repeats an ack
     ],
 )
 async def test_one_batch(said: list[tuple[int, bool, bool] | str], expected: list[Outcome]) -> None:
@@ -65,13 +65,13 @@ async def test_one_batch(said: list[tuple[int, bool, bool] | str], expected: lis
 @pytest.mark.parametrize(
     ("number", "multiple", "why"), [(0, False, "publish 0"), (4, False, "publish 4"), (4, True, "publish 4")]
 )
-async def test_confirms_of_nothing(number: int, multiple: bool, why: str) -> None:
+async def test_a_confirm_without_a_publish_is_an_error(number: int, multiple: bool, why: str) -> None:
     confirms, _ = await written(3)
     with pytest.raises(ProtocolError, match=why):
         confirms.settle(number, multiple=multiple, positive=True)
 
 
-async def test_second_confirm() -> None:
+async def test_a_second_confirm_is_an_error() -> None:
     confirms, _ = await written(3)
     confirms.settle(2, multiple=False, positive=True)
     with pytest.raises(ProtocolError, match="second confirm of publish 2"):
@@ -91,7 +91,7 @@ async def test_second_confirm() -> None:
         (b"\x80", "cannot be read"),
     ],
 )
-async def test_returns_of_strangers(properties: bytes, why: str) -> None:
+async def test_a_return_of_an_unknown_message_is_an_error(properties: bytes, why: str) -> None:
     confirms, _ = await written(3)
     with pytest.raises(ProtocolError, match=why):
         confirms.note_returned(ReturnedMessage(312, "NO_ROUTE", properties, b""))
@@ -108,7 +108,7 @@ async def test_the_same_token_in_flight_twice() -> None:
 
 
 async def test_outcomes_known_at_the_timeout() -> None:
-    """A return counts once its confirm is there; what was never written is not known."""
+    """A return counts after its confirm. The outcome of an unwritten message is unknown."""
     confirms = Confirms()
     batch = batch_of(6)
     confirms.written(batch, 0, 3)
@@ -130,14 +130,14 @@ async def test_outcomes_known_at_the_timeout() -> None:
     st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=40),
 )
 def test_against_a_plain_table(counts: list[int], said: list[tuple[int, bool, bool]]) -> None:
-    """Whatever order the confirms come in: the same as a table of every number."""
+    """Every order of confirms gives the same outcomes as a table by number."""
     total = sum(counts)
     table: dict[int, Outcome] = {}
 
     async def run() -> None:
         confirms, batches = await written(*counts)
         for wish, multiple, positive in [*said, (total - 1, True, True)]:
-            number = wish % total + 1  # the last of them is all
+            number = wish % total + 1  # the last one settles all
             if not multiple and number in table:
                 continue
             for one in range(1 if multiple else number, number + 1):

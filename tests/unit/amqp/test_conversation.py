@@ -1,4 +1,4 @@
-"""What a connection does when the broker does this or that, up to its end: every case against a scripted one."""
+"""A connection after its login, up to its end: every case against a scripted broker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_close_does_not_hang_on_a_dead_peer(monkeypatch: pytest.MonkeyPatc
         await peer.hung_up()
 
 
-async def test_two_close_at_once() -> None:
+async def test_both_sides_close_the_connection_at_once() -> None:
     async with scripted() as script:
         connection, peer = await script.connect()
         closing = [asyncio.create_task(connection.close()) for _ in range(2)]
@@ -48,10 +48,10 @@ async def test_two_close_at_once() -> None:
         assert connection.closed.result().text == "closed by us"
 
 
-# What ends a connection.
+# Ends of a connection.
 
 
-async def test_closed_by_the_broker() -> None:
+async def test_a_close_by_the_broker_ends_every_call() -> None:
     async with scripted_channel(confirms=True) as (connection, channel, peer):
         publishing = await in_flight(channel, peer, "1")
         asking = await asked(channel, peer)
@@ -76,10 +76,10 @@ async def test_closed_by_the_broker() -> None:
 
 BROKEN: list[tuple[bytes, int]] = [
     (b"\x01\0\1\0\0\0\4\0\x3c\0\x50\0", 501),  # an ack without arguments, and a bad frame end
-    (returned(b"1", b""), 505),  # of nothing
-    (b"\x01\0\1\0\0\0\x0d\0\x3c\0\x50" + bytes(9) + b"\xce", 505),  # a confirm that nobody asked for
+    (returned(b"1", b""), 505),  # a return without a publish
+    (b"\x01\0\1\0\0\0\x0d\0\x3c\0\x50" + bytes(9) + b"\xce", 505),  # a confirm outside confirm mode
     (b"\x01\0\0\0\0\0\x0d\0\x3c\0\x50" + bytes(9) + b"\xce", 505),  # a confirm on channel 0
-    (b"\x01\0\1\0\0\0\5\0\x14\0\x0b\0\xce", 505),  # channel.open-ok again: arguments too short for pamqp's taste
+    (b"\x01\0\1\0\0\0\5\0\x14\0\x0b\0\xce", 505),  # channel.open-ok again: its arguments are too short for pamqp
     (b"\x01\0\0\0\0\0\5\0\x0a\0\x29\0\xce", 505),  # connection.open-ok again
 ]
 
@@ -123,7 +123,7 @@ async def test_a_callback_that_raises_ends_the_connection() -> None:
 async def test_a_peer_that_beats_is_not_lost() -> None:
     async with scripted() as script:
         connection, peer = await script.connect(heartbeat=0.1)
-        for _ in range(12):  # 0.6 s of nothing but heartbeats
+        for _ in range(12):  # 0.6 s with heartbeats only
             await peer.expect(heartbeats.Heartbeat)
             peer.send_raw(heartbeats.Heartbeat.marshal())
         assert not connection.closed.done()
@@ -168,7 +168,7 @@ async def test_blocked_and_unblocked() -> None:
         await round_trip(channel, peer)
         assert heard == ["low on memory", "", "low on disk"]
         connection.on_alarm(heard.append)
-        assert heard[3:] == ["low on disk"], "whoever comes later hears of it too"
+        assert heard[3:] == ["low on disk"], "a later listener hears of the alarm too"
         waiting = [asyncio.ensure_future(connection.unblocked())]
         peer.writer.transport.abort()
         with pytest.raises(ConnectionLost):
@@ -182,7 +182,7 @@ LARGE = [message(f"{at}", bytes(100_000)) for at in range(400)]
 async def publishing_into_a_full_buffer(
     timeout: float = 30,
 ) -> AsyncIterator[tuple[asyncio.Task[list[Outcome]], Channel, Peer]]:
-    """The peer reads nothing, and the transport's buffer is above its high-water mark."""
+    """A publish to a peer that reads nothing; the transport's buffer is above its high-water mark."""
     async with scripted_channel(confirms=True) as (connection, channel, peer):
         full = asyncio.Event()
         pause_writing = connection.pause_writing
@@ -201,7 +201,7 @@ async def publishing_into_a_full_buffer(
 
 
 async def test_a_full_buffer_holds_publishes_back() -> None:
-    """What we take into memory is bounded, and it all arrives in order once the peer reads."""
+    """The write buffer is bounded, and all messages arrive in order once the peer reads."""
     async with publishing_into_a_full_buffer() as (publishing, _, peer):
         peer.reader._transport.resume_reading()  # type: ignore[attr-defined]
         await publishes(peer, len(LARGE))
@@ -221,7 +221,7 @@ async def test_a_cut_or_a_timeout_while_the_buffer_is_full(timeout: float, failu
 
 
 async def test_a_cancelled_publish_while_the_buffer_is_full() -> None:
-    """The channel goes on behind what was written."""
+    """The channel continues behind the messages already written."""
     async with publishing_into_a_full_buffer() as (publishing, channel, peer):
         publishing.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""What changes on the way, to the byte."""
+"""Edits of a message on its way, to the byte."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def delivered(raw: bytes, body: bytes = b"") -> Delivery:
     return Delivery(1, False, b"orders.in", b"k", raw, body)
 
 
-def test_nothing_but_the_two_headers_is_added() -> None:
+def test_a_release_adds_two_headers_only() -> None:
     assert released(b"\0\0") == with_headers(ADDED)
 
 
@@ -63,10 +63,10 @@ def test_headers_of_the_broker_and_the_delay_are_removed() -> None:
         (b"b\x05", b"b\xfb"),
         (b"I" + struct.pack(">i", 1500), b"I" + struct.pack(">i", -1500)),
         (long_string(b"1500.50"), long_string(b"-1500.50")),
-        # Over already, or nothing.
+        # A delay that is over.
         (b"b\xfb", b"b\xfb"),
         (b"d" + struct.pack(">d", -0.5), b"d" + struct.pack(">d", -0.5)),
-        # Not a delay: the route asks for another form.
+        # Not a delay: the route reads another form.
         (long_string(b"soon"), long_string(b"soon")),
         (b"d" + struct.pack(">d", float("nan")), b"d" + struct.pack(">d", float("nan"))),
         (b"T" + struct.pack(">Q", 5), b"T" + struct.pack(">Q", 5)),
@@ -85,7 +85,7 @@ def test_the_user_becomes_a_header() -> None:
 
 
 def test_a_full_frame_keeps_no_forged_header() -> None:
-    """Whoever acts on refused messages goes by these headers, and here the daemon has no room to write its own."""
+    """Tools for refused messages trust these headers, and a full frame leaves no room for the daemon's own."""
     forged = (text("x-delayer-refused"), text("x-delayer-exchange", "private"), text("x-delayer-id"), text("x-death"))
     raw = with_headers(*forged, text("large", "v" * 1_000))
     came = Delivery(1, False, b"in", b"k", raw, b"")
@@ -93,7 +93,7 @@ def test_a_full_frame_keeps_no_forged_header() -> None:
     assert (kept, token) == (with_headers(text("large", "v" * 1_000)), b"")
 
 
-def test_properties_that_fit_nowhere_are_dropped_from_a_refused_message() -> None:
+def test_a_refused_message_drops_properties_that_do_not_fit() -> None:
     came = delivered(with_headers(text("large", "v" * 200_000)))
     kept, token = edits.refused(came, "too long to carry", b"id", MAX)
     names = {field.name for field in Properties.parse(kept).headers_items()}
@@ -141,7 +141,7 @@ def test_the_request_of_a_message(raw: bytes, asked: dict[str, Any]) -> None:
     assert found == DelayRequest(b"orders.in", b"k", **expected)
 
 
-def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
+def test_x_death_is_read_on_request_only() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     assert edits.asked(delivered(raw), found) == DelayRequest(b"orders.in", b"k", {}, names=found.names)
@@ -151,7 +151,7 @@ def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
 
 
 def test_messages_that_are_alike_do_not_come_back_together() -> None:
-    """Without an id, and rejected in the same second."""
+    """These messages have no id and were rejected in the same second."""
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     every = [delivered(raw)._replace(tag=tag) for tag in range(1, 1_001)]
@@ -188,7 +188,7 @@ def value(found: Properties, name: str) -> Any:
     return header.value
 
 
-def test_a_dead_letter_tells_of_its_failure_and_keeps_everything_else() -> None:
+def test_a_dead_letter_gains_its_failure_and_keeps_its_other_headers() -> None:
     died = entry(b"x-death", b"A" + sized(b"")) + text("x-first-death-queue") + text("x-last-death-reason")
     found = failed(with_headers(text("mine"), died, text("last")))
     assert [field.name for field in found.headers_items()] == [
@@ -225,7 +225,7 @@ def test_the_history_begins_anew_in_another_queue() -> None:
     assert [one["queue"] for one in value(found, "x-delayer-history")] == ["billing"]
 
 
-def test_a_history_of_somebody_else_and_one_that_has_no_room() -> None:
+def test_a_foreign_history_is_replaced_and_a_full_frame_gets_none() -> None:
     found = failed(with_headers(text("x-delayer-history", "long ago")), FAILED._replace(retries=2))
     assert len(value(found, "x-delayer-history")) == 1
     short = failed(b"\0\0", max_properties=ROOM + 150)
@@ -234,7 +234,7 @@ def test_a_history_of_somebody_else_and_one_that_has_no_room() -> None:
 
 
 def test_the_room_that_edits_need() -> None:
-    """Whatever passes the check at the door passes every later step."""
+    """A message that passes the size check at intake passes every later step."""
     longest = b"n" * 255
     raw = with_headers(entry(b"x", byte_array(bytes(1000))))
     parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
@@ -266,8 +266,8 @@ def test_refused_twice_says_so_once() -> None:
 def test_published_again_and_delivered_it_is_refused_no_more() -> None:
     again, _ = refused(with_headers(text("a")))
     assert released(again) == with_headers(text("a"), ADDED)
-    by_somebody = b"\x20\x10" + sized(text("a") + GAINED + text("x-delayer-user-id")) + b"\x05guest"
-    assert released(by_somebody) == with_headers(text("a"), ADDED, text("x-delayer-user-id", "guest"))
+    with_user = b"\x20\x10" + sized(text("a") + GAINED + text("x-delayer-user-id")) + b"\x05guest"
+    assert released(with_user) == with_headers(text("a"), ADDED, text("x-delayer-user-id", "guest"))
 
 
 @pytest.mark.parametrize(
@@ -281,12 +281,12 @@ def test_headers_of_a_message_that_was_never_refused_stay(mention: bytes) -> Non
 @pytest.mark.parametrize(
     "raw", [b"", b"\xff", b"\x00\x01", b"\x20\x00\0\0\0\x09broken", with_headers(b"\x03bad?"), b"\x80\x00\x09cut"]
 )
-def test_broken_bytes_go_along_whole(raw: bytes) -> None:
+def test_broken_property_bytes_are_kept_in_a_header(raw: bytes) -> None:
     wrapped = encode_headers(GAINED + entry(b"x-delayer-properties", byte_array(raw)))
     assert refused(raw) == (wrapped, b"id")
 
 
-def test_a_table_that_fills_the_frame_goes_along_whole_or_alone() -> None:
+def test_a_table_that_fills_the_frame_keeps_its_bytes() -> None:
     raw = with_headers(entry(b"x", byte_array(bytes(1000))))
     whole, _ = refused(raw)
     wrapped = encode_headers(GAINED + entry(b"x-delayer-properties", byte_array(raw)))
@@ -294,7 +294,7 @@ def test_a_table_that_fills_the_frame_goes_along_whole_or_alone() -> None:
     assert refused(raw, len(whole)) == (whole, b"id")
     assert refused(raw, len(whole) - 1) == (raw, b"")
     full = b"\x21\x10" + sized(entry(b"x", byte_array(bytes(1000)))) + b"\x0560000\x05guest"
-    assert refused(full, len(full)) == (raw, b"")  # what acts does not go along, even then
+    assert refused(full, len(full)) == (raw, b"")  # but expiration and user id go
 
 
 @given(st.binary(max_size=400), st.integers(0, 1000), st.text(max_size=700))
@@ -311,7 +311,7 @@ def test_anything_can_be_refused(raw: bytes, room: int, reason: str) -> None:
         assert field.content == token
 
 
-def test_a_reason_is_cut_where_a_character_ends() -> None:
+def test_a_reason_is_cut_between_two_characters() -> None:
     field = Properties.parse(edits.refused(delivered(b"\0\0"), "aü" * 400, b"id", MAX)[0]).get(b"x-delayer-refused")
     assert field is not None
     assert isinstance(field.value, str)

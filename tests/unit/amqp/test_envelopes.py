@@ -1,4 +1,4 @@
-"""Envelopes: what goes in comes out, whoever wrote it."""
+"""Envelopes: a message comes out as it went in, also from an envelope of an older version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DUE_MS = 1_800_000_000_000
 MAX = 131_052
 
 
-# Written by format 1, and never to change: such messages may be in a cascade for years.
+# An envelope of format 1. Never change it: such messages may be in a cascade for years.
 FORMAT_1 = bytes.fromhex(
     "3000000000f8"
     "0c782d64656c617965722d6964530000000269640d782d64656c617965722d6475656c000001a3185c5000"
@@ -53,7 +53,7 @@ parcels = st.builds(
     properties(),
     st.binary(max_size=9),
     st.none(),
-    st.just(b""),  # an envelope's own id stands for it
+    st.just(b""),  # the envelope carries its own id instead
 )
 
 
@@ -77,7 +77,7 @@ def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: edits.
         assert found == held._replace(hold=replace(held.hold, text=text))
         assert held.hold.text.encode("utf-8", "replace").startswith(text.encode())
     assert raw.endswith(b"\x02")
-    assert Properties.parse(raw).spans.keys() == {"headers", "delivery_mode"}  # nothing that acts on the way
+    assert Properties.parse(raw).spans.keys() == {"headers", "delivery_mode"}  # the broker acts on none of them
 
 
 def test_the_format() -> None:

@@ -1,5 +1,5 @@
-"""Frames, read and written: the same events however the bytes are cut, nothing but ProtocolError for bytes that are not
-AMQP, and pamqp reads what we write."""
+"""Frames, read and written. Every cut of the bytes gives the same events. Bytes that are not AMQP raise only
+ProtocolError. pamqp reads our frames."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def events_of(*pieces: bytes) -> list[object]:
 EXPECTED = events_of(WHOLE)
 
 
-def test_the_conversation_as_a_whole() -> None:
+def test_the_parser_reads_the_whole_conversation() -> None:
     deliveries = [event[1] for event in EXPECTED if isinstance(event, tuple) and isinstance(event[1], Delivery)]
     assert [(one.tag, one.redelivered, len(one.body)) for one in deliveries] == [
         (1, False, 0), (2, True, 1), (3, False, FRAME_MAX - 8), (4, True, FRAME_MAX - 7), (5, False, 2560),
@@ -83,7 +83,7 @@ def frame_of(kind: int, channel: int, payload: bytes, end: bytes = b"\xce") -> b
 
 
 def test_a_content_header_may_be_longer_than_a_frame() -> None:
-    """RabbitMQ adds x-death to a message and cannot split its header: the next delivery is read as well."""
+    """RabbitMQ adds x-death to a message and cannot split its header. The parser reads the next delivery too."""
     properties = bytes(3 * FRAME_MAX)
     long = frame_of(2, 1, struct.pack(">HHQ", 60, 0, 3) + properties)
     wire = DELIVER + long + BODY + DELIVER + HEADER + BODY
@@ -143,8 +143,8 @@ BODY = frame.marshal(body.ContentBody(b"abc"), 1)
         ),
     ],
 )
-def test_not_amqp(wire: bytes, code: int, why: str) -> None:
-    """Whole, and cut at every byte: the same error."""
+def test_bytes_that_are_not_amqp_are_an_error(wire: bytes, code: int, why: str) -> None:
+    """The whole bytes, and every cut of them, give the same error."""
     for at in range(len(wire)):
         parser, _ = reading()
         with pytest.raises(ProtocolError, match=why) as found:
@@ -154,7 +154,7 @@ def test_not_amqp(wire: bytes, code: int, why: str) -> None:
 
 
 def test_a_large_content_frame_behind_a_delivery_is_not_taken() -> None:
-    """The short cut for whole contents keeps the frame limit too."""
+    """The fast path for whole contents checks the frame limit too."""
     parser, events = reading(frame_max=64)
     with pytest.raises(ProtocolError, match="frame of 108 bytes"):
         parser.feed(deliver(1, bytes(100)))
@@ -162,7 +162,7 @@ def test_a_large_content_frame_behind_a_delivery_is_not_taken() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=4))
-@example([(171, 100)])  # a method that only clients send, and deprecated: pamqp warns when it reads one
+@example([(171, 100)])  # a deprecated method that only clients send: pamqp warns when it reads one
 @settings(max_examples=500)
 def test_damaged_conversation(damage: list[tuple[int, int]]) -> None:
     wire = bytearray(WHOLE)
@@ -207,7 +207,7 @@ def test_a_body_of_many_frames_in_any_pieces(piece: int) -> None:
 
 
 def test_a_frame_of_16_mb_in_small_pieces() -> None:
-    """Joined once, when it is complete: joining at every arrival would copy 97 GB here, and take half a minute."""
+    """The parser joins the pieces once. A join at every arrival would copy 97 GB here, and take half a minute."""
     size = 16 << 20
     parser, events = reading(size + 8)
     one = DELIVER + frame_of(2, 1, struct.pack(">HHQH", 60, 0, size, 0)) + frame_of(3, 1, bytes(size))
@@ -216,7 +216,7 @@ def test_a_frame_of_16_mb_in_small_pieces() -> None:
     assert len(events) == 1
 
 
-# What we write, read back by pamqp.
+# Our frames, read back by pamqp.
 
 WRITTEN_MAX = 4096
 
@@ -280,7 +280,7 @@ def test_publish(size: int, names: tuple[str, str]) -> None:
 
 
 def test_a_batch_in_runs() -> None:
-    """Each run ends between two messages, and their bytes are those of the whole."""
+    """Each run ends between two messages, and all runs together have the bytes of the whole batch."""
     batch = [Outgoing(b"e", b"%d" % at, b"\0\0", bytes(1000 * at), b"%d" % at) for at in range(10)]
     wire, at, runs = b"", 0, 0
     while at < len(batch):

@@ -1,4 +1,4 @@
-"""How a connection begins, or does not: every case against a scripted broker."""
+"""The login of a connection, and its failures: every case against a scripted broker."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_the_client_properties() -> None:
         ("tune", commands.Connection.Close(541, "INTERNAL_ERROR", 0, 0), ConnectionLost),
     ],
 )
-async def test_turned_away(after: str, close: commands.Connection.Close, expected: type[ConnectionLost]) -> None:
+async def test_a_refused_login(after: str, close: commands.Connection.Close, expected: type[ConnectionLost]) -> None:
     async with scripted() as script:
         opening, peer = await script.greeted()
         peer.send(commands.Connection.Start(0, 9, {}, "PLAIN", "en_US"))
@@ -89,7 +89,7 @@ async def test_no_amqp_server(greeting: bytes) -> None:
         await peer.hung_up()
 
 
-async def test_a_server_that_says_nothing() -> None:
+async def test_a_silent_server_times_out() -> None:
     async with scripted() as script:
         with pytest.raises(ConnectionLost, match=r"within 0\.05 s") as found:
             await Connection.open(script.address, name="test", timeout=0.05)
@@ -126,7 +126,7 @@ async def test_a_cancelled_open_leaves_no_socket() -> None:
         (ProtocolError(505, "ours"), False),
     ],
 )
-def test_which_losses_are_about_a_message_that_was_sent(loss: ConnectionLost, objects: bool) -> None:
+def test_some_close_codes_object_to_a_message(loss: ConnectionLost, objects: bool) -> None:
     assert loss.objects is objects
 
 
@@ -143,6 +143,6 @@ def test_limits(offered: tuple[int, int, int], ours: float, agreed: tuple[int, i
     assert limits == agreed
 
 
-def test_a_part_of_a_second_is_promised_as_a_whole_one() -> None:
+def test_a_heartbeat_is_rounded_up_to_a_whole_second() -> None:
     assert handshake.tune_ok(ConnectionLimits(1, 4096, 0.2)).heartbeat == 1
     assert handshake.tune_ok(ConnectionLimits(1, 4096, 0.0)).heartbeat == 0

@@ -1,4 +1,4 @@
-"""Properties: the spans and values that pamqp would find, and edits that leave every other byte alone."""
+"""Properties: the same spans and values as pamqp's, and edits that keep every other byte."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from delayer.amqp.properties import (
     splice,
 )
 from delayer.core.message import Timestamp
-from tests.unit.amqp.tables import EVERY_TYPE, decode, nested, properties, sized, table_of_everything, tables
+from tests.unit.amqp.tables import EVERY_TYPE, decode, nested, properties, sized, table_of_every_type, tables
 
 TIME = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
 ORACLE: dict[str, object] = {
@@ -51,8 +51,8 @@ ORACLE: dict[str, object] = {
 }
 
 
-def test_every_subset_is_found_where_pamqp_put_it() -> None:
-    """8,192 subsets: spans tile the list, and the values are pamqp's."""
+def test_every_subset_has_the_spans_of_pamqp() -> None:
+    """8,192 subsets: the spans cover all bytes, and the values are pamqp's."""
     ours = [name for name in FLAGS if name != "cluster_id"]
     for chosen in itertools.product((False, True), repeat=len(ORACLE)):
         values = {name: value for (name, value), here in zip(ORACLE.items(), chosen, strict=True) if here}
@@ -122,7 +122,7 @@ def test_a_table_broken_inside(inside: bytes) -> None:
         found.get(b"a")
     with pytest.raises(MalformedTable):
         splice(raw, remove={b"a"})
-    # What need not look inside still works: a refused message keeps its bytes and gains its reason.
+    # An edit that need not read the table still works: a refused message keeps its bytes and gains its reason.
     grown = splice(raw, append=entry(b"r", b"V"), drop={"delivery_mode"})
     assert grown == struct.pack(">HI", FLAGS["headers"], len(inside) + 3) + inside + b"\1rV"
 
@@ -201,7 +201,7 @@ def test_edits(before: bytes, edit: Callable[[bytes], bytes], after: bytes) -> N
 
 
 def test_every_type_survives_its_neighbours_edits() -> None:
-    table = table_of_everything()
+    table = table_of_every_type()
     raw = encode_headers(A + table + B)
     assert splice(raw, remove={b"a", b"b"}) == encode_headers(table)
     assert splice(raw, remove={b"a"}, append=C) == encode_headers(table + B + C)
@@ -224,7 +224,7 @@ def test_headers_of_our_own() -> None:
 
 
 @pytest.mark.parametrize(("kind", "raw", "expected"), EVERY_TYPE)
-def test_every_type_means_what_it_says(kind: str, raw: bytes, expected: Value) -> None:
+def test_every_type_has_its_value(kind: str, raw: bytes, expected: Value) -> None:
     found = decode(ord(kind), raw)
     assert found == expected
     assert type(found) is type(expected)
@@ -232,7 +232,7 @@ def test_every_type_means_what_it_says(kind: str, raw: bytes, expected: Value) -
 
 @pytest.mark.parametrize(("kind", "raw", "expected"), [row for row in EVERY_TYPE if row[0] != "T"])
 def test_pamqp_reads_the_same(kind: str, raw: bytes, expected: Value) -> None:
-    """But for timestamps: beyond 2**32 it takes them for milliseconds."""
+    """Without timestamps: pamqp reads those beyond 2**32 as milliseconds."""
     assert oracle.embedded_value(kind.encode() + raw) == (1 + len(raw), expected)
 
 
@@ -266,7 +266,7 @@ def test_deep_nesting_is_skipped_and_refused_when_read(kind: bytes, levels: int)
 
 
 @pytest.mark.parametrize("kind", [b"A", b"F"])
-def test_nesting_that_people_use_is_read(kind: bytes) -> None:
+def test_the_deepest_allowed_nesting_is_read(kind: bytes) -> None:
     value = nested(MAX_DEPTH, kind)
     found = decode(value[0], value[1:])
     depth = 0

@@ -1,4 +1,4 @@
-"""The headers that delayer.headers makes are those that the daemon reads."""
+"""The daemon reads the headers that delayer.headers makes."""
 
 from __future__ import annotations
 
