@@ -136,8 +136,8 @@ def _named(url: str, change: Change, names: Mapping[str, Token | None], *, dry_r
 
     async def work() -> dict[int, FoundIn]:
         asked = {"ids": [str(token) for token in tokens], **new}
-        async with actions.recorded(url, whoami(), verb, asked) as (connection, act):
-            return await actions.named(connection, do, tokens, act)
+        async with actions.recorded(url, whoami(), verb, asked) as (connection, log_id):
+            return await actions.named(connection, do, tokens, log_id)
 
     found = ask_store(url, verb, lambda one: actions.whereabouts(one, tokens)) if dry_run else asyncio.run(work())
     places = {name: FoundIn.NOWHERE if token is None else found[token.id] for name, token in names.items()}
@@ -190,11 +190,11 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
         return ExitCode.DONE
 
     async def work() -> Counter[FoundIn]:
-        async with actions.recorded(url, whoami(), verb, {**wanted.as_dict(), **new}) as (connection, act):
+        async with actions.recorded(url, whoami(), verb, {**wanted.as_dict(), **new}) as (connection, log_id):
             with progress() as say:
                 step = f"{verb.capitalize()} messages"
                 return await actions.every(
-                    connection, do, wanted, test, act=act, say=lambda done: say(step, done, matched.messages)
+                    connection, do, wanted, test, log_id=log_id, say=lambda done: say(step, done, matched.messages)
                 )
 
     done = asyncio.run(work())

@@ -158,10 +158,10 @@ async def levels_to_store(settings: Settings, url: str) -> int:
         )
         judge = Destinations(settings.broker_url, None, verified=False)
         try:
-            async with actions.recorded(url, whoami(), "drain to store", {}) as (connection, act):
+            async with actions.recorded(url, whoami(), "drain to store", {}) as (connection, log_id):
                 with progress() as say:
                     report = await state_machine.run(source, book, judge, whoami(), say)
-                await audit_log.add(connection, act, report.run.committed)
+                await audit_log.add(connection, log_id, report.run.committed)
         finally:
             await source.close()
     return report.run.committed
@@ -189,16 +189,22 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tu
     asked = {"keys_too": True} if keys_too else {}
     try:
         await reconnecting.connection(timeout=10.0)  # The broker says how large properties may be.
-        async with actions.recorded(url, whoami(), "drain to native", asked) as (connection, act):
+        async with actions.recorded(url, whoami(), "drain to native", asked) as (connection, log_id):
             with progress("draining") as say:
-                return await _portions_out(connection, publisher, settings, act, say, keys_too=keys_too)
+                return await _portions_out(connection, publisher, settings, log_id, say, keys_too=keys_too)
     finally:
         await publisher.close()
         await reconnecting.close()
 
 
 async def _portions_out(
-    connection: asyncpg.Connection, publisher: AmqpPublisher, settings: Settings, act: int, say: Say, *, keys_too: bool
+    connection: asyncpg.Connection,
+    publisher: AmqpPublisher,
+    settings: Settings,
+    log_id: int,
+    say: Say,
+    *,
+    keys_too: bool,
 ) -> tuple[int, int]:
     done = 0
     left: set[int] = set()
@@ -209,7 +215,7 @@ async def _portions_out(
         places = [place for place in found.places if place.segment is None]
         while places:
             try:
-                async with draining.taken(connection, places, act, longest, keys_too=keys_too) as rows:
+                async with draining.taken(connection, places, log_id, longest, keys_too=keys_too) as rows:
                     await _publish(connection, rows, publisher, settings)
                     done += len(rows)
                 break

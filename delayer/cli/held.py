@@ -148,5 +148,5 @@ def _act(
 
 
 async def _do(url: str, verb: str, asked: Mapping[str, Any], dues: Mapping[int, int]) -> int:
-    async with actions.recorded(url, whoami(), f"held {verb}", asked) as (connection, act):
-        return await actions.change_held(connection, verb, dues, act)
+    async with actions.recorded(url, whoami(), f"held {verb}", asked) as (connection, log_id):
+        return await actions.change_held(connection, verb, dues, log_id)

@@ -235,8 +235,8 @@ async def _recorded(
 ) -> Any:
     """Make the change. With a store, a change of refused messages gets an entry in the audit log."""
     if kind is REFUSED and settings.store_url is not None:
-        async with actions.recorded(settings.store_url, whoami(), f"refused {verb}", asked) as (connection, act):
-            return await change(partial(audit_log.add, connection, act))
+        async with actions.recorded(settings.store_url, whoami(), f"refused {verb}", asked) as (connection, log_id):
+            return await change(partial(audit_log.add, connection, log_id))
     if kind is REFUSED:
         note("There is no store, and so no audit log of this.")
     elif verb == "retry":

@@ -79,9 +79,9 @@ class DaemonInside:
 
                 done = await self._refused().change(verb, wanted, add)
             else:
-                async with actions.recorded(url, who, f"refused {verb}", wanted.as_dict()) as (connection, act):
+                async with actions.recorded(url, who, f"refused {verb}", wanted.as_dict()) as (connection, log_id):
                     done = await self._refused().change(
-                        verb, wanted, lambda messages: audit_log.add(connection, act, messages)
+                        verb, wanted, lambda messages: audit_log.add(connection, log_id, messages)
                     )
         left = [(one.refusal.id, why) for one, why in done.left]
         return len(done.found), [*left, *([("the rest", "too many stand before it")] if done.cut else [])]

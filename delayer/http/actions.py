@@ -106,8 +106,8 @@ class Actions:
             return await self._retry(who, "retry", tokens, back)
         do, new = _do(verb, form)
         asked = {"ids": [str(token) for token in tokens], **new}
-        async with actions.recorded(self.pages.answers.view.url, who, verb, asked) as (connection, act):
-            found = await actions.named(connection, do, tokens, act)
+        async with actions.recorded(self.pages.answers.view.url, who, verb, asked) as (connection, log_id):
+            found = await actions.named(connection, do, tokens, log_id)
         done = actions.met(found)
         lines = [absent(token, where) for token in tokens if (where := found[token.id]) in ABSENT]
         return ActionResult(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
@@ -123,8 +123,8 @@ class Actions:
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> ActionResult:
         ids = [token.id for token in tokens]
         url = self.pages.answers.view.url
-        async with actions.recorded(url, who, f"held {verb}", {"ids": ids}) as (connection, act):
-            done = await actions.change_held(connection, verb, await detail.held_dues(connection, ids), act)
+        async with actions.recorded(url, who, f"held {verb}", {"ids": ids}) as (connection, log_id):
+            done = await actions.change_held(connection, verb, await detail.held_dues(connection, ids), log_id)
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
 
@@ -138,9 +138,9 @@ class Actions:
             async with listing.looking(url, f"count for {verb}") as connection:
                 meant = actions.CountedMessages(len(await detail.held_matching(connection, filter_.wanted, test)), 0)
             return self._confirm(request, verb, filter_, {"by": "", "wrong": form.get("typed", [""])[0]}, meant)
-        async with actions.recorded(url, who, f"held {verb}", filter_.wanted.as_dict()) as (connection, act):
+        async with actions.recorded(url, who, f"held {verb}", filter_.wanted.as_dict()) as (connection, log_id):
             dues = await detail.held_matching(connection, filter_.wanted, test)
-            done = await actions.change_held(connection, verb, dues, act)
+            done = await actions.change_held(connection, verb, dues, log_id)
         return ActionResult(f"{PAST[verb]}: {render.number(done)}", [], done, "/held")
 
     async def refused(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
@@ -170,9 +170,9 @@ class Actions:
             new |= {"by": form.get("by", [""])[0], "wrong": form.get("typed", [""])[0]}
             return self._confirm(request, verb, filter_, new, meant)
         asked = {**filter_.wanted.as_dict(), **new}
-        async with actions.recorded(self.pages.answers.view.url, who, verb, asked) as (connection, act):
+        async with actions.recorded(self.pages.answers.view.url, who, verb, asked) as (connection, log_id):
             found: Counter[FoundIn] = await actions.every(
-                connection, do, filter_.wanted, test, act=act, say=lambda _done: None
+                connection, do, filter_.wanted, test, log_id=log_id, say=lambda _done: None
             )
         lines, done = actions.unmet(found), actions.met(found)
         counted = form.get("counted", [""])[0]

@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
@@ -40,7 +41,7 @@ KNOWN: Final[Mapping[int, dict[str, Any]]] = {
 """The server's answers, by number of the type. These numbers are the same in every Postgres."""
 
 
-class StoreConnection(asyncpg.Connection):  # type: ignore[misc]  # the driver has no types
+class StoreConnection(Connection):  # type: ignore[misc]  # the driver has no types
     """The driver's own, but it asks no server about arrays of KNOWN types. The first such question of a connection
     takes 15 ms, against 1 ms without it; a second one takes 8 ms. ``list`` asks one, and ``status`` asks two. Should a
     later driver ask in another way, it asks: that is slower."""
@@ -101,7 +102,7 @@ def _settings(more: Mapping[str, str] | None) -> str:
     return "; ".join(f"SET {name} = '{value}'" for name, value in settings.items())
 
 
-async def connect(url: str, application: str, more: Mapping[str, str] | None = None) -> asyncpg.Connection:
+async def connect(url: str, application: str, more: Mapping[str, str] | None = None) -> Connection:
     """Open one connection whose instants are epoch milliseconds. Raises StoreLost, BadStoreUrl."""
     connection = await connect_plain(url, application, more)
     try:
@@ -118,7 +119,7 @@ async def connect_plain(
     more: Mapping[str, str] | None = None,
     *,
     command_seconds: float | None = COMMAND_SECONDS,
-) -> asyncpg.Connection:
+) -> Connection:
     """Open one connection whose types are asyncpg's own. Raises StoreLost, BadStoreUrl."""
     with opening():
         connection = await asyncpg.connect(
@@ -154,7 +155,7 @@ def opening() -> Iterator[None]:
 async def open_pool(url: str, application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:
     """A pool of up to ``size`` connections. Raises StoreLost, BadStoreUrl."""
 
-    async def prepared(connection: asyncpg.Connection) -> None:
+    async def prepared(connection: Connection) -> None:
         await connection.execute(_settings(more))
         await prepare(connection)
 
@@ -173,7 +174,7 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
 
 
 @asynccontextmanager
-async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[asyncpg.Connection]:
+async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
     """A connection of the pool, which ends with a caller that is cancelled.
 
     The pool would first wait until the server has confirmed the cancellation of the statement. A hanging server kept a
@@ -188,7 +189,7 @@ async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[asyncpg.Connection]:
 
 
 @asynccontextmanager
-async def transaction(connection: asyncpg.Connection) -> AsyncIterator[None]:
+async def transaction(connection: Connection) -> AsyncIterator[None]:
     """The driver's transaction, without its wait for a rollback after a cancellation: see :func:`borrowed`."""
     started = connection.transaction()
     await started.start()
@@ -204,13 +205,13 @@ async def transaction(connection: asyncpg.Connection) -> AsyncIterator[None]:
         await started.commit()
 
 
-def end(connection: asyncpg.Connection) -> None:
+def end(connection: Connection) -> None:
     """Cut it, if it is not gone from its pool already."""
     with suppress(asyncpg.InterfaceError):
         connection.terminate()
 
 
-async def prepare(connection: asyncpg.Connection) -> None:
+async def prepare(connection: Connection) -> None:
     """Let ``timestamptz`` travel as epoch milliseconds, which is what everything here counts in.
 
     Reading rounds down, so a row that SQL gave microseconds is never behind a watermark taken from it.
@@ -220,7 +221,7 @@ async def prepare(connection: asyncpg.Connection) -> None:
     )
 
 
-async def sample(connection: asyncpg.Connection, clock: StoreClock, timeout: float | None = None) -> None:
+async def sample(connection: Connection, clock: StoreClock, timeout: float | None = None) -> None:
     """Ask the server for its time. Raises the driver's errors."""
     before = clock.monotonic()
     server_ms = await connection.fetchval(
@@ -229,7 +230,7 @@ async def sample(connection: asyncpg.Connection, clock: StoreClock, timeout: flo
     clock.observe(before, server_ms, clock.monotonic())
 
 
-async def close(connection: asyncpg.Connection) -> None:
+async def close(connection: Connection) -> None:
     """Close politely, so that the server has let go of the locks when this returns; else at once. Never raises."""
     try:
         await connection.close(timeout=2.0)
@@ -240,5 +241,5 @@ async def close(connection: asyncpg.Connection) -> None:
         raise
 
 
-async def _nothing(connection: asyncpg.Connection) -> None:
+async def _nothing(connection: Connection) -> None:
     """Reset nothing."""

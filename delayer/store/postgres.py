@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Final, NamedTuple, TypeVar
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
@@ -137,7 +138,7 @@ class PostgresStore:
         ours, routes = _ours(lane), self._routes
         place = Placement(ours.number, routes, ours.epoch)
 
-        async def work(connection: asyncpg.Connection) -> frozenset[bytes]:
+        async def work(connection: Connection) -> frozenset[bytes]:
             if cancels or any(parcel.key is not None for parcel in parcels):
                 return await park_keyed(connection, place, parcels, cancels)
             await park_plain(connection, place, parcels)
@@ -192,7 +193,7 @@ class PostgresStore:
                 async with pool.borrowed(self._pool) as connection:
                     await self._days.ensure(connection, days, today, at, partitions.PARK_SECONDS)
 
-    async def _write(self, doing: str, lane: PostgresLane, work: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
+    async def _write(self, doing: str, lane: PostgresLane, work: Callable[[Connection], Awaitable[T]]) -> T:
         """The result of ``work`` in one transaction, which is repeated if it lost against another one."""
         attempt = 0
         while True:
@@ -211,7 +212,7 @@ class PostgresStore:
                 return result
 
     @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[asyncpg.Connection]:
+    async def _transaction(self) -> AsyncIterator[Connection]:
         """A transaction on a pooled connection. After any failure the connection does not return with it open."""
         async with pool.borrowed(self._pool) as connection:
             try:
@@ -254,7 +255,7 @@ def _ours(lane: object) -> PostgresLane:
     return lane
 
 
-async def park_plain(connection: asyncpg.Connection, place: Placement, parcels: Sequence[Parcel]) -> None:
+async def park_plain(connection: Connection, place: Placement, parcels: Sequence[Parcel]) -> None:
     """Messages without keys: one COPY."""
     lanes = [place.of(parcel) for parcel in parcels]
     records = [envelope.row(parcel, lane) for parcel, lane in zip(parcels, lanes, strict=True)]
@@ -266,7 +267,7 @@ async def park_plain(connection: asyncpg.Connection, place: Placement, parcels: 
 
 
 async def park_keyed(
-    connection: asyncpg.Connection, place: Placement, parcels: Sequence[Parcel], cancels: Sequence[bytes]
+    connection: Connection, place: Placement, parcels: Sequence[Parcel], cancels: Sequence[bytes]
 ) -> frozenset[bytes]:
     """Park messages, some of them with keys, and cancel keys or groups of keys. The cancels act before the messages.
     Returns the keys whose waiting messages were cancelled.
@@ -302,7 +303,7 @@ async def park_keyed(
 
 
 async def hold_new(
-    connection: asyncpg.Connection, place: Placement, parcels: Sequence[tuple[Parcel, Hold]], now_ms: int
+    connection: Connection, place: Placement, parcels: Sequence[tuple[Parcel, Hold]], now_ms: int
 ) -> int | None:
     """Put messages that never waited into held. No other message may wait under their keys. Returns when the daemon
     retries the first of them (epoch ms), never before it is due; None where a person decides about all of them."""
@@ -327,12 +328,12 @@ async def hold_new(
     return min((retry_ms for _, retry_ms in retries), default=None)
 
 
-async def _new_ids(connection: asyncpg.Connection, count: int) -> list[int]:
+async def _new_ids(connection: Connection, count: int) -> list[int]:
     rows = await connection.fetch("SELECT nextval('message_id') FROM generate_series(1, $1::int)", count)
     return [row[0] for row in rows]
 
 
-async def _count(connection: asyncpg.Connection, place: Placement, changes: Changes) -> None:
+async def _count(connection: Connection, place: Placement, changes: Changes) -> None:
     """Count, if the lane is still ours; the last statement before the commit."""
     # A park of cancels that met nothing changes no counter, but must be fenced as well.
     changed = sorted((of, kind, n) for (of, kind), n in changes.items() if n) or [(place.number, "parked", 0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.store.errors import SchemaOutdated
 
@@ -17,7 +17,7 @@ HEAD: Final = "0001"
 CHURN_OPTIONS = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 50000, vacuum_truncate = off"
 
 
-async def current_of(connection: asyncpg.Connection) -> str | None:
+async def current_of(connection: Connection) -> str | None:
     """The revision of the store behind ``connection``. Raises the driver's errors."""
     if not await connection.fetchval("SELECT to_regclass($1)", VERSION_TABLE):
         return None
@@ -25,7 +25,7 @@ async def current_of(connection: asyncpg.Connection) -> str | None:
     return revision
 
 
-async def check(connection: asyncpg.Connection) -> None:
+async def check(connection: Connection) -> None:
     """Raise SchemaOutdated unless the store has exactly our schema."""
     if wrong := outdated(await current_of(connection)):
         raise wrong

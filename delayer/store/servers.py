@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.core.secret import SecretUrl
 from delayer.store import pool
@@ -36,7 +37,7 @@ async def check(url: str) -> None:
                 await _check_pooler(url, pid, first, second)
 
 
-async def _check_pooler(url: str, pid: str, first: asyncpg.Connection, second: asyncpg.Connection) -> None:
+async def _check_pooler(url: str, pid: str, first: Connection, second: Connection) -> None:
     """Raises StoreUnfit if two clients share sessions. If a pooler gives out the latest idle session, both clients get
     one session; if it gives them out in turn, one client gets several. Other clients may hide this once."""
     for _ in range(3):
@@ -53,7 +54,7 @@ def _unfit(url: str, expected: str, found: str, advice: str) -> StoreUnfit:
 
 
 @asynccontextmanager
-async def _session(url: str) -> AsyncIterator[asyncpg.Connection]:
+async def _session(url: str) -> AsyncIterator[Connection]:
     """A connection without settings: other clients of a pooler would get them too."""
     with pool.opening():
         connection = await asyncpg.connect(url, timeout=pool.CONNECT_SECONDS, command_timeout=pool.CONNECT_SECONDS)
@@ -64,7 +65,7 @@ async def _session(url: str) -> AsyncIterator[asyncpg.Connection]:
         await pool.close(connection)
 
 
-async def _identity(connection: asyncpg.Connection) -> list[str]:
+async def _identity(connection: Connection) -> list[str]:
     """The session's process, the server's version, "t" on a standby. COPY needs no prepared statement, which a pooler
     may look for in another session."""
     told = bytearray()

@@ -175,7 +175,7 @@ async def press(url: str) -> None:
         move = partial(actions.reschedule, when=NewDue(None, DAY_MS))
         assert await actions.named(connection, move, waiting, act) == {one.id: FoundIn.WAITING for one in waiting}
         assert await actions.named(connection, actions.cancel, segment, act) == {3: FoundIn.SEGMENT}
-        done = await actions.every(connection, actions.cancel, Filter(), None, act=act, say=lambda _: None)
+        done = await actions.every(connection, actions.cancel, Filter(), None, log_id=act, say=lambda _: None)
         assert done[FoundIn.WAITING] == 4, "and what came out of the segment"
         assert await actions.named(connection, move, [Token(first)], act) == {first: FoundIn.HELD}
         assert await actions.retry_held(connection, [second], act) == 1

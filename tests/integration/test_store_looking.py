@@ -224,7 +224,7 @@ async def test_cancel_all_of_a_filter(database: str, name: str, monkeypatch: pyt
         act = await audit_log.begin(admin, "me", "cancel", wanted.as_dict())
         said: list[int] = []
         test = reading.properties_test(wanted)
-        done = await actions.every(admin, actions.cancel, wanted, test, act=act, say=said.append)
+        done = await actions.every(admin, actions.cancel, wanted, test, log_id=act, say=said.append)
         assert done.total() == len(meant)
         assert not meant or said[-1] == len(meant)
         assert (await everything(admin)).keys() == {one.id for one in some} - meant
@@ -245,7 +245,7 @@ async def test_reschedule_all_of_a_filter(database: str, when: NewDue, monkeypat
         await compact(admin, START_MS + 4 * DAY_MS, rows=20)
         act = await audit_log.begin(admin, "me", "reschedule", {})
         done = await actions.every(
-            admin, partial(actions.reschedule, when=when), wanted, None, act=act, say=lambda _: None
+            admin, partial(actions.reschedule, when=when), wanted, None, log_id=act, say=lambda _: None
         )
         assert done.total() == len(meant)
         assert set(done) <= {FoundIn.WAITING, FoundIn.SEGMENT}

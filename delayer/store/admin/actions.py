@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken
@@ -75,16 +75,16 @@ _DELETE_HELD = (
 
 
 async def cancel(
-    connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None
+    connection: Connection, ids: Collection[int], dues: Dues = NO_DUES, log_id: int | None = None
 ) -> dict[int, FoundIn]:
     """Cancel messages by id. Returns the place where each was met.
 
     Finding a row by its id alone reads the index of every partition, and the ids of every segment. So ask for many at
     once, or give their due instants in ``dues``. The cancel waits for a message that is being released, and then finds
-    it NOWHERE, or waiting again. ``act``: the entry of the audit log (audit_log.py). Raises the driver's errors;
+    it NOWHERE, or waiting again. ``log_id``: the entry of the audit log (audit_log.py). Raises the driver's errors;
     messages cancelled by then are in the audit log.
     """
-    return await _until_quiet(connection, ids, dues, act, partial(_cancel_rows, dues=dues))
+    return await _until_quiet(connection, ids, dues, log_id, partial(_cancel_rows, dues=dues))
 
 
 Work = Callable[..., Awaitable[tuple[dict[int, FoundIn], Changes, bool]]]
@@ -93,7 +93,7 @@ and whether every row was still there when it was locked."""
 
 
 async def _until_quiet(
-    connection: asyncpg.Connection, ids: Collection[int], dues: Dues, act: int | None, work: Work
+    connection: Connection, ids: Collection[int], dues: Dues, log_id: int | None, work: Work
 ) -> dict[int, FoundIn]:
     """Apply ``work`` to ``ids``. Repeat until no message moved between two looks."""
     found = dict.fromkeys(ids, FoundIn.NOWHERE)
@@ -102,18 +102,18 @@ async def _until_quiet(
         if not missing:
             break
         before = await listing.segments_seen(connection)
-        met, quiet = await patiently(partial(_do, connection, missing, act, work))
+        met, quiet = await patiently(partial(_do, connection, missing, log_id, work))
         found |= met
         left = [number for number in missing if number not in met]
         if left and before.segments:
-            found |= await _in_segments(connection, left, dues, act, work)
+            found |= await _in_segments(connection, left, dues, log_id, work)
         if quiet and await listing.segments_seen(connection) == before:
             break
     return found
 
 
 async def _do(
-    connection: asyncpg.Connection, ids: Sequence[int], act: int | None, work: Work, segment: int | None = None
+    connection: Connection, ids: Sequence[int], log_id: int | None, work: Work, segment: int | None = None
 ) -> tuple[dict[int, FoundIn], bool]:
     """One transaction: restore the segment, if there is one, and do it to the rows."""
     if segment is not None:
@@ -124,25 +124,25 @@ async def _do(
         if segment is not None and isinstance(await restore(connection, segment), Broken):
             return dict.fromkeys(ids, FoundIn.UNREADABLE), True
         met, changes, quiet = await work(connection, ids)
-        if act is not None:
-            await audit_log.add(connection, act, len(met))
+        if log_id is not None:
+            await audit_log.add(connection, log_id, len(met))
         await write_counters(connection, changes)
     return met, quiet
 
 
 async def _in_segments(
-    connection: asyncpg.Connection, ids: Sequence[int], dues: Dues, act: int | None, work: Work
+    connection: Connection, ids: Sequence[int], dues: Dues, log_id: int | None, work: Work
 ) -> dict[int, FoundIn]:
     """Do it to those of ``ids`` that stand in segments: one segment after the other."""
     found: dict[int, FoundIn] = {}
     for segment, inside in (await listing.find_in_segments(connection, ids, dues)).items():
         await _make_days(connection, segment)
-        met, _ = await patiently(partial(_do, connection, inside, act, work, segment))
+        met, _ = await patiently(partial(_do, connection, inside, log_id, work, segment))
         found |= {number: FoundIn.SEGMENT if where is FoundIn.WAITING else where for number, where in met.items()}
     return found
 
 
-async def _make_days(connection: asyncpg.Connection, segment: int) -> None:
+async def _make_days(connection: Connection, segment: int) -> None:
     """Make the partitions that the messages of a segment go back into. Raises the driver's errors."""
     row = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
     if row is not None:
@@ -151,11 +151,7 @@ async def _make_days(connection: asyncpg.Connection, segment: int) -> None:
 
 
 async def make_missing(
-    connection: asyncpg.Connection,
-    wanted: Collection[int],
-    seconds: float,
-    days: Days | None = None,
-    pause: float = 0.0,
+    connection: Connection, wanted: Collection[int], seconds: float, days: Days | None = None, pause: float = 0.0
 ) -> None:
     """:meth:`Days.ensure` for a process that parks only now. Raises the driver's errors."""
     today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
@@ -163,13 +159,13 @@ async def make_missing(
     await days.ensure(connection, wanted, today, time.monotonic(), seconds, most=len(wanted), pause=pause)
 
 
-async def write_counters(connection: asyncpg.Connection, changes: Changes) -> None:
+async def write_counters(connection: Connection, changes: Changes) -> None:
     """Add to the counters: the last statement before the commit."""
     if changed := sorted((lane, kind, n) for (lane, kind), n in changes.items() if n):
         await connection.execute(statements.COUNT, *map(list, zip(*changed, strict=True)))
 
 
-async def lock_keys_of(connection: asyncpg.Connection, places: listing.Places, more: Sequence[bytes] = ()) -> None:
+async def lock_keys_of(connection: Connection, places: listing.Places, more: Sequence[bytes] = ()) -> None:
     """Take turns with all other transactions on the keys of these rows, and on ``more``. Raises the driver's errors."""
     rows = await connection.fetch(statements.read("keys_of_rows"), *places)
     if keys := [*more, *(key for (key,) in rows)]:
@@ -177,7 +173,7 @@ async def lock_keys_of(connection: asyncpg.Connection, places: listing.Places, m
 
 
 async def _cancel_rows(
-    connection: asyncpg.Connection, ids: Sequence[int], dues: Dues
+    connection: Connection, ids: Sequence[int], dues: Dues
 ) -> tuple[dict[int, FoundIn], Changes, bool]:
     """Cancel the waiting and held rows of these ids."""
     places = await listing.find_rows(connection, ids, dues)
@@ -217,15 +213,15 @@ class NewDue(NamedTuple):
 
 
 async def reschedule(
-    connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None, *, when: NewDue
+    connection: Connection, ids: Collection[int], dues: Dues = NO_DUES, log_id: int | None = None, *, when: NewDue
 ) -> dict[int, FoundIn]:
-    """Give messages another due instant. Returns the place where each was met. ``dues`` and ``act`` as in cancel.
+    """Give messages another due instant. Returns the place where each was met. ``dues`` and ``log_id`` as in cancel.
     Raises the driver's errors; messages moved by then are in the audit log."""
-    return await _until_quiet(connection, ids, dues, act, partial(_move_rows, when=when, dues=dues))
+    return await _until_quiet(connection, ids, dues, log_id, partial(_move_rows, when=when, dues=dues))
 
 
 async def _move_rows(
-    connection: asyncpg.Connection, ids: Sequence[int], when: NewDue, dues: Dues
+    connection: Connection, ids: Sequence[int], when: NewDue, dues: Dues
 ) -> tuple[dict[int, FoundIn], Changes, bool]:
     """Move the waiting and held rows of these ids."""
     places = await listing.find_rows(connection, ids, dues)
@@ -241,7 +237,7 @@ async def _move_rows(
     return found, Counter(), len(found) == len(places.ids) + len(held)
 
 
-async def _point(connection: asyncpg.Connection, keyed: Sequence[tuple[bytes, int, int]]) -> None:
+async def _point(connection: Connection, keyed: Sequence[tuple[bytes, int, int]]) -> None:
     """Keys that stand for moved messages say where these are now."""
     keys, ids, dues = map(list, zip(*keyed, strict=True))
     await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
@@ -258,7 +254,7 @@ async def _point(connection: asyncpg.Connection, keyed: Sequence[tuple[bytes, in
 T = TypeVar("T")
 PORTION: Final = 1000
 
-Do = Callable[[asyncpg.Connection, Collection[int], Dues, int], Awaitable[dict[int, FoundIn]]]
+Do = Callable[[Connection, Collection[int], Dues, int], Awaitable[dict[int, FoundIn]]]
 """Cancel or move messages by id."""
 
 
@@ -270,7 +266,7 @@ class CountedMessages(NamedTuple):
 
 
 @asynccontextmanager
-async def acting(url: str, doing: str) -> AsyncIterator[asyncpg.Connection]:
+async def acting(url: str, doing: str) -> AsyncIterator[Connection]:
     """A connection to change the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated.
 
     A command that is stopped in the middle of a transaction (Ctrl-Z) keeps its locks for ten seconds at most.
@@ -281,26 +277,24 @@ async def acting(url: str, doing: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 @asynccontextmanager
-async def recorded(
-    url: str, who: str, verb: str, asked: Mapping[str, Any]
-) -> AsyncIterator[tuple[asyncpg.Connection, int]]:
+async def recorded(url: str, who: str, verb: str, asked: Mapping[str, Any]) -> AsyncIterator[tuple[Connection, int]]:
     """The same with a new entry of the audit log, and its id. Raises as :func:`acting`."""
     async with acting(url, verb) as connection:
         yield connection, await audit_log.begin(connection, who, verb, asked)
 
 
-async def named(connection: asyncpg.Connection, do: Do, tokens: Sequence[Token], act: int) -> dict[int, FoundIn]:
+async def named(connection: Connection, do: Do, tokens: Sequence[Token], log_id: int) -> dict[int, FoundIn]:
     """Do it to the messages of these names. Raises the driver's errors."""
     found: dict[int, FoundIn] = {}
     for start in range(0, len(tokens), PORTION):
         some = tokens[start : start + PORTION]
         dues = {token.id: token.due_ms for token in some if token.due_ms is not None}
         ids = [token.id for token in some]
-        found |= await do(connection, ids, dues, act)
+        found |= await do(connection, ids, dues, log_id)
     return found
 
 
-async def whereabouts(connection: asyncpg.Connection, tokens: Sequence[Token]) -> dict[int, FoundIn]:
+async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[int, FoundIn]:
     """The places where :func:`named` would meet them, without changing them. Raises the driver's errors."""
     entries, broken = await listing.named(connection, tokens)
     held = await connection.fetch("SELECT id FROM held WHERE id = ANY($1)", [token.id for token in tokens])
@@ -310,7 +304,7 @@ async def whereabouts(connection: asyncpg.Connection, tokens: Sequence[Token]) -
 
 
 async def every(
-    connection: asyncpg.Connection, do: Do, wanted: Filter, test: Test | None, *, act: int, say: Callable[[int], None]
+    connection: Connection, do: Do, wanted: Filter, test: Test | None, *, log_id: int, say: Callable[[int], None]
 ) -> Counter[FoundIn]:
     """Do it to every waiting message of ``wanted``. ``say`` hears how many it were so far.
 
@@ -322,7 +316,7 @@ async def every(
     async for found in listing.pages(connection, wanted, test, PORTION):
         dues = {place.id: place.due_us // 1000 for place in found.places if place.id not in seen}
         if dues:
-            done.update((await do(connection, list(dues), dues, act)).values())
+            done.update((await do(connection, list(dues), dues, log_id)).values())
             say(met(done))
         if do is not cancel:
             seen.update(dues)
@@ -339,7 +333,7 @@ async def patiently(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
     return await work()
 
 
-async def count(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> CountedMessages:
+async def count(connection: Connection, wanted: Filter, test: Test | None) -> CountedMessages:
     """Count the messages that match: on one snapshot, unless the filter names a key or a header. Raises the driver's
     errors."""
     if wanted.key is not None or test is not None:
@@ -361,9 +355,7 @@ async def count(connection: asyncpg.Connection, wanted: Filter, test: Test | Non
     return CountedMessages(rows + inside, broken)
 
 
-async def _count_in_segments(
-    connection: asyncpg.Connection, wanted: Filter, first_ms: int, last_ms: int
-) -> tuple[int, int]:
+async def _count_in_segments(connection: Connection, wanted: Filter, first_ms: int, last_ms: int) -> tuple[int, int]:
     rows = await connection.fetch(
         "SELECT id, messages, first_due >= $1 AND last_due < $2 FROM segment WHERE last_due >= $1 AND first_due < $2",
         first_ms,
@@ -380,7 +372,7 @@ async def _count_in_segments(
     return messages, broken
 
 
-async def _count_one_by_one(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> CountedMessages:
+async def _count_one_by_one(connection: Connection, wanted: Filter, test: Test | None) -> CountedMessages:
     messages = 0
     broken: set[int] = set()
     async for found in listing.pages(connection, wanted, test, PORTION):
@@ -428,25 +420,25 @@ _RETRY: Final = (
 )
 
 
-async def retry_held(connection: asyncpg.Connection, ids: Collection[int], act: int) -> int:
+async def retry_held(connection: Connection, ids: Collection[int], log_id: int) -> int:
     """Retry these now, or when they are due. Returns their number. Waits for a message that is being released.
     Raises the driver's errors; then nothing is changed."""
     async with pool.transaction(connection):
         rows = await connection.fetch(_RETRY, list(ids))
-        await audit_log.add(connection, act, len(rows))
+        await audit_log.add(connection, log_id, len(rows))
         await notify(connection, {}, soonest(rows))
     return len(rows)
 
 
-async def change_held(connection: asyncpg.Connection, verb: str, dues: Dues, act: int) -> int:
+async def change_held(connection: Connection, verb: str, dues: Dues, log_id: int) -> int:
     """Retry or drop these, as far as they are still held, in portions. Returns their number."""
     done, items = 0, list(dues.items())
     change = retry_held if verb == "retry" else drop_held
     for start in range(0, len(items), PORTION):
-        done += await patiently(partial(change, connection, dict(items[start : start + PORTION]), act))
+        done += await patiently(partial(change, connection, dict(items[start : start + PORTION]), log_id))
     return done
 
 
-async def drop_held(connection: asyncpg.Connection, dues: Dues, act: int) -> int:
+async def drop_held(connection: Connection, dues: Dues, log_id: int) -> int:
     """Cancel these. How many there were; one that was delivered meanwhile is none. Raises the driver's errors."""
-    return met(await cancel(connection, list(dues), dues, act))
+    return met(await cancel(connection, list(dues), dues, log_id))

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, Final, NamedTuple
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import SegmentBroken
@@ -79,7 +80,7 @@ class FullMessage(NamedTuple):
     owned: bool
 
 
-async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 31) - 1) -> FullMessage | FoundIn:
+async def show(connection: Connection, token: Token, most: int = (1 << 31) - 1) -> FullMessage | FoundIn:
     """The message of this name, on one snapshot; NOWHERE, or UNREADABLE if its segment does not read back. A body
     larger than ``most`` bytes is cut. Raises the driver's errors."""
     dues = {} if token.due_ms is None else {token.id: token.due_ms}
@@ -95,7 +96,7 @@ async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 3
         return FoundIn.NOWHERE
 
 
-async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> FullMessage | None:
+async def _in_segment(connection: Connection, segment: int, number: int) -> FullMessage | None:
     try:
         found = await catalog.read(connection, segment)
     except SegmentBroken:
@@ -110,7 +111,7 @@ async def _in_segment(connection: asyncpg.Connection, segment: int, number: int)
 
 
 async def _whole(
-    connection: asyncpg.Connection, where: FoundIn, entry: Entry, content: Sequence[Any], held: HeldState | None = None
+    connection: Connection, where: FoundIn, entry: Entry, content: Sequence[Any], held: HeldState | None = None
 ) -> FullMessage:
     """``content``: the checksum, the format, and the body or the beginning of it."""
     owner = await connection.fetchrow(
@@ -167,7 +168,7 @@ class HeldPage(NamedTuple):
 
 
 async def held_page(
-    connection: asyncpg.Connection, wanted: Filter, test: Test | None, limit: int, after: int = 0, *, scan: int = 20_000
+    connection: Connection, wanted: Filter, test: Test | None, limit: int, after: int = 0, *, scan: int = 20_000
 ) -> HeldPage:
     """The next ``limit`` held messages of ``wanted``, in the order of their arrival.
 
@@ -189,7 +190,7 @@ async def held_page(
     return HeldPage(found, after, bounded=True)
 
 
-async def held_matching(connection: asyncpg.Connection, wanted: Filter, test: Test | None) -> dict[int, int]:
+async def held_matching(connection: Connection, wanted: Filter, test: Test | None) -> dict[int, int]:
     """All held messages of ``wanted``, each with its due time. Raises the driver's errors."""
     dues: dict[int, int] = {}
     after: int | None = 0
@@ -207,11 +208,11 @@ _GROUPS: Final = (
 )
 
 
-async def held_groups(connection: asyncpg.Connection, scan: int = 100_000) -> Sequence[asyncpg.Record]:
+async def held_groups(connection: Connection, scan: int = 100_000) -> Sequence[asyncpg.Record]:
     """The largest groups of the first ``scan`` held messages, with one reason each. Raises the driver's errors."""
     return list(await connection.fetch(_GROUPS, scan))
 
 
-async def held_dues(connection: asyncpg.Connection, ids: Collection[int]) -> dict[int, int]:
+async def held_dues(connection: Connection, ids: Collection[int]) -> dict[int, int]:
     """The held messages among these ids, each with its due time. Raises the driver's errors."""
     return dict(await connection.fetch("SELECT id, due_at FROM held WHERE id = ANY($1)", list(ids)))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.core.faultpoint import reach
 from delayer.core.message import Due
@@ -63,7 +63,7 @@ CROSS JOIN LATERAL (
 """
 
 
-async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bool = False) -> DrainBacklog:
+async def standing(connection: Connection, soon_ms: int, *, keys_too: bool = False) -> DrainBacklog:
     """Count the backlog on one snapshot. A drain leaves rows due before ``soon_ms`` (epoch ms), and rows with a key
     unless ``keys_too``. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
@@ -78,7 +78,7 @@ async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bo
 
 @asynccontextmanager
 async def taken(
-    connection: asyncpg.Connection, places: Sequence[Place], act: int, max_properties: int, *, keys_too: bool = False
+    connection: Connection, places: Sequence[Place], log_id: int, max_properties: int, *, keys_too: bool = False
 ) -> AsyncIterator[list[Due]]:
     """Yields the messages that are still at these places; those with a key only if ``keys_too``. They are deleted, and
     count as released, if the block ends well; otherwise they stay. Raises Unsound, also for properties of more than
@@ -94,6 +94,6 @@ async def taken(
         reach("drain.published")
         if keyed := [(one.parcel.key, one.id) for one in found if one.parcel.key is not None]:
             await keys.forget(connection, keyed)
-        await audit_log.add(connection, act, len(rows))
+        await audit_log.add(connection, log_id, len(rows))
         await actions.write_counters(connection, Counter((row["lane"], "released") for row in rows))
     reach("drain.committed")

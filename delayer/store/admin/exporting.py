@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold
@@ -61,7 +61,7 @@ class BrokenSegments(Exception):
 
 
 @asynccontextmanager
-async def snapshot(url: str) -> AsyncIterator[asyncpg.Connection]:
+async def snapshot(url: str) -> AsyncIterator[Connection]:
     """A connection whose transaction reads one snapshot to the end, however slowly the file is written.
 
     Raises StoreLost, BadStoreUrl, SchemaOutdated.
@@ -73,9 +73,7 @@ async def snapshot(url: str) -> AsyncIterator[asyncpg.Connection]:
             yield connection
 
 
-async def waiting(
-    connection: asyncpg.Connection, wanted: Filter, test: Test | None
-) -> AsyncIterator[Sequence[Exported]]:
+async def waiting(connection: Connection, wanted: Filter, test: Test | None) -> AsyncIterator[Sequence[Exported]]:
     """Waiting messages of the snapshot, by portions. Raises the driver's errors; at the end BrokenSegments, if any."""
     broken: set[int] = set()
     async for found in listing.pages(connection, wanted, test, PAGE):
@@ -89,7 +87,7 @@ async def waiting(
         raise BrokenSegments(sorted(broken))
 
 
-async def held(connection: asyncpg.Connection) -> AsyncIterator[Sequence[Exported]]:
+async def held(connection: Connection) -> AsyncIterator[Sequence[Exported]]:
     """Held messages of the snapshot, in the order of arrival. Raises the driver's errors."""
     after = 0
     while rows := await connection.fetch(_HELD, after):
@@ -105,7 +103,7 @@ def _exported(row: Mapping[str, Any], held: Hold | None = None, token: bytes | N
     return Exported(parcel, row["checksum"], held)
 
 
-async def _portions(connection: asyncpg.Connection, places: Sequence[Place]) -> list[list[Place]]:
+async def _portions(connection: Connection, places: Sequence[Place]) -> list[list[Place]]:
     """``places`` in runs whose bodies fit PAGE_BYTES, one at least."""
     as_rows = Places.of(place for place in places if place.segment is None)
     sizes = dict(await connection.fetch(_SIZES, *as_rows))
@@ -121,7 +119,7 @@ async def _portions(connection: asyncpg.Connection, places: Sequence[Place]) -> 
     return portions
 
 
-async def _packed(connection: asyncpg.Connection, places: Sequence[Place]) -> dict[int, Exported]:
+async def _packed(connection: Connection, places: Sequence[Place]) -> dict[int, Exported]:
     """Messages in segments. One segment after the other is unpacked."""
     found: dict[int, Exported] = {}
     for segment in {place.segment for place in places if place.segment is not None}:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Final
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
@@ -56,7 +57,7 @@ class ImportStore:
     :meth:`unfinished` tells.
     """
 
-    def __init__(self, connection: asyncpg.Connection, days: Days) -> None:
+    def __init__(self, connection: Connection, days: Days) -> None:
         self._connection = connection
         self._days = days
         self._turn = 0
@@ -147,8 +148,8 @@ class ImportStore:
                 raise StoreLost(f"import {run.id}: another process continued it")
             if superseded:
                 named = [key.decode(errors="replace") for key in superseded[:NAMED]]
-                act = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
-                await audit_log.add(self._connection, act, len(superseded))
+                log_id = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
+                await audit_log.add(self._connection, log_id, len(superseded))
             if any(parcel.key is not None for parcel in parcels):
                 await postgres.park_keyed(self._connection, place, parcels, [])
             elif parcels:
@@ -248,13 +249,13 @@ def _run(row: asyncpg.Record) -> Run:
     return Run(**values, began_ms=began_ms)
 
 
-async def _waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> set[bytes]:
+async def _waiting(connection: Connection, keys: Collection[bytes]) -> set[bytes]:
     """The keys among these that stand for a waiting or held message. Raises the driver's errors."""
     there = await connection.fetch("SELECT key, lane, due_at, id FROM message_key WHERE key = ANY($1)", list(keys))
     return {key for key, *place in there if await _waits(connection, *place)}
 
 
-async def _waits(connection: asyncpg.Connection, lane: int, due_at: int, message_id: int) -> bool:
+async def _waits(connection: Connection, lane: int, due_at: int, message_id: int) -> bool:
     by_place = "SELECT true FROM message WHERE lane = $1 AND due_at = $2 AND id = $3"
     return bool(
         await connection.fetchval(by_place, lane, due_at, message_id)
@@ -264,7 +265,7 @@ async def _waits(connection: asyncpg.Connection, lane: int, due_at: int, message
     )
 
 
-async def anywhere(connection: asyncpg.Connection, turn: int) -> postgres.Placement:
+async def anywhere(connection: Connection, turn: int) -> postgres.Placement:
     """The next of the lanes without a route, and the lanes of routes, for a process that owns none. Raises StoreLost,
     the driver's errors."""
     rows = await connection.fetch("SELECT number, route FROM lane ORDER BY number")

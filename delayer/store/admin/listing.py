@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.core.filters import MAX_ID, Filter, Token
 from delayer.core.message import SHORT_STRING
@@ -68,9 +69,7 @@ class Rows:
     read at most for a narrow filter.
     """
 
-    def __init__(
-        self, connection: asyncpg.Connection, wanted: Filter, test: Test | None, limit: int, scan: int
-    ) -> None:
+    def __init__(self, connection: Connection, wanted: Filter, test: Test | None, limit: int, scan: int) -> None:
         self.places: list[Place] = []
         self._connection = connection
         self._wanted = wanted
@@ -222,7 +221,7 @@ class FoundPage(NamedTuple):
 @asynccontextmanager
 async def opened(
     url: str, application: str, doing: str, more: Mapping[str, str] | None = None
-) -> AsyncIterator[asyncpg.Connection]:
+) -> AsyncIterator[Connection]:
     """A connection of :func:`pool.connect` for one block. Errors say ``doing``. Raises StoreLost, BadStoreUrl."""
     connection = await pool.connect(url, application, more)
     try:
@@ -235,7 +234,7 @@ async def opened(
 @asynccontextmanager
 async def looking(
     url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = SETTINGS
-) -> AsyncIterator[asyncpg.Connection]:
+) -> AsyncIterator[Connection]:
     """A connection to look at the store with. Errors say ``doing``. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     async with opened(url, application, doing, settings) as connection:
         await schema.check(connection)
@@ -243,7 +242,7 @@ async def looking(
 
 
 async def find(
-    connection: asyncpg.Connection,
+    connection: Connection,
     wanted: Filter,
     test: Test | None,
     limit: int,
@@ -270,9 +269,7 @@ async def find(
     return FoundPage(sure, of_segments, end, bounded=end is not None and not full, broken=broken)
 
 
-async def pages(
-    connection: asyncpg.Connection, wanted: Filter, test: Test | None, limit: int
-) -> AsyncIterator[FoundPage]:
+async def pages(connection: Connection, wanted: Filter, test: Test | None, limit: int) -> AsyncIterator[FoundPage]:
     """All that :func:`find` finds, page by page; its transaction is over between two of them. Raises the driver's
     errors."""
     after: tuple[int, int] | None = BEGINNING
@@ -282,7 +279,7 @@ async def pages(
         after = found.after
 
 
-async def entries(connection: asyncpg.Connection, found: FoundPage) -> list[Entry]:
+async def entries(connection: Connection, found: FoundPage) -> list[Entry]:
     """The entries of found messages, without the bodies and without messages that went meanwhile. Raises the driver's
     errors."""
     rows = Places.of(place for place in found.places if place.segment is None)
@@ -295,7 +292,7 @@ def entry_of(row: asyncpg.Record) -> Entry:
     return Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:12])
 
 
-async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tuple[list[Entry], list[int]]:
+async def named(connection: Connection, tokens: Sequence[Token]) -> tuple[list[Entry], list[int]]:
     """The waiting messages with these ids, as rows or in segments; and the ids of those in segments that do not read
     back. Raises the driver's errors."""
     ids = {token.id for token in tokens}
@@ -314,7 +311,7 @@ async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tupl
 
 
 async def called(
-    connection: asyncpg.Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
+    connection: Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
 ) -> dict[bytes, list[Token]]:
     """The ids of waiting and held messages by name: a key, a message_id, or the ``x-delayer-id`` of a held message.
     ``message_id`` reads the message_id from properties. Reads every row; with ``packed`` every segment too, as long as
@@ -339,9 +336,7 @@ async def called(
     return found
 
 
-async def _find_keyed(
-    connection: asyncpg.Connection, wanted: Filter, test: Test | None, after: tuple[int, int]
-) -> FoundPage:
+async def _find_keyed(connection: Connection, wanted: Filter, test: Test | None, after: tuple[int, int]) -> FoundPage:
     rows = await connection.fetch(_KEYED, wanted.key)
     places = [Place(due_us, number, lane) for lane, due_us, number in rows]
     found = FoundPage([place for place in places if place[:2] > after], {}, None, bounded=False, broken=())
@@ -357,7 +352,7 @@ def meant(entry: Entry, wanted: Filter, test: Test | None) -> bool:
 
 
 async def _in_segments(
-    connection: asyncpg.Connection,
+    connection: Connection,
     wanted: Filter,
     test: Test | None,
     after: tuple[int, int],
@@ -397,7 +392,7 @@ async def _in_segments(
     return found, broken, last
 
 
-async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry] | None:
+async def entries_of(connection: Connection, segment: int) -> list[Entry] | None:
     """The live messages of a segment; None where it does not read back. Threads unpack it. Raises the driver's
     errors."""
     try:
@@ -449,7 +444,7 @@ class SegmentListState(NamedTuple):
     restored: int
 
 
-async def segments_seen(connection: asyncpg.Connection) -> SegmentListState:
+async def segments_seen(connection: Connection) -> SegmentListState:
     """Raises the driver's errors."""
     return SegmentListState(*await connection.fetchrow(_SEEN))
 
@@ -473,7 +468,7 @@ class Places(NamedTuple):
         return cls(lanes, dues, ids, min(dues, default=0), max(dues, default=-1) + 1)
 
 
-async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Dues) -> Places:
+async def find_rows(connection: Connection, ids: Sequence[int], dues: Dues) -> Places:
     """The places of the rows among ``ids``. Raises the driver's errors."""
     known = [number for number in ids if number in dues]
     unknown = [number for number in ids if number not in dues]
@@ -485,9 +480,7 @@ async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Du
     return Places.of(Place(due_ms * 1000, number, lane) for lane, due_ms, number in found)
 
 
-async def find_in_segments(
-    connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES
-) -> dict[int, list[int]]:
+async def find_in_segments(connection: Connection, ids: Collection[int], dues: Dues = NO_DUES) -> dict[int, list[int]]:
     """The segments that hold messages ``ids``, each with these.
 
     Reads the ids of every segment, some 40 KB each. If ``dues`` has all of them, it reads only segments around those

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.core.errors import StoreLost
 from delayer.store import pool
@@ -80,7 +81,7 @@ async def skip_ids(url: str, by: int) -> int:
         raise
 
 
-async def _skip(connection: asyncpg.Connection, by: int) -> int:
+async def _skip(connection: Connection, by: int) -> int:
     """It waits only a moment for its lock, because the traffic waits behind it. Raises the driver's errors."""
     async with pool.transaction(connection):
         # A transaction that took numbers holds their lock until the commit, and an import's commit may take long.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.core import horizon
 from delayer.core.units import DAY_MS, HOUR_MS
@@ -134,7 +134,7 @@ async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
         return StoreOverview(found, schema.HEAD, now_ms, await _lanes(connection), packed, late)
 
 
-async def _lanes(connection: asyncpg.Connection) -> list[LaneOverview]:
+async def _lanes(connection: Connection) -> list[LaneOverview]:
     rows = await connection.fetch(statements.read("overview"))
     counters = {
         row["number"]: dict.fromkeys(LANE_KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True))
@@ -156,7 +156,7 @@ async def _lanes(connection: asyncpg.Connection) -> list[LaneOverview]:
     ]
 
 
-async def _next_dues(connection: asyncpg.Connection, lanes: Sequence[int]) -> dict[int, int]:
+async def _next_dues(connection: Connection, lanes: Sequence[int]) -> dict[int, int]:
     """The soonest due instant of each lane. It probes partitions one by one, in the order of their days, until every
     lane has its answer. One statement over all of them would open hundreds to read one entry."""
     # The default one may have rows of any time, so it is always probed.
@@ -170,7 +170,7 @@ async def _next_dues(connection: asyncpg.Connection, lanes: Sequence[int]) -> di
     return found
 
 
-async def _probe(connection: asyncpg.Connection, partition: str, lanes: Sequence[int]) -> dict[int, int]:
+async def _probe(connection: Connection, partition: str, lanes: Sequence[int]) -> dict[int, int]:
     rows = await connection.fetch(
         f"SELECT number, (SELECT due_at FROM {partition} WHERE lane = number ORDER BY due_at LIMIT 1)"
         " FROM unnest($1::smallint[]) AS number",
@@ -239,7 +239,7 @@ class Census:
         return found
 
 
-async def take_census(connection: asyncpg.Connection) -> Census:
+async def take_census(connection: Connection) -> Census:
     """Count, on one snapshot. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         await connection.execute("SET LOCAL statement_timeout = '10s'")
@@ -256,7 +256,7 @@ async def take_census(connection: asyncpg.Connection) -> Census:
     return Census(now_ms, counts, exact=not sampled, held=held)
 
 
-async def _in_partitions(connection: asyncpg.Connection, bounds: list[int], most: int = 2_000) -> tuple[Counts, Counts]:
+async def _in_partitions(connection: Connection, bounds: list[int], most: int = 2_000) -> tuple[Counts, Counts]:
     """The counts of whole partitions, from samples of at most ``most`` pages; and the number of rows counted."""
     sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
     each = min(max(PAGES // max(len(sizes), 1), FEWEST), most)
@@ -274,13 +274,13 @@ def _ours(name: str) -> bool:
     return name == "message_default" or day_of(name) is not None
 
 
-async def counters(connection: asyncpg.Connection) -> dict[str, int]:
+async def counters(connection: Connection) -> dict[str, int]:
     """The counters of all lanes together; every kind is present. Raises the driver's errors."""
     kinds = dict(await connection.fetch("SELECT kind, sum(n)::bigint FROM counter GROUP BY kind"))
     return dict.fromkeys(LANE_KINDS, 0) | kinds
 
 
-async def _due_soon(connection: asyncpg.Connection, now_ms: int) -> Counts | None:
+async def _due_soon(connection: Connection, now_ms: int) -> Counts | None:
     """The messages due within the hour, counted row by row; None if they are too many for that."""
     rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR)
     if any(of_lane >= NEAR for _, _, _, of_lane in rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.store import statements
 
@@ -19,7 +19,7 @@ class Traffic:
         self._at = 0.0
         self._passed: int | None = None
 
-    async def look(self, connection: asyncpg.Connection) -> bool:
+    async def look(self, connection: Connection) -> bool:
         """Once a second at most: are lanes owned, and do 50 messages a second pass? Raises the driver's errors."""
         now = time.monotonic()
         if self._passed is not None and now - self._at < 1.0:
@@ -30,11 +30,11 @@ class Traffic:
         return self.busy
 
 
-async def take_turn(connection: asyncpg.Connection) -> bool:
+async def take_turn(connection: Connection) -> bool:
     """Whether it is this session's turn now, until :func:`end_turn` or its own end. Raises the driver's errors."""
     return bool(await connection.fetchval(f"SELECT pg_try_advisory_lock{_TURN}"))
 
 
-async def end_turn(connection: asyncpg.Connection) -> None:
+async def end_turn(connection: Connection) -> None:
     """Let others have theirs. Raises the driver's errors."""
     await connection.fetchval(f"SELECT pg_advisory_unlock{_TURN}")

@@ -16,6 +16,7 @@ from typing import Final
 
 import asyncpg
 import structlog
+from asyncpg import Connection
 
 from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
@@ -41,7 +42,7 @@ HORIZON_MS: Final = 61_000
 class PostgresWindow:
     """Satisfies broker.ports.Window: one of the two connections of a lane, and the claim that is open on it."""
 
-    def __init__(self, lane: PostgresLane, connection: asyncpg.Connection, clock: StoreClock) -> None:
+    def __init__(self, lane: PostgresLane, connection: Connection, clock: StoreClock) -> None:
         self.connection = connection
         self.turn = asyncio.Lock()  # One statement or transaction of ours at a time.
         self.opened: Claim | None = None
@@ -72,7 +73,7 @@ class PostgresWindow:
             reach("release.claimed")
         return claim.rows
 
-    async def _claim_once(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
+    async def _claim_once(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
         """Begin a transaction and take waiting or held rows. The two kinds alternate. If one kind has no rows, it takes
         the other kind."""
         if connection.is_in_transaction():
@@ -89,7 +90,7 @@ class PostgresWindow:
         await connection.execute("ROLLBACK")
         return claim
 
-    async def _claim_held(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
+    async def _claim_held(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
         """Take held rows that are to be retried, a tenth of ``limit`` at most."""
         number, cursor, before = self._lane.number, self._lane.cursor, self._clock.now_lower_ms()
         held = await connection.fetch(statements.CLAIM_HELD, number, max(1, limit // 10), max_bytes)
@@ -99,7 +100,7 @@ class PostgresWindow:
             cursor.pass_over_retries()
         return Claim((NEVER_MS, 0), (NEVER_MS, 0), [_held(record) for record in held], retries=bool(held))
 
-    async def _claim_waiting(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
+    async def _claim_waiting(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
         """Take waiting rows that are due within the window."""
         lane, cursor, clock = self._lane, self._lane.cursor, self._clock
         cursor.claiming()
@@ -145,7 +146,7 @@ class PostgresWindow:
         reach("release.committed")
 
     async def _write_results(
-        self, connection: asyncpg.Connection, claim: Claim, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]
+        self, connection: Connection, claim: Claim, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]
     ) -> int:
         """Write what became of the claim, in its open transaction: held rows, keys, counters last. Returns when the
         first of the held rows is retried.
@@ -167,7 +168,7 @@ class PostgresWindow:
             await connection.execute(statements.COUNT, [number] * len(kinds), kinds, numbers)
         return min(retry_ms, await self._find_next_retry(connection)) if claim.retries else retry_ms
 
-    async def _find_next_retry(self, connection: asyncpg.Connection) -> int:
+    async def _find_next_retry(self, connection: Connection) -> int:
         """Ask when a held row is retried next, as this transaction leaves them."""
         cursor = self._lane.cursor
         soonest, cursor.retry_ms = cursor.retry_ms, NEVER_MS
@@ -189,7 +190,7 @@ class PostgresWindow:
             await self._roll_back()
 
     @asynccontextmanager
-    async def locked_connection(self, doing: str) -> AsyncIterator[asyncpg.Connection]:
+    async def locked_connection(self, doing: str) -> AsyncIterator[Connection]:
         """The connection, for one caller at a time. Raises LaneLost when it is gone, StoreLost when the store refused.
 
         After a failure the transaction is rolled back. If that is uncertain, the connection is cut, and the server
@@ -247,7 +248,7 @@ class PostgresLane:
         route: bytes | None,
         epoch: int,
         cursor: ReleaseCursor,
-        connections: Sequence[asyncpg.Connection],
+        connections: Sequence[Connection],
         *,
         clock: StoreClock,
         pool: asyncpg.Pool,
@@ -360,7 +361,7 @@ class PostgresLane:
         except StoreLost as error:
             log.warning("lane connection broken", lane=self.number, error=str(error))
 
-    async def _write_watermark(self, connection: asyncpg.Connection, *, at_once: bool = False) -> None:
+    async def _write_watermark(self, connection: Connection, *, at_once: bool = False) -> None:
         """Write the watermark for the next owner. Not now, if a park holds the row: there is no hurry."""
         now, watermark = self._clock.monotonic(), self.watermark
         if (at_once or now >= self._watermark_at + WRITE_SECONDS) and self._last_watermark != watermark:
@@ -404,7 +405,7 @@ class Claim:
     """Whether some of the rows were held before."""
 
 
-async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> int:
+async def _hold(connection: Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> int:
     """Put claimed rows into held, or update them there, each with its next retry. Returns the first of these."""
     first, again, soonest = [], [], NEVER_MS
     for due, hold in held:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.core.message import LaneRow, LaneTable
 from delayer.store import pool, statements
@@ -77,7 +78,7 @@ class LaneLocks:
         self._owner = owner
         self._releasing = releasing
         self._broker = broker
-        self._presence: asyncpg.Connection | None = None
+        self._presence: Connection | None = None
         self._pid = 0
         self._idle_seconds = idle
         self._idle = {"idle_session_timeout": f"{idle * 1000:.0f}ms", "tcp_user_timeout": f"{idle * 1000:.0f}ms"}
@@ -117,7 +118,7 @@ class LaneLocks:
     async def take(self, number: int) -> PostgresLane | None:
         """Take a lane; None if another process was quicker. Raises StoreLost."""
         connection = await pool.connect(self._url, application_of(number), self._lane_settings)
-        second: asyncpg.Connection | None = None
+        second: Connection | None = None
         cursor = ReleaseCursor(self._clock)
         try:
             with translated(f"take lane {number}"):

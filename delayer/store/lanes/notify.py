@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-import asyncpg
+from asyncpg import Connection
 
 WAITING: Final = "waiting"
 HELD: Final = "held"
@@ -35,7 +35,7 @@ def soonest(dues: Iterable[tuple[int, int]]) -> dict[int, int]:
     return found
 
 
-async def notify(connection: asyncpg.Connection, waiting: Mapping[int, int], held: Mapping[int, int]) -> None:
+async def notify(connection: Connection, waiting: Mapping[int, int], held: Mapping[int, int]) -> None:
     """Notify the owners of these lanes when the open transaction commits: the soonest instant for each lane.
 
     A lane may have no owner at this moment. Its next owner begins at the written watermark, so that is lowered. Raises
@@ -49,7 +49,7 @@ async def notify(connection: asyncpg.Connection, waiting: Mapping[int, int], hel
             await connection.execute("SELECT pg_notify($1, $2)", channel(lane), f"{kind} {at_ms}")
 
 
-async def listen(connection: asyncpg.Connection, lane: int, told: Callable[[str, int], None]) -> None:
+async def listen(connection: Connection, lane: int, told: Callable[[str, int], None]) -> None:
     """Pass on notifications from now on, on the connection that holds the lock of ``lane``. ``told`` hears of a WAITING
     or a HELD row, and from which instant on it is to be claimed (epoch ms)."""
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 from zlib import crc32
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.core.message import KeyGroup
 
@@ -34,7 +34,7 @@ class Cancelled(NamedTuple):
     keys: set[bytes]
 
 
-async def lock_keys(connection: asyncpg.Connection, keys: Collection[bytes]) -> None:
+async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
     """Step 1: until the end of the transaction no other one changes these keys."""
     await connection.execute(
         "SELECT pg_advisory_xact_lock('message_key'::regclass::oid::int, number) FROM unnest($1::int[]) AS number",
@@ -42,7 +42,7 @@ async def lock_keys(connection: asyncpg.Connection, keys: Collection[bytes]) -> 
     )
 
 
-async def of_groups(connection: asyncpg.Connection, groups: Sequence[KeyGroup]) -> set[bytes]:
+async def of_groups(connection: Connection, groups: Sequence[KeyGroup]) -> set[bytes]:
     """The keys in use that begin like one of ``groups``. This runs before step 1 and does not see keys that another
     transaction parks at this moment. In one lane of one process that does not happen."""
     found: set[bytes] = set()
@@ -53,7 +53,7 @@ async def of_groups(connection: asyncpg.Connection, groups: Sequence[KeyGroup]) 
     return found
 
 
-async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> Cancelled:
+async def cancel_waiting(connection: Connection, keys: Collection[bytes]) -> Cancelled:
     """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
     cancelled = Cancelled(Counter(), Counter(), set())
     await lock_keys(connection, keys)
@@ -73,7 +73,7 @@ async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]
     return cancelled
 
 
-async def _delete_message(connection: asyncpg.Connection, lane: int, due_at: int, message_id: int) -> bool:
+async def _delete_message(connection: Connection, lane: int, due_at: int, message_id: int) -> bool:
     return bool(
         await connection.fetchval(
             "DELETE FROM message WHERE lane = $1 AND due_at = $2 AND id = $3 RETURNING true", lane, due_at, message_id
@@ -82,7 +82,7 @@ async def _delete_message(connection: asyncpg.Connection, lane: int, due_at: int
 
 
 async def point(
-    connection: asyncpg.Connection, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int, int]]
+    connection: Connection, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int, int]]
 ) -> None:
     """Make the keys of ``parked`` (key, lane, due_ms, id) stand for these, the cancelled ones for nothing. Step 3."""
     keys = sorted({*cancelled, *(key for key, *_ in parked)})
@@ -98,7 +98,7 @@ async def point(
         )
 
 
-async def forget(connection: asyncpg.Connection, keyed: Collection[tuple[bytes, int]]) -> None:
+async def forget(connection: Connection, keyed: Collection[tuple[bytes, int]]) -> None:
     """Remove keys that stand for these messages (key, id), unless they stand for a newer one by now. Step 3."""
     keys, ids = zip(*keyed, strict=True)
     await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)

@@ -20,6 +20,7 @@ from enum import Enum
 from typing import Final
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.core.units import DAY_MS
 from delayer.store import pool
@@ -98,7 +99,7 @@ def bounds_of(day: int) -> tuple[str, str]:
     return f"{first} 00:00:00+00", f"{first + timedelta(days=1)} 00:00:00+00"
 
 
-async def existing(connection: asyncpg.Connection) -> set[int]:
+async def existing(connection: Connection) -> set[int]:
     """The days that have a partition."""
     return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}
 
@@ -114,7 +115,7 @@ class PartitionResult(Enum):
     """The default partition takes too long to read for any day."""
 
 
-async def make(connection: asyncpg.Connection, day: int, today: int) -> PartitionResult:
+async def make(connection: Connection, day: int, today: int) -> PartitionResult:
     """Make the partition of ``day`` if it is missing. Why it could not be made is logged.
 
     Raises the driver's errors if they end the connection.
@@ -143,7 +144,7 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Partitio
     return PartitionResult.DONE
 
 
-async def make_ahead(connection: asyncpg.Connection, today: int, days: Days, at: float) -> None:
+async def make_ahead(connection: Connection, today: int, days: Days, at: float) -> None:
     """Make the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow.
 
     ``days`` learns the existing ones, and remembers failures ``at`` (monotonic seconds).
@@ -156,7 +157,7 @@ class _NotNow(Exception):
     """This day's partition cannot be made at present."""
 
 
-async def _attach(connection: asyncpg.Connection, day: int, today: int) -> None:
+async def _attach(connection: Connection, day: int, today: int) -> None:
     name, (low, high) = name_of(day), bounds_of(day)
     range_ = f"due_at >= '{low}' AND due_at < '{high}'"
     await connection.execute("SET LOCAL lock_timeout = '500ms'")
@@ -183,19 +184,19 @@ async def _attach(connection: asyncpg.Connection, day: int, today: int) -> None:
         raise _NotNow(f"moving that day's {waiting} rows takes longer than {HELD_SECONDS:g} s") from error
 
 
-async def bound(connection: asyncpg.Connection, seconds: float) -> None:
+async def bound(connection: Connection, seconds: float) -> None:
     """Let the server cancel each of the transaction's further statements after ``seconds``. 0 would mean never."""
     await connection.execute(f"SET LOCAL statement_timeout = {max(1, round(seconds * 1000))}")
 
 
-async def _read(connection: asyncpg.Connection, range_: str) -> int:
+async def _read(connection: Connection, range_: str) -> int:
     """Count the default partition's rows of a day: without a lock, but row by row and alone, as attaching reads it."""
     await bound(connection, READ_SECONDS)
     await connection.execute("SET LOCAL enable_indexonlyscan = off; SET LOCAL max_parallel_workers_per_gather = 0")
     return int(await connection.fetchval(f"SELECT count(*) FILTER (WHERE {range_}) FROM message_default"))
 
 
-async def _move(connection: asyncpg.Connection, name: str, range_: str) -> int:
+async def _move(connection: Connection, name: str, range_: str) -> int:
     """Move a day's rows out of the default partition. Returns how many."""
     moved = f"WITH moved AS (DELETE FROM message_default WHERE {range_} RETURNING *)"
     status = await connection.execute(f"{moved} INSERT INTO {name} SELECT * FROM moved")
@@ -234,7 +235,7 @@ class Days:
 
     async def ensure(
         self,
-        connection: asyncpg.Connection,
+        connection: Connection,
         days: Collection[int],
         today: int,
         at: float,
@@ -265,7 +266,7 @@ class Days:
             await asyncio.sleep(pause)
 
 
-async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
+async def drop_passed(connection: Connection, today: int) -> list[str]:
     """Drop the empty partitions of days before yesterday, up to the first locked one. Returns their names."""
     passed = [name_of(day) for day in sorted(await existing(connection)) if day < today - 1]
     dropped = []
@@ -291,7 +292,7 @@ async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
 
 
 async def drop_empty(
-    connection: asyncpg.Connection, name: str, lock_ms: int = 200, longest_lock: float = LONGEST_LOCK_SECONDS
+    connection: Connection, name: str, lock_ms: int = 200, longest_lock: float = LONGEST_LOCK_SECONDS
 ) -> bool:
     """Drop the partition ``name`` if it is empty; False if it is not, or is gone, or if it takes longer than
     ``longest_lock`` to see. Raises LockNotAvailableError, and the driver's other errors."""
@@ -313,7 +314,7 @@ async def drop_empty(
     return True
 
 
-async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days) -> None:
+async def keep_up(connection: Connection, clock: StoreClock, days: Days) -> None:
     """One round, unless another daemon is at it. Raises the driver's errors."""
     await pool.sample(connection, clock)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.store import statements
 from delayer.store.errors import check_arrow
@@ -37,14 +37,12 @@ class SegmentTotals(NamedTuple):
     next_due_ms: int | None
 
 
-async def count(connection: asyncpg.Connection) -> SegmentTotals:
+async def count(connection: Connection) -> SegmentTotals:
     """Count them: cheap, no segment is read. Raises the driver's errors."""
     return SegmentTotals(*await connection.fetchrow(statements.read("count_segments")))
 
 
-async def listed(
-    connection: asyncpg.Connection, before_ms: int | None = None, limit: int | None = None
-) -> list[SegmentEntry]:
+async def listed(connection: Connection, before_ms: int | None = None, limit: int | None = None) -> list[SegmentEntry]:
     """The segments whose first message is due before ``before_ms``, the soonest first. Raises the driver's errors."""
     before_ms = FOREVER_MS if before_ms is None else before_ms
     return [SegmentEntry(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms, limit)]
@@ -53,7 +51,7 @@ async def listed(
 _READ = "SELECT id, messages, format, digest, lane FROM segment WHERE id = $1"
 
 
-async def read(connection: asyncpg.Connection, segment: int) -> tuple[Any, int] | None:
+async def read(connection: Connection, segment: int) -> tuple[Any, int] | None:
     """The messages of a segment (see :func:`live`), for lists, and its lane; None if it is gone. Raises SegmentBroken,
     StoreLost without pyarrow, and the driver's errors."""
     check_arrow()

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import asyncpg
 import structlog
+from asyncpg import Connection
 
 from delayer.core.faultpoint import reach
 from delayer.core.filters import MAX_ID
@@ -70,9 +71,7 @@ class Compacted(NamedTuple):
     more: bool
 
 
-async def windows(
-    connection: asyncpg.Connection, after_ms: int, rows: int = ROWS, fewest: int = 0
-) -> list[CompactionWindow]:
+async def windows(connection: Connection, after_ms: int, rows: int = ROWS, fewest: int = 0) -> list[CompactionWindow]:
     """Cut the messages due after ``after_ms`` (epoch ms) into windows of whole hours, by lane. A window has ``rows``
     rows at most, unless one hour has more. One with less than ``fewest`` is left out. Raises the driver's errors."""
     found: list[CompactionWindow] = []
@@ -88,7 +87,7 @@ async def windows(
 
 
 async def compact_one(
-    connection: asyncpg.Connection,
+    connection: Connection,
     window: CompactionWindow,
     *,
     rows: int = ROWS,
@@ -135,7 +134,7 @@ async def compact_one(
 
 
 async def _lock(
-    connection: asyncpg.Connection, window: CompactionWindow, limits: tuple[int, int], portion: int, pause: float
+    connection: Connection, window: CompactionWindow, limits: tuple[int, int], portion: int, pause: float
 ) -> tuple[list[asyncpg.Record], bool]:
     """The first rows of a window, locked, up to ``limits`` of rows and bytes; and whether a limit was reached."""
     found: list[asyncpg.Record] = []
@@ -156,14 +155,14 @@ async def _lock(
     return found, True
 
 
-async def _fitting(connection: asyncpg.Connection, window: CompactionWindow, max_bytes: int) -> int:
+async def _fitting(connection: Connection, window: CompactionWindow, max_bytes: int) -> int:
     """The number of rows that fit ``max_bytes``, and some more, from the size of the first ones of a window. Without
     it, large messages would lock ten thousand rows for each hundred that fit."""
     mean = await connection.fetchval(statements.read("mean_size"), window.lane, window.first_ms, window.last_ms + 1)
     return int(max_bytes / mean * 1.5) + 1 if mean else 1 << 31
 
 
-async def _verify(connection: asyncpg.Connection, segment: int, table: Any) -> None:
+async def _verify(connection: Connection, segment: int, table: Any) -> None:
     """Read the segment back from the store, and compare its messages with ``table``. Raises SegmentBroken."""
     from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
 
@@ -209,7 +208,7 @@ class ShrinkResult:
     bytes_after: int
 
 
-async def size(connection: asyncpg.Connection) -> int:
+async def size(connection: Connection) -> int:
     """Bytes of all waiting rows on disk, indexes, TOAST and dead ones included. Raises the driver's errors."""
     return int(await connection.fetchval(_SIZE))
 
@@ -232,7 +231,7 @@ async def shrink(
 
 
 async def _shrink(
-    connection: asyncpg.Connection, touched: Collection[int], today: int, say: Callable[[int, int], None]
+    connection: Connection, touched: Collection[int], today: int, say: Callable[[int, int], None]
 ) -> ShrinkResult:
     before = await size(connection)
     names = {day: name_of(day) for day in await existing(connection)}
@@ -263,19 +262,19 @@ async def _shrink(
     return ShrinkResult(tuple(dropped), tuple(vacuumed), tuple(left), before, await size(connection))
 
 
-async def _dead(connection: asyncpg.Connection) -> dict[str, int]:
+async def _dead(connection: Connection) -> dict[str, int]:
     """The partitions with many dead rows, and their number."""
     return dict(map(tuple, await connection.fetch(_DEAD, DEAD_ROWS)))
 
 
-async def _empty(connection: asyncpg.Connection, name: str) -> bool:
+async def _empty(connection: Connection, name: str) -> bool:
     try:
         return not await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})")
     except asyncpg.UndefinedTableError:
         return False
 
 
-async def _vacuum(connection: asyncpg.Connection, name: str) -> bool:
+async def _vacuum(connection: Connection, name: str) -> bool:
     """Whether ``name`` was vacuumed to some purpose, or is gone."""
     await connection.execute(f"SET lock_timeout = '{VACUUM_LOCK_MS}ms'")
     try:
@@ -293,7 +292,7 @@ async def _vacuum(connection: asyncpg.Connection, name: str) -> bool:
     return True
 
 
-async def _drop(connection: asyncpg.Connection, name: str, attempts: int, pause: float = 0.0) -> bool:
+async def _drop(connection: Connection, name: str, attempts: int, pause: float = 0.0) -> bool:
     """Whether the empty partition ``name`` was dropped, after ``pause`` seconds."""
     for attempt in range(attempts):
         await asyncio.sleep(PAUSE_SECONDS * attempt or pause)

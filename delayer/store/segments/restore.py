@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import asyncpg
+from asyncpg import Connection
 
 from delayer.core.faultpoint import reach
 from delayer.core.segment import Broken, Restored, SegmentBroken
@@ -35,7 +36,7 @@ _LOCK_ONE: Final = _LOCK.format("id = $1")
 
 
 async def restore_one(
-    connection: asyncpg.Connection, horizon_ms: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
+    connection: Connection, horizon_ms: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
 ) -> Restored | Broken | None:
     """Restore the soonest segment that is due by ``horizon_ms`` and not locked, in one transaction.
 
@@ -49,7 +50,7 @@ async def restore_one(
 
 
 async def restore(
-    connection: asyncpg.Connection, segment: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
+    connection: Connection, segment: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
 ) -> Restored | Broken | None:
     """Restore the segment of this id, as :func:`restore_one` does; a broken one is tried again, and loses its mark with
     that. Another session that has it locked is waited for. None: it is gone."""
@@ -57,7 +58,7 @@ async def restore(
 
 
 async def _restore(
-    connection: asyncpg.Connection, which: tuple[str, int], portion_bytes: int, pause: float
+    connection: Connection, which: tuple[str, int], portion_bytes: int, pause: float
 ) -> Restored | Broken | None:
     async with pool.transaction(connection):
         await connection.execute("SET LOCAL enable_seqscan = off")  # Few segments would be read from first to last.
@@ -102,7 +103,7 @@ async def _records(table: Any, lane: int, portion_bytes: int, pause: float) -> A
         await asyncio.sleep(pause)
 
 
-async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
+async def live(connection: Connection, segment: asyncpg.Record) -> Any:
     """The messages of a row of ``segment``, as a table of codec.SCHEMA sorted by (due_at, id). A thread decodes them,
     because the daemon of the page releases messages meanwhile.
 
