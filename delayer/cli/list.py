@@ -182,7 +182,7 @@ def _print(found: FullMessage) -> None:
         ("route", as_text(entry.route) or '"" (straight to the queue)'),
     ]
     if hold is not None:
-        rows.append(("held", f"since {iso(hold.held_ms)}, {hold.attempts} attempts: {hold.reason}"))
+        rows.append(("held", f"since {iso(hold.held_ms)}, attempts: {hold.attempts}, reason: {hold.reason}"))
     if entry.key is not None:
         rows.append(("key", as_text(entry.key)))
     if said.broken:
