@@ -37,14 +37,14 @@ def any_world(request: pytest.FixtureRequest, rabbitmq: RabbitMQ, postgres: Post
 
 
 class Notices:
-    """What daemons of this test tell systemd."""
+    """The notifications that this test's daemons send to systemd."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self.heard: list[str] = []
 
     def said(self, *words: str) -> bool:
-        """Whether a datagram had all these words since the last question that was answered so."""
+        """Whether a datagram since the last match had all these words."""
         with suppress(BlockingIOError):
             while True:
                 self.heard.append(self._line.recv(4096).decode())

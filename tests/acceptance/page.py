@@ -48,7 +48,7 @@ class Shown:
         return f"http://{self.web.address}"
 
     async def tab(self, **more: Any) -> Any:
-        """A tab of its own, with everything that it asks for and complains about written down."""
+        """A new tab; its requests and errors are recorded."""
         context = await self.browser.new_context(base_url=self.base, **more)
         page = await context.new_page()
         page.on("request", lambda request: self.asked.append(request.url))
@@ -68,7 +68,7 @@ class Shown:
         return list((await answered(self.config, "list", *filters))["messages"])
 
     async def rows(self, aside: str) -> list[dict[str, Any]]:
-        """What is held, or refused."""
+        """The held or refused messages."""
         return list((await answered(self.config, aside, "list"))["messages"])
 
     async def acts(self) -> list[dict[str, Any]]:

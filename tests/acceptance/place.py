@@ -42,7 +42,7 @@ class Place:
     async def working(
         self, environ: Mapping[str, str] | None = None, **how: Any
     ) -> AsyncIterator[tuple[DaemonProcess, Raw, Inbox]]:
-        """A daemon that is ready, a connection as guest, and what comes to ``inbox``. ``how``: see DaemonProcess."""
+        """A ready daemon, a connection as guest, and the arrivals at ``inbox``. ``how``: see DaemonProcess."""
         async with DaemonProcess(environ or {}, **how) as daemon, await self.raw() as raw:
             inbox = await raw.inbox("inbox")
             yield await daemon.ready(), raw, inbox

@@ -1,4 +1,4 @@
-"""The audit's page in a real browser: it fits a desk and a telephone, and asks nobody for anything. Needs
+"""The audit's page in a real browser: it fits a desk and a telephone, and requests nothing from the network. Needs
 Debian's chromium (`.ci/setup browser`); without it these tests are skipped."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOK = """() => {
 
 
 @pytest.mark.parametrize("width", [1280, 390], ids=["desk", "telephone"])
-async def test_it_fits_and_asks_for_nothing(tmp_path: Path, width: int) -> None:
+async def test_the_audit_page_fits_and_requests_nothing(tmp_path: Path, width: int) -> None:
     file = tmp_path / "audit.html"
     report_html.write(audit_reports.full(), file)
     asked: list[str] = []

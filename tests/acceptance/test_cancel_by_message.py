@@ -1,5 +1,5 @@
-"""x-delay-cancel against the clock: a cancel that was acknowledged means not delivered, and one that came too late says
-so. Two daemons on one store, so that most cancels are read by another process than the one that releases.
+"""x-delay-cancel against the clock: a confirmed cancel means that the message is not delivered; a late cancel is
+reported as too late. Two daemons share one store: mostly one process reads a cancel and the other releases the message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.daemon import DaemonProcess
 
 MESSAGES = 600
 WINDOW_MS = 3_000
-"""In which all of them are due. All of them are cancelled while they come out."""
+"""All messages are due within this window, and all are cancelled while they come out."""
 
 
 @pytest.mark.deadline(120)
@@ -52,7 +52,7 @@ async def test_cancelled_messages_are_not_delivered_and_late_cancels_are_reporte
         outcomes = Counter(said.values())
         assert min(outcomes["cancelled"], outcomes["too late"]) > MESSAGES / 20, f"a race that was none: {outcomes}"
         assert outcomes.total() == outcomes["cancelled"] + outcomes["too late"]
-        assert set(delivered) == late, "what is said to be cancelled is not delivered; what came too late is"
+        assert set(delivered) == late, "the messages with a late cancel are delivered, and no others"
 
 
 async def test_cancels_without_a_waiting_message_or_a_reader(place: Place, store: str) -> None:

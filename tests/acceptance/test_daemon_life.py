@@ -1,4 +1,4 @@
-"""Starting and stopping, servers that are not there: yet, or for a while; and what is seen of a daemon meanwhile."""
+"""Starting and stopping, servers that come late or leave for a while, and the daemon's reports meanwhile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MANY = 2000
     ],
     ids=["missing", "newer"],
 )
-async def test_a_store_with_another_schema_is_an_error_that_says_what_to_do(
+async def test_a_store_with_another_schema_is_an_error_with_a_next_step(
     place: Place, postgres: Postgres, schema: str, store: str, change: str, reason: str, next_step: str
 ) -> None:
     postgres.execute(change, database=schema)
@@ -92,7 +92,7 @@ async def test_a_queue_of_another_kind_is_an_error_that_names_it(
 async def test_stopping_with_messages_in_flight(
     place: Place, postgres: Postgres, schema: str, mode: str, order: signal.Signals
 ) -> None:
-    """In time, with exit code 0; and a stop in order is no fault: nothing is lost, and nothing comes twice."""
+    """The daemon stops in time, with exit code 0. A stop is no fault: nothing is lost, and nothing comes twice."""
     environ = place.environ(mode, secret_store_url(postgres, schema) if mode == "store" else "")
     messages = [delayed(f"in flight {n}", n % 3 * 500) for n in range(MANY)]
     async with await place.raw() as raw:
@@ -119,7 +119,7 @@ async def test_stopping_with_messages_in_flight(
 
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_stopping_while_nothing_is_reached(mode: str) -> None:
-    """No server at all: it says so, again and again, and still ends when it is told to."""
+    """Without any server the daemon reports it again and again, and still stops."""
     environ = {"MODE": mode, "BROKER__URL": "amqp://u:Sesame.Broker%2F1@127.0.0.1:1/"}
     if mode == "store":
         environ["STORE__URL"] = "postgresql://u:Sesame.Store%2F2@127.0.0.1:1/x"
@@ -133,8 +133,8 @@ async def test_stopping_while_nothing_is_reached(mode: str) -> None:
         assert_no_secret(daemon)
 
 
-async def test_orders_that_come_again_do_not_change_the_end() -> None:
-    """Also when they come while the interpreter ends."""
+async def test_repeated_stop_signals_do_not_change_the_end() -> None:
+    """Also when signals come while the interpreter ends."""
     async with DaemonProcess({"MODE": "native", "BROKER__URL": "amqp://127.0.0.1:1/"}) as daemon:
         await daemon.event("broker unreachable")
         assert await daemon.stop_insisting() == 0
@@ -160,7 +160,7 @@ async def test_a_spare_process_is_ready_and_says_that_it_has_no_lane(
 
 @pytest.fixture
 def servers() -> Iterator[tuple[RabbitMQ, Postgres]]:
-    """Of the test's own, not started."""
+    """Servers of the test's own, not started."""
     with ExitStack() as undo:
         rabbitmq, postgres = RabbitMQ(), Postgres()
         undo.callback(rabbitmq.close)
@@ -169,10 +169,10 @@ def servers() -> Iterator[tuple[RabbitMQ, Postgres]]:
 
 
 @pytest.mark.deadline(180)
-async def test_servers_that_come_late_and_go(servers: tuple[RabbitMQ, Postgres]) -> None:
+async def test_the_daemon_outlasts_late_and_lost_servers(servers: tuple[RabbitMQ, Postgres]) -> None:
     """The daemon starts before both, works when both are there, and goes on after each was away.
 
-    What was in flight may come twice then; nothing may be missing, and nothing early.
+    Messages in flight may come twice then; none may be missing or early.
     """
     rabbitmq, postgres = servers
     in_thread = asyncio.to_thread
@@ -192,7 +192,7 @@ async def test_servers_that_come_late_and_go(servers: tuple[RabbitMQ, Postgres])
         await daemon.event("broker unreachable")
         await daemon.event("store unreachable")
         await in_thread(rabbitmq.start)
-        # The daemon's user comes last: a password that is refused is waited for, too.
+        # The daemon's user comes last: the daemon also retries after a refused password.
         Place.furnished(rabbitmq, "/")
         await daemon.event("broker connected", timeout=60)
         assert not [event for event in daemon.events if event["event"] == "ready"]
@@ -229,7 +229,7 @@ async def test_servers_that_come_late_and_go(servers: tuple[RabbitMQ, Postgres])
 
 
 def close_connections(place: Place) -> list[str]:
-    """The daemon's, through the management API, which hears of connections a little later; those that it knows of."""
+    """Close the daemon's connections that the management API knows; it learns of new ones a little later."""
     found = [
         one["name"]
         for one in place.rabbitmq.api("GET", f"/api/vhosts/{place.vhost}/connections")
@@ -241,8 +241,8 @@ def close_connections(place: Place) -> list[str]:
 
 
 async def test_a_topology_change_does_not_stop_a_running_daemon(place: Place, postgres: Postgres, schema: str) -> None:
-    """Somebody made his queue anew, of another kind, and the connections are lost: what is parked is released, and
-    consuming goes on when the queue is what it should be."""
+    """An operator replaced a queue by one of another kind, and the connections are lost. Parked messages are released,
+    and consuming goes on when the queue is right again."""
     theirs = [{"exchange": "theirs", "type": "topic", "queue": "theirs"}]
     environ = place.environ("store", secret_store_url(postgres, schema)) | {"DESTINATION": json.dumps(theirs)}
     async with place.working(environ) as (daemon, raw, inbox):
@@ -266,8 +266,8 @@ async def test_a_topology_change_does_not_stop_a_running_daemon(place: Place, po
 
 
 @pytest.mark.deadline(120)
-async def test_a_server_that_hangs_does_not_keep_the_daemon(servers: tuple[RabbitMQ, Postgres]) -> None:
-    """Stopped in time, exit code 0, while broker or database answer nothing: no goodbye is waited for beyond that."""
+async def test_a_hung_server_does_not_delay_the_stop(servers: tuple[RabbitMQ, Postgres]) -> None:
+    """The daemon stops in time with exit code 0 while broker or database answer nothing."""
     rabbitmq, postgres = servers
     await asyncio.gather(asyncio.to_thread(rabbitmq.start), asyncio.to_thread(postgres.start))
     schema = await asyncio.to_thread(postgres.add_store)
@@ -288,8 +288,8 @@ async def test_a_server_that_hangs_does_not_keep_the_daemon(servers: tuple[Rabbi
 
 
 @pytest.mark.words
-async def test_a_key_without_its_store_stops_nobody_in_native_mode(place: Place) -> None:
-    """The store is configured and out of reach: what needs it is refused with that reason, the rest flows."""
+async def test_a_key_without_its_store_stops_no_other_message_in_native_mode(place: Place) -> None:
+    """The store is configured and out of reach: a message that needs it is refused with that reason, the rest flows."""
     environ = place.environ("native", "postgresql://nobody@127.0.0.1:1/nowhere")
     keyed = delayed("with a key", 100, under="k")
     async with place.working(environ) as (daemon, raw, inbox):
@@ -304,7 +304,7 @@ async def test_a_key_without_its_store_stops_nobody_in_native_mode(place: Place)
 async def test_keys_that_wait_at_the_start_find_their_store_in_native_mode(
     place: Place, postgres: Postgres, schema: str
 ) -> None:
-    """The intake is ready long before the lanes are, beside a store that is far away."""
+    """With a slow store the intake is ready long before the lanes."""
     keyed = [delayed(f"key {n}", 100, under=f"key {n}") for n in range(50)]
     async with Proxy(postgres.port) as proxy, await place.raw() as raw:
         proxy.slow(delay=0.01)
@@ -321,7 +321,7 @@ async def test_keys_that_wait_at_the_start_find_their_store_in_native_mode(
 
 
 REFUSED = 400
-"""Messages, each with a line of its own in the log: three times what a pipe takes."""
+"""Messages, each with a line of its own in the log: together three times the size of a pipe."""
 
 
 async def bound(place: Place) -> bool:
@@ -329,7 +329,7 @@ async def bound(place: Place) -> bool:
     return any(one["source"] == "in" for one in bindings)
 
 
-async def test_a_log_that_nobody_reads(place: Place) -> None:
+async def test_an_unread_log_stops_no_message(place: Place) -> None:
     outlet, inlet = os.pipe()
     environ = {"HTTP__LISTEN": "", "LOG__FORMAT": "json"} | place.environ("native")
     daemon = await asyncio.create_subprocess_exec(
@@ -393,7 +393,7 @@ async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize("mode", ["store", "native"])
-async def test_more_than_a_minute_in_which_nothing_else_happens(place: Place, store: str, mode: str) -> None:
+async def test_a_message_after_an_idle_minute_is_on_time(place: Place, store: str, mode: str) -> None:
     async with place.working(place.environ(mode, store)) as (daemon, raw, inbox):
         sent_ms = time.time() * 1000
         await raw.publish(delayed("soon", 2_000), delayed("far", 68_000))

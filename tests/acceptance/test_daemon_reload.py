@@ -1,4 +1,4 @@
-"""SIGHUP: the mode switched live, park_beyond, bad files that change nothing, and what systemd hears of it."""
+"""SIGHUP: a live switch of the mode, park_beyond, bad files that change nothing, and the notifications to systemd."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.servers import Postgres
 
 
 def by_store(arrival: Arrival) -> bool:
-    """The store numbers what it releases; everything else has a random id."""
+    """The id of a released row is its number; every other id is random."""
     return len(content(arrival.props.one(b"x-delayer-id"))) < 32
 
 
@@ -84,7 +84,7 @@ async def test_a_first_store_is_taken_up_once_it_is_fit(
         await inbox.got([b"still native"])
         assert not by_store(inbox.only(b"still native"))
 
-        # The next store is fit, and not the one of the defaults: nobody has used one yet, so it may be any.
+        # The next store is fit, and not the default one: the daemon has used no store yet, so any will do.
         place.write(config, "store", {"store": {"url": secret_store_url(postgres, schema), "lanes": 1}})
         daemon.reload()
         assert {"store.url", "store.lanes"} <= set((await daemon.event("reloaded"))["keys"])
@@ -129,8 +129,8 @@ async def test_park_beyond_splits_short_from_long(place: Place, store: str, tmp_
 async def test_native_mode_beside_a_store(
     place: Place, postgres: Postgres, schema: str, tmp_path: Path, first: str
 ) -> None:
-    """Keys work, what is parked is released, and what cannot be routed is held in the store: from the start on, or
-    after a switch."""
+    """Keys work, parked messages are released, and unroutable ones are held in the store: from the start on, or after
+    a switch."""
     config = tmp_path / "delayer.toml"
     store = {"store": {"url": secret_store_url(postgres, schema)}}
     place.write(config, first, store)
@@ -162,7 +162,7 @@ async def test_native_mode_beside_a_store(
 async def test_systemd_hears_the_end_of_a_reload_when_it_is_in_force(
     place: Place, store: str, tmp_path: Path, notices: Notices
 ) -> None:
-    """What `systemctl reload` waits for."""
+    """`systemctl reload` waits for this notification."""
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
     async with DaemonProcess({}, config=config) as daemon:
@@ -173,7 +173,7 @@ async def test_systemd_hears_the_end_of_a_reload_when_it_is_in_force(
         daemon.reload()
         await eventually(lambda: notices.said("RELOADING=1\nMONOTONIC_USEC="))
         await eventually(lambda: notices.said("READY=1", "STATUS=mode native"))
-        assert (await daemon.event("mode switched"))["now"] == "native", "logged before it is said"
+        assert (await daemon.event("mode switched"))["now"] == "native", "logged before systemd is told"
 
         config.write_text('mode = "nativ"\n')
         daemon.reload()

@@ -68,7 +68,7 @@ def instants(name: str) -> dict[str, Make]:
 
 
 def stamped(ago_ms: int) -> Make:
-    """Two seconds that began then."""
+    """A delay of two seconds that began so long ago."""
 
     def said(now: int) -> Said:
         headers = ((b"timestamp_in_ms", number("l", now - ago_ms)), (b"x-delay", number("I", 2000)))
@@ -174,7 +174,7 @@ CASES: Mapping[str, Make] = {
 
 
 HIDDEN = ("default order: all", "default order: second", "own order: all", "own order: second", "own order: third")
-"""Another form counts than x-opt-delivery-time, which is there too: RabbitMQ 4.4 hides the message until that time."""
+"""Cases with x-opt-delivery-time where another form counts: RabbitMQ 4.4 hides the message until that time."""
 
 
 def body_of(case: str) -> bytes:

@@ -46,11 +46,11 @@ async def test_into_the_cascade_and_back(place: Place, store: str, tmp_path: Pat
         assert f"{COUNT} messages into the cascade" in told
         assert "1  store  they have a key" in told
         assert len(await listed(config)) == COUNT + 1
-        told = await command(config, "drain", "--to", "native", "--yes")  # 0: what stays goes by itself
+        told = await command(config, "drain", "--to", "native", "--yes")  # 0: the rest goes out by itself
         assert f"Moved into the cascade: {COUNT}" in told
         assert "1  store  they have a key" in told
         assert set(await listed(config)) == {"keyed"}, "the cascade knows no keys"
-        # Whoever gives the store up moves the messages with keys as well; their keys stand for nothing then.
+        # An operator who gives up the store moves the messages with keys too; the keys have no effect then.
         told = await command(config, "drain", "--to", "native", "--keys-too", "--yes")
         assert "Moved into the cascade: 1." in told
         assert "Nothing is left in the store." in told

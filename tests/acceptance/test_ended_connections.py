@@ -1,5 +1,5 @@
-"""Messages over which the broker ends the whole connection: they are held with its words, and stop nobody, also when
-they are tried again."""
+"""Messages that make the broker close the whole connection: they are held with its reason, and stop no other message,
+also when they are retried."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.topology import declare
 
 GOOD = 60
 TOKEN = b"amq.rabbitmq.reply-to.g2EF.k"
-"""Not the broker's own: it would read a number where it wants a process."""
-NUMBER, REPLY, COPY = b"a number that Erlang does not have", b"a direct reply of nobody's", b"a copy to one"
+"""Not a token of the broker: it reads a number where it expects a process."""
+NUMBER, REPLY, COPY = b"a number that Erlang does not have", b"a direct reply without a consumer", b"a copy to one"
 BAD = {
     NUMBER: (b"inbox", (b"rate", number("d", math.nan))),
     REPLY: (TOKEN, (b"kept", text("1"))),
     COPY: (b"inbox", (b"CC", array(text(TOKEN)))),
 }
-"""None comes in through a broker; all may have been parked before they were refused, or be imported."""
+"""None can come in through a broker; an import, or a daemon before it refused them, may have parked them."""
 NOW_MS = 1_700_000_000_000
 
 
@@ -47,7 +47,9 @@ def lines() -> bytes:
 
 @pytest.mark.words
 @pytest.mark.deadline(120)
-async def test_they_are_held_and_stop_nobody(delayer: Run, vhost: str, database: str, tmp_path: Path) -> None:
+async def test_messages_that_end_connections_are_held_and_stop_no_other(
+    delayer: Run, vhost: str, database: str, tmp_path: Path
+) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_bytes(lines())
     routes = '[{"from": "in", "to": ""}]'
@@ -68,11 +70,11 @@ async def test_they_are_held_and_stop_nobody(delayer: Run, vhost: str, database:
 
                 found = await eventually(ends, lambda ends: ends.keys() == BAD.keys())
             assert found[NUMBER] == "the broker closed the connection: 541 INTERNAL_ERROR"
-            # RabbitMQ 4.3 reads what is not its own, and knows it.
+            # RabbitMQ 4.3 reads a foreign token without an error.
             assert found[REPLY] in (found[NUMBER], "returned: 312 NO_ROUTE")
             assert found[COPY] in (found[NUMBER], "delivered")
             lost = connections_lost(daemon)
-            cancel = Props(headers=((b"x-delay-cancel", text("nobody")),), reply_to=TOKEN, delivery_mode=2)
+            cancel = Props(headers=((b"x-delay-cancel", text("unknown")),), reply_to=TOKEN, delivery_mode=2)
             delayed = Props(headers=((b"x-delay", number("I", 1000)),), delivery_mode=2)
             for n in range(10):
                 await raw.publish(
@@ -84,7 +86,7 @@ async def test_they_are_held_and_stop_nobody(delayer: Run, vhost: str, database:
         assert 1 <= lost <= len(BAD)
         assert connections_lost(daemon) == lost
         assert not [event for event in daemon.events if event["level"] == "error"]
-    # Another daemon never met them, and is not as wary as this one is.
+    # Another daemon has not met these messages, so it knows no bad destination yet.
     async with DaemonProcess(settings) as daemon:
         await daemon.ready()
         delayer("held", "retry", "--all", "--yes")

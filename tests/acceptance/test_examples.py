@@ -1,6 +1,6 @@
 """config/examples: each applied to a broker as it stands, and its messages followed from end to end.
 
-Broker and store are the test's own; and what an example lets wait for a minute waits for seconds here.
+Broker and store are the test's own; a message that waits a minute in an example waits seconds here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAGA = "2d6f1c1e-6e7c-4d0b-9f6c-b2a300e5c1aa"
 
 @dataclass
 class Example:
-    """One example at work. ``sent``: what was published, with its due instant and where it is to arrive."""
+    """One running example. ``sent``: the published messages, each with its due instant and its expected queue."""
 
     rabbitmq: RabbitMQ
     vhost: str
@@ -51,7 +51,7 @@ class Example:
         await self.raw.publish(message)
 
     async def account(self) -> list[Arrival]:
-        """All in, all out: each once, where it belongs, none early, none late, bodies and properties as they were."""
+        """Check that each message arrived once, in its queue, neither early nor late, with its body and properties."""
         queues = dict.fromkeys(queue for _, _, queue in self.sent)
         inboxes = {queue: await self.raw.inbox(queue) for queue in queues}
         for queue, inbox in inboxes.items():
@@ -97,12 +97,12 @@ async def example(
 
 
 def without_traces(props: Props) -> Props:
-    """Without what a broker and the daemon put on a message."""
+    """Without the headers that a broker and the daemon add."""
     return props.without(b"x-delayer-id", b"x-delayer-due", b"x-death", prefixes=(b"x-first-death-", b"x-last-death-"))
 
 
 def edited(props: Props) -> Props:
-    """As it is to leave: the sign of x-delay is turned."""
+    """The expected properties at the destination: the sign of x-delay is turned."""
     headers = props.headers
     if headers is not None:
         turned = {b"x-delay": lambda value: number("I", -int.from_bytes(value.raw, "big", signed=True))}
@@ -115,7 +115,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def pass_on(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """The policy that the documentation tells people to make for the queues of timeout managers."""
+    """The policy that the documentation recommends for the queues of timeout managers."""
     found = re.search(r"set_policy timeouts '(.*?)' '(\{.*?\})' --apply-to queues", COMING_FROM.read_text())
     assert found is not None
     policy = {"pattern": found[1], "definition": json.loads(found[2]), "apply-to": "queues"}
@@ -186,7 +186,7 @@ async def test_nservicebus(rabbitmq: RabbitMQ, store: str) -> None:
             to = (b"NServiceBus.Timeout.RouteExpiredTimeoutTo", text("Billing"))
             return message("delayer.timeouts", "", body, expire, to, *headers)
 
-        # What is sent to timeout managers that are turned off.
+        # Messages to timeout managers that are turned off.
         for name in managers:
             now = now_ms()
             sent = timeout(f"to {name}".encode(), now + 3_000)
@@ -221,7 +221,7 @@ async def test_celery(rabbitmq: RabbitMQ, store: str) -> None:
             key = delayed.calculate_routing_key(seconds, "tasks")
             due_ms = now_ms() + seconds * 1000 + 300
             eta = (b"eta", text(datetime.fromtimestamp(due_ms / 1000, UTC).isoformat()))
-            # In the level that is not taken over Celery's cut of the rest of a second shows: workers wait for the eta.
+            # Celery cuts the rest of a second, as the level without takeover shows: workers wait for the eta.
             earliest = due_ms if seconds > 1 else due_ms - 300
             await it.send(message("celery_delayed_27", key, b"task after %d" % seconds, eta), earliest, "tasks")
         due_ms = now_ms() + 2_000
@@ -233,7 +233,7 @@ async def test_celery(rabbitmq: RabbitMQ, store: str) -> None:
 async def test_hybrid(rabbitmq: RabbitMQ, store: str) -> None:
     assert read("hybrid")["store"]["park_beyond"] == "10m"
     async with example("hybrid", rabbitmq, store, STORE__PARK_BEYOND="2s") as it:
-        for delay in (0, 1000, 2000, 3000, 4000):  # What counts is the rest of it when the message is planned.
+        for delay in (0, 1000, 2000, 3000, 4000):  # The plan counts the rest of the delay.
             sent = message("delayer.in", "key", b"after %d" % delay, (b"x-delay", number("I", delay)))
             await it.send(sent, now_ms() + delay, "inbox")
         await it.account()
@@ -296,7 +296,7 @@ async def test_retry(rabbitmq: RabbitMQ, store: str, mode: str, fails: int) -> N
             await parked.got([b"an order"])
             assert parked.only(b"an order").props.one(b"x-delayer-retries") == number("l", 4)
         async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
-            # What CC names got its copy when the order was published, and no other.
+            # The queue in CC got one copy, when the order was published.
             assert await admin.depths(["orders", "delays", "delays.refused", "audit"]) == {
                 "orders": 0, "delays": 0, "delays.refused": 0, "audit": 1,
             }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Design, 4.4: what changes on the way, and that nothing else does. Property bytes are compared, not values."""
+"""Design, 4.4: the edits on the way, and no other change. The tests compare property bytes, not values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class Carried:
     key: bytes = b"inbox"
     key_out: bytes = b"inbox"
     through: str = "in"
-    """Whether it may be sent where the broker finishes: it writes some rare values in its own way."""
 
 
 def small(*headers: Header, **more: object) -> Props:
@@ -118,7 +117,7 @@ ONLY_OUTSIDE = {
     "empty key": Carried(small(), key=b"", key_out=b""),
     "key * and #": Carried(small(), key=b"*.#", key_out=b"*.#"),
 }
-"""Keys that are no name of a queue here."""
+"""Keys that name no queue here."""
 
 
 def body_of(case: str) -> bytes:
@@ -137,7 +136,7 @@ def played(any_world: World) -> World:
 
 
 def edited(sent: Props) -> Props:
-    """4.4 in the test's own words, without what is added."""
+    """The edits of 4.4, written again for the test, without the added headers."""
     removed = (b"x-death", b"x-delivery-count", *OURS, b"x-delayer-user-id")
     said = (b"x-deliver-at", b"x-opt-delivery-time", b"x-opt-delivery-delay", b"x-delay-routing-key")
     kept = sent.without(*removed, *said, prefixes=(b"x-first-death-", b"x-last-death-"))
@@ -190,7 +189,7 @@ def test_cc_routes_a_copy_at_the_destination_and_only_there(copied: World, body:
 
 
 def test_expiration_does_not_act_on_the_way_and_stands_there_again(copied: World) -> None:
-    """Delayed for longer than it may live: a second from its release on is what its publisher asked for."""
+    """The delay is longer than the expiration: its publisher asked for one second from the release on."""
     arrival = copied.inbox.only(b"outlived")
     assert arrival.props.expiration == b"1000"
     assert arrival.at_ms >= arrival.due_ms

@@ -32,7 +32,7 @@ WINDOW = 4.0
 
 @contextmanager
 def recorded(found: Counter[tuple[str, str]]) -> Iterator[None]:
-    """How often this thread calls each function of the package."""
+    """Count the calls of each function of the package in this thread."""
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -70,8 +70,8 @@ async def test_a_plain_message_crosses_few_modules(
     running = asyncio.create_task(daemon.run())
     try:
         await eventually(daemon.consuming, lambda seen: all(seen.values()) and len(seen) == queues)
-        # The first message of a connection and of a store meets what is asked once: statements, partitions, channels,
-        # and the isolation connection.
+        # The first message of a connection and of a store pays for one-time work: statements, partitions, channels, and
+        # the isolation connection.
         await asyncio.to_thread(published_and_received, place.url)
         idle: Counter[tuple[str, str]] = Counter()
         with recorded(idle):
@@ -87,7 +87,7 @@ async def test_a_plain_message_crosses_few_modules(
         rabbitmq.drop_vhost(vhost)
     crossed: dict[str, list[str]] = defaultdict(list)
     for (module, name), calls in busy.items():
-        # The clock is asked once a second, the watchdog is fed: not because of a message.
+        # The daemon asks the clock and feeds the watchdog every second, also without a message.
         if calls > (1.5 * idle[module, name] + 1 if idle[module, name] else 0):
             crossed[module].append(name)
     with capsys.disabled():

@@ -1,4 +1,4 @@
-"""Health and metrics of a running daemon: what it did is what it says, and nothing of it can stop it."""
+"""Health and metrics of a running daemon: the figures match its work, and no request can stop it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOUR = 3_600_000
 GROUPS = (("in.queue", "q.a"), ("in.queue", "q.b"), ("in.missing", "m"))
 
 
-async def test_metrics_say_what_happened(place: Place, store: str) -> None:
+async def test_metrics_count_the_messages(place: Place, store: str) -> None:
     async with place.working(place.environ("store", store) | ANY_PORT) as (daemon, raw, inbox):
         web = await Web.of(daemon)
         soon = [delayed(f"soon {n}", 300 + n) for n in range(100)]
@@ -71,7 +71,7 @@ async def test_health(place: Place, store: str) -> None:
             return (await web.get("/health/ready")).status
 
         await eventually(ready, lambda status: status == 200)
-        # What is not consumed is not ready: its queue is gone, and it may not declare another one.
+        # Without its queue the daemon is not ready: the queue is gone, and the daemon may not declare another one.
         place.rabbitmq.add_user(USER, BROKER_SECRET, vhost=place.vhost, configure="^$", read=".*", write=".*")
         place.things._call("DELETE", "queues", "delays")
         answer = await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 503)
@@ -103,8 +103,8 @@ async def test_the_store_is_a_condition_in_store_mode_only(place: Place) -> None
                 assert await daemon.stop() == 0
 
 
-async def test_without_a_store_the_log_says_who_dropped_what_was_refused(place: Place) -> None:
-    """There is no trail to write it into, and the daemon's stderr is its log: nothing but events stands there."""
+async def test_without_a_store_the_log_names_the_author_of_a_drop(place: Place) -> None:
+    """Without a store there is no audit log. The daemon's stderr is its log, and holds nothing but events."""
     token = "a-token-for-this-test-alone"
     environ = place.environ("native") | ANY_PORT | {"HTTP__TOKEN": token}
     async with DaemonProcess(environ) as daemon, await place.raw() as raw:
@@ -197,7 +197,7 @@ async def test_off_is_off(place: Place, store: str) -> None:
 
 
 async def test_an_open_client_does_not_delay_a_stop(place: Place, store: str) -> None:
-    """Connections that say nothing, half of a request, and one that never reads its answer."""
+    """Silent connections, half of a request, and a client that never reads its answer."""
     async with DaemonProcess(place.environ("store", store) | ANY_PORT) as daemon:
         web = await Web.of(await daemon.ready())
         host, port = web.address.split(":")

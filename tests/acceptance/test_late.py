@@ -1,4 +1,4 @@
-"""late_limit and late_action on real servers: what is useless after an outage does not come out by itself.
+"""late_limit and late_action on real servers: useless messages do not go out by themselves after an outage.
 
 And no decision reads a reason: with every reason reworded, the daemon and its commands do the same.
 """
@@ -41,7 +41,7 @@ def due_at(body: str, at_ms: int, through: str) -> Message:
 
 
 async def aside(config: Path, kind: str) -> list[dict[str, Any]]:
-    """What is held, refused, or a stray."""
+    """The held messages, the refused ones, or the strays."""
     return list((await answered(config, kind, "list"))["messages"])
 
 
@@ -57,7 +57,7 @@ async def test_messages_late_after_an_outage_are_held_by_late_limit(place: Place
             await raw.publish(*waiting, *others)
             await eventually(lambda: answered(config, "status"), lambda seen: seen["store"]["waiting"] == 9)
             assert await daemon.stop() == 0
-        # The outage: what was to come out is overdue by more than its limit, and something comes in late besides.
+        # The outage: the waiting messages are overdue by more than their limit, and new ones come in late.
         now_ms = time.time_ns() // 1_000_000
         await raw.publish(
             due_at("late from the queue", now_ms - 60_000, "in.strict"),
@@ -69,7 +69,7 @@ async def test_messages_late_after_an_outage_are_held_by_late_limit(place: Place
             found = await eventually(lambda: aside(config, "held"), lambda rows: len(rows) == 6)
             assert {row["held"]["kind"] for row in found} == {"late"}
             assert not [arrival for arrival in inbox.arrivals if arrival.delivery.body.startswith((b"strict", b"late"))]
-            # A person may want one of them all the same, and drop the others.
+            # An operator may retry one of them, and drop the others.
             await command(config, "held", "retry", found[0]["id"])
             await eventually(lambda: aside(config, "held"), lambda rows: len(rows) == 5)
             await command(config, "held", "drop", "--all", "--yes")
@@ -89,8 +89,8 @@ async def _overdue_ms(config: Path) -> int:
 LIMITED = [{"from": "in.slow", "to": "out", "max_rate": RATE}, {"from": "in", "to": "out"}]
 
 
-async def test_a_limited_route_stampedes_nobody_and_nobody_waits_for_it(place: Place, store: str) -> None:
-    """600 messages are overdue when the daemon comes back, at 100 a second at most; another route's pass them."""
+async def test_a_limited_route_keeps_its_rate_and_delays_no_other_route(place: Place, store: str) -> None:
+    """At the start 600 messages are overdue on a route of 100 a second; another route's messages pass them."""
     limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
     async with await place.raw() as raw:
         inbox = await raw.inbox("inbox")
@@ -116,7 +116,7 @@ ORDINARY_LANES = 4
 
 
 async def test_a_limit_holds_for_three_daemons_together(place: Place, store: str) -> None:
-    """The owner of the route's lane is killed in the middle, and another one goes on with a bucket of its own."""
+    """The owner of the route's lane is killed in the middle, and another daemon goes on with its own token bucket."""
     limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
     async with await place.raw() as raw, AsyncExitStack() as stack:
         inbox = await raw.inbox("inbox")
@@ -194,7 +194,7 @@ REWORDED = [True] if reworded.EVERYWHERE else [False, True]
 
 
 async def come_back(config: Path, *, rewording: bool) -> None:
-    """A refused message says where it came in, and goes back there; refused once more, it stands there again."""
+    """A refused message names its exchange and key, and a retry publishes it there; it is refused again."""
     [one] = await eventually(lambda: aside(config, "refused"), lambda rows: len(rows) == 1)
     assert (one["exchange"], one["routing_key"], one["message_id"]) == ("in", "inbox", "unreadable")
     assert (one["reason"] == reworded.TEXT) == rewording
@@ -228,7 +228,7 @@ async def test_with_a_store(place: Place, store: str, tmp_path: Path, rewording:
         await answers.until(lambda: len(answers.arrivals) == 3, 30)
         heard = [(one.props.correlation_id, json.loads(one.delivery.body)["outcome"]) for one in answers.arrivals]
         assert dict(heard) == {b"a": "cancelled", b"b": "cancelled", b"c": "too late"}
-        # A person has one of the late messages delivered, and what cannot be delivered tried again.
+        # An operator retries one of the late messages, and the undeliverable one.
         first = min((row for row in rows if row["route"] == "in.strict"), key=lambda row: row["id"])
         await command(config, "held", "retry", first["id"])
         await inbox.got([b"late"])
@@ -269,6 +269,6 @@ async def test_in_native_mode(place: Place, tmp_path: Path, rewording: bool) -> 
 
 
 def _hold(row: dict[str, Any]) -> tuple[str, str, bool, bool, bool]:
-    """Of a held message: its route, the kind and flags, and whether the daemon retries it."""
+    """Route, kind and flags of a held message, and whether the daemon retries it."""
     said = row["held"]
     return row["route"], said["kind"], said["may_be_delivered"], said["isolated"], said["retry_ms"] is not None

@@ -26,7 +26,7 @@ def file(place: Place, path: Path, strategy: str) -> Path:
     return path / f"{strategy}.toml"
 
 
-async def test_auto_takes_what_the_broker_has(place: Place, tmp_path: Path) -> None:
+async def test_auto_chooses_the_strategy_that_the_broker_supports(place: Place, tmp_path: Path) -> None:
     config = file(place, tmp_path, "auto")
     async with place.working(config=config) as (daemon, raw, inbox):
         chosen = await daemon.event("native strategy")
@@ -74,7 +74,7 @@ async def test_a_change_of_the_strategy_loses_nothing_and_nothing_is_early(
             assert (await daemon.event("stopped"))["released"] + first["released"] == 100
 
 
-async def test_what_waits_in_the_queue_is_counted(delaying: RabbitMQ, place: Place, tmp_path: Path) -> None:
+async def test_messages_waiting_in_the_due_queue_are_counted(delaying: RabbitMQ, place: Place, tmp_path: Path) -> None:
     config = file(place, tmp_path, "queue")
     place.things.exchange("missing")
     async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
@@ -93,6 +93,6 @@ async def test_what_waits_in_the_queue_is_counted(delaying: RabbitMQ, place: Pla
 
 
 def ready(place: Place, queue: str) -> int:
-    """Messages in a queue, as its broker tells now."""
+    """The number of ready messages, asked from the broker."""
     listed = place.rabbitmq.ctl("list_queues", "-p", place.vhost, "name", "messages")
     return next(int(line.split()[1]) for line in listed.splitlines() if line.split()[:1] == [queue])

@@ -1,5 +1,5 @@
-"""The page in a real browser, on real servers: every action clicked, hostile messages looked at, what programs may do
-there; on a desk and on a telephone, with the keyboard and without scripts.
+"""The page in a real browser, on real servers: every action, hostile messages, and the rights of programs; on a desk
+and on a telephone, with the keyboard and without scripts.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.get_by_role("button", name="Cancel it").click()
         assert await result(page) == "Cancelled: 1 of 1"
 
-        # All that a filter means: counted, asked, done.
+        # All messages of a filter: counted, confirmed, done.
         await page.goto("/waiting?due_after=9h")
         await page.locator("#all-by").fill("1h")
         await page.get_by_role("button", name="Reschedule them…").click()
         assert re.fullmatch(r"Reschedule \d messages: 1h later\?", await page.locator("h1").inner_text())
         await page.get_by_role("button", name="Reschedule them").click()
         assert (await result(page)).startswith("Rescheduled: ")
-        # What is done is what was counted: no later instants are read out of the same words.
+        # The action takes the counted messages: it keeps the instants that the words meant when it counted.
         await page.goto("/waiting?due_before=90d")
         await page.get_by_role("button", name="Cancel them…").click()
         fixed = await page.locator("input[name=due_before]").get_attribute("value")
@@ -161,7 +161,7 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
 
 
 async def test_enter_and_mistakes(place: Place, store: str, tmp_path: Path) -> None:
-    """Enter in a field does what the field is for, and never what cannot be undone; a mistake costs nothing."""
+    """Enter in a field starts the action of the field, but none that cannot be undone; a mistake costs nothing."""
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", (5 + n) * HOUR) for n in range(2)))
         await this.raw.publish(delayed("lost", 100, through="in.missing"), unreadable("refused"))
@@ -196,13 +196,13 @@ async def test_enter_and_mistakes(place: Place, store: str, tmp_path: Path) -> N
                     await tab.wait_for_url("**?id=*")  # the list once more
                 assert await tab.locator("h1").inner_text() == f"{path[1:].capitalize()} messages"
         assert len(await this.acts()) == 3
-        # Nothing chosen: said on the spot.
+        # Nothing chosen: the page says so at once.
         await page.goto("/waiting")
         await page.locator("#at").fill("2h")
         await page.get_by_role("button", name="Reschedule", exact=True).click()
         assert await page.get_by_role("alert").inner_text() == "Choose at least one message."
         assert await page.locator("#at").input_value() == "2h"
-        # An instant that is none: what was chosen and written is still there.
+        # An invalid instant: the choice and the text are still there.
         rows = await this.waiting()
         await page.get_by_label(f"Choose {rows[1]['id']}").check()
         await page.locator("#at").fill("yesterday")
@@ -257,7 +257,7 @@ async def test_content_of_messages_is_shown_as_text(place: Place, store: str, tm
         assert "<script>window.hacked=1</script>" in text_of
         assert "\\u202e" in text_of
         assert "49" not in re.findall(r"\d\d(?=<%)", text_of)
-        # A script that got in all the same would not run.
+        # Even an injected script would not run.
         blocked = await page.evaluate(
             "() => { const one = document.createElement('script'); one.textContent = 'window.hacked = 2';"
             " document.body.append(one); return window.hacked }"
@@ -270,9 +270,7 @@ async def test_content_of_messages_is_shown_as_text(place: Place, store: str, tm
         assert policy.startswith("default-src 'none'")
 
 
-async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(
-    place: Place, store: str, tmp_path: Path
-) -> None:
+async def test_programs_act_only_with_the_token_in_a_header(place: Place, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", 5 * HOUR) for n in range(3)))
         rows = await eventually(this.waiting, lambda rows: len(rows) == 3)
@@ -312,7 +310,7 @@ async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(
         assert await asyncio.to_thread(this.config.read_text)
 
 
-async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path: Path) -> None:
+async def test_the_page_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"order {n}", 20_000 + n * n * 900) for n in range(1500)))
         await this.raw.publish(*(delayed(f"lost {n}", 100, through="in.missing") for n in range(4)))
@@ -393,7 +391,7 @@ async def test_with_the_keyboard_and_without_scripts(place: Place, store: str, t
         await plain.goto("/")
         assert "Waiting in the store" in await plain.locator("main").inner_text()
         for what in (".chart", ".choice", "figure"):
-            assert not await plain.locator(what).first.is_visible(), "nothing that is empty or does nothing"
+            assert not await plain.locator(what).first.is_visible(), "no element without a function is visible"
         await plain.get_by_text("The same as a table").click()
         assert await plain.get_by_role("cell", name="in 4 h to 5 h").is_visible()
         await plain.goto("/waiting")

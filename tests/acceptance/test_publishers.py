@@ -1,4 +1,4 @@
-"""docs/publishers.md: its Python examples run against a daemon, and do what they say."""
+"""docs/publishers.md: its Python examples run against a daemon, and work as described."""
 
 from __future__ import annotations
 

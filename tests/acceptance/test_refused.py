@@ -1,4 +1,4 @@
-"""Set aside, loudly, with everything that they came with; and nothing else stops for them."""
+"""Refused messages: set aside with a log line and all that they came with; no other message stops for them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def sent_in(mode: str) -> dict[str, Bad]:
 
 @pytest.fixture(scope="module")
 def played(any_world: World) -> World:
-    """A good message behind each bad one."""
+    """A good message follows each bad one."""
     cases = sent_in(any_world.mode)
     any_world.things.bind("stranger", "delays")
     messages = []
@@ -124,7 +124,7 @@ def played(any_world: World) -> World:
 
 @pytest.mark.words
 @pytest.mark.parametrize("case", CASES)
-def test_refused_with_its_reason_and_everything_it_had(played: World, case: str) -> None:
+def test_a_bad_message_is_refused_with_its_reason_and_everything_it_had(played: World, case: str) -> None:
     bad = CASES[case]
     if played.mode not in bad.modes:
         pytest.skip("not refused in this mode")
@@ -135,7 +135,7 @@ def test_refused_with_its_reason_and_everything_it_had(played: World, case: str)
     assert content(props.one(b"x-delayer-exchange")) == bad.through.encode()
     assert content(props.one(b"x-delayer-routing-key")) == bad.key
     assert arrival.delivery.routing_key == bad.key
-    # Either would make the broker take the message away, or close the channel; they go along as headers.
+    # Either property would make the broker drop the message or close the channel, so each becomes a header.
     moved = [value for value in (bad.props.expiration, bad.props.user_id) if value is not None]
     assert [content(value) for name in MOVED for value in props.all(name)] == moved
     sent = bad.props.sorted_if(played.rabbitmq.sorts_headers)
@@ -153,8 +153,8 @@ def test_each_is_reported(played: World) -> None:
     assert all(reasons())
 
 
-def test_mended_and_published_again_it_is_delivered_without_a_trace(played: World) -> None:
-    """As the README says: to the exchange and with the key that the headers name."""
+def test_a_mended_message_is_delivered_without_a_trace(played: World) -> None:
+    """The headers name the exchange and the key, as the README says."""
     refused = played.refused.only(body_of("with every property"))
     headers = (*refused.props.without(b"x-delay").headers, (b"x-delay", number("I", 700)))  # type: ignore[misc]
     exchange, key = (content(refused.props.one(name)) for name in (b"x-delayer-exchange", b"x-delayer-routing-key"))
@@ -210,8 +210,8 @@ BROKEN: Mapping[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_header_bytes_stop_nobody(any_world: World, case: str) -> None:
-    """Most of them the broker itself does not take; what it takes arrives, or is refused. The daemon lives on."""
+def test_broken_header_bytes_stop_no_other_message(any_world: World, case: str) -> None:
+    """The broker rejects most of them; the accepted ones arrive, or are refused. The daemon keeps running."""
     bad, good = b"broken: " + case.encode(), b"good, after broken: " + case.encode()
     before = len(any_world.daemon.events)
 

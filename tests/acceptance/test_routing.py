@@ -1,4 +1,4 @@
-"""Where messages go: by key, by header; and, re-delayed, once more. Keys that replace and cancel."""
+"""Destinations by key and by header, messages that are delayed again, and keys that replace and cancel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def routed(any_world: World) -> World:
         (b"the route's own exchange", "inbox", b"inbox"),
     ],
 )
-def test_where_it_goes(routed: World, body: bytes, box: str, key: bytes) -> None:
+def test_the_route_and_the_headers_decide_the_destination(routed: World, body: bytes, box: str, key: bytes) -> None:
     arrival = routed.boxes[box].only(body)
     assert arrival.delivery.routing_key.rpartition(b".")[2] == key
     assert arrival.at_ms >= arrival.due_ms
@@ -66,7 +66,7 @@ def test_where_it_goes(routed: World, body: bytes, box: str, key: bytes) -> None
 
 
 def again(arrival: Arrival, trip: int, value: int) -> Message:
-    """What a retrying consumer does: the same message with all its headers, the delay alone made anew."""
+    """A message as a retrying consumer publishes it: the same headers, with a new delay."""
     props = arrival.props.without(b"x-delay").adding((b"x-delay", number("I", value)))
     body = arrival.delivery.body.rsplit(b" ", 1)[0] + b" %d" % trip
     return Message("in", arrival.delivery.routing_key, props, body)
@@ -100,7 +100,7 @@ def test_three_trips(any_world: World) -> None:
 
 
 def test_a_turned_delay_is_over(any_world: World) -> None:
-    """Published again as it arrived, the message does not wait a second time: that is what the sign is for."""
+    """A message that is published again unchanged does not wait a second time: its delay has a turned sign."""
     any_world.run(any_world.raw.publish(Message("in", b"inbox", delayed(), b"turned 1")))
     any_world.wait(b"turned 1")
     arrival = any_world.inbox.only(b"turned 1")
@@ -127,7 +127,7 @@ def cancel(key: str) -> Message:
 
 
 def test_a_key_replaces_and_a_cancel_cancels(keyed: World) -> None:
-    """Whatever stands between them goes by; a fence, due after all of it, shows that nothing more comes."""
+    """Unrelated messages between them pass; a fence, due after all of them, shows that nothing more comes."""
 
     def say(*messages: Message) -> None:
         keyed.run(keyed.raw.publish(*messages))
@@ -143,7 +143,7 @@ def test_a_key_replaces_and_a_cancel_cancels(keyed: World) -> None:
     say(
         due("second of its key", 1600, under="replaced"),
         cancel("cancelled"),
-        cancel("nobody has this one"),
+        cancel("an unknown key"),
         due("sooner than in an hour", 300, under="sooner"),
         due("at once instead of in an hour", 0, under="at once"),
         Message("in", b"inbox", Props(headers=((b"x-delay", number("I", 2500)),)), b"fence"),
@@ -155,7 +155,7 @@ def test_a_key_replaces_and_a_cancel_cancels(keyed: World) -> None:
         assert arrival.at_ms >= arrival.due_ms
         assert not arrival.props.all(b"x-delay-key")
     gone = [b"first of its key", b"cancelled", b"in an hour", b"in an hour, too"]
-    gone += [b"a cancel cancelled", b"a cancel nobody has this one"]
+    gone += [b"a cancel cancelled", b"a cancel an unknown key"]
     assert not [body for body in gone if keyed.inbox.of(body) or keyed.refused.of(body)]
 
 

@@ -1,9 +1,9 @@
-"""The mode is switched while messages flow, as fast as the machine bears: store, native, store; every one is accounted
-for.
+"""The mode is switched while messages flow, as fast as the machine can: store, native, store; every message is
+accounted for.
 
-The rate is what is offered. What is asserted is the ledger, how long a switch takes, and that both ways were gone; not
-the rate that came about: that depends on who else is at work, and a test is no benchmark. It is printed, and kept with
-the test's report (``flow_rate``), for who wants to know what a passed run has shown.
+The rate is an upper bound. The test asserts the ledger, the time of a switch, and that messages went both ways. It does
+not assert the actual rate, which depends on other processes: it prints it, and keeps it in the test's report
+(``flow_rate``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.support.servers import Postgres
 SEED = 2_007
 LONGEST_MS = 4_000
 IN_FORCE = 10.0
-"""Seconds from the signal to the new mode, of a daemon that has no time; a tenth of one, mostly."""
+"""Seconds from the signal to the new mode of a busy daemon; mostly it takes a tenth of a second."""
 BY_STORE = 32
-"""The ids of what the store released are shorter than that: it numbers its rows."""
+"""The ids of released rows are shorter than that: the store numbers its rows."""
 
 
 @pytest.mark.deadline(900)
@@ -42,8 +42,8 @@ async def test_store_native_store(
     rate: int,
     seconds: float,
 ) -> None:
-    """As long in each mode as ``rate * seconds`` messages take. What the store holds at the switch to native is
-    released by it all the same."""
+    """``rate * seconds`` messages flow in each mode. After the switch to native mode the store still releases its
+    messages."""
     # To the place, native mode with a store is everything there is: the cascade and the rows.
     place = await Place("native", vhost, postgres.url(schema)).declare()
     environ = {name: value for name, value in place.environ.items() if name != "MODE"}
@@ -84,8 +84,8 @@ async def test_store_native_store(
     record_property("flow_rate", round(flow.rate))
     print(f"{flow.rate:.0f} of {rate} messages a second, switched within {took} s; {verdict}; {counters}")
     verdict.assert_kept()
-    assert max(took) < IN_FORCE, "whoever sends the signal is waiting"
-    # What stood in the intake queue at a switch goes the other way, and that is most of it on a slow machine.
+    assert max(took) < IN_FORCE, "the sender of the signal is waiting"
+    # Messages in the intake queue at a switch go the other way: on a slow machine these are most of them.
     assert counters["parked"] == counters["released"] > rate
     assert (await daemon.event("stopped"))["cascaded"] > rate
     assert verdict.sent == flow.count

@@ -32,7 +32,7 @@ PYTHON = Path(f"/usr/bin/python3.{sys.version_info.minor}")
 CONFIG = "/etc/delayer/delayer.toml"
 LOG = "/var/log/delayer.json"
 NOT_HERE = ("pip install", "createuser", "rabbitmqctl")
-"""Lines of docs/install.md about programs and users that are there already."""
+"""Lines of docs/install.md about programs and users that exist already."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,7 +56,7 @@ class Service:
     rabbitmq: RabbitMQ
     vhost: str
     config: str
-    """What the README's steps have left in the configuration."""
+    """The configuration file after the README's steps."""
 
     def shown(self, *properties: str) -> dict[str, str]:
         return self.machine.shown("delayer", *properties)
@@ -146,7 +146,7 @@ def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
     postgres.drop_database(database)
 
 
-async def test_it_starts_delivers_and_stops_in_order(service: Service) -> None:
+async def test_the_service_starts_delivers_and_stops_in_order(service: Service) -> None:
     service.start()
     assert service.shown("ActiveState", "SubState", "StatusText", "UnitFileState", "User") == {
         "ActiveState": "active", "SubState": "running", "StatusText": "mode store",
@@ -168,7 +168,7 @@ async def test_it_starts_delivers_and_stops_in_order(service: Service) -> None:
 
 
 async def test_a_reload_is_over_when_it_is_in_force(service: Service) -> None:
-    """However long that takes: here the broker answers late, and the new route is declared there."""
+    """The reload waits for the broker: here the broker answers the declaration of the new route late."""
     async with service.behind_a_proxy() as proxy:
         await asyncio.to_thread(service.start)
         proxy.stall()
@@ -186,7 +186,7 @@ async def test_a_reload_is_over_when_it_is_in_force(service: Service) -> None:
         await asyncio.to_thread(service.machine.run, "systemctl", "stop", "delayer")
 
 
-async def test_a_start_that_waits_says_what_for(service: Service) -> None:
+async def test_a_waiting_start_names_its_reason(service: Service) -> None:
     machine = service.machine
     machine.run("systemctl", "stop", "delayer")
 
@@ -208,15 +208,15 @@ async def test_a_start_that_waits_says_what_for(service: Service) -> None:
         await asyncio.to_thread(machine.run, "systemctl", "stop", "delayer")
 
 
-def test_a_file_with_mistakes_fails_the_reload_and_reaches_nobody(service: Service) -> None:
+def test_a_file_with_mistakes_fails_the_reload_and_changes_nothing(service: Service) -> None:
     service.start()
     service.change(('mode = "store"', 'mode = "nativ"'))
     done = service.machine.run("systemctl", "reload", "delayer", check=False)
     assert done.returncode != 0
     assert service.status == "mode store"
     assert not {"reloaded", "reload refused"} & set(service.names())
-    assert "mode: expected" in service.machine.file(LOG).read_text(), "and the journal says what is wrong"
-    # Nor does it start with such a file; and it is not tried again and again.
+    assert "mode: expected" in service.machine.file(LOG).read_text(), "and the journal names the mistake"
+    # The daemon does not start with such a file either, and systemd does not retry.
     assert service.machine.run("systemctl", "restart", "delayer", check=False).returncode != 0
     assert service.shown("ActiveState", "ExecMainStatus", "NRestarts") == {
         "ActiveState": "failed", "ExecMainStatus": "2", "NRestarts": "0",
@@ -276,8 +276,8 @@ async def test_two_instances_share_the_lanes(service: Service) -> None:
         machine.run("systemctl", "enable", "delayer")
 
 
-def test_only_what_it_needs_is_there_for_it(service: Service) -> None:
-    """The credentials are its own, nobody else's and not in the environment; its rights are what the unit says."""
+def test_the_service_has_only_the_rights_that_it_needs(service: Service) -> None:
+    """Only the service can read its credentials, they are not in the environment, and its rights match the unit."""
     service.start()
     pid = service.shown("MainPID")["MainPID"]
     status = service.machine.run("cat", f"/proc/{pid}/status").stdout
@@ -294,11 +294,11 @@ def test_only_what_it_needs_is_there_for_it(service: Service) -> None:
 JOBS = ("audit", "compact")
 BEGAN = "ExecMainStartTimestampMonotonic"
 SOON = "[Timer]\nOnActiveSec=1s\nRandomizedDelaySec=0\nAccuracySec=100ms\n"
-"""As if the night had come."""
+"""The timer fires as if it were night."""
 
 
 def after(machine: Machine, unit: str, before: dict[str, str]) -> dict[str, str]:
-    """How a service stands, once it was started again."""
+    """The state of a service, once it was started again."""
     shown = machine.shown(unit, BEGAN, "ActiveState", "Result", "ExecMainStatus")
     return {} if {BEGAN: shown.pop(BEGAN)} == before else shown
 
@@ -306,8 +306,8 @@ def after(machine: Machine, unit: str, before: dict[str, str]) -> dict[str, str]
 @pytest.mark.long
 @pytest.mark.deadline(700)
 async def test_the_jobs_of_the_night_and_their_timers(service: Service) -> None:
-    """By the lines of docs/backlog.md, with nothing to write to but what systemd makes for them: the audit by hand, the
-    compaction when its timer says so."""
+    """Follow docs/backlog.md: run the audit by hand, and the compaction by its timer. Both can write only to the
+    directories that systemd makes for them."""
     if shutil.which("java") is None:
         pytest.skip("Java is not installed: `.ci/setup servers`")
     machine, far = service.machine, 20 * 24 * 3_600_000
@@ -368,7 +368,7 @@ async def test_a_token_for_the_page(service: Service) -> None:
         answer = await Web(listen).post("/actions/messages", form, Authorization=f"Bearer {token}", **program)
         assert (answer.status, answer.json["done"]) in ((200, 0), (200, 1))
         assert (await Web(listen).post("/actions/messages", form, **program)).status == 403
-        # And what it is checked with before a reload does not see it.
+        # The check before a reload does not see the token.
         service.machine.run("systemctl", "reload", "delayer")
         service.machine.run("systemctl", "stop", "delayer")
     finally:

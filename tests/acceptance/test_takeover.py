@@ -1,4 +1,4 @@
-"""Applications that nobody changes: NServiceBus endpoints and Celery, whose long delays the daemon takes over."""
+"""Unchanged applications: NServiceBus endpoints and Celery, whose long delays the daemon takes over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DUES = "SELECT extract(epoch FROM due_at) * 1000 FROM message ORDER BY due_at"
 
 
 def endpoints(cascade: Cascade) -> Topology:
-    """What the endpoints of NServiceBus declare at their start: the cascade, and a queue behind an exchange each."""
+    """The declarations of NServiceBus endpoints at their start: the cascade, and for each an exchange with a queue."""
     return cascade.topology() + Topology(
         tuple(Exchange(name, "fanout") for name in ENDPOINTS),
         tuple(Queue(name, arguments({"x-queue-type": "quorum"})) for name in ENDPOINTS),
@@ -42,8 +42,8 @@ def endpoints(cascade: Cascade) -> Topology:
 
 
 def nservicebus_message(cascade: Cascade, seconds: int, address: str, body: str, **more: str) -> Message:
-    """As the transport publishes it: to the level of the highest bit, mandatory, with a 32-bit delay and the time of
-    sending; what version 9 adds to know a confirm by, and version 10, which has another way."""
+    """A message as the transport publishes it: to the level of the highest bit, with a 32-bit delay and the time of
+    sending. It has the headers by which versions 9 and 10 recognise a confirm."""
     said = {
         "NServiceBus.MessageId": body,
         "NServiceBus.MessageIntent": "Send",
@@ -67,7 +67,7 @@ def nservicebus_message(cascade: Cascade, seconds: int, address: str, body: str,
 
 @dataclass
 class Shop:
-    """A vhost, a store, and what reads the queues."""
+    """A vhost, a store, and the consumers of the queues."""
 
     rabbitmq: RabbitMQ
     vhost: str
@@ -82,7 +82,7 @@ class Shop:
             return [int(row[0]) for row in await connection.fetch(statement)]
 
     def topology(self) -> Any:
-        """What of others stands on the broker: nothing of it may be changed, added to or removed."""
+        """The others' exchanges, queues and bindings: the daemon may change, add or remove none of them."""
         found: dict[str, object] = {}
         for kind in ("exchanges", "queues", "bindings"):
             rows = self.rabbitmq.api("GET", f"/api/{kind}/{quote(self.vhost, safe='')}")
@@ -100,7 +100,7 @@ class Shop:
     async def daemon(
         self, kind: Kind, levels_from: int, *, prefix: str = "", ends: int = 0
     ) -> AsyncIterator[DaemonProcess]:
-        """With the rights of docs/security.md: it could not declare, bind or delete anything of the owner's."""
+        """A daemon with the rights of docs/security.md: it cannot declare, bind or delete anything of the owner."""
         cascade, own = Cascade(kind, owner=prefix), r"delays|delays\.refused|delayer\.in"
         levels = "|".join(re.escape(cascade.level(level)) for level in range(levels_from, LEVELS))
         self.rabbitmq.add_user(
@@ -147,7 +147,7 @@ def judged(sent: Mapping[str, tuple[Message, int]], inbox: Inbox, names: Sequenc
 async def test_endpoints_of_nservicebus_do_not_notice(
     kind: Kind, rabbitmq: RabbitMQ, postgres: Postgres, schema: str
 ) -> None:
-    """From level 1 up: what waits a second is the broker's, the rest is taken over. Both arrive alike."""
+    """From level 1 up: the broker keeps delays of a second, the daemon takes over the rest. Both arrive alike."""
     cascade = Cascade(kind)
     async with shop(rabbitmq, postgres, schema) as it:
         await declare(rabbitmq.url(it.vhost), endpoints(cascade))
@@ -161,7 +161,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
                     body = f"{address} after {seconds}"
                     due_ms = now_ms() + seconds * 1000  # Before the message, because it says its due instant.
                     sent[body] = (nservicebus_message(cascade, seconds, address, body), due_ms)
-            # A delayed retry: everything but the time of the failure is of a sending long ago.
+            # A delayed retry: all headers but the time of the failure come from a sending long ago.
             retry = "Billing retried after 4"
             old = dict.fromkeys(("NServiceBus.TimeSent", "NServiceBus.DeliverAt"), wire_instant(now_ms() - 86_400_000))
             old["NServiceBus.Retries"] = "2"
@@ -172,7 +172,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
             await declare(rabbitmq.url(it.vhost), endpoints(cascade))  # as every endpoint does that starts meanwhile
             wanted = [name for name in sent if not name.startswith("Missing")]
             for name in ENDPOINTS:
-                # Whoever is bound with #.Orders gets what is for Sales.Orders too: that is how its owner made it.
+                # A queue bound with #.Orders also gets the messages for Sales.Orders: its owner bound it so.
                 own = [one for one in wanted if one.startswith(name) or (name == "Orders" and "Orders" in one)]
                 await it.inboxes[name].got([one.encode() for one in own])
                 judged(sent, it.inboxes[name], own)
@@ -189,7 +189,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
 async def test_long_delays_are_parked_with_their_due_instant(
     rabbitmq: RabbitMQ, postgres: Postgres, schema: str
 ) -> None:
-    """From level 6, as it is by default; what stood in the levels before the daemon came is taken too."""
+    """From level 6, the default; the daemon also takes messages that stood in the levels before its start."""
     cascade = Cascade("nservicebus-v2")
     async with shop(rabbitmq, postgres, schema) as it:
         await declare(rabbitmq.url(it.vhost), endpoints(cascade))
@@ -203,7 +203,7 @@ async def test_long_delays_are_parked_with_their_due_instant(
             async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
                 depths = await admin.depths(one.name for one in cascade.levels())
             assert {name: depth for name, depth in depths.items() if depth} == {"nsb.v2.delay-level-05": 1}
-            # As the vendor's tool moves timeouts into the cascade: a new delay, the TimeSent of long ago.
+            # The vendor's tool moves timeouts into the cascade so: a new delay, with an old TimeSent.
             published = now_ms()
             long_ago = wire_instant(published - 60 * DAY_MS)
             old = {"NServiceBus.TimeSent": long_ago, "NServiceBus.DeliverAt": long_ago}
@@ -227,7 +227,7 @@ def by_kombu(url: str, work: Callable[[Any], None]) -> None:
 
 
 def tasks_of_celery(connection: Any, prefix: str = "") -> None:
-    """What a worker declares at its start: the cascade, and a queue that is bound to it."""
+    """Declare as a worker does at its start: the cascade, and a queue that is bound to it."""
     import kombu
     from kombu.transport import native_delayed_delivery as delayed
 
@@ -242,7 +242,7 @@ def tasks_of_celery(connection: Any, prefix: str = "") -> None:
 
 @pytest.mark.parametrize("prefix", ["", pytest.param("shop", marks=pytest.mark.long)])
 async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, schema: str, prefix: str) -> None:
-    """Declared, bound and published by kombu itself, also where it is told to put something before its names."""
+    """Kombu itself declares, binds and publishes, also with a prefix before its names."""
     pytest.importorskip("kombu")
     from kombu.transport import native_delayed_delivery as delayed
 
@@ -274,7 +274,7 @@ async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, 
             await inbox.got(list(dues))
             for body, due_ms in dues.items():
                 arrival = inbox.only(body)
-                # kombu notes no time, and the broker none where it entered: up to the level's own time later.
+                # Neither kombu nor the broker records the time of entry: the message may be late by its level's time.
                 assert due_ms <= arrival.at_ms <= due_ms + LATE_MS, (body, arrival.at_ms - due_ms)
                 assert arrival.props.one(b"task") == text("shop.remind")
             assert set(inbox.counts) == set(dues)

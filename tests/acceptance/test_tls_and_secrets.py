@@ -1,4 +1,4 @@
-"""The whole daemon over TLS on both sides; and passwords, which nobody who looks from outside can find."""
+"""The whole daemon over TLS on both sides; and passwords, which no outside observer can find."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def secure(papers: Papers) -> Iterator[tuple[RabbitMQ, Postgres]]:
 
 
 async def run(*arguments: str) -> tuple[int, str]:
-    """A command of the command line: its exit code, and everything it said."""
+    """Run a command of the command line. Return its exit code and its output."""
     process = await asyncio.create_subprocess_exec(
         str(EXECUTABLE), *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -51,7 +51,7 @@ async def run(*arguments: str) -> tuple[int, str]:
 
 
 async def test_everything_over_tls(secure: tuple[RabbitMQ, Postgres], papers: Papers, tmp_path: Path) -> None:
-    """Upgrade, check, run, status; every connection of it is encrypted, and both certificates are verified."""
+    """Upgrade, check, run, status: every connection is encrypted, and both certificates are verified."""
     rabbitmq, postgres = secure
     url = postgres.tls_url(postgres.add_database(), papers.ca)
     client = papers["client"]
@@ -106,8 +106,8 @@ async def test_the_broker_wants_to_see_the_client(secure: tuple[RabbitMQ, Postgr
 async def test_a_bad_certificate_is_told_and_waited_out(
     rabbitmq: RabbitMQ, postgres: Postgres, template: str, papers: Papers, bad: str
 ) -> None:
-    """Of broker and store at once: both are named with the reason, no word is said to either, and the daemon stops as
-    told."""
+    """Broker and store both have one: the log names both with the reason, the daemon sends nothing to either, and stops
+    on a signal."""
     database = postgres.add_database(template=template)
     async with (
         TlsFront(rabbitmq.port, papers[bad]) as broker,
@@ -136,8 +136,8 @@ def assert_clean(text: str) -> None:
 
 
 async def test_passwords_are_nowhere(place: Place, schema: str, postgres: Postgres, tmp_path: Path) -> None:
-    """Not in the arguments of any process of ours, in what the servers are told of us, in status, check and the log;
-    nor when the servers refuse them."""
+    """No process arguments, server logs, connection lists, reports or logs contain them, also after the servers refuse
+    them."""
     config = tmp_path / "delayer.toml"
     store = secret_store_url(postgres, schema)
     assert BROKER_SECRET.startswith("Sesame")

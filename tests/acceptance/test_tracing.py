@@ -33,7 +33,7 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Not on stderr."""
+            """Write nothing to stderr."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever)
@@ -69,9 +69,7 @@ async def test_a_traced_message_has_a_span_for_its_wait_and_one_for_its_release(
         assert (release.start_time_unix_nano - wait.start_time_unix_nano) // 1_000_000 >= DELAY_MS
 
 
-async def test_a_collector_that_is_away_changes_nothing(
-    place: Place, store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_absent_collector_changes_nothing(place: Place, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     async with place.working(place.environ("store", store)) as (daemon, raw, inbox):
         await raw.publish(sent("traced", TRACED), sent("odd", (b"traceparent", text("?"))))

@@ -1,4 +1,4 @@
-"""What its destination would not take stands somewhere visible, with the reason, and is in nobody's way."""
+"""Messages that their destination does not take stand somewhere visible, with the reason, and block no other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sound(n: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def played(any_world: World) -> World:
-    """Each bad one in the middle of good ones that are due at the same instants."""
+    """Bad messages among good ones that are due at the same instants."""
     messages = []
     for n in range(GOOD):
         headers = ((b"x-delay", number("I", 1000 * (n % 2))),)
@@ -79,7 +79,7 @@ def test_the_good_ones_around_arrive_once_each(played: World) -> None:
 
 @pytest.mark.words
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_held_with_its_reason(played: World, case: str) -> None:
+def test_an_unroutable_message_is_held_with_its_reason(played: World, case: str) -> None:
     one = CASES[case]
 
     def reasons() -> list[str]:
@@ -91,7 +91,7 @@ def test_it_is_held_with_its_reason(played: World, case: str) -> None:
 
 
 def test_held_messages_leave_by_themselves_once_they_can(played: World) -> None:
-    """What stood in the way is mended; the next attempt comes within twenty seconds."""
+    """The test repairs each destination; the next attempt comes within twenty seconds."""
     things = played.things
     things.bind("narrow", "inbox", "nowhere.yet")
     things.exchange("missing")
@@ -112,7 +112,7 @@ def test_held_messages_leave_by_themselves_once_they_can(played: World) -> None:
     secret_broker_url(played.rabbitmq, played.vhost)
 
 
-def test_a_queue_that_appears_before_the_message_is_due(any_world: World) -> None:
+def test_a_queue_may_appear_before_the_message_is_due(any_world: World) -> None:
     name = f"late.{any_world.mode}"
     props = Props(headers=((b"x-delay", number("I", 2500)),), delivery_mode=2)
     any_world.run(any_world.raw.publish(Message("in.narrow", name.encode(), props, b"for a late queue")))
@@ -132,7 +132,7 @@ async def strays(config: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.words
 async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place, tmp_path: Path) -> None:
-    """Somebody took the binding of the due queue away: the message is seen, and put back on its way."""
+    """The binding of the due queue is gone: the message is visible as a stray, and an operator can retry it."""
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
     async with DaemonProcess(place.environ("native")) as daemon, await place.raw() as raw:
@@ -151,8 +151,8 @@ async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place,
         assert await daemon.stop() == 0
 
 
-async def test_after_ten_attempts_it_waits_for_a_person(place: Place, tmp_path: Path) -> None:
-    """Nine were made when it comes out of the cascade; then a person puts it on its way, and it is delivered."""
+async def test_after_ten_attempts_a_message_waits_for_an_operator(place: Place, tmp_path: Path) -> None:
+    """Nine attempts were made before it leaves the cascade. Then an operator retries it, and it is delivered."""
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
     now_ms = time.time_ns() // 1_000_000

@@ -1,4 +1,4 @@
-"""The wheel, installed where no checkout is at hand: its command runs, and carries its own schema upgrades."""
+"""The wheel, installed without a checkout: its command runs, and carries its own schema upgrades."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def run(delayer: Path, *arguments: str, cwd: Path, **environ: str) -> subprocess
 UNDER_ETC = 'mount -t overlay overlay -o "lowerdir=$0:/etc" /etc && exec "$@"'
 
 
-def test_it_runs_from_its_place_in_etc(installed: Path, tmp_path: Path, vhost: str, empty_database: str) -> None:
-    """As docs/install.md has it: the shipped file in /etc, no --config; for all but root, who alone may lay something
-    over /etc, with --config. The schema, the page and its files come from the wheel."""
+def test_the_wheel_runs_with_its_file_in_etc(installed: Path, tmp_path: Path, vhost: str, empty_database: str) -> None:
+    """Follow docs/install.md: the shipped file in /etc, no --config. Only root may mount over /etc, so other users pass
+    --config. The schema, the page and its files come from the wheel."""
     etc = tmp_path / "etc"
     (etc / "delayer").mkdir(parents=True)
     etc.chmod(0o755)
@@ -100,7 +100,7 @@ def test_the_wheel_contains_the_files_of_a_service(installed: Path, tmp_path: Pa
         for file in [ROOT / ours] if (ROOT / ours).is_file() else (ROOT / ours).rglob("*.*"):
             there = share.parent / theirs / file.relative_to(ROOT / ours)
             assert there.is_file(), ours
-    # And that is all that there is for those who run it.
+    # An operator needs no other file.
     named = set(brought["shared-data"])
     wanted = [*(ROOT / "config").iterdir(), *(ROOT / "systemd").iterdir(), ROOT / "docs", ROOT / "CHANGELOG.md"]
     missing = {str(path.relative_to(ROOT)) for path in wanted} - named
@@ -110,7 +110,7 @@ def test_the_wheel_contains_the_files_of_a_service(installed: Path, tmp_path: Pa
     (program,) = re.findall("ExecStart=([^ ]*)", unit)
     root = Path(program).parent.parent
     assert (share.parent / Path(documentation).relative_to(root)).is_file()
-    # The configuration works as it stands: everything that is not commented out is the default.
+    # The shipped configuration works unchanged: every active line is the default.
     nowhere = {"DELAYER_BROKER__URL": "amqp://127.0.0.1:1", "DELAYER_STORE__URL": "postgresql://127.0.0.1:1/d"}
     done = run(installed, "--config", str(share / "delayer" / "delayer.toml"), "check", cwd=tmp_path, **nowhere)
     assert done.returncode == 3, done.stderr

@@ -1,7 +1,7 @@
 """One daemon with everything around it, kept for all tests of one mode.
 
-A daemon a test would cost most of the time of these tests; so messages go through one daemon together, and each test
-looks at its own. At the end the whole of it is looked at: nothing twice, nothing secret in the log, a clean stop.
+A daemon for each test would take most of the time, so messages go through one daemon together, and each test looks at
+its own. The end checks all of them: nothing twice, nothing secret in the log, a clean stop.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FORBIDDEN = "closed"
 
 
 def secret_broker_url(rabbitmq: RabbitMQ, vhost: str) -> str:
-    """A URL for a user who may do everything but write to FORBIDDEN, with a password to recognise."""
+    """A URL for a user with all rights but to write to FORBIDDEN, with a password to recognise."""
     rabbitmq.add_user(USER, BROKER_SECRET, vhost=vhost, configure=".*", read=".*", write=f"^(?!{FORBIDDEN}$).*")
     return rabbitmq.url(vhost, user=f"{USER}:{quote(BROKER_SECRET, safe='')}")
 
 
 def secret_store_url(postgres: Postgres, database: str) -> str:
-    """Postgres trusts everybody here; it does not look at the password, and nobody else should."""
+    """Postgres trusts every user here and ignores the password, so no log or report may contain it."""
     return postgres.url(database).replace("@", f":{quote(STORE_SECRET, safe='')}@", 1)
 
 
@@ -76,7 +76,7 @@ class Things:
 
 @dataclass
 class World:
-    """``exchange`` is what due messages are published to: ``out``, or the default exchange."""
+    """The daemon publishes due messages to ``exchange``: ``out``, or the default exchange."""
 
     mode: str
     rabbitmq: RabbitMQ
@@ -96,11 +96,11 @@ class World:
         return self.mode != STORE
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something in the loop that the connection and the daemon's log live in."""
+        """Run the coroutine in the loop of the connection and the daemon's log."""
         return self.runner.run(work)
 
     def wait(self, *bodies: bytes, box: str = "inbox", timeout: float = 40.0) -> None:
-        """Until each has come. Does not fail: the test that looks for a missing one does."""
+        """Wait until each has come. Does not fail: the test that checks a missing message fails."""
         inbox = self.boxes[box]
         self.run(inbox.until(lambda: all(body in inbox.counts for body in bodies), timeout))
 
@@ -118,7 +118,7 @@ class World:
         self.inbox, self.refused = self.boxes["inbox"], self.boxes["delays.refused"]
 
     async def close(self) -> None:
-        """A clean stop; and then, over everything that passed: once each."""
+        """Stop the daemon, and check that each message came once."""
         assert await self.daemon.stop() == 0, self.daemon.tail()
         await self.raw.round_trip()
         await self.raw.connection.close()
