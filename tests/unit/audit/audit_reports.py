@@ -1,4 +1,4 @@
-"""Reports to print and to draw: one with everything in it, hostile names included, and one of an empty store."""
+"""Reports to print and to draw: one with every part and with hostile names, and one of an empty store."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def lanes() -> tuple[LaneFigures, ...]:
 
 
 def full() -> AuditReport:
-    """Everything that a report can have."""
+    """A report with every part."""
     found = findings()
     runs = tuple(
         RuleRun(
@@ -133,6 +133,6 @@ def full() -> AuditReport:
 
 
 def empty() -> AuditReport:
-    """Of a store that nothing was ever parked in."""
+    """The report of an empty store."""
     runs = tuple(RuleRun(rule, 0, 0) for rule in RULES)
     return AuditReport(NOW_MS, 6.2, None, Totals(0, 0, 0, 0, 0, 0, 0, 0, None, None), (), Calendar(36_000.0), runs, ())

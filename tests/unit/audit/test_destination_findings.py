@@ -1,4 +1,4 @@
-"""What the broker's answers mean for the report."""
+"""Findings from the broker's answers about destinations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_deliverable_and_unknown_destinations_give_no_finding() -> None:
         assert destinations([(target(b"x", b"k"), RouteVerdict(verdict))]) == []
 
 
-def test_a_missing_exchange_is_one_finding_however_many_keys_it_has() -> None:
+def test_a_missing_exchange_is_one_finding_for_all_its_keys() -> None:
     rows = [(target(b"gone", b"k%d" % n, 10, 5_000 - n), MISSING) for n in range(50)]
     (found,) = destinations(rows)
     assert (found.severity, found.subject) == ("violation", 'exchange "gone"')
@@ -27,7 +27,7 @@ def test_a_missing_exchange_is_one_finding_however_many_keys_it_has() -> None:
     assert found.details["routing_keys"][0] == "k49", "the soonest first"
 
 
-def test_a_missing_queue_and_an_unrouted_key_are_named_one_by_one_until_they_are_too_many() -> None:
+def test_the_report_names_missing_queues_and_unrouted_keys_up_to_a_limit() -> None:
     rows = [(target(b"", b"q%d" % n, 1, n), MISSING) for n in range(NAMED + 5)]
     found = destinations([*rows, (target(b"x", b"a.b"), NOWHERE)])
     subjects = [one.subject for one in found]
@@ -53,7 +53,7 @@ def test_a_destination_with_only_held_messages_is_a_warning() -> None:
     assert found.details["held_already"] == 3
     (found,) = destinations([(held, MISSING), (target(b"lost.out", b"waits"), MISSING)])
     assert (found.severity, found.count, found.details["held_already"]) == ("violation", 4, 3)
-    assert destinations([(held, ROUTED)]) == [], "somebody declared it since"
+    assert destinations([(held, ROUTED)]) == [], "the exchange was declared since"
 
 
 def test_the_report_gets_a_line_findings_and_verdicts() -> None:
@@ -68,11 +68,11 @@ def test_the_report_gets_a_line_findings_and_verdicts() -> None:
     assert [one.verdict for one in report.calendar.destinations] == ["not asked"] + ["routed"] * (len(shares) - 1)
     (run,) = [one for one in report.rules if one.rule == "destinations"]
     assert (run.violations, run.warnings, run.skipped) == (0, 0, "only the soonest were asked about")
-    assert [one for one in report.findings if one.rule == "destinations"] == [], "what was asked before is replaced"
-    nobody = with_destinations(
+    assert [one for one in report.findings if one.rule == "destinations"] == [], "the new verdicts replace the old ones"
+    unasked = with_destinations(
         before, RouteVerdicts(((target(b"x", b"k", 3), RouteVerdict(Verdict.NOT_ASKED)),), ("out of reach",))
     )
-    assert nobody.rules[-1].skipped == "not asked for 3 of 3 messages; out of reach"
+    assert unasked.rules[-1].skipped == "not asked for 3 of 3 messages; out of reach"
 
 
 def test_a_hundred_findings_are_listed_and_the_rest_counted() -> None:

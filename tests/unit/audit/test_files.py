@@ -1,4 +1,4 @@
-"""What commands write: whole or not at all, and nothing that is no file is replaced."""
+"""Output files of commands: written completely or not at all, and only a file is replaced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EMPTY = audit_reports.empty()
 
 
 class Interrupted(Exception):
-    """As good as any."""
+    """An error in the middle of a write."""
 
 
 def write(path: Path, text: bytes = b"new", mode: int = 0o666) -> None:
@@ -73,7 +73,7 @@ def test_our_own_open_file_is_written_into_and_not_replaced(tmp_path: Path) -> N
     assert (tmp_path / "out").read_bytes() == b"before new"
 
 
-def test_paths_that_are_no_file_are_refused(tmp_path: Path) -> None:
+def test_a_directory_or_a_disk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -28,7 +28,7 @@ def lines(report: AuditReport) -> list[str]:
 
 
 class Parsed(html.parser.HTMLParser):
-    """Every tag with its attributes, and all text."""
+    """All tags of a page with their attributes, and its text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def page() -> str:
 
 
 @pytest.mark.parametrize("report", [FULL, EMPTY, replace(FULL, sample=0.01)], ids=["full", "empty", "sample"])
-def test_nothing_is_loaded_run_or_sent(report: AuditReport) -> None:
+def test_the_page_loads_runs_and_sends_nothing(report: AuditReport) -> None:
     page = report_html.page(report)
     parsed = Parsed(page)
     assert parsed.open == [], "every element is closed"
@@ -72,7 +72,7 @@ def test_nothing_is_loaded_run_or_sent(report: AuditReport) -> None:
         for name in ("href", "xlink:href"):
             value = attributes.get(name)
             assert value is None or value.startswith(("#", "data:,")), (tag, value)
-    assert not re.search(r"url\((?!#)", page), "no style loads anything"
+    assert not re.search(r"url\((?!#)", page), "no style loads a file"
     assert "@import" not in page
     policy = next(a["content"] for _, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None
@@ -94,34 +94,34 @@ def test_ids_are_unique(page: str) -> None:
     assert set(re.findall(r'href="#([^"]+)"', page)) | set(re.findall(r"url\(#([^)]+)\)", page)) <= set(ids)
 
 
-def test_an_empty_store_is_no_drama() -> None:
+def test_the_report_of_an_empty_store_has_no_violations() -> None:
     text = Parsed(report_html.page(EMPTY)).text
     assert "No violations" in text
     assert "Nothing waits." in text
     assert report_html.page(EMPTY) == report_html.page(EMPTY), "the same report gives the same page"
 
 
-def test_a_sample_says_so_and_judges_no_sums() -> None:
+def test_the_report_of_a_sample_judges_no_sums() -> None:
     text = Parsed(report_html.page(replace(FULL, sample=0.01))).text
     assert "A sample: some 1 % of the pages, with " in text
     assert "held messages, segments and counters are all of them" in text
     assert "off by" not in text
 
 
-def test_the_console_says_it_all() -> None:
+def test_the_console_shows_the_whole_report() -> None:
     told = lines(FULL)
     text = "\n".join(told)
     assert told[0] == "1 violation: Conservation"
     assert told[-1].startswith("✗ 9 violations, 15 warnings")
     assert all(line.isprintable() for line in told), "no escape sequence, no NUL"
-    assert "[bold]markup[/]" in text, "nothing is taken for markup"
+    assert "[bold]markup[/]" in text, "names are not read as markup"
     assert "7,013,444 wait (2,000,000 of them in 204 segments of 212 MB)" in text
     assert "… and 12 more" in text, "findings that the report does not list"
-    assert text.index("payments.eu · capture") < text.index("queue mail.inbox"), "what would not be taken comes first"
+    assert text.index("payments.eu · capture") < text.index("queue mail.inbox"), "missing destinations come first"
     assert lines(EMPTY)[-1].startswith("✓ 0 violations, 0 warnings")
 
 
-def test_the_sparkline_shows_whatever_is_due() -> None:
+def test_the_sparkline_shows_the_next_48_hours() -> None:
     def hour(n: int, messages: int) -> Bar:
         return Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, messages, 0)
 
@@ -141,7 +141,7 @@ def test_a_second_with_one_message_is_no_peak_beside_thousands() -> None:
 
 
 def test_charts_keep_every_peak() -> None:
-    """Thousands of bars become as many as there is room for, and the highest stays as high."""
+    """The chart joins thousands of bars to fit its width, and the highest keeps its height."""
     bars = [Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, 7_777 if n == 4_000 else 1, 0) for n in range(5_000)]
     chart = report_html.chart("x", bars, NOW_MS)
     assert "the most in one hour: 7,777" in chart.told
@@ -164,7 +164,7 @@ def test_odd_calendars_are_drawn(bars: list[Bar]) -> None:
 
 
 @pytest.mark.parametrize(("behind_ms", "told"), [(0, ""), (999, ""), (7_200_000, "Read from a replica 2 h behind its")])
-def test_a_replica_that_is_behind_is_told(behind_ms: int, told: str) -> None:
+def test_the_report_names_the_lag_of_a_replica(behind_ms: int, told: str) -> None:
     report = replace(FULL, behind_ms=behind_ms)
     for text in ("\n".join(lines(report)), report_html.page(report)):
         assert ("behind its primary" in text) == bool(told)

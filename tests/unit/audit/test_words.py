@@ -20,7 +20,7 @@ def test_durations(seconds: float | None, expected: str) -> None:
     assert duration(seconds) == expected
 
 
-def test_instants_and_how_far_they_are_away() -> None:
+def test_instants_and_their_distance() -> None:
     assert instant(None) == "–"
     assert instant(0) == "1970-01-01 00:00:00Z"
     assert instant(1_763_769_602_481) == "2025-11-22 00:00:02Z"
@@ -32,9 +32,9 @@ def test_instants_and_how_far_they_are_away() -> None:
     assert away(None, 0) == ""
 
 
-def test_names_are_one_line_that_prints() -> None:
+def test_names_are_one_printable_line() -> None:
     assert words.name(b"a\x00b\x1b[2J\n\xff") == r"a\x00b\x1b[2J\n\xff"
-    assert words.name("\u202eevil") == r"\u202eevil", "nothing turns the line around"
+    assert words.name("\u202eevil") == r"\u202eevil", "no character reverses the line"
     assert words.name(b"") == "(empty)"
     assert words.destination(b"", b"q") == "queue q"
     assert words.destination(b"x", b"") == "x · (empty)"

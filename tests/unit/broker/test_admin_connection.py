@@ -1,4 +1,4 @@
-"""The connection for administration, where there is no broker."""
+"""The connection for administration, without a broker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerUnreachable
 
 
-def test_a_connection_that_came_to_nothing_leaves_no_warning_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver would close it when it is collected, which may be in a thread that has no loop."""
-    monkeypatch.setattr(logging.getLogger("aiormq"), "disabled", True)  # pytest keeps the errors that are logged
+def test_a_failed_connection_leaves_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the driver closes it when Python collects it, perhaps in a thread without a loop."""
+    monkeypatch.setattr(logging.getLogger("aiormq"), "disabled", True)  # pytest keeps logged errors alive
     monkeypatch.setattr(logging.getLogger("aiormq.connection"), "disabled", True)
     kept: list[BaseException] = []
 
@@ -33,7 +33,7 @@ def test_a_connection_that_came_to_nothing_leaves_no_warning_behind(monkeypatch:
     loop = asyncio.new_event_loop()
     with socket.socket() as taken, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
         loop.run_until_complete(open_it(taken.getsockname()[1]))
         assert kept
         loop.run_until_complete(asyncio.to_thread(collect_it))

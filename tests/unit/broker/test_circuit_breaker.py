@@ -28,14 +28,14 @@ def to(key: bytes, exchange: bytes = X, properties: bytes = b"\0\0") -> Outgoing
     return Outgoing(exchange, key, properties, b"", key)
 
 
-def test_an_open_one_holds_its_messages_and_no_others() -> None:
+def test_an_open_breaker_holds_only_its_messages() -> None:
     it = Scene()
     said = it.opened(b"bad")
     copy = encode_headers(entry(b"CC", long_string(b"elsewhere")))
     assert it.sort(to(b"good"), to(b"bad"), to(b"bad", b"y"), to(b"bad", properties=copy)) == ({1: said}, [])
 
 
-def test_a_half_open_one_gives_one_batch_a_probe_and_pauses_longer_each_time() -> None:
+def test_a_half_open_breaker_probes_with_one_batch_and_backs_off() -> None:
     it = Scene()
     said = it.opened(b"bad")
     pauses = []
@@ -43,7 +43,7 @@ def test_a_half_open_one_gives_one_batch_a_probe_and_pauses_longer_each_time() -
         began = it.now
         while it.sort(to(b"bad"), to(b"bad")) == ({0: said, 1: said}, []):
             it.now += 1
-        assert it.sort(to(b"bad")) == ({0: said}, [])  # another batch meanwhile
+        assert it.sort(to(b"bad")) == ({0: said}, [])  # a second batch meanwhile
         pauses.append(it.now - began)
         it.opened(b"bad")
     assert pauses == [5, 10, 20, 30, 30]
@@ -53,7 +53,7 @@ def test_a_half_open_one_gives_one_batch_a_probe_and_pauses_longer_each_time() -
 
 
 def test_few_batches_wait_for_silent_queues() -> None:
-    """Of many half-open breakers a batch has all that it meets, and the next one none."""
+    """One batch probes all half-open breakers that it meets; the next batch probes none."""
     it = Scene()
     for key in (b"a", b"b", b"c", b"d"):
         it.opened(key)

@@ -1,4 +1,4 @@
-"""When the sockets are read whose subscriptions share a bound, and how many messages are read ahead."""
+"""Flow control of sockets whose subscriptions share a limit, and the number of messages to read ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Socket:
 
 
 class Waiting:
-    """Lets go as a subscription does."""
+    """Frees its bytes like a subscription."""
 
     def __init__(self, flow: FlowControl, socket: Socket) -> None:
         self.flow, self.socket, self.bytes = flow, socket, 0
@@ -46,7 +46,7 @@ def several(count: int) -> tuple[FlowControl, Socket, list[Waiting]]:
     return flow, socket, [Waiting(flow, socket) for _ in range(count)]
 
 
-async def test_a_beginning_subscription_reads_a_bounded_amount() -> None:
+async def test_a_new_subscription_reads_a_bounded_amount() -> None:
     flow, socket, (one,) = several(1)
     one.gets(ROOM + 1)
     assert not socket.reading
@@ -70,7 +70,7 @@ async def test_a_new_connection_is_not_read_either() -> None:
     assert again.socket.reading
 
 
-# How many messages are read ahead: as many as are wanted, until their bytes do not fit.
+# The number of messages to read ahead: the wanted number, until their bytes do not fit.
 
 WANTED, WHOLE = 5_000, 32 << 20
 
@@ -78,13 +78,13 @@ WANTED, WHOLE = 5_000, 32 << 20
 @pytest.mark.parametrize(
     ("size", "more", "next_time"),
     [
-        (300_000, False, 64),  # not worth it
+        (300_000, False, 64),  # too small a step to subscribe again
         (200_000, True, WHOLE // 200_000),
         (512, True, WANTED),
         (0, True, WANTED),
     ],
 )
-def test_smaller_ones_are_told_by_many(size: int, more: bool, next_time: int) -> None:
+def test_many_small_messages_raise_the_prefetch(size: int, more: bool, next_time: int) -> None:
     adaptive_prefetch = AdaptivePrefetch(WHOLE)
     adaptive_prefetch.full(64)
     adaptive_prefetch.prefetch(WANTED)

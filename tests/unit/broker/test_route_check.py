@@ -1,4 +1,4 @@
-"""Routing, worked out from what a broker tells of its exchanges.
+"""Routing, computed from a broker's list of its exchanges and bindings.
 
 tests/conformance/test_topology_matching.py asks a broker how topics match.
 """
@@ -38,8 +38,8 @@ def stop(
     return name, Stop.of(told, rows)
 
 
-def test_many_bindings_cost_a_key_nothing() -> None:
-    """A look-up among a hundred thousand patterns goes through its own words and the branches that fit."""
+def test_a_lookup_does_not_read_all_bindings() -> None:
+    """A look-up among a hundred thousand patterns visits only the branches that match its words."""
     topics = Topics(Binding("x", f"q{n}", "queue", f"orders.{n}.#") for n in range(100_000))
     assert topics.matched(b"orders.70000.paid").queues == {"q70000"}
     assert topics.matched(b"#." * 100 + b"x") == RouteMatch()
@@ -67,7 +67,7 @@ def test_hashes_in_a_row_do_not_multiply() -> None:
         (b"a.b", [stop("x", "topic", exchange("y", "a.#")), stop("y", "direct", queue("q", "a.b"))], ROUTED),
         (b"a.b", [stop("x", "topic", exchange("y", "a.#")), stop("y", "direct", queue("q", "a"))], NOWHERE),
         (b"k", [stop("x", "fanout", exchange("y")), stop("y", "fanout", exchange("x"))], NOWHERE),
-        # alternates: only where nothing at all matches, and of the exchange where that happens
+        # alternates: only if no binding matches, and only of the exchange without a match
         (b"k", [stop("x", "direct", alternate="alt"), stop("alt", "fanout", queue("q"))],
          RouteVerdict(Verdict.ALTERNATE, "alt")),
         (b"k", [stop("x", "direct", alternate="alt")],
@@ -79,14 +79,14 @@ def test_hashes_in_a_row_do_not_multiply() -> None:
         (b"k", [stop("x", "fanout", queue("q"), alternate="alt")], ROUTED),
         (b"k", [stop("x", "direct", alternate="")],
          RouteVerdict(Verdict.UNKNOWN, "an alternate exchange is the default exchange")),
-        # headers: only the extremes are certain
+        # headers: certain only if every message matches, or none
         (b"k", [stop("x", "headers", queue("q"))], ROUTED),
         (b"k", [stop("x", "headers", queue("q", **{"x-match": "any"}))], NOWHERE),
         (b"k", [stop("x", "headers", queue("q", colour="red"))], DEPENDS),
         (b"k", [stop("x", "headers", queue("q", **{"x-match": "all", "x-y": "1"}))], ROUTED),
         (b"k", [stop("x", "headers", queue("q", **{"x-match": "all-with-x", "x-y": "1"}))], DEPENDS),
         (b"k", [stop("x", "headers", queue("p", a="b"), queue("q"))], ROUTED),
-        # types that plugins bring
+        # exchange types of plugins
         (b"k", [stop("x", "x-random", queue("q"))],
          RouteVerdict(Verdict.UNKNOWN, "exchange 'x' is of type 'x-random'")),
         (b"k", [stop("x", "x-delayed-message", queue("q", "k"), **{"x-delayed-type": "direct"})], ROUTED),
@@ -97,6 +97,6 @@ def test_the_route_of_a_message(key: bytes, stops: list[tuple[str, Stop]], expec
     assert route("x", key, dict(stops)) == expected
 
 
-def test_a_type_that_is_not_known_has_no_matcher() -> None:
+def test_an_unknown_exchange_type_has_no_matcher() -> None:
     assert matcher(ExchangeInfo("x", "x-consistent-hash"), []) is None
     assert matcher(ExchangeInfo("x", "x-delayed-message"), []) is None

@@ -1,4 +1,4 @@
-"""`delayer audit`, with an audit that was done already: what is told, and how it ends."""
+"""`delayer audit` with a finished audit: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.unit.audit import audit_reports
 
 
 @pytest.mark.parametrize("violations", [0, 1])
-def test_what_cannot_be_written_hides_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, violations: int) -> None:
-    """The report is told all the same, and what it found wins over the failure in the exit code."""
+def test_a_failed_page_hides_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, violations: int) -> None:
+    """The command still prints the report, and violations decide the exit code before the failure."""
     report = replace(audit_reports.empty(), rules=(RuleRun("segments", violations, 0),))
     monkeypatch.setattr(audit, "_quick", lambda *_: Audited(report))
     page = str(tmp_path / ("x" * 300))

@@ -1,4 +1,4 @@
-"""From the store into the cascade and back: nothing of a message changes on the way, and nothing is early."""
+"""From the store into the cascade and back: a message does not change on the way, and is not early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = edits.Endpoints(OURS, DUE, b"", 100_000)
 
 
 def into_store(met: Delivery, level: int, now_ms: int = NOW) -> Parcel:
-    """What a drain into the store makes of a message in this level."""
+    """The parcel that a drain into the store makes of a message in this level."""
     reader = LevelReader(OURS, level, OURS.delivery.encode(), DUE)
     return reader.item(met, parsed(met.properties), now_ms).parcel
 
@@ -46,7 +46,7 @@ def test_there_and_back(wait_ms: int) -> None:
     assert sent.routing_key.endswith(b".delays.due")
     token = Properties.parse(sent.properties).get(edits.ID)
     assert token is not None
-    assert token.content == b"48213", "its copies are known by its id"
+    assert token.content == b"48213", "copies keep the row's id"
     level = max(seconds.bit_length() - 1, 0)
     assert sent.exchange.decode() == OURS.level(level)
     met = Delivery(1, False, sent.exchange, sent.routing_key, sent.properties, sent.body)
@@ -71,7 +71,7 @@ def test_foreign_messages_go_to_the_end_of_the_cascade() -> None:
 
 
 def test_a_publishers_envelope_is_not_opened() -> None:
-    """Only what is on its way to the due queue is an envelope, whatever the headers of another message look like."""
+    """Only a message to the due queue is an envelope; headers of other messages do not count."""
     forged = row_into_cascade(row(NOW + 60_000), replace(NAMES, due_queue=b"inbox"), NOW)
     met = Delivery(1, False, forged.exchange, forged.routing_key, forged.properties, forged.body)
     parcel = into_store(met, 5)
@@ -132,4 +132,4 @@ def check_left(found: list[LeftBehind], expected: list[tuple[int, str, str, str]
         assert (one.messages, one.where) == (messages, where)
         assert why in one.why
         assert next_step in one.next_step
-        assert one.by_itself == one.next_step.startswith("none"), "what needs nobody says so"
+        assert one.by_itself == one.next_step.startswith("none"), "a part without a next step says so"

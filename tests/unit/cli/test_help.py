@@ -1,5 +1,5 @@
-"""``--help`` in place of a manual page: every verb and every option says what it is for, and every example is one that
-works. And completion, as shells ask for it."""
+"""``--help`` in place of a manual page: every verb and every option has a help text, and every example works. And
+completion, as shells request it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from delayer.cli.main import cli
 DELAYER = Path(sys.executable).with_name("delayer")
 EXAMPLE = re.compile(r"^ {2}(?:\w+=\S+ )*(delayer .*)$", re.MULTILINE)
 SAID_BY_THE_GROUP = {"import"}
-"""Verbs whose verbs are alike: the examples stand above them."""
+"""Groups of similar verbs: the group's help has the examples."""
 
 
 def walked(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -43,7 +43,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("path", VERBS, ids=" ".join)
-def test_every_verb_and_every_option_says_what_it_is_for(path: tuple[str, ...]) -> None:
+def test_every_verb_and_every_option_has_a_help_text(path: tuple[str, ...]) -> None:
     verb = VERBS[path]
     assert verb.help
     assert verb.get_short_help_str(limit=100).endswith((".", ":"))
@@ -57,7 +57,7 @@ def test_every_verb_and_every_option_says_what_it_is_for(path: tuple[str, ...]) 
 
 @pytest.mark.parametrize(("path", "example"), EXAMPLES, ids=[example for _, example in EXAMPLES])
 def test_every_example_can_be_given(path: tuple[str, ...], example: str) -> None:
-    """It is parsed to the end as the command line would, and is of the verb that shows it."""
+    """The command line parses it to the end, and it belongs to the verb whose help shows it."""
     words = shlex.split(example)[1:]
     command: click.Command = cli
     context = cli.make_context("delayer", words)
@@ -75,7 +75,7 @@ def test_every_example_can_be_given(path: tuple[str, ...], example: str) -> None
 
 
 def told(instruction: str, **words: str) -> str:
-    """What a shell is told, in this process: `_DELAYER_COMPLETE` is the whole of the interface."""
+    """The output for a shell, from this process: `_DELAYER_COMPLETE` is the whole interface."""
     result = CliRunner().invoke(cli, env={"_DELAYER_COMPLETE": instruction, **words}, prog_name="delayer")
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -95,7 +95,7 @@ def test_shell_completion(shell: str) -> None:
     assert "celery" in asked("delayer import cascade run --kind ")
 
 
-def test_bash_takes_it() -> None:
+def test_bash_loads_the_completion() -> None:
     script = f'eval "$(_DELAYER_COMPLETE=bash_source {shlex.quote(str(DELAYER))})" && complete -p delayer'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

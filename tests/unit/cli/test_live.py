@@ -1,4 +1,4 @@
-"""What `delayer status` says of the last minutes: the daemon's answer, or why there is none."""
+"""The last minutes in `delayer status`: the daemon's answer, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def settings(listen: str) -> Settings:
     return Settings.model_validate({"http": {"listen": listen}})
 
 
-async def test_an_alarm_of_the_broker_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_status_shows_an_alarm_of_the_broker(capsys: pytest.CaptureFixture[str]) -> None:
     async with served(Inside()) as web:
         found = await status.look(settings(web.address))
     status.show(found | {"blocked": True})
@@ -32,8 +32,8 @@ async def test_an_alarm_of_the_broker_is_told(capsys: pytest.CaptureFixture[str]
         ({"store": {"url": "postgresql://one/delayer"}}, {}, True),
     ],
 )
-async def test_another_service_at_that_address(ours: dict[str, Any], theirs: dict[str, Any], same: bool) -> None:
-    """Two of one host, or a copied port: its rates are not ours."""
+async def test_another_broker_is_an_error(ours: dict[str, Any], theirs: dict[str, Any], same: bool) -> None:
+    """Two daemons of one host, or a copied port: the other daemon's rates are not ours."""
     async with served(Inside(**theirs)) as web:
         native = {"mode": "native", "http": {"listen": web.address}}
         found = await status.look(Settings.model_validate(native | ours))
@@ -42,7 +42,7 @@ async def test_another_service_at_that_address(ours: dict[str, Any], theirs: dic
         assert bool(found["last"]) == same
 
 
-async def test_a_changed_mode_that_was_not_reloaded_is_told() -> None:
+async def test_status_shows_a_mode_that_was_not_reloaded() -> None:
     async with served(Inside(mode="native")) as web:
         found = await status.look(settings(web.address))
     assert status.mode_text("native", found) == "mode: native"
@@ -50,7 +50,7 @@ async def test_a_changed_mode_that_was_not_reloaded_is_told() -> None:
 
 
 @pytest.mark.parametrize("listens", [True, False], ids=["silent", "refused"])
-async def test_a_daemon_that_does_not_answer_is_told(listens: bool) -> None:
+async def test_a_missing_answer_is_reported(listens: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = "{}:{}".format(*silent.getsockname())
         if not listens:
@@ -59,12 +59,12 @@ async def test_a_daemon_that_does_not_answer_is_told(listens: bool) -> None:
     assert found["error"].startswith(f"no daemon answers at {address}: ")
 
 
-async def test_a_daemon_without_a_page_is_told() -> None:
+async def test_status_names_a_daemon_without_a_page() -> None:
     assert (await status.look(settings("")))["error"] == "[http] listen is off"
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}", b"hello\r\n\r\n"])
-async def test_another_service_at_the_address(answer: bytes) -> None:
+async def test_another_program_is_an_error(answer: bytes) -> None:
     async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.write(answer)

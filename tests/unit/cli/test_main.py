@@ -122,7 +122,7 @@ def test_usage_and_configuration_exit_2(arguments: list[str], text: str) -> None
         ("2027-02-30", None), ("tomorrow", None),
     ],
 )  # fmt: skip
-def test_an_instant_is_of_one_place_or_a_date_in_utc(text: str, found: int | None) -> None:
+def test_an_instant_needs_an_offset_unless_it_is_a_date(text: str, found: int | None) -> None:
     if found is None:
         with pytest.raises(Expected, match="an instant with its offset"):
             instant_ms(text)
@@ -130,7 +130,7 @@ def test_an_instant_is_of_one_place_or_a_date_in_utc(text: str, found: int | Non
         assert instant_ms(text) == found
 
 
-def test_a_misspelt_verb_is_answered_with_what_may_be_meant() -> None:
+def test_a_misspelt_verb_is_answered_with_a_suggestion() -> None:
     told = call("statsu")
     assert told.exit_code == ExitCode.USAGE
     assert "No such command 'statsu'. Did you mean status?" in told.stderr
@@ -177,7 +177,7 @@ def test_out_of_reach_exits_3_and_says_so_without_a_traceback(verb: list[str]) -
     assert "hunter2" not in result.output
 
 
-def test_json_is_all_there_is_on_stdout() -> None:
+def test_stdout_has_only_json() -> None:
     for verb in ("check", "status"):
         result = call(*NOWHERE, verb, "--json")
         assert result.exit_code == ExitCode.OUT_OF_REACH
@@ -215,13 +215,13 @@ def test_every_expected_error_has_a_code_and_a_next_step(error: Exception, code:
     ],
     ids=" ".join,
 )
-def test_an_option_behind_its_verb_is_told_where_it_stands(arguments: list[str], told: str) -> None:
+def test_the_error_for_an_option_behind_its_verb_shows_its_place(arguments: list[str], told: str) -> None:
     result = call(*arguments)
     assert result.exit_code == ExitCode.USAGE
     assert f"Error: {told}\n" in result.stderr
 
 
-def test_an_error_cannot_write_to_the_terminal_what_it_likes() -> None:
+def test_an_error_is_printable_and_shows_no_secret() -> None:
     made = failure(BrokerUnreachable("evil\x1b[2J\r\n amqp://u:hunter2@h"))
     assert made.message.isprintable()
     assert "hunter2" not in made.message
@@ -255,13 +255,13 @@ def test_the_delay_is_said_in_a_form_that_the_route_reads(
     assert (message.headers, message.timestamp, message.due_ms) == (headers, timestamp, due_ms)
 
 
-def test_a_delay_in_a_header_of_ones_own() -> None:
+def test_a_header_of_the_user_gives_the_delay() -> None:
     message = prepared(route(), "delays", "key", b"", {"x-delay": 5})
     ask(message, route(), None, None, now_ms=NOW_MS)
     assert (message.headers, message.due_ms) == ({"x-delay": 5}, None)
 
 
-def test_settings_are_what_the_shortcuts_say() -> None:
+def test_the_shortcuts_change_the_settings() -> None:
     seen: list[Settings] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "run_daemon", lambda load: seen.append(load()))

@@ -1,4 +1,4 @@
-"""A daemon that is still loading: an order to stop ends it as told, an order to reload waits. No server."""
+"""A daemon that is still loading: a stop ends it at once, and a reload waits. No server."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NOWHERE = 'mode = "native"\nbroker.url = "amqp://127.0.0.1:1/"\n'
 
 
 async def reading(file: Path) -> int:
-    """Wait until somebody reads this named pipe; its writing end."""
+    """Wait until a process reads this named pipe; return its writing end."""
     return await asyncio.to_thread(os.open, file, os.O_WRONLY)
 
 
 @pytest.fixture
 def slow_file(tmp_path: Path) -> Path:
-    """A configuration that is read when the test wants it to be."""
+    """A configuration file (a named pipe) that the daemon reads when the test lets it."""
     file = tmp_path / "delayer.toml"
     os.mkfifo(file)
     return file
 
 
 @pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT], ids=str)
-async def test_an_order_to_stop_that_comes_early_is_obeyed(slow_file: Path, order: signal.Signals) -> None:
+async def test_a_loading_daemon_obeys_a_stop(slow_file: Path, order: signal.Signals) -> None:
     async with DaemonProcess({}, config=slow_file) as daemon:
         pipe = await reading(slow_file)
         daemon.signal(order)
@@ -40,8 +40,8 @@ async def test_an_order_to_stop_that_comes_early_is_obeyed(slow_file: Path, orde
         os.close(pipe)
 
 
-async def test_an_order_to_reload_that_comes_early_waits(slow_file: Path) -> None:
-    """The daemon refuses it, as there is no broker; the refusal shows that the daemon heard the order."""
+async def test_a_loading_daemon_reloads_later(slow_file: Path) -> None:
+    """The daemon refuses it, as there is no broker. The refusal shows that the daemon received the signal."""
     async with DaemonProcess({}, config=slow_file) as daemon:
         pipe = await reading(slow_file)
         daemon.reload()

@@ -1,4 +1,4 @@
-"""What a command loads before it does anything: an operator waits for it each time, and each library takes its time."""
+"""The modules that a command loads at its start: an operator waits for them each time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANY = STORE | {"rich", "asyncio", "asyncpg", "pydantic", "delayer.config"}
 
 
 def loaded(tmp_path: Path, *arguments: str, expect: int = 3) -> frozenset[str]:
-    """The modules that are there when the command ends."""
+    """The modules loaded when the command ends."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DELAYER_", "COV_"))}
     done = subprocess.run(
         [sys.executable, "-c", TOLD, *arguments],
@@ -57,12 +57,12 @@ def loaded(tmp_path: Path, *arguments: str, expect: int = 3) -> frozenset[str]:
     ],
     ids=lambda value: " ".join(value[-3:]).removeprefix(NOWHERE[-1]) if isinstance(value, tuple) else "",
 )
-def test_a_command_that_looks_loads_only_what_it_needs(
+def test_a_reading_command_loads_no_slow_library(
     tmp_path: Path, arguments: tuple[str, ...], never: frozenset[str]
 ) -> None:
     assert not loaded(tmp_path, *arguments) & never
 
 
-def test_the_measure_works(tmp_path: Path) -> None:
-    """What topology needs is seen, and it needs the driver."""
+def test_topology_loads_the_driver(tmp_path: Path) -> None:
+    """It needs the driver, so this shows that the measure works."""
     assert {"delayer.cli.main", "aio_pika", "structlog"} <= loaded(tmp_path, *NOWHERE, "topology", "verify")

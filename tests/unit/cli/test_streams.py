@@ -1,4 +1,4 @@
-"""Streams that were closed before we began, and streams that take nothing: words and an exit code, no traceback."""
+"""Standard streams that are closed from the start, or full: a message and an exit code, no traceback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shell(redirected: str, *arguments: str, unbuffered: bool = False) -> subproc
 
 @pytest.mark.parametrize("unbuffered", [False, True], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("arguments", [HELP, STATUS], ids=lambda value: value[-1])
-def test_a_full_disk_is_told_in_one_line(arguments: tuple[str, ...], unbuffered: bool) -> None:
+def test_a_full_disk_gives_one_line(arguments: tuple[str, ...], unbuffered: bool) -> None:
     done = shell(">/dev/full", *arguments, unbuffered=unbuffered)
     assert done.returncode == ExitCode.OUT_OF_REACH
     assert done.stderr.splitlines()[-1].startswith("delayer: nothing more can be written: No space left on device")
@@ -37,7 +37,7 @@ def test_a_full_disk_is_told_in_one_line(arguments: tuple[str, ...], unbuffered:
 
 
 @pytest.mark.parametrize("redirected", ["2>/dev/full", ">/dev/full 2>/dev/full"])
-def test_a_full_disk_that_cannot_be_told_is_an_exit_code(redirected: str) -> None:
+def test_a_full_disk_without_stderr_gives_an_exit_code(redirected: str) -> None:
     assert shell(redirected, *WRONG).returncode == ExitCode.OUT_OF_REACH
 
 
@@ -53,12 +53,12 @@ def test_a_closed_stream_changes_no_exit_code(arguments: tuple[str, ...], code: 
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_a_reader_that_has_gone_is_no_traceback() -> None:
+def test_a_closed_pipe_gives_no_traceback() -> None:
     done = subprocess.run(
         ["sh", "-c", '{ "$0" --help; echo $? >&2; } | true', str(EXECUTABLE)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.stderr in (f"{ExitCode.DONE}\n", f"{ExitCode.FOUND}\n"), "it may have been there for long enough"
+    assert done.stderr in (f"{ExitCode.DONE}\n", f"{ExitCode.FOUND}\n"), "the pipe may close before or after the write"
 
 
 UNFLUSHED = """
@@ -91,8 +91,8 @@ def led_nowhere(pid: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)], ids=str)
-async def test_a_daemon_runs_and_stops_without_them(closed: tuple[int, ...]) -> None:
-    """And nothing that it opens gets the number of a standard stream."""
+async def test_a_daemon_runs_and_stops_without_standard_streams(closed: tuple[int, ...]) -> None:
+    """None of its files gets the number of a standard stream."""
     connected = asyncio.Event()
 
     async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

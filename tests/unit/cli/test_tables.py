@@ -1,4 +1,4 @@
-"""Tables: one line for each row in a pipe, folded cells on a terminal, and nothing of a cell is lost."""
+"""Tables: one line for each row in a pipe, folded cells on a terminal, and complete text in both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_piped_table_can_be_empty(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "a  b\n"
 
 
-def test_a_terminal_folds_cells_and_loses_nothing(
+def test_a_terminal_folds_cells_and_keeps_their_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")

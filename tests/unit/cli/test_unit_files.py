@@ -1,4 +1,4 @@
-"""The unit files say what the daemon and the jobs do."""
+"""The unit files agree with the daemon, its jobs and the wheel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_credentials_named_in_unit_and_configuration_agree() -> None:
 
 
 def test_an_instance_is_the_same_service_with_an_environment_of_its_own() -> None:
-    """delayer@.service is delayer.service, but for the way to its configuration."""
+    """delayer@.service is delayer.service, except for the path to its configuration."""
     one, many = UNIT.read_text(), UNIT.with_name("delayer@.service").read_text()
     service = unit(UNIT.with_name("delayer@.service"))["Service"]
     assert service["Environment"] == "DELAYER_CONFIG=/etc/delayer/delayer.toml"
@@ -46,7 +46,7 @@ def test_an_instance_is_the_same_service_with_an_environment_of_its_own() -> Non
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in UNIT.parent.glob("*.service")))
-def test_little_is_exposed(name: str) -> None:
+def test_systemd_rates_the_exposure_low(name: str) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")

@@ -1,4 +1,4 @@
-"""What a line of the log looks like, what never appears in it, and that every event has its meaning written down."""
+"""The log: the form of a line, no secrets in it, and a documented meaning for every event."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """A stream to log to. Afterwards logging is as it was."""
+    """A stream to log to; the fixture restores the logging settings afterwards."""
     with logging_as_it_was():
         yield io.StringIO()
     for library in (*logs._LIBRARIES, *logs._TALKATIVE):
@@ -51,7 +51,7 @@ def test_the_details_of_the_standard_library_are_fields(stream: io.StringIO) -> 
     }
 
 
-def test_one_object_a_line(stream: io.StringIO) -> None:
+def test_each_line_is_one_json_object(stream: io.StringIO) -> None:
     configure("json", "info", stream)
     structlog.get_logger("delayer.release.loop").info("message held", id=7, key=b"orders.\xff\n", route=b"a", n=None)
     (line,) = lines(stream)
@@ -80,14 +80,14 @@ def test_level_and_format_change_live(stream: io.StringIO, monkeypatch: pytest.M
     assert json.loads(first)["event"] == "two"
     assert "four" in second
     assert "key=value" in second
-    assert "\x1b" not in second, "no colours where no terminal is"
+    assert "\x1b" not in second, "no colours without a terminal"
     monkeypatch.setattr(stream, "isatty", lambda: True)
     configure("auto", "info", stream)
     log.info("five")
     assert "\x1b" in stream.getvalue()
 
 
-def test_libraries_come_the_same_way_and_only_with_warnings(stream: io.StringIO) -> None:
+def test_libraries_log_in_the_same_format_and_only_warnings(stream: io.StringIO) -> None:
     configure("json", "debug", stream)
     logging.getLogger("aio_pika.robust").info("chatter")
     logging.getLogger("aiormq.connection").debug("Sending a frame with the login in it")

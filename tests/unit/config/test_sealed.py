@@ -1,4 +1,4 @@
-"""Credentials that systemd hands to the daemon alone: its ExecReload checks the configuration without them."""
+"""Credentials that systemd gives to the daemon alone: its ExecReload checks the configuration without them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ url_file = "${CREDENTIALS_DIRECTORY}/store-url"
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A service's configuration, as somebody sees it to whom the credentials are closed; also if that is root."""
+    """A service's configuration for a user who may not read the credentials, even if that user is root."""
     place = tmp_path / "credentials"
     place.mkdir()
     for name in CREDENTIALS:
@@ -50,7 +50,7 @@ def checked(config: Path, *flags: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_the_first_step_of_a_reload_passes_without_them(config: Path) -> None:
+def test_the_check_before_a_reload_passes_without_credentials(config: Path) -> None:
     code, output = checked(config)
     assert code == 0, output
     (row,) = [row for row in json.loads(output)["checks"] if row["what"] == "credentials"]
@@ -58,7 +58,7 @@ def test_the_first_step_of_a_reload_passes_without_them(config: Path) -> None:
     assert all(f"${{CREDENTIALS_DIRECTORY}}/{name}" in row["found"] for name in CREDENTIALS)
 
 
-def test_other_mistakes_are_told_all_the_same(config: Path) -> None:
+def test_the_check_still_reports_other_mistakes(config: Path) -> None:
     code, output = checked(config, "--set", "mode=nativ")
     assert code == 2
     assert 'expected "native" or "store"' in output
@@ -68,6 +68,6 @@ def test_other_mistakes_are_told_all_the_same(config: Path) -> None:
     assert "/nowhere/broker-url" in output
 
 
-def test_the_daemon_needs_them(config: Path) -> None:
+def test_the_daemon_needs_its_credentials(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"broker\.url_file: expected a file that can be read.*Permission denied"):
         load(config, {"CREDENTIALS_DIRECTORY": str(config.parent / "credentials")}, {})

@@ -1,4 +1,4 @@
-"""Layers, defaults, files, and what a running daemon can take over."""
+"""Settings: layers, defaults, files, and changes that a running daemon can take over."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TOP_LEVEL = {("mode",), ("route",)}
 
 @pytest.mark.parametrize("count", range(1, 4))
 def test_the_later_layer_wins(count: int, tmp_path: Path) -> None:
-    """The shared key is the last layer's, and no layer loses a key that only it has."""
+    """The last layer wins for a shared key, and every layer keeps a key of its own."""
     file = write(tmp_path / "f.toml", '[intake]\nqueue = "q"\n[refused]\nqueue = "file"\n')
     environ = {"DELAYER_REFUSED__QUEUE": "environment", "DELAYER_INTAKE__MAX_DELAY": "7d"}
     flags = {"refused.queue": "flags", "intake.prefetch": "77"}
@@ -98,7 +98,7 @@ def test_a_table_as_json_and_one_of_its_keys_beside_it() -> None:
     assert (settings.intake.queue, settings.intake.prefetch) == ("q", 8)
 
 
-def test_routes_replace_each_other_as_a_whole(tmp_path: Path) -> None:
+def test_routes_of_a_later_layer_replace_all_earlier_ones(tmp_path: Path) -> None:
     file = write(tmp_path / "f.toml", '[[route]]\nfrom = "a"\n[[route]]\nfrom = "b"\n')
     assert [route.from_ for route in load(file, {}, {}).routes] == ["a", "b"]
     environ = {"DELAYER_ROUTE": json.dumps([{"from": "c", "to": "d", "default_delay": "5m"}])}
@@ -140,7 +140,7 @@ def test_foreign_environment_variables_are_ignored() -> None:
         ("store", {"store.url": "postgresql://h/d"}, "postgresql://h/d"),
     ],
 )
-def test_native_mode_has_a_store_only_where_one_was_given(
+def test_native_mode_has_a_store_only_if_one_is_configured(
     mode: str, flags: dict[str, str], expected: str | None
 ) -> None:
     assert load(None, {"DELAYER_MODE": mode}, flags).store_url == expected
@@ -188,8 +188,8 @@ def test_parameters_of_the_url_win() -> None:
     assert load(None, {}, {"broker.url": "amqp://h?heartbeat=3"}).broker_url == "amqp://h?heartbeat=3"
 
 
-def test_tls_files_are_read_where_they_are_configured(tmp_path: Path) -> None:
-    """The certificate is tried when the configuration is read, not at some reconnect in the night."""
+def test_tls_files_are_read_with_the_configuration(tmp_path: Path) -> None:
+    """Loading the configuration checks the certificate; a later reconnect would be too late for an error."""
     ca = write(tmp_path / "ca.pem", "not a certificate")
     with pytest.raises(ConfigError, match="cafile to be a readable PEM file"):
         load(None, {}, {"broker.url": "amqps://h", "broker.ca_file": str(ca)})
@@ -210,7 +210,7 @@ def test_no_password_in_any_text_of_the_settings() -> None:
     assert settings.management_url == "http://user:hunter2@h"
 
 
-def test_the_shipped_file_loads_and_says_the_defaults() -> None:
+def test_the_shipped_file_loads_and_has_the_defaults() -> None:
     shipped = load(ROOT / "config" / "delayer.toml", {}, {})
     assert changed(load(None, {}, {}), shipped) == ["store.url"], (
         "it names the default store, so that native mode would have one too"
@@ -236,7 +236,7 @@ def test_the_shipped_file_names_every_key() -> None:
 
 
 def test_the_shipped_file_loads_with_its_comments_opened() -> None:
-    """What stands in comments is valid too: the routes' keys with their defaults."""
+    """The commented keys of routes are valid too, and have their defaults."""
     text = (ROOT / "config" / "delayer.toml").read_text()
     route = text.partition("[[route]]")[2].partition("# [[route]]")[0]
     opened = "\n".join(line.removeprefix("# ") for line in route.splitlines() if " = [" in line or " = " in line)
@@ -247,7 +247,7 @@ def test_the_shipped_file_loads_with_its_comments_opened() -> None:
     assert RouteTable.model_validate(table) == load(None, {}, {}).routes[0]
 
 
-def test_the_tables_that_stand_in_comments_are_valid_and_hold_every_key(tmp_path: Path) -> None:
+def test_the_commented_tables_are_valid_and_have_every_key(tmp_path: Path) -> None:
     before, mark, rest = (ROOT / "config" / "delayer.toml").read_text().partition("# [[route]]")
     comments, native, after = (mark + rest).partition("[native]")
     opened = [line for line in comments.splitlines() if line.startswith("# [[") or " = " in line]
@@ -268,7 +268,7 @@ def test_the_examples_are_valid(file: Path) -> None:
     assert settings != load(None, {}, {"store.url": "postgresql://localhost/delayer"})
 
 
-def test_a_token_is_read_from_its_file_and_shown_nowhere(tmp_path: Path) -> None:
+def test_a_token_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
     file = write(tmp_path / "token", "open-sesame-open-sesame\n")
     settings = load(None, {}, {"http.token_file": str(file)})
     assert settings.http.token is not None

@@ -33,7 +33,7 @@ def problems_of(text: str, tmp_path: Path) -> tuple[Problem, ...]:
     return problems(file, {}, {})
 
 
-# Of each key, the values that are refused, as they stand in the file and in the error.
+# Invalid values of each key, in the form of the file and of the error.
 VALUES = {
     "mode": ['"stor"', "1"],
     "broker.url": ['""', "5672", '"amqp://h/a b"', '"amqp://h/a/b"'],
@@ -59,7 +59,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in VALUES.items() for value in values])
-def test_a_value_that_does_not_fit_is_refused(key: str, value: str, tmp_path: Path) -> None:
+def test_an_invalid_value_is_refused(key: str, value: str, tmp_path: Path) -> None:
     (problem,) = problems_of(f"{key} = {value}", tmp_path)
     assert (problem.source, problem.key, problem.found) == (str(tmp_path / "delayer.toml"), key, value)
 
@@ -161,14 +161,14 @@ def test_every_mistake_of_a_file_is_found(text: str, found: dict[str, str], tmp_
         ('[native]\ncascade = "celery"', "native.cascade", "known here: prefix, due_queue"),
     ],
 )
-def test_an_unknown_key_is_told_with_what_may_be_meant(text: str, key: str, hint: str, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_key_suggests_a_known_one(text: str, key: str, hint: str, tmp_path: Path) -> None:
     (problem,) = problems_of(text, tmp_path)
     assert (problem.key, problem.found) == (key, UNKNOWN)
     assert problem.hint.startswith(hint)
 
 
-def test_everything_at_once(tmp_path: Path) -> None:
-    """All of the table's mistakes that fit into one file, and two more layers of them."""
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    """Many mistakes in one file, and mistakes in two more layers."""
     file = tmp_path / "delayer.toml"
     file.write_text(
         'mode = "stor"\n[broker]\nurl = "x"\nverify = 1\n[intake]\nprefetch = 0\nmax_delay = 10\n'
@@ -267,7 +267,7 @@ SECRETS = [
     {"http.token": "hunter2"},
     {"log.level": "postgresql://u:hunter2@h/d"},
 ]
-"""Beside those of tests/unit/imports/test_secrets.py."""
+"""More than the secrets of tests/unit/imports/test_secrets.py."""
 
 
 @pytest.mark.parametrize("flags", SECRETS, ids=str)
@@ -308,7 +308,7 @@ def test_mask(text: str, masked: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["host:99999", "host:0", "[::1]:65536", "host:123456"])
-def test_a_port_that_is_none_is_told_as_that(place: str) -> None:
+def test_the_error_for_an_invalid_port_names_the_port(place: str) -> None:
     (problem,) = problems(None, {}, {"broker.url": f"amqp://me:secret@{place}/"})
     assert "a port is a number from 1 to 65535" in problem.expected
     assert "password are written" not in problem.expected
@@ -317,14 +317,14 @@ def test_a_port_that_is_none_is_told_as_that(place: str) -> None:
 
 @pytest.mark.parametrize("password", ["12/3", "pa/ss", "1#2", "a#b", "1/2@3"])
 @pytest.mark.parametrize(("key", "scheme"), [("broker.url", "amqp"), ("store.url", "postgresql")])
-def test_an_unescaped_password_is_told_how_to_escape_it(key: str, scheme: str, password: str) -> None:
+def test_the_error_for_an_unescaped_password_says_how_to_escape_it(key: str, scheme: str, password: str) -> None:
     (problem,) = problems(None, {}, {key: f"{scheme}://me:{password}@host/name"})
     assert "a password are written %2F %40 %3A %23" in problem.expected
     assert password not in str(problem)
 
 
 def test_an_at_sign_in_a_vhost_is_escaped_as_well() -> None:
-    """Unescaped it may be in the password, as what is before it: host and name would be pieces of that."""
+    """An unescaped @ could belong to the password. Then the host and the user would be parts of the password."""
     (problem,) = problems(None, {}, {"broker.url": "amqp://me:se@cr/et@host"})
     assert problem.expected.endswith("%2F %40 %3A %23; so is an @ behind the host, %40")
     assert load(None, {}, {"broker.url": "amqp://me:secret@host/a%40b"}).broker_url.startswith(
