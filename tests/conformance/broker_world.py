@@ -1,4 +1,4 @@
-"""What the tests of publishers and consumers stand on: a broker, an operator's hand at it, and a proxy before it."""
+"""The surroundings of the publisher and consumer tests: a broker, an operator's tools for it, and a proxy before it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BOUND = 1.0
 
 
 class AdminHand:
-    """An operator, with aio-pika and the management API: another road than the one tested."""
+    """An operator, with aio-pika and the management API: independent of the tested code."""
 
     def __init__(self, broker: RabbitMQ, vhost: str, channel: aio_pika.abc.AbstractChannel) -> None:
         self._broker = broker
@@ -78,7 +78,7 @@ class AdminHand:
         return arrived
 
     async def forbid(self, *, write: str = ".*", topic: tuple[str, str] | None = None) -> None:
-        """From now on, the publishers may write only to exchanges that match, and to such keys of a topic exchange."""
+        """Let the publishers write only to matching exchanges, and only with matching keys to a topic exchange."""
         at = f"{quote(self._vhost, safe='')}/{USER}"
         permissions = {"configure": ".*", "write": write, "read": ".*"}
         await asyncio.to_thread(self._broker.api, "PUT", f"/api/permissions/{at}", permissions)
@@ -87,7 +87,7 @@ class AdminHand:
             await asyncio.to_thread(self._broker.api, "PUT", f"/api/topic-permissions/{at}", rule)
 
     async def alarm(self, on: bool) -> None:
-        """A resource alarm, which blocks whoever publishes."""
+        """Set or clear a resource alarm, which blocks every publisher."""
         await asyncio.to_thread(self._broker.ctl, "set_vm_memory_high_watermark", "0.0000001" if on else "0.4")
 
 
@@ -140,7 +140,7 @@ class Place:
 
 
 def message(token: object, key: str, exchange: str = "", body: bytes | None = None) -> Outgoing:
-    """A message whose body is its token, if nothing else is said."""
+    """A message; its body is its token by default."""
     name = str(token).encode()
     properties = encode_headers(entry(ID, long_string(name)))
     return Outgoing(exchange.encode(), key.encode(), properties, name if body is None else body, name)
@@ -151,7 +151,7 @@ def no_route(outcome: Outcome) -> bool:
 
 
 def codes(outcomes: Sequence[Outcome]) -> list[object]:
-    """What the broker objected with, by number, and the outcomes without one. A reworded text may be of any number."""
+    """Each outcome as the number of the broker's objection; others unchanged. A reworded text may have any number."""
     return [_code(one) if isinstance(one, Hold) else one for one in outcomes]
 
 
@@ -163,7 +163,7 @@ def _code(hold: Hold) -> object:
 
 
 async def until_published(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> list[Outcome]:
-    """Publish as the services do: again, until the broker is back."""
+    """Publish again and again until the broker is back, as the services do."""
     while True:
         try:
             return await publisher.publish(batch)
@@ -172,7 +172,7 @@ async def until_published(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -
 
 
 async def publish_all(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> list[Outcome]:
-    """Publish as many at a time as the publisher wants. Raises BrokerLost as soon as some are in doubt."""
+    """Publish in batches of the publisher's limit. Raises BrokerLost at the first batch without confirms."""
     outcomes: list[Outcome] = []
     while len(outcomes) < len(batch):
         outcomes += await publisher.publish(batch[len(outcomes) :][: publisher.batch_limit])
@@ -180,7 +180,7 @@ async def publish_all(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> li
 
 
 async def take(subscription: AmqpSubscription, count: int, *, ack: bool = False) -> list[Delivery]:
-    """Exactly that many deliveries; each acknowledged where few would ever be here otherwise."""
+    """Exactly that many deliveries. ``ack``: acknowledge each, for queues with a prefetch below ``count``."""
     found: list[Delivery] = []
     while len(found) < count:
         batch = await subscription.next_batch(count - len(found), GATHER)

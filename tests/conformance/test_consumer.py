@@ -1,4 +1,4 @@
-"""What every consumer must do, at a real broker behind a proxy: what was not settled returns, and memory is bounded."""
+"""Consumers at a real broker behind a proxy: unsettled deliveries return, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.conformance.broker_world import (
 from tests.faults.place import eventually
 
 A_READ = 256_000
-"""Bytes that uvloop takes from a socket at once, at most."""
+"""The most bytes that uvloop reads from a socket at once."""
 
 
 async def filled(world: World, count: int) -> None:
@@ -61,8 +61,8 @@ async def test_a_batch_has_its_limit_and_an_idle_queue_gives_an_empty_one(place:
         assert await subscription.next_batch(10, GATHER) == []
 
 
-async def test_a_batch_of_all_that_may_be_unsettled_waits_for_no_company(place: Place) -> None:
-    """No more would come, however long it waited."""
+async def test_a_batch_as_large_as_the_prefetch_does_not_wait(place: Place) -> None:
+    """The broker sends no more before an acknowledgement, so waiting is useless."""
     async with reading(place, 5, prefetch=2) as (_, subscription), asyncio.timeout(20):
         for expected in ([b"0", b"1"], [b"2", b"3"]):
             found = await subscription.next_batch(30, 60.0)
@@ -71,7 +71,7 @@ async def test_a_batch_of_all_that_may_be_unsettled_waits_for_no_company(place: 
         assert bodies(await subscription.next_batch(30, GATHER)) == [b"4"]
 
 
-async def test_the_prefetch_bounds_what_is_unsettled(place: Place) -> None:
+async def test_the_prefetch_bounds_unsettled_deliveries(place: Place) -> None:
     async with reading(place, 10, prefetch=4) as (_, subscription):
         found = await take(subscription, 4)
         assert await subscription.next_batch(10, GATHER) == []
@@ -80,7 +80,7 @@ async def test_the_prefetch_bounds_what_is_unsettled(place: Place) -> None:
 
 
 async def test_unsettled_deliveries_return_to_the_queue(place: Place) -> None:
-    """By close; what was acknowledged, one by one or all up to one, is gone."""
+    """The close returns them; acknowledged deliveries, single or multiple, are gone."""
     async with reading(place, 10) as (world, subscription):
         found = await take(subscription, 10)
         subscription.ack(found[2].tag, multiple=True)
@@ -107,7 +107,7 @@ async def test_settling_after_deliveries_were_stopped(place: Place) -> None:
 
 
 async def test_acknowledged_deliveries_are_not_repeated_after_the_end(place: Place) -> None:
-    """Also by a replicated queue that has its hands full: there, acknowledgements wait for each other."""
+    """Also by a busy replicated queue: there, acknowledgements wait for each other."""
     async with place.world() as world:
         for attempt in range(4):
             queue = f"busy {attempt}"
@@ -177,7 +177,7 @@ async def test_a_cut_connection(place: Place) -> None:
 
 
 async def test_a_buffer_is_bounded_by_bytes(place: Place) -> None:
-    """The socket is left alone while the buffer is full; in the end everything has come."""
+    """The consumer stops reading the socket while the buffer is full; in the end everything has come."""
     size, count, bound = 1 << 18, 64, 1 << 20
     async with place.world("q") as world:
         for n in range(count):
@@ -202,7 +202,7 @@ async def test_a_buffer_is_bounded_by_bytes(place: Place) -> None:
 
 
 async def test_stopping_with_a_full_buffer(place: Place) -> None:
-    """Nothing more is kept, the broker's answer is heard, and all of it is given back."""
+    """The consumer keeps no more deliveries, reads the broker's answer, and gives everything back."""
     async with place.world("q") as world:
         for n in range(32):
             await world.publisher.publish([message(n, "q", body=b"%d" % n + bytes(1 << 17))])
@@ -220,7 +220,7 @@ async def test_stopping_with_a_full_buffer(place: Place) -> None:
 
 
 async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection stands, nothing of it is lost or repeated; and when the messages are small again, more is."""
+    """The connection stays, and nothing is lost or repeated. With small messages the prefetch grows again."""
     size, bound = 1 << 16, 1 << 18
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
         await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
@@ -233,13 +233,13 @@ async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place, mo
             carried = await take(first, 1)
             connection = await reconnecting.connection(30)
             await eventually(lambda: first.overrun)
-        # From here on nobody is too slow, however busy this machine: a second one that was would end itself too.
+        # From here on the limit is the usual one: on a busy machine the second subscription could also overrun 0.3 s.
         assert await first.next_batch(32, GATHER) == []
         assert not flow_control.paused
         first.ack(carried[0].tag, multiple=True)
         await first.close()
         second = await reader.subscribe("q", 32)
-        # What fits, and what one read of the socket brought with it; but perhaps for the one that was taken.
+        # The messages that fit, plus those of one more read of the socket; one less if a message was taken before.
         assert bound // size - 1 <= second.prefetch <= (bound + A_READ) // size
         assert connection is await reconnecting.connection(30)
         found = carried + await take(second, 31, ack=True)
@@ -256,7 +256,7 @@ async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place, mo
 
 
 async def test_queues_that_share_a_relay_share_its_bound(place: Place) -> None:
-    """However many they are; and one that is stopped while the others are full is heard."""
+    """The number of queues does not matter, and a queue can stop while the others are full."""
     size, count, bound, queues = 1 << 16, 5, 1 << 18, ("a", "b", "c", "d")
     async with place.world(*queues) as world, relay_to(place.address) as reconnecting:
         flow = FlowControl(bound)

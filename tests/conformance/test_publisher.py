@@ -1,4 +1,4 @@
-"""What every publisher must do, at a real broker behind a proxy: exact outcomes, and bounds to every wait."""
+"""Publishers at a real broker behind a proxy: exact outcomes, and bounds to every wait."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_exchanges_that_are_internal_or_closed_to_us(place: Place) -> None
 
 
 async def test_many_topics_that_are_closed_to_us(place: Place) -> None:
-    """Once it is known that the key matters, nothing is in doubt any more, for nobody."""
+    """Once the publisher knows that the key matters, each outcome is certain."""
     async with place.world("q") as world:
         await world.hand.exchange("news", kind="topic", to_q="#")
         await world.hand.forbid(topic=("news", "^open"))
@@ -116,7 +116,7 @@ async def test_many_topics_that_are_closed_to_us(place: Place) -> None:
 
 
 async def test_a_publisher_that_is_closed(place: Place) -> None:
-    """It gives its channel back, and opens another one for a later publish."""
+    """It closes its channel, and opens another one for a later publish."""
     async with place.world() as world:
         await world.publisher.close()
         await world.hand.queue("q")
@@ -128,7 +128,7 @@ async def test_a_publisher_that_is_closed(place: Place) -> None:
 
 
 @pytest.mark.parametrize("silent", [True, False])
-async def test_closing_a_publisher_whose_broker_is_gone(place: Place, silent: bool) -> None:
+async def test_a_publisher_closes_without_its_broker(place: Place, silent: bool) -> None:
     async with place.world("q") as world:
         assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
         if silent:
@@ -141,7 +141,7 @@ async def test_closing_a_publisher_whose_broker_is_gone(place: Place, silent: bo
 
 
 async def test_an_exchange_that_is_deleted_later(place: Place) -> None:
-    """Some of one batch may come twice; every outcome is exact, and stops nobody."""
+    """Some messages of one batch may come twice; every outcome is exact, and no message blocks another."""
     async with place.world("q") as world:
         await world.hand.exchange("brief", to_q="q")
         batch = [message(n, "q", "brief" if n == 5 else "") for n in range(10)]
@@ -157,7 +157,7 @@ async def test_an_exchange_that_is_deleted_later(place: Place) -> None:
 
 
 async def test_messages_that_are_not_due_wait_also_beside_a_message_at_fault(place: Place) -> None:
-    """The exchange of some is missing, so the others are published again, by the isolation: not before their time."""
+    """One message's exchange is missing, so the isolation publishes the others again: not before their due instants."""
     async with place.world("q") as world:
         arrived = await world.hand.watch("q")
         due = [int(time.time() * 1000) + 20 * n for n in range(12)]
@@ -188,7 +188,7 @@ async def test_doubtful_messages_of_several_destinations_wait_until_the_last_of_
 
 
 async def test_without_a_connection(place: Place) -> None:
-    """A bound to the waiting, and then it comes back by itself."""
+    """The wait is bounded, and the connection comes back by itself."""
     async with place.world("q") as world:
         assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
         assert world.publisher.ready
@@ -206,7 +206,7 @@ async def test_without_a_connection(place: Place) -> None:
 
 
 async def test_a_cut_with_batches_in_flight(place: Place) -> None:
-    """Each is in doubt, and says so; what was confirmed is there."""
+    """Each batch without confirms raises BrokerLost; confirmed messages have arrived."""
     async with place.world("q") as world:
         assert await world.publisher.publish([message("first", "q")]) == [CONFIRMED]
         world.network.stall(to_server=False)
@@ -224,7 +224,7 @@ async def test_a_cut_with_batches_in_flight(place: Place) -> None:
 
 
 async def test_a_cut_with_the_first_message_for_an_exchange_in_flight(place: Place) -> None:
-    """One call publishes it once. Whoever called decides whether it is published again."""
+    """One call publishes the message once. The caller decides whether to publish it again."""
     async with place.world("q") as world:
         await world.hand.exchange("news", kind="topic", to_q="#")
         assert await world.publisher.publish([message("first", "q")]) == [CONFIRMED]

@@ -1,4 +1,4 @@
-"""The connections of publishers at a real broker: far away, ended by a message, given up, thrown out."""
+"""The connections of publishers at a real broker: distant, closed for a message, given up, or refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_REPLIES = ("garbage", "g2EF.k", "g1h2AA==.x", "!!.x")
 
 
 def poisonous(token: object) -> Outgoing:
-    """With a number that Erlang does not have. No publisher gets it through a broker, but an import may bring it."""
+    """A message with a number that Erlang does not have. No broker accepts it, but an import may bring it."""
     one = message(token, "q")
     headers = entry(ID, long_string(one.token)) + entry(b"rate", b"d" + struct.pack(">d", math.nan))
     return one._replace(properties=encode_headers(headers))
@@ -59,7 +59,7 @@ async def refusing(_timeout: float) -> Connection:
 
 
 async def all_released(connection: Connection) -> None:
-    """Until the broker agreed to the end of every channel that we closed."""
+    """Wait until the broker has confirmed the close of every channel."""
     for one in list(connection.receivers.values()):
         if isinstance(one, Channel) and one.closed.done():
             await one.number_freed
@@ -80,7 +80,7 @@ async def test_forbidden_topics_far_away(place: Place) -> None:
 
 
 async def test_forbidden_topics_too_far_away_for_a_batch(place: Place) -> None:
-    """Where even a small batch is not through in time the next one is smaller: it ends."""
+    """A batch that exceeds its deadline makes the next batch smaller, until all are through."""
     left = [message(n, "closed" if n % 2 else "open", "news") for n in range(60)]
     outcomes, in_doubt = [], 0
     async with far_away(place, 0.01) as (world, reconnecting):
@@ -101,7 +101,7 @@ async def test_forbidden_topics_too_far_away_for_a_batch(place: Place) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 60])
 async def test_a_message_that_ends_the_connection_is_identified(place: Place, ahead: int) -> None:
-    """Every outcome is exact. The publishers' connection is ended once, though more such messages follow."""
+    """Every outcome is exact. The broker closes the publishers' connection once, though more such messages follow."""
     good = [message(n, "q") for n in range(100)]
     batch = [*good[:ahead], poisonous(100), *good[ahead:], poisonous(101)]
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
@@ -123,7 +123,7 @@ async def test_a_message_that_ends_the_connection_is_identified(place: Place, ah
         await eventually(lambda: reconnecting.connects, lambda connects: connects == 2)
 
 
-async def test_direct_replies_end_nobody_s_connection(place: Place) -> None:
+async def test_direct_replies_end_no_connection(place: Place) -> None:
     replies = [message(f"r{n}", f"amq.rabbitmq.reply-to.{key}") for n, key in enumerate(NO_REPLIES)]
     good = [message(n, "q") for n in range(10)]
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
@@ -137,7 +137,7 @@ async def test_direct_replies_end_nobody_s_connection(place: Place) -> None:
 
 
 async def test_isolated_messages_end_no_other_connection(place: Place) -> None:
-    """However often it is tried, and by whomever, though that one never met it. Other batches are not isolated then."""
+    """Each publisher may retry the message, also one that never met it; other batches are not isolated then."""
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
         for round_ in range(3):
             isolation = Isolation(reconnecting, timeout=8.0)
@@ -153,7 +153,8 @@ async def test_isolated_messages_end_no_other_connection(place: Place) -> None:
 
 
 async def test_without_a_second_connection(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The publishers' own does: every outcome is exact. A known ender is held without being tried."""
+    """The isolation uses the publishers' own connection: every outcome is exact. A known poisonous message is held
+    without a try."""
     batch = [message(0, "q"), poisonous(1), message(2, "q")]
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
         monkeypatch.setattr(reconnecting, "another", refusing)
@@ -188,7 +189,7 @@ async def test_a_second_connection_that_opens_no_channel_is_replaced(
 
 
 async def test_a_permission_is_repaired(place: Place) -> None:
-    """The breaker is half-open after a second: the next message is tried."""
+    """The breaker is half-open after a second: the publisher tries the next message."""
     async with far_away(place, 0) as (world, reconnecting):
         publisher = AmqpPublisher(reconnecting)
         for _ in range(2):
@@ -219,8 +220,8 @@ async def test_lost_lanes_leave_no_channels_behind(place: Place) -> None:
         assert len(await world.hand.drain("k")) == 10
 
 
-async def test_a_publish_that_is_interrupted_leaves_no_channels_behind(place: Place) -> None:
-    """Whatever it was doing: opening a channel of its own, or waiting for a confirm."""
+async def test_an_interrupted_publish_leaves_no_channels_behind(place: Place) -> None:
+    """The interruption may come while the publisher opens a channel, or waits for a confirm."""
     async with far_away(place, 0.004) as (_, reconnecting):
         connection = await reconnecting.connection(30)
         before = dict(connection.receivers)
@@ -235,7 +236,7 @@ async def test_a_publish_that_is_interrupted_leaves_no_channels_behind(place: Pl
         assert connection.receivers == before
 
 
-async def test_a_relay_that_was_never_started_is_closed() -> None:
+async def test_a_relay_closes_before_its_first_connection() -> None:
     reconnecting = ReconnectingConnection(Address.parse("amqp://localhost/"), "reconnecting test", heartbeat=20)
     with pytest.raises(BrokerLost, match="no connection to amqp://guest@localhost"):
         await reconnecting.connection(0.01)
@@ -244,7 +245,7 @@ async def test_a_relay_that_was_never_started_is_closed() -> None:
 
 
 async def test_the_end_of_the_keeper_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only losses are waited out. Anything else would leave us without a connection for ever, and nobody told."""
+    """The keeper retries only after losses. Any other error ends it, so every caller must get that error."""
     monkeypatch.setattr("delayer.broker.connection.Connection.open", AsyncMock(side_effect=ZeroDivisionError))
     async with relay_to(Address.parse("amqp://localhost/")) as reconnecting:
         with pytest.raises(BrokerLost):
@@ -253,8 +254,8 @@ async def test_the_end_of_the_keeper_is_heard(monkeypatch: pytest.MonkeyPatch) -
             await reconnecting.connection(0.05)
 
 
-async def test_a_broker_that_throws_us_out_is_not_asked_without_a_pause(place: Place) -> None:
-    """Connections that end as soon as they stand are paused after, longer each time."""
+async def test_a_broker_that_closes_each_connection_is_asked_after_a_pause(place: Place) -> None:
+    """After each connection that ends at once the next one waits, longer each time."""
     async with Proxy(place.broker.port) as proxy, relay_to(place.behind(proxy)) as reconnecting:
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -1,4 +1,4 @@
-"""What every store must do. Several stores opened at one place are several daemons. Nothing here knows of SQL."""
+"""The behaviour of every store. Several stores opened at one place are several daemons. No test here uses SQL."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tests.support.store import (
 
 
 async def compacted(database: str, messages: int) -> int:
-    """Put all that waits into segments of up to so many messages. How many segments there are of it."""
+    """Pack all waiting messages into segments of up to so many. Return the number of segments."""
     async with sql(database) as connection:
         return await compact_all(connection, messages)
 
 
 @pytest.mark.parametrize("key", [None, b"\x00key"])
-async def test_comes_out_as_it_went_in(database: str, key: bytes | None) -> None:
+async def test_a_message_comes_out_unchanged(database: str, key: bytes | None) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         due_ms = store.now_upper_ms() - 5
         every = Parcel(
@@ -84,7 +84,7 @@ async def test_never_early_and_not_missed(database: str) -> None:
         due_ms = store.now_upper_ms() + 400
         await store.park(lane, [parcel(due_ms)], [])
         rows = await lane.windows[0].claim(MANY, ROOM)
-        if not rows:  # unless this machine stood still for 300 ms
+        if not rows:  # else this machine stood still for 300 ms
             assert lane.sleep_hint() <= 0.4
             rows = await claim_when_due(lane)
             assert lane.sleep_hint() >= 0.4
@@ -94,8 +94,8 @@ async def test_never_early_and_not_missed(database: str) -> None:
         assert lane.sleep_hint() == 60.0
 
 
-async def test_a_claim_leaves_what_is_due_after_its_window(database: str) -> None:
-    """Claims without a pause: one that sleeps until a row is due hides that it would have taken the row early."""
+async def test_a_claim_leaves_rows_due_after_its_window(database: str) -> None:
+    """The test claims without a pause: a claim that sleeps until a row is due would hide an early one."""
     async with opened(database) as store, owned(store) as [lane]:
         first_ms = store.now_upper_ms()
         await store.park(lane, [parcel(first_ms + 7 * n) for n in range(60)], [])
@@ -174,7 +174,7 @@ async def test_a_look_shows_the_live_processes_and_the_owned_lanes(database: str
 
 
 async def test_messages_of_a_route_with_a_lane_go_there(database: str) -> None:
-    """Whichever process owns it; and its owner hears of them."""
+    """Any process may own the lane, and its owner is notified of them."""
     async with opened(database) as one, opened(database) as two:
         await one.add_routes([b"limited"])
         await two.add_routes([b"limited"])
@@ -242,7 +242,7 @@ async def test_a_key_is_free_again_after_the_release(database: str) -> None:
             await store.park(lane, [], [b"k"])
 
 
-async def test_a_cancel_of_a_group_removes_what_waits_under_its_keys(database: str) -> None:
+async def test_a_cancel_of_a_group_removes_the_messages_of_its_keys(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         now = store.now_upper_ms()
         keys = [b"g:1", b"g:2", b"g:", b"g", b"g;", b"h:1", b"\xff\xff", b"\xff\x01"]
@@ -253,8 +253,8 @@ async def test_a_cancel_of_a_group_removes_what_waits_under_its_keys(database: s
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-async def test_a_claim_that_a_cancel_makes_shorter_hides_nothing(database: str, limit: int) -> None:
-    """It waits for a row that is then gone: what it took, perhaps nothing, is not all that was due."""
+async def test_a_claim_shortened_by_a_cancel_hides_nothing(database: str, limit: int) -> None:
+    """The claim waits for a row that the cancel removes, so it may take fewer rows than are due, perhaps none."""
     async with opened(database) as store, owned(store, 2) as lanes:
         lane, other = sorted(lanes, key=lambda each: each.number)
         now = store.now_upper_ms()
@@ -292,7 +292,7 @@ async def test_a_cancel_waits_for_the_release_in_flight(database: str) -> None:
         assert bodies(await release_all(lane)) == [b"old"]
 
 
-async def test_the_sleeper_hears_of_what_is_restored(database: str) -> None:
+async def test_a_restore_wakes_the_sleeping_lane(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms() - 60_000, b"late")], [])
         assert await compacted(database, MANY) == 1

@@ -1,4 +1,4 @@
-"""A broker matches the keys of a topic exchange as the audit and the interpreter of the cascade's law do."""
+"""The audit and the model of the cascade match keys of a topic exchange as a broker does."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from tests.mutants.listed import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 LONGEST_SECONDS = 600
-"""A mutant may make its tests hang: then they noticed."""
+"""A mutant may make its tests hang: this counts as killed."""
 PASSED, FAILED = 0, 1
 
 
 def copied(to: Path) -> None:
-    """Copy the files that git knows or would add, and nothing that was built."""
+    """Copy the files that git knows or would add, without build output."""
     names = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -54,7 +54,7 @@ def ran(tree: Path, tests: Sequence[str]) -> int | None:
 
 
 def judged(tree: Path, mutant: Mutant) -> str:
-    """ "killed", or what is wrong."""
+    """ "killed", or a text that names the problem."""
     file = tree / mutant.file
     before = file.read_text() if file.is_file() else ""
     if before.count(mutant.text) != mutant.times:

@@ -1,4 +1,4 @@
-"""The mutants, by name: one line of the program, what it is broken into, and the tests that must notice."""
+"""The mutants, by name: one line of the program, its broken version, and the tests that must fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mutant(NamedTuple):
 
 
 def of(file: str, test: str, *mutants: tuple[str, str, str], times: int = 1) -> Iterator[Mutant]:
-    """Of one file: name, text and replacement of each. ``test`` must notice all of them."""
+    """The mutants of one file: name, text and replacement of each. ``test`` must notice all of them."""
     for name, text, replacement in mutants:
         yield Mutant(name, file, text, replacement, [test], times)
 
@@ -46,7 +46,7 @@ MUTANTS: Sequence[Mutant] = (
     ),
     *of(
         "delayer/store/sql/claim.sql",
-        "tests/conformance/test_store.py::test_a_claim_leaves_what_is_due_after_its_window",
+        "tests/conformance/test_store.py::test_a_claim_leaves_rows_due_after_its_window",
         ("claim-takes-two-windows", "+ $6 * interval", "+ 2 * $6 * interval"),
         times=2,
     ),
@@ -67,7 +67,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/store/admin/importing.py",
         "tests/integration/test_import_jsonl.py::test_a_waiting_message_wins_over_an_imported_one_of_its_key",
-        ("import-replaces-what-waits", "if key in taken:", "if False:"),
+        ("import-replaces-a-waiting-message", "if key in taken:", "if False:"),
         ("import-says-nothing-of-superseded", "            if superseded:\n", "            if False:\n"),
     ),
     *of(

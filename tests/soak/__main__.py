@@ -1,6 +1,6 @@
 """`make soak`: SOAK_MINUTES of faults (10 if not said), SOAK_SEED to repeat one; --json FILE for the figures.
 
-Exit code 1 if a promise broke; the logs of such a run are kept, and where is said.
+Exit code 1 if a promise broke; such a run keeps its logs and prints their place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a soak says while it runs, and at its end."""
+"""The output of a soak while it runs, and at its end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def tell(soak: Soak, console: Console) -> None:
 
 
 def show(result: Result, console: Console) -> None:
-    """The faults, the figures, and what should not be."""
+    """Print the faults, the figures, and the complaints."""
     for kind in KINDS:
         if (times := result.faults.get(kind, 0)) + (missed := result.missed.get(kind, 0)):
             console.print(f"{KINDS[kind].heading:8} {kind:32} {times:>5}  met nothing: {missed}")
@@ -49,7 +49,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def _complain(result: Result, console: Console) -> None:
-    """What should not be: the first few of each kind."""
+    """Print the first few findings of each kind."""
     verdict, large = result.verdict, f"{result.largest_mb:.0f} MB, and {LARGEST_MB:.0f} are allowed"
     complaints: dict[str, Sequence[object]] = {
         "early": verdict.early.first,

@@ -1,4 +1,4 @@
-"""What a soak is asked for, and what it found."""
+"""The options of a soak, and its findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.doomed import Doomed
 from tests.support.verdict import Verdict
 
 LARGEST_MB: Final = 200.0
-"""A daemon is bounded (G6): its prefetch and its portions are, and nothing else grows. Twice what was ever seen."""
+"""A daemon's memory is bounded (G6), as its prefetch and its batches are. Twice the largest value ever seen."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What a soak found. ``faults`` are those that broke something, ``missed`` those that met nothing to break.
-    ``aside``: how many stand in the strays queue for everybody to see; ``stranded`` are those of them that never came,
-    neither lost nor delivered. ``doomed``: what had to be refused. ``peaceful``: seconds without a fault that may be
-    why something comes twice. ``rows``: what the store counts as released, and of how many of its rows a copy arrived
-    under their number, or was held under the id that it had already; these differ if something came twice under two
-    names."""
+    """The findings of a soak. ``faults`` broke something, ``missed`` found nothing to break. ``aside``: the number of
+    messages in the strays queue; ``stranded``: those of them that never came. ``doomed``: the messages that had to be
+    refused. ``peaceful``: seconds without a fault that may repeat messages. ``rows``: the store's counter of releases,
+    and the number of rows of which a copy arrived under their number or an earlier id. These differ if one row came
+    under two ids."""
 
     options: Options
     begun: datetime
@@ -54,16 +53,15 @@ class Result:
 
     @property
     def unmarked(self) -> int:
-        """Copies that met no fault or were not read as often, copies of one row under different ids, and such of one id
-        that differ all the same; and messages under the id of another. Copies of those that nobody named are counted
-        apart: what they may look like is in docs/guarantees.md."""
+        """Copies without a fault or a second reading, copies of one row under different ids, different copies under one
+        id, and messages under the id of another. Copies without an id are counted apart (docs/guarantees.md)."""
         verdict = self.verdict
         names = len(verdict.unaccounted) + len(verdict.two_faced) + len(verdict.shared)
         return len(verdict.unexcused) + abs(self.rows[0] - self.rows[1]) + names
 
     @property
     def kept(self) -> bool:
-        """Every promise, and nothing else that should not have happened."""
+        """Whether every promise held, and no surprise happened."""
         verdict = self.verdict
         broken = self.lost or len(verdict.early) or len(verdict.changed) or self.unmarked or not self.doomed.kept
         grown = self.largest_mb > LARGEST_MB

@@ -29,7 +29,7 @@ from tests.support.verdict import Window, covered
 CALM: Final = 15.0
 """Seconds without a fault, at the beginning and at the end: nothing may come twice then."""
 PATIENCE: Final = 300.0
-"""Seconds for the last ones to come, after the last fault: whoever was held may have to wait for a few tries."""
+"""Seconds after the last fault for the last messages to come: a held one may have to wait for a few attempts."""
 CLIPPED: Final = 1_000
 """Characters of a surprise; the logs have the rest."""
 HEALING: Final = 400.0
@@ -42,7 +42,7 @@ FAILURES: Final = (
 
 
 class Soak:
-    """``faults`` are those that are over, ``missed`` those of them that met nothing, ``now`` those at work."""
+    """``faults``: those that are over. ``missed``: those of them that broke nothing. ``now``: those at work."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -64,7 +64,7 @@ class Soak:
         return time.monotonic() - self._began
 
     async def run(self) -> Result:
-        """From the first server's start to the last one's end. Raises StartFailed if that does not go well."""
+        """Run from the first server's start to the last one's end. Raises StartFailed if a server does not start."""
         async with self._servers() as (rabbitmq, postgres):
             where = self.options.directory
             try:
@@ -101,7 +101,7 @@ class Soak:
             self._over.set()
             self.phase = "waiting for the last ones"
             await publishing
-            with suppress(AssertionError):  # the account says what is missing
+            with suppress(AssertionError):  # the account names the missing messages
                 await fleet.ledger.all_back(timeout=PATIENCE)
         finally:
             for task in (*side, publishing):
@@ -110,7 +110,7 @@ class Soak:
         return await self._settle(fleet, traffic)
 
     async def _break_things(self, fleet: Fleet) -> None:
-        """The whole schedule. What is not begun when the time is over is left out."""
+        """Run the whole schedule, without the faults that have not begun when the time is over."""
         at_work: set[asyncio.Task[None]] = set()
         for planned in self.plan:
             await self._until(planned.at)
@@ -142,7 +142,7 @@ class Soak:
             except Missed as missed:
                 self.missed[fault.kind] += 1
                 self._note(f"missed {fault}: {missed}")
-                # Others that missed do: whoever waits for a daemon at its point kills it in the end.
+                # Other missed faults excuse repeats: one that waited for a daemon at its point killed it in the end.
                 excuses = excuses and not isinstance(missed, Untouched)
             except FAILURES as error:
                 fleet.surprises.append(f"{fault}: {type(error).__name__}: {str(error)[:CLIPPED]}")
@@ -168,7 +168,7 @@ class Soak:
             released = (await fleet.place.conserved())["released"]
             back = await fleet.rows_back()
         except AssertionError as error:
-            surprises.append(f"the counters are not what the rows say: {error}")
+            surprises.append(f"the counters do not match the rows: {error}")
         aside = set(await numbers_in(fleet, fleet.strays))
         doomed = await refused(fleet)
         standing = {name: depth for name, depth in (await fleet.place.standing()).items() if name not in fleet.aside}

@@ -1,4 +1,4 @@
-"""What passes a fleet while everything breaks: messages without an end, in one mode and then in the other."""
+"""The traffic through a fleet while everything breaks: messages without an end, in alternating modes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import psutil
 from tests.faults.fleet import Fleet
 
 MODES: Final[Mapping[str, float]] = {"store": 40.0, "native": 20.0}
-"""How long each lasts, in turn. The cascade costs the broker ten times the work of the store for a message, so most of
-the messages go through the store either way."""
+"""Seconds of each mode in turn. A message in the cascade costs the broker ten times the work of one in the store, so
+most messages go through the store."""
 WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 45_000}
-"""How many may be under way before no more are published. The second is more, so that there is room for some of them
-when the first have not come back."""
+"""The number of messages under way at which publishing pauses. Native mode has more, so that some can enter before all
+of store mode have come back."""
 PORTION: Final[Mapping[str, int]] = {"store": 1_000, "native": 200}
 DOOMED: Final = 5
 """Beside each portion, of those that have to be refused."""
@@ -27,7 +27,7 @@ LONGEST_MS: Final = 5_000
 
 
 class Traffic:
-    """``modes``: how many were published in which. ``largest``: bytes of memory that a daemon ever had."""
+    """``modes``: messages published in each mode. ``largest``: the most memory of a daemon so far, in bytes."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.modes: Counter[str] = Counter()
@@ -35,7 +35,7 @@ class Traffic:
         self._fleet = fleet
 
     async def publish(self, over: asyncio.Event) -> None:
-        """Until it is over."""
+        """Publish until ``over`` is set."""
         fleet, ledger, account = self._fleet, self._fleet.ledger, self._fleet.ledger.account
         while not over.is_set():
             mode = fleet.mode
@@ -48,14 +48,14 @@ class Traffic:
             await asyncio.sleep(PACE[mode])
 
     async def alternate(self) -> None:
-        """From mode to mode, until cancelled."""
+        """Switch from mode to mode, until cancelled."""
         while True:
             for mode, seconds in MODES.items():
                 self._fleet.switch(mode)
                 await asyncio.sleep(seconds)
 
     async def measure(self) -> None:
-        """How large the daemons are, until cancelled."""
+        """Record the memory of the daemons, until cancelled."""
         while True:
             for daemon in self._fleet.daemons:
                 with suppress(psutil.Error, AssertionError):
