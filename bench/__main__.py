@@ -41,7 +41,7 @@ SECTIONS = {
 NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
 """Sections whose ratios need another section of the same run."""
 TAKES_MINUTES = {"commands", "churn"}
-"""Sections that a quick run leaves out: they say nothing in seconds."""
+"""Sections that a quick run leaves out: they need more than seconds."""
 DISTURBED_CORES = 0.15
 """The run warns when other programs used more than this."""
 
@@ -99,7 +99,7 @@ def chosen(asked: argparse.Namespace) -> list[str]:
 
 
 def about(options: Options, versions: dict[str, str]) -> dict[str, Any]:
-    """When, by which command, from which revision, on which machine and with which options a run was made."""
+    """The circumstances of a run: instant, command, revision, machine and options."""
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
     revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     memory_gib = psutil.virtual_memory().total / 2**30
@@ -118,7 +118,7 @@ def about(options: Options, versions: dict[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def progress_of(sections: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """Two functions: say what is measured now; say that a section is done. Without a terminal, plain lines."""
+    """Two functions: one reports the current measurement, one the end of a section. Without a terminal, plain lines."""
     console = Console(stderr=True)
     if not console.is_terminal:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Very many messages due in one instant, parked beforehand by the same daemon: how soon they are all out."""
+"""Very many messages due in one instant, parked beforehand by the same daemon: the time until all are out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.watch import Counters
 
 SIZE = 512
 SLOWEST_PARK = 6000
-"""Messages a second that publishing and parking side by side are trusted to reach, when the instant is chosen."""
+"""Messages a second that publishing and parking together are expected to reach; the instant is chosen by it."""
 HEADROOM = 2.5
 
 

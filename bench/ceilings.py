@@ -1,6 +1,6 @@
-"""What broker and database can do by themselves on this machine, now: no daemon could be faster than these.
+"""The rates of broker and database alone on this machine, now: no daemon could be faster than these.
 
-The best of some tries: whatever else the machine does can only make a ceiling look lower than it is.
+The best of some tries counts: other work on the machine can only lower a measured ceiling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from delayer.store.rows import envelope
 
 BATCH = 2000
 SESSIONS = (1, 2, 3)
-"""The daemon has several parks in flight; whichever number is the quickest is the ceiling."""
+"""The daemon has several parks in flight; the quickest of these numbers is the ceiling."""
 PUBLISH, CONSUME, COPY = "broker publish, confirmed", "broker consume", "store copy"
 COPY_COLUMNS = (*envelope.COLUMNS, "id")
 

@@ -1,4 +1,4 @@
-"""Minutes of traffic beside a large backlog: whether claims stay as quick and the tables as small as they were."""
+"""Minutes of traffic beside a large backlog: claims should stay quick, and tables small."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from delayer.store.rows import partitions
 
 LOOKS = 60
 """Over the whole time."""
-# What pg_stat_statements keeps of sql/claim.sql.
+# The text of sql/claim.sql in pg_stat_statements.
 _CLAIMS = """
 SELECT coalesce(sum(calls), 0)::bigint AS calls, coalesce(sum(total_exec_time), 0)::float8 AS ms,
        coalesce(sum(rows), 0)::bigint AS rows
@@ -25,7 +25,7 @@ FROM pg_stat_statements
 WHERE dbid = (SELECT oid FROM pg_database WHERE datname = current_database())
   AND query LIKE '%DELETE FROM message AS m%'
 """
-# Of today's partition: beside the backlog's gigabytes in the others nothing would be seen to grow.
+# Today's partition only: beside the backlog's gigabytes in the others no growth would be visible.
 _SIZE = """
 SELECT pg_total_relation_size(to_regclass($1)) AS bytes, pg_stat_get_dead_tuples(to_regclass($1)) AS dead,
        (SELECT sum(pg_total_relation_size(other)) FROM unnest($2::regclass[]) AS other)::bigint AS others
@@ -33,11 +33,11 @@ SELECT pg_total_relation_size(to_regclass($1)) AS bytes, pg_stat_get_dead_tuples
 OTHERS = ("counter", "lane", "held", "message_default")
 """Tables that are updated in place, or should stay empty."""
 SETTLED = 0.3
-"""Of the time: by then autovacuum, which looks once a minute, has come round."""
+"""The share of the time after which autovacuum, which looks once a minute, has come round."""
 
 
 class Look(NamedTuple):
-    """How the store stood at one moment; claims are counted since the look before."""
+    """The state of the store at one moment; claims are counted since the look before."""
 
     at: float
     claim_ms: float
@@ -78,7 +78,7 @@ async def run(bench: Bench) -> None:
         watching.cancel()
         await asyncio.wait([watching])
     if not watching.cancelled():
-        watching.result()  # it ended by itself: of a failure, which must not look like a table that does not grow
+        watching.result()  # it ended by a failure, which must not look like a table that does not grow
     report(bench, [steady], **at)
     # The first rows are out after the longest delay, the last come in that much before the end.
     warm = options.longest_delay + 3
@@ -100,4 +100,4 @@ async def run(bench: Bench) -> None:
         if first:
             bench.add(f"{name}, at the end over before", last / first, "", **at)
         else:
-            bench.note(f"{name}: nothing was seen at the beginning, so nothing can be said of its growth")
+            bench.note(f"{name}: no value at the beginning, so its growth is unknown")

@@ -1,4 +1,4 @@
-"""How long an operator waits for a command beside a full backlog: whole processes, the interpreter's start included."""
+"""The time of an operator's commands beside a full backlog: whole processes, with the interpreter's start."""
 
 from __future__ import annotations
 

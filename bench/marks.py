@@ -1,5 +1,5 @@
-"""What a message of the load carries, and how it is known again: when its publisher wanted it delivered, and which one
-it is. Written into prebuilt frames, and found in what was read by a regular expression."""
+"""The marks of a message of the load: the instant for which its publisher asked, and its number. The publisher writes
+them into prebuilt frames, and the consumer finds them by a regular expression."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from bench.plain import PORTION, message, number, properties
 _INSTANT = struct.Struct(">q")
 PLACEHOLDER, PLACE_OF_NUMBER = 1 << 62, 3 << 61
 DUE_HEADER = "bench-due"
-"""When the publisher wants it delivered (epoch ms). Its own word, which travels with the message: lateness counts from
-that, and not from what a daemon took it for."""
+"""The instant for which the publisher asked (epoch ms). It travels with the message: lateness counts from it, not from
+the due instant that a daemon computed."""
 DUE = re.compile(rb"\x09bench-due[lL](.{8})", re.DOTALL)
 NUMBER_HEADER = "bench-n"
-"""Which message it is. Its name follows upon the other's by the alphabet, too: brokers from 4.0 on sort them."""
+"""The message's number. Its name follows the other by the alphabet too: brokers from 4.0 on sort headers."""
 NUMBERED = re.compile(rb"\x09bench-due[lL](.{8})\x07bench-n[lL](.{8})", re.DOTALL)
 UNREAD = 35
-"""What of a read may be the beginning of these headers."""
+"""The last bytes of a read may be the beginning of these headers."""
 DISTINCT_BYTES = 64_000_000
-"""Of messages made beforehand: so many of them differ."""
+"""Bytes of different messages made beforehand."""
 
 
 def instant(ms: int) -> bytes:
@@ -30,12 +30,12 @@ def instant(ms: int) -> bytes:
 
 
 def due_at(instant_ms: int, n: int) -> bytes:
-    """Properties of a message for that instant: the header that a daemon reads, and those that the consumer reads."""
+    """Properties of a message for that instant: the header for the daemon, and the headers for the consumer."""
     return properties(number("x-deliver-at", instant_ms) + number(DUE_HEADER, instant_ms) + number(NUMBER_HEADER, n))
 
 
 class Chunk:
-    """Some messages in one write, whose instants and numbers are written into it again and again."""
+    """Some messages in one write; each use writes new instants and numbers into it."""
 
     def __init__(self, exchange: str, key: str, body: bytes, each: int) -> None:
         one = message(exchange, key, due_at(PLACEHOLDER, PLACE_OF_NUMBER), body)
@@ -58,13 +58,13 @@ class Chunk:
 
 
 def distinct(count: int, size: int, each: int = PORTION) -> int:
-    """How many of ``count`` messages of a flood differ: all of them, unless they are large. Whole writes."""
+    """The number of different messages in a flood of ``count``: all, unless they are large. A multiple of ``each``."""
     most = max(DISTINCT_BYTES // size // each, 1) * each
     return min(-(-count // each) * each, most)
 
 
 class Tally:
-    """Which messages came, by their numbers: one that came twice does not stand in for one that is lost.
+    """The arrived messages by their numbers: a repeated message does not hide a lost one.
 
     ``count`` were sent, going round in ``distinct`` numbers.
     """

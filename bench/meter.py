@@ -23,7 +23,7 @@ def tree(root: int) -> list[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Of living processes and of the descendants that they have buried: a session that ended is not forgotten."""
+    """CPU seconds of living processes and of their ended descendants, such as closed sessions."""
     total = 0.0
     for pid in pids:
         try:
@@ -48,7 +48,7 @@ def _high_water_kb(pid: int) -> int:
 
 
 class Meter:
-    """What each of several trees has used since it was last asked."""
+    """The CPU that each of several trees used since the last reading."""
 
     def __init__(self, trees: Mapping[str, Pids]) -> None:
         self._trees = trees
@@ -64,7 +64,7 @@ class Meter:
 
 
 class Neighbours:
-    """What programs that are none of ours take of this machine meanwhile: figures beside them are not to be trusted."""
+    """The CPU that other programs use meanwhile: much of it makes the figures unreliable."""
 
     def __init__(self) -> None:
         self._began, self._busy = time.monotonic(), self._others()
@@ -75,7 +75,7 @@ class Neighbours:
 
     @staticmethod
     def _others() -> float:
-        """CPU seconds of the machine, stolen ones included, without ours and those of all that we started."""
+        """CPU seconds of the machine, with stolen ones, without those of this process and its descendants."""
         times = psutil.cpu_times()
         busy = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
         return busy - cpu_seconds(tree(os.getpid()))

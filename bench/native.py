@@ -26,7 +26,7 @@ SIZE = 512
 DUE_QUEUE = b"delays.due"
 TRIP_RATE = 300
 LEVELS = range((SOONEST_MS // 1000).bit_length() - 1, (LATEST_MS // 1000).bit_length())
-"""Where these delays enter."""
+"""The levels that these delays enter."""
 
 
 def carrier(seconds: int, body: bytes) -> bytes:
@@ -44,7 +44,7 @@ def carriers(few_ms: int, many_ms: int, distinct: int = 1000, seed: int = 1) -> 
 
 
 def empty(place: Place) -> None:
-    """Take out what stands in the levels that were filled."""
+    """Empty the levels that were filled."""
     plain = Plain(place.broker_url)
     for level in LEVELS:
         plain.purge(Cascade().level(level))
@@ -57,7 +57,7 @@ async def straight(place: Place, count: int) -> Course:
     writes = portions(carriers(SOONEST_MS, LATEST_MS))
     meter = place.servers.meter()
     samples = await asyncio.to_thread(plain.publish, writes, count)
-    # The client's own samples tell its rate; the CPU is of all of it, and is told by the message like the others'.
+    # The client's own samples give its rate; the CPU covers the whole run, per message as in the other courses.
     cpu = {name: spent * (LAST - FIRST) for name, spent in meter.read().items()}
     plain.close()
     await asyncio.to_thread(empty, place)
@@ -65,7 +65,7 @@ async def straight(place: Place, count: int) -> Course:
 
 
 async def through(place: Place, count: int) -> Course:
-    """`delays` filled while no daemon runs; then one starts, and the levels are looked at until all are in them."""
+    """Fill `delays` while no daemon runs, start one, and poll the levels until all messages are in them."""
     await asyncio.to_thread(park.fill, place, count, SIZE)
     looking = Plain(place.broker_url)
 

@@ -16,12 +16,12 @@ from bench.watch import Counters, Course
 
 DISTINCT = 1000
 SOONEST_MS, LATEST_MS = 3 * 3_600_000, 24 * 3_600_000
-"""Delays are of mixed lengths, as they are in life: rows go into the index here and there, and not at its end."""
+"""Delays are of mixed lengths, as in production: rows go into all parts of the index, and not at its end."""
 CPU = ("daemon", "broker", "database")
 
 
 def fill(place: Place, count: int, size: int, due_ms: int | None = None, *, latest_ms: int = LATEST_MS) -> None:
-    """Messages into `delays`, all due at that instant, or after delays of up to ``latest_ms``."""
+    """Publish messages into `delays`, all due at that instant, or after delays of up to ``latest_ms``."""
     chance = random.Random(0)
     body = b"x" * size
     delays = [number("x-delay", chance.randint(SOONEST_MS, latest_ms)) for _ in range(DISTINCT)]
@@ -33,7 +33,7 @@ def fill(place: Place, count: int, size: int, due_ms: int | None = None, *, late
 
 
 async def once(place: Place, count: int, size: int, latest_ms: int = LATEST_MS) -> tuple[Course, float]:
-    """One start of the daemon: how it parked, and its peak memory in MB."""
+    """Start the daemon once: the course of its parking, and its peak memory in MB."""
     await asyncio.to_thread(fill, place, count, size, latest_ms=latest_ms)
     async with await Counters.open(place) as counters, place.daemon() as daemon:
         course = await counters.follow("parked", count, daemon, place.meter(daemon))
@@ -47,7 +47,7 @@ async def run(bench: Bench) -> None:
 
 
 async def turns(bench: Bench, what: str, once: Callable[[Place, int, int], Awaitable[tuple[Course, float]]]) -> None:
-    """``once`` for each size and backlog, as often as was asked for; the medians."""
+    """Run ``once`` for each size and backlog, ``repeats`` times each, and report the medians."""
     for backlog, size in bench.loads:
         count = bench.options.count_of(size)
         place = await bench.place(backlog)

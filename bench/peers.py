@@ -40,7 +40,7 @@ async def kombu(bench: Bench) -> None:
 
 
 async def plugin(bench: Bench, rate: int) -> None:
-    """The delayed-message plugin on the broker at ``plugin_url``, which the reader of the figures runs."""
+    """The delayed-message plugin on the broker at ``plugin_url``, which the user of the bench runs."""
     options = bench.options
     plain = Plain(options.plugin_url)
     try:

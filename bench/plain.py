@@ -1,7 +1,7 @@
-"""The broker by itself: a plain blocking socket, frames built beforehand, nothing parsed that need not be.
+"""The broker by itself: a plain blocking socket, frames built beforehand, and as little parsing as possible.
 
-What these rates say is what no client can beat on this machine; everything else is compared with them. The load on the
-daemon is made the same way, because generator and daemon share the cores.
+No client on this machine can beat these rates; everything else is compared with them. The load on the daemon is made
+the same way, because generator and daemon share the cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PORTION = 250
 """Messages that go out in one write."""
 ACK, NACK = (60, 80), (60, 120)
 CLOSED = (b"\x00\x0a\x00\x32", b"\x00\x14\x00\x28")
-"""connection.close and channel.close: it did not like something."""
+"""connection.close and channel.close: the broker objects to something."""
 PERSISTENT_WITH_HEADERS = 0x3000
 
 
@@ -55,7 +55,7 @@ def number(name: str, value: int) -> bytes:
 
 
 def properties(headers: bytes) -> bytes:
-    """Of a persistent message with these headers (encoded entries)."""
+    """The properties of a persistent message with these headers (encoded entries)."""
     return struct.pack(">HI", PERSISTENT_WITH_HEADERS, len(headers)) + headers + b"\x02"
 
 
@@ -97,7 +97,7 @@ class Plain:
     # ---- talking
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
-        """Kind and payload of what arrives, for ever. Whoever asks next goes on where the last one stopped."""
+        """Kind and payload of each frame, for ever. The next call continues after the last frame of this one."""
         while True:
             buffer, at = self._buffer, self._at
             while len(buffer) - at >= 8:
@@ -117,7 +117,7 @@ class Plain:
             buffer += data
 
     def wait(self, class_id: int, method_id: int) -> bytes:
-        """The arguments of the next such method; whatever comes before it is dropped."""
+        """The arguments of the next such method; earlier frames are dropped."""
         for kind, payload in self.frames():
             if kind == METHOD and struct.unpack_from(">HH", payload) == (class_id, method_id):
                 return payload[4:]
@@ -133,7 +133,7 @@ class Plain:
         self.call(method(1, 40, 10, b"\0\0" + short(name) + short(kind) + b"\x02" + table(**more)), 40, 11)
 
     def fresh_queue(self, name: str, kind: str = "quorum", bind: str = "") -> None:
-        """A queue without a past: an old one is deleted. ``bind`` is an exchange whose every message it gets."""
+        """Declare the queue anew: an old one is deleted. ``bind``: an exchange that sends it every message."""
         self.call(method(1, 50, 40, b"\0\0" + short(name) + b"\0"), 50, 41)
         self.call(method(1, 50, 10, b"\0\0" + short(name) + b"\x02" + table(x_queue_type=kind)), 50, 11)
         if bind:
@@ -150,7 +150,7 @@ class Plain:
     # ---- rates
 
     def publish(self, writes: Sequence[bytes], count: int, each: int = PORTION, window: int = WINDOW) -> list[Sample]:
-        """Publish ``count`` messages, ``each`` in a write, going round in ``writes``; how the confirmed count grew."""
+        """Publish ``count`` messages, ``each`` in a write, going round in ``writes``. Returns samples of confirms."""
         if not self._published:
             self.call(method(1, 85, 10, b"\0"), 85, 11)
         before = self._published

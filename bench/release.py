@@ -1,4 +1,4 @@
-"""From due rows to confirmed publishes: the rows are put there while no daemon runs; then one starts and sends them."""
+"""From due rows to confirmed publishes: the rows are written while no daemon runs; then one starts and sends them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.watch import Counters, Course
 
 
 async def once(place: Place, count: int, size: int) -> tuple[Course, float]:
-    """One start of the daemon: how it released, and its peak memory in MB."""
+    """Start the daemon once: the course of its releases, and its peak memory in MB."""
     await asyncio.to_thread(place.fresh_inbox)
     async with await Counters.open(place) as counters:
         await rows.put_due(counters.connection, count, size)

@@ -80,7 +80,7 @@ def conditions(at: dict[str, int]) -> str:
 
 
 def shown(figure: Figure) -> str:
-    """The value with as many digits as mean something, and its unit."""
+    """The value with its significant digits, and its unit."""
     value = figure.value
     digits = 0 if value == 0 or abs(value) >= 1000 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f} {figure.unit}".rstrip()

@@ -1,4 +1,4 @@
-"""What people write, or install, to do the same work; each runs as a process of its own:
+"""Programs that people write or install for the same work; each runs as a process of its own:
 
     python -m bench.rivals kombu '{"url": …}'
 
@@ -34,7 +34,7 @@ TICK = 0.01
 
 
 class Course:
-    """How far it has come, when, and with how much CPU: the same part of it is judged as of the daemon's course."""
+    """The progress of a rival with instants and CPU: the same part of it counts as of the daemon's course."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -53,10 +53,10 @@ class Course:
 
 
 async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
-    """Our wire and rhythm, and no store: delays wait in a heap, and are lost with the process. What is left is the
-    broker's: nobody who reads ``queue`` and publishes when due, a few times every ten milliseconds, is more punctual.
+    """Our AMQP client and rhythm without a store: delays wait in a heap, and are lost with the process. The remaining
+    lateness is the broker's: no program that reads ``queue`` and publishes at this rhythm is more punctual.
     """
-    gc.disable()  # a collection would look through everything that waits, and delay it
+    gc.disable()  # a collection would scan all waiting messages, and delay them
     waiting: list[tuple[int, int, Outgoing]] = []
     arrived: list[Delivery] = []
     reader = await Connection.open(order["url"], name="bench reader")

@@ -1,7 +1,7 @@
-"""Rows as the daemon would have parked them, made inside Postgres: a backlog of millions, and rows that are due.
+"""Rows like those that the daemon parks, made inside Postgres: a backlog of millions, and due rows.
 
-They are put into lanes that nobody owns; the daemon adopts those at its start, as it does after a crash. Counters move
-with them, so that `delayer status` stays right.
+They go into lanes without an owner; the daemon takes these at its start, as after a crash. Counters move with them, so
+that `delayer status` stays right.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK = 250_000
 WRITERS = 2
 BACKLOG_DAYS = 60
 BACKLOG_FIRST_HOURS = 3
-"""When the first of the backlog is due: after the end of every run."""
+"""The time until the first of the backlog is due: after the end of every run."""
 ALL_DUE_SECONDS = 0.5
 """After :func:`put_due`."""
 KEY = "orders.reminder"
@@ -36,7 +36,7 @@ COUNT_PARKED = (
     "INSERT INTO counter AS c (lane, kind, n) VALUES ($1, 'parked', $2)"
     " ON CONFLICT (lane, kind) DO UPDATE SET n = c.n + excluded.n"
 )
-# Turns of a thousand, as parks are: what stands together in the table belongs to one lane.
+# Turns of a thousand, like parks: neighbouring rows of the table belong to one lane.
 _ROWS = """
 WITH made AS (
     INSERT INTO message (due_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,
@@ -52,7 +52,7 @@ _SOON = "date_trunc('milliseconds', now()) + (n % 400) * interval '1 ms'"
 
 
 def sample_row(size: int) -> envelope.StoredRow:
-    """What the daemon would write for a message of ``size`` bytes."""
+    """The row that the daemon would write for a message of ``size`` bytes."""
     parcel = Parcel(
         due_ms=0,
         route=IN.encode(),
@@ -74,7 +74,7 @@ async def _insert(connection: asyncpg.Connection, due: str, count: int, size: in
 
 
 async def put_due(connection: asyncpg.Connection, count: int, size: int, lanes: int = 2) -> None:
-    """``count`` rows that are due within ALL_DUE_SECONDS. Start the daemon after them."""
+    """Insert ``count`` rows that are due within ALL_DUE_SECONDS. Start the daemon after them."""
     await connection.execute(NEW_LANES, lanes)
     await _insert(connection, _SOON, count, size, lanes)
     await connection.execute("ANALYZE message")
@@ -82,7 +82,7 @@ async def put_due(connection: asyncpg.Connection, count: int, size: int, lanes: 
 
 
 async def put_backlog(url: str, rows: int, size: int, say: Callable[[str], None], lanes: int = 2) -> None:
-    """``rows`` that are due over the coming BACKLOG_DAYS; then what autovacuum would have done by and by."""
+    """Insert ``rows`` that are due over the coming BACKLOG_DAYS; then do the work of autovacuum."""
     # Without limits on the time of a statement, on either side: some of these take minutes.
     more = {"statement_timeout": "0"}
     writers = [await pool.connect_plain(url, "bench", more, command_seconds=None) for _ in range(WRITERS)]

@@ -1,4 +1,4 @@
-"""What every section is given: the options, the servers, and where its figures go."""
+"""The arguments of every section: the options, the servers, and the result for its figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.servers import Place, Servers
 
 @dataclass(frozen=True)
 class Options:
-    """How much of everything. The defaults are the full run's; :func:`quick` is the other one."""
+    """The sizes of a run. The defaults are those of the full run; :func:`quick` makes the others."""
 
     quick: bool = False
     count: int = 200_000
@@ -38,7 +38,7 @@ class Options:
 
 
 def quick() -> Options:
-    """Every section once that says something in seconds: whether it works, and figures to take with a pinch of salt."""
+    """One turn of each section that needs only seconds: it shows that the bench works, and gives rough figures."""
     return Options(
         quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
         burst=10_000, native=12_000, trip_seconds=2, trip_longest=2, peers=1000, churn_seconds=5, churn_rate=1000,
@@ -50,7 +50,7 @@ def thousands(count: int) -> int:
 
 
 class Measured(NamedTuple):
-    """The place of a measurement, and how many rows wait there beside those that are measured."""
+    """The place of a measurement, and the number of rows that wait there beside the measured ones."""
 
     place: Place
     backlog: int
@@ -100,5 +100,5 @@ class Bench:
 
 
 def rounded(value: float) -> float:
-    """Four digits are more than any of this is good for."""
+    """Round to four digits: no figure here is more precise."""
     return float(f"{value:.4g}") if abs(value) < 1000 else float(round(value))

@@ -21,8 +21,8 @@ from tests.support.servers import Postgres, RabbitMQ
 
 IN, OUT, INBOX = "delayer.in", "delayer.out", "bench.inbox"
 TEMPLATE = "bench_template"
-# A database server that somebody set up for this: room for the hot pages, and no checkpoint in the middle of a
-# measurement. What promises rest on (fsync, synchronous_commit) stays on. pg_stat_statements tells claim times.
+# A database server configured for this load: room for the hot pages, and no checkpoint in the middle of a measurement.
+# The settings behind the promises (fsync, synchronous_commit) stay on. pg_stat_statements gives claim times.
 POSTGRES: Mapping[str, str | int] = {
     "shared_buffers": "1GB",
     "min_wal_size": "2GB",
@@ -37,7 +37,7 @@ BROKER: Mapping[str, str | int] = {"raft.wal_max_size_bytes": 512 << 20}
 
 @dataclass(frozen=True)
 class Place:
-    """Where one measurement happens: a vhost, a database, and the daemon's configuration for them."""
+    """The place of one measurement: a vhost, a database, and the daemon's configuration for them."""
 
     servers: Servers
     mode: str
@@ -54,14 +54,14 @@ class Place:
         return self.servers.meter(daemon=daemon.pid, **more)
 
     def fresh_inbox(self) -> None:
-        """An empty queue behind the exchange that everything is released to."""
+        """Declare an empty queue behind the exchange of all releases."""
         plain = Plain(self.broker_url)
         plain.exchange(OUT)
         plain.fresh_queue(INBOX, bind=OUT)
         plain.close()
 
     async def delayer(self, *arguments: str) -> str:
-        """Run a command of the command line to its end. Raises RuntimeError with what it printed."""
+        """Run a command of the command line to its end. Raises RuntimeError with its output."""
         return await command(self.config, *arguments)
 
 
@@ -105,10 +105,10 @@ class Servers:
         )
 
     async def age(self) -> None:
-        """Make the database as old as one that has run for a day: with log segments to use again.
+        """Make the database like one that has run for a day: with log segments to use again.
 
         A new server makes each segment of 16 MB when it is needed, and every commit waits for that: 50 ms every 4 s at
-        5,000 messages a second, which was all that one saw of the lateness's last percent.
+        5,000 messages a second, which hid everything else in the last percent of the lateness.
         """
         connection = await asyncpg.connect(self.postgres.url())
         try:
@@ -142,8 +142,8 @@ class Servers:
 async def running_servers(
     settings: Mapping[str, str | int] = POSTGRES, broker_settings: Mapping[str, str | int] = BROKER
 ) -> AsyncIterator[Servers]:
-    """Both servers and the schema; all of it gone at the end, whatever ends it."""
-    # As it is installed. Where the environment forbids it, every process would compile anew what was edited.
+    """Both servers and the schema; all of it is removed at every end."""
+    # Compile the package as an installation does: else each process may compile edited files again.
     compileall.compile_dir(Path(delayer.__file__).parent, quiet=1)
     with ExitStack() as undo:
         directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="delayer-bench-")))
@@ -154,7 +154,7 @@ async def running_servers(
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await asyncio.wait([starting])  # or they would go on starting what is closed below
+            await asyncio.wait([starting])  # else the threads would go on starting servers that are closed below
             raise
         servers = Servers(broker, postgres, directory)
         await servers.prepare()

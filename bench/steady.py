@@ -22,12 +22,12 @@ LEAD_SECONDS = 1.2
 """For the helpers to start."""
 PATIENCE_SECONDS = 20.0
 TOO_LATE_MS = 1000.0
-"""Half of the messages so late: the machine is too small for that rate."""
+"""If half of the messages are so late, the machine is too small for that rate."""
 
 
 @dataclass
 class Steady:
-    """What one run of steady traffic showed. CPU is in microseconds a message, in and out together."""
+    """The result of one run of steady traffic. CPU is in microseconds a message, in and out together."""
 
     sent: int
     seen: dict[str, Any]
@@ -37,7 +37,7 @@ class Steady:
 
     @property
     def missing(self) -> int:
-        """By their numbers: a loss does not hide behind a repeat."""
+        """Missing messages by their numbers: a repeat does not hide a loss."""
         return int(max(self.sent - self.seen["came"], 0))
 
 
@@ -54,7 +54,7 @@ async def once(place: Place, rate: int, seconds: int, delays_ms: tuple[int, int,
 
 
 async def in_memory(place: Place, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
-    """The same load on the least that could do the work: our wire, and a heap instead of a store."""
+    """The same load on a minimal relay: our AMQP client, and a heap instead of a store."""
     place.fresh_inbox()
     lasts = 2 * delays_ms[1] / 1000 + seconds + 5
     order = {"url": place.broker_url, "queue": "delays", "prefetch": 5000, "seconds": lasts}
@@ -63,7 +63,7 @@ async def in_memory(place: Place, rate: int, seconds: int, delays_ms: tuple[int,
 
 
 async def under_load(place: Place, pid: int, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
-    """Measure the process ``pid`` (and its children), which relays."""
+    """Measure the relaying process ``pid`` and its children."""
     warm = delays_ms[1] / 1000 + 1
     start = time.time() + LEAD_SECONDS
     since, until = start + warm, start + warm + seconds
@@ -85,8 +85,8 @@ async def under_load(place: Place, pid: int, rate: int, seconds: int, delays_ms:
 
 
 async def alone(place: Place, rate: int, seconds: int) -> dict[str, Any]:
-    """How late messages of the same size and rate are that go straight from the publisher through the destination queue
-    to the consumer, without a daemon: nobody can be more punctual through this broker on this machine."""
+    """The lateness of messages of the same size and rate that go straight from the publisher through the destination
+    queue to the consumer. No daemon can be more punctual through this broker on this machine."""
     place.fresh_inbox()
     start = time.time() + LEAD_SECONDS
     common = {"url": place.broker_url, "size": SIZE, "start": start, "rate": rate, "seconds": seconds}
@@ -108,7 +108,7 @@ async def run(bench: Bench) -> None:
         if options.quick:
             continue
         bench.say(f"{rate:,} messages a second through a relay without a store")
-        # As long as the daemon itself: a broker starts a new log once a minute or so, and that is when it is late.
+        # As long as the daemon itself: a broker starts a new log about once a minute, and is late then.
         floor = await in_memory(place, rate, options.steady_seconds, _delays(bench))
         for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999")):
             bench.add(f"without a store, lateness {name}", floor.seen["late"][share], "ms", rate=rate, backlog=0)
@@ -120,7 +120,7 @@ async def run(bench: Bench) -> None:
     if options.backlog and not options.quick:
         turns.append((middle, options.backlog))
     found: dict[tuple[int, int], list[Steady]] = {load: [] for load in turns}
-    # One load after the other, and then all of them again: a slow minute must not be one load's alone.
+    # One load after the other, and then all of them again: a slow minute must not hit one load only.
     for turn in range(options.repeats):
         for rate, backlog in turns:
             place = await bench.place(backlog)
@@ -136,13 +136,13 @@ def _delays(bench: Bench) -> tuple[int, int, int]:
 
 
 def report(bench: Bench, turns: list[Steady], **at: int) -> None:
-    """The medians of some turns; of what must not be, and of memory, the most. Curves are of the middle one."""
+    """Report the medians of some turns, but the largest value of memory and of each kind of failure."""
     arrived = [turn for turn in turns if turn.seen["late"]]
     for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999"), ("max", "1.0")):
         if arrived:
             bench.add(f"lateness {name}", median([turn.seen["late"][share] for turn in arrived]), "ms", **at)
     if any(turn.seen["late"]["0.5"] > TOO_LATE_MS for turn in arrived):
-        bench.note(f"{at}: more came in than went out; the CPU a message is too low by what was left for later")
+        bench.note(f"{at}: more came in than went out; the CPU a message lacks the work left for later")
     bench.add("early", max(turn.seen["early"] for turn in turns), "msg", **at)
     bench.add("missing", max(turn.missing for turn in turns), "msg", **at)
     bench.add("repeated", max(turn.seen["repeated"] for turn in turns), "msg", **at)

@@ -2,9 +2,9 @@
 
     python -m bench.traffic publish '{"url": …}'
 
-They answer with a line of JSON. Both are as cheap as Python can be made here, because they share the cores with what
-is measured: the publisher sends prebuilt frames a hundred times a second, the consumer looks for one header with a
-regular expression instead of reading frames.
+They answer with a line of JSON. Both use as little CPU as possible, because they share the cores with the measured
+programs: the publisher sends prebuilt frames a hundred times a second, the consumer looks for one header with a regular
+expression instead of reading frames.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNKS = 200
 SMALL_READ = 1 << 14
 ACKNOWLEDGED_TOGETHER = 500
 REST_SECONDS = 0.0005
-"""The consumer's pause after a small read: it costs every message up to that much, and spares a core."""
+"""The consumer's pause after a small read: it delays each message by up to that much, and spares a core."""
 SHARES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999, 1.0)
 
 
@@ -40,7 +40,7 @@ SHARES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999, 1.0)
 
 
 def publish(order: dict[str, Any]) -> dict[str, Any]:
-    """Messages with random delays (shortest, longest, step), ``rate`` a second from ``start`` (epoch seconds) on."""
+    """Publish messages with random delays (shortest, longest, step), ``rate`` a second from ``start`` (epoch s) on."""
     each = max(round(order["rate"] * TICK), 1)
     chance = random.Random(1)
     body = b"x" * order["size"]
@@ -49,7 +49,7 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
     delays = cycle([[chance.randrange(few, many + 1, step) for _ in range(each)] for _ in range(CHUNKS)])
     plain = Plain(order["url"])
     ticks, behind = round(order["seconds"] * order["rate"] / each), 0.0
-    # No confirms are asked for: a slow broker holds up the writes, and the messages are counted at the other end.
+    # The publisher asks for no confirms: a slow broker blocks the writes, and the consumer counts the messages.
     for tick in range(ticks):
         due = order["start"] + tick * each / order["rate"]
         pause = due - time.time()
@@ -59,13 +59,13 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
             behind = max(behind, -pause)
         now = int(time.time() * 1000)
         plain.socket.sendall(chunk.fill((now + delay for delay in next(delays)), tick * each))
-    plain.depth(order["queue"])  # the answer comes behind everything that was sent
+    plain.depth(order["queue"])  # the answer comes after the broker has read all messages
     plain.close()
     return {"sent": ticks * each, "behind_ms": behind * 1000, "cpu_seconds": time.process_time()}
 
 
 def stamped(order: dict[str, Any]) -> dict[str, Any]:
-    """``rate`` messages a second that are due when they are published: what the broker by itself makes of them."""
+    """Publish ``rate`` messages a second that are due at once: they show the lateness of the broker alone."""
     each = max(round(order["rate"] * TICK), 1)
     placeholder = instant(PLACEHOLDER)
     one = message(order["exchange"], order["key"], due_at(PLACEHOLDER, 0), b"x" * order["size"])
@@ -84,7 +84,7 @@ def stamped(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def flood(order: dict[str, Any]) -> dict[str, Any]:
-    """``count`` messages as fast as they are confirmed, due at random within ``spread_ms`` from ``due_ms`` on."""
+    """Publish ``count`` messages as fast as confirms come, due at random within ``spread_ms`` from ``due_ms`` on."""
     chance = random.Random(2)
     body = b"x" * order["size"]
 
@@ -104,17 +104,17 @@ def flood(order: dict[str, Any]) -> dict[str, Any]:
 
 
 class Arrivals(NamedTuple):
-    """When messages came (epoch ms), and how late."""
+    """The arrival of each message (epoch ms), and its lateness."""
 
     at: array.array[float]
     late: array.array[float]
 
 
 def consume(order: dict[str, Any]) -> dict[str, Any]:
-    """Until ``count`` messages are here, or nothing came for ``patience`` seconds.
+    """Consume until ``count`` messages are here, or nothing came for ``patience`` seconds.
 
-    Where ``distinct`` says how many numbers they go round in, each of them is waited for, and a repeated one is none.
-    Lateness is told of the messages that were due from ``since_ms`` to ``until_ms``.
+    With ``distinct``, the number of different messages, it waits for each of them, and repeats do not count.
+    Lateness covers the messages that were due from ``since_ms`` to ``until_ms``.
     """
     plain = Plain(order["url"])
     plain.consume_from(order["queue"], 20_000)
@@ -198,7 +198,7 @@ class Helper:
         return self._process.pid
 
     async def result(self) -> dict[str, Any]:
-        """What it found. Raises RuntimeError with what it complained about."""
+        """Its answer. Raises RuntimeError with its errors."""
         output, errors = await asyncio.to_thread(self._process.communicate)
         if self._process.returncode:
             raise RuntimeError(f"{self._verb}: exit {self._process.returncode}\n{errors}")

@@ -17,7 +17,7 @@ from tests.support.daemon import DaemonProcess
 
 LOOK_SECONDS = 0.02
 STUCK_SECONDS = 60.0
-"""Without any progress for so long, nothing is measured any more."""
+"""A measurement ends after so long without progress."""
 
 
 class Stuck(RuntimeError):
@@ -26,7 +26,7 @@ class Stuck(RuntimeError):
 
 @dataclass
 class Course:
-    """How a count went up to ``total``; ``cpu`` is in seconds, while it went from 10 % to 90 %."""
+    """The rise of a count to ``total``; ``cpu`` is in seconds, while it went from 10 % to 90 %."""
 
     total: int
     samples: list[Sample]
@@ -44,7 +44,7 @@ class Course:
 async def follow(
     count: Callable[[], Awaitable[int]], total: int, daemon: DaemonProcess, meter: Meter | None = None
 ) -> Course:
-    """Look at ``count`` until it is ``total``. Raises Stuck."""
+    """Poll ``count`` until it is ``total``. Raises Stuck."""
     samples: list[Sample] = []
     cpu: dict[str, float] | None = None
     started = meter is None
@@ -93,5 +93,5 @@ class Counters:
         return (await self._all()).get(kind, 0) - self._before.get(kind, 0)
 
     async def follow(self, kind: str, total: int, daemon: DaemonProcess, meter: Meter | None = None) -> Course:
-        """Until ``total`` more of that kind are counted. Raises Stuck."""
+        """Poll until ``total`` more of that kind are counted. Raises Stuck."""
         return await follow(lambda: self.since(kind), total, daemon, meter)
