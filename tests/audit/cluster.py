@@ -1,9 +1,9 @@
-"""A cluster of this machine: Spark's standalone master and a worker, whose executors are JVMs of their own.
+"""A cluster of this machine: Spark's standalone master and a worker. Each executor is a JVM of its own.
 
     with Cluster() as cluster:
         delayer("audit", "--deep", "--master", cluster.url, "--work", work, **cluster.environment)
 
-Jobs of other processes only: a session of this process, once made, keeps its master.
+Only jobs of other processes can use it: a session of this process keeps its first master.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a job's process needs beside ours to get along with so small a cluster."""
+        """The environment variables that a job needs on so small a cluster."""
         return {"SPARK_CONF_DIR": str(self._settings)}
 
     def with_fault(self, fault: str, settings: Path) -> dict[str, str]:
@@ -78,11 +78,11 @@ class Cluster:
         return found
 
     def connected_to(self, port: int) -> list[int]:
-        """The executors that have a connection to this port of ours, they or their Python workers; pids."""
+        """The pids of executors that are connected to this port, themselves or by their Python workers."""
         return [one.pid for one in self.executors() if any(_connected(each, port) for each in reaper.family(one.pid))]
 
     def kill_executor(self, pid: int | None = None) -> None:
-        """The power cut of one machine: SIGKILL to an executor and to the Python workers that it started."""
+        """Send SIGKILL to an executor and its Python workers, like a power cut of one machine."""
         reaper.send(reaper.family(pid or self.executors()[0].pid), signal.SIGKILL)
 
     def __enter__(self) -> Self:
@@ -103,7 +103,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End all of it, executors too, and delete what they wrote."""
+        """End all processes, executors too, and delete their files."""
         for family in reversed(self._families):
             family.kill()
         self._families.clear()
@@ -125,7 +125,7 @@ class Cluster:
         return family
 
     def _workers(self) -> int | None:
-        """How many workers the master knows; None as long as it does not answer."""
+        """The number of workers that the master knows; None until it answers."""
         try:
             with urllib.request.urlopen(f"http://{ports.HOST}:{self._page}/json/", timeout=5) as answer:
                 found: int = json.load(answer)["aliveworkers"]

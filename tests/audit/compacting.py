@@ -24,15 +24,15 @@ from tests.support.store import opened, owned, parcel, sql
 
 WEEK_MS = 7 * DAY_MS
 FIRST_DAY = 10
-"""From now; compaction takes what is due later than in 7 days."""
+"""Days from now; compaction takes messages due later than in 7 days."""
 ROWS = 250
 COUNT = 5_000
 FEW = 2_000
-"""For those who die: every worker that is started again takes seconds."""
+"""For tests in which workers die: each restart of a worker takes seconds."""
 
 
 def quiet(_what: str, _done: int, _of: int) -> None:
-    """Nobody watches."""
+    """Report no progress."""
 
 
 async def pack(
@@ -64,28 +64,28 @@ async def fill(store: PostgresStore, count: int, days: float = 6.0) -> None:
 
 @asynccontextmanager
 async def filled(database: str, count: int = COUNT) -> AsyncIterator[PostgresStore]:
-    """A store with a backlog in two lanes that nobody owns."""
+    """A store with a backlog in two lanes without an owner."""
     async with opened(database) as store:
         await fill(store, count, days=6.0 if count == COUNT else 2.0)
         yield store
 
 
 async def everything(database: str) -> dict[int, tuple[Any, ...]]:
-    """All messages that wait, by id, without their lanes; each is there once, as a row or in a segment."""
+    """All waiting messages by id, without their lanes; each is there once, as a row or in a segment."""
     async with sql(database) as admin, admin.transaction(isolation="repeatable_read", readonly=True):
         return rows.without_lanes(await rows.everything(admin))
 
 
 async def lawful(database: str) -> dict[str, int]:
-    """The counters, which fit the rows and the segments, lane by lane."""
+    """The counters, after a check that they fit the rows and the segments, lane by lane."""
     async with sql(database) as admin:
         return await rows.conserved(admin)
 
 
 @contextmanager
 def fault(spark: SparkSession, point: str) -> Iterator[None]:
-    """Python workers that are started meanwhile have this fault; each one by itself counts how often it is there.
-    Behind it, none of them is at work."""
+    """Give this fault to Python workers that start in the block; each counts its own passes of the point. The block
+    ends when no worker is busy."""
     environment = spark.sparkContext.environment
     environment["DELAYER_FAULT"] = point
     try:
@@ -96,11 +96,11 @@ def fault(spark: SparkSession, point: str) -> Iterator[None]:
 
 
 def until_idle(spark: SparkSession) -> None:
-    """Until every task has left its executor: when one fails for good, Spark ends the job, and only then the others,
-    whose Python processes it kills after two seconds. One that has not opened its session yet would lock rows that a
-    next job leaves where they are."""
+    """Wait until every task has left its executor. When a task fails for good, Spark ends the job first and then the
+    other tasks, whose Python processes it kills after two seconds. A late session of such a task would lock rows, and
+    the next job would skip them."""
     context = spark.sparkContext._jsc.sc()
-    context.listenerBus().waitUntilEmpty()  # what began a moment ago is counted
+    context.listenerBus().waitUntilEmpty()  # count also tasks that began a moment ago
     tracker = context.statusTracker()
     until = time.monotonic() + 60
     while running := sum(executor.numRunningTasks() for executor in tracker.getExecutorInfos()):
@@ -109,7 +109,7 @@ def until_idle(spark: SparkSession) -> None:
 
 
 def failed_tasks(spark: SparkSession, name: str) -> int:
-    """Of the last job of that name."""
+    """The number of failed tasks in the last job of that name."""
     tracker = spark.sparkContext.statusTracker()
     job = tracker.getJobInfo(max(tracker.getJobIdsForGroup(name)))
     assert job is not None
@@ -121,7 +121,7 @@ def failed_tasks(spark: SparkSession, name: str) -> int:
 async def command(
     database: str, *arguments: str, fault: str, **environ: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`delayer …` in a process group of its own, with that fault in its workers."""
+    """Start `delayer …` in a process group of its own, with that fault in its workers."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
     process = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).with_name("delayer")), *arguments,
@@ -144,7 +144,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def kill_tree(pid: int) -> None:
-    """The driver, its JVM, and all workers at once, as when a machine goes down."""
+    """Kill the driver, its JVM, and all workers at once, as when a machine goes down."""
     for process in tree(pid):
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -161,12 +161,12 @@ def stopped(pid: int) -> list[psutil.Process]:
 
 
 async def until_stopped(pid: int) -> None:
-    """Until a worker stands at its fault point."""
+    """Wait until a worker stands at its fault point."""
     await eventually(lambda: stopped(pid), timeout=120)
 
 
 async def until_quiet(database: str, application: str) -> None:
-    """Until the server has noticed that those sessions are gone."""
+    """Wait until the server has noticed that those sessions are gone."""
     count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = $1"
     async with sql(database) as admin:
         await eventually(lambda: admin.fetchval(count, application), lambda sessions: sessions == 0)

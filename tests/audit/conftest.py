@@ -1,7 +1,7 @@
 """One Spark session for a whole run of the tests.
 
 A JVM takes 4 s and half a gigabyte, so only one worker of pytest-xdist should have one: tests/conftest.py gives all
-tests of this directory to the same worker. What needs no Spark and takes long is better off elsewhere.
+tests of this directory to the same worker. Long tests without Spark belong elsewhere.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ EVENTS = "spark-events"
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """Two cores of this machine, a task tried up to four times, with Spark's pages on some port of the loopback and an
-    event log, so that a test can look for what must not be in them."""
+    """Two cores of this machine, and up to four tries of a task. Spark's pages, on a loopback port, and its event log
+    let a test search them for secrets."""
     events = tmp_path_factory.mktemp(EVENTS)
     more = {
         "spark.ui.enabled": "true",
@@ -45,7 +45,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 @pytest.fixture
 def work(tmp_path: Path) -> str:
-    """A directory for what a job extracts."""
+    """A directory for the extract of a job."""
     made = tmp_path / "work"
     made.mkdir()
     return str(made)

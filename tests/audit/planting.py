@@ -1,7 +1,6 @@
-"""A sound store, and every violation that the audit knows of planted into it, each once and each by itself.
+"""A sound store, and every violation that the audit knows, planted into it once and separately.
 
-Each takes messages, and a segment, that no other one takes, and keeps the counters right but for the ones that it is
-about.
+Each uses messages, and a segment, of its own, and keeps all counters right but those that it violates.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.support.rows import put, row
 from tests.support.store import opened, owned, parcel, sql
 
 Findings = list[tuple[str, str, str, int]]
-"""What is to be found: rule, severity, subject, count."""
+"""The expected findings: rule, severity, subject, count."""
 
 WEEK_MS = 7 * DAY_MS
 SEGMENT_ROWS = 40
@@ -33,7 +32,7 @@ BAD = b"\x00\x80\x09id"
 
 async def build(database: str) -> None:
     """A sound store as daemons and a compaction leave it: rows near and far, keys, held ones, segments.
-    Lanes 1 and 2; nobody owns them, and nothing is due soon."""
+    Lanes 1 and 2 have no owner, and nothing is due soon."""
     async with opened(database) as store:
         await fill(store, FAR)
         now = store.now_upper_ms()
@@ -72,7 +71,7 @@ ONE = {
     "to_exchange = 'inside'": ("destinations", "violation", 'exchange "inside"'),
     "to_exchange = 'spared'": ("destinations", "warning", 'exchange "spared", key "orders.eu"'),
 }
-"""What is set of one message that waits in lane 1; tests/audit/test_rules_planted.py declares the destinations."""
+"""Changes of one message that waits in lane 1; tests/audit/test_rules_planted.py declares the destinations."""
 OTHERS = {
     "UPDATE held SET body = 'changed' WHERE body = 'held 0'":
         ("integrity", "violation", "lane 1, held: the checksum does not fit its bytes"),
@@ -87,7 +86,7 @@ COPIES = {
     "id = nextval('message_id')": ("repeats", "warning", "the same message more than once"),
     "due_at = due_at + interval '1 hour'": ("repeats", "violation", "one id, more than one message"),
 }
-"""What differs in the copy of a message; both are counted."""
+"""Differences between a message and its copy; the finding counts both."""
 SAYS = {
     "digest = sha256('other')": CHANGED,
     "first_due = last_due": rules.DUE,
@@ -96,13 +95,13 @@ SAYS = {
     "format = 99": NEWER,
     "broken_at = now(), broken = 'it was read from a bad disk'": rules.MARKED,
 }
-"""What a segment says of itself."""
+"""Changes of a segment's own columns."""
 PACKED = [
     (11, 10 * DAY_MS, {"body": b"changed"}, "integrity", "lane 11, segment: the checksum does not fit its bytes"),
     (12, -600_000, {}, "overdue", "segments of lane 12"),
     (13, 1_800_000, {}, "segments", f"lane 13: {rules.LATE}"),
 ]
-"""A message that is packed: its lane, in how many milliseconds it is due, what is changed of it, and what is found."""
+"""Packed messages: lane, due instant in milliseconds from now, changes, and the expected rule and subject."""
 
 
 class Planting:
@@ -122,7 +121,7 @@ class Planting:
         return [found for plant in plants for found in await plant()]
 
     async def _change(self, sets: str, *values: object) -> None:
-        """Of a message of lane 1 that nobody took yet."""
+        """Change a message of lane 1 that no other violation uses."""
         changed = await self._connection.execute(f"UPDATE message SET {sets} WHERE id = $1", self._near.pop(), *values)
         assert changed == "UPDATE 1"
 
@@ -162,7 +161,7 @@ class Planting:
         return [late, *((rule, "violation", subject, 1) for _, _, _, rule, subject in PACKED)]
 
     async def _segments(self) -> Findings:
-        """One says that it has one message more: the law of segments holds, as the counters were told of it."""
+        """One segment claims one message more; the counters match, so the law of segments holds."""
         segments = await self._connection.fetch("SELECT id, lane, messages FROM segment ORDER BY id")
         found: dict[str, int] = {}
         for segment, (sets, fault) in zip(segments, [*SAYS.items(), ("messages = messages + 1", "")], strict=False):
@@ -174,7 +173,7 @@ class Planting:
         return [("segments", "violation", subject, messages) for subject, messages in found.items()]
 
     async def _counters(self) -> Findings:
-        """Of released and held messages that are not; and of a message in a segment that is in none."""
+        """Count released and held messages that do not exist, and a compacted message that is in no segment."""
         await count(self._connection, 2, released=1, parked=1, compacted=1)
         await count(self._connection, 1, held=1, parked=1)
         off = [("lane 2", "waiting"), ("all lanes", "waiting"), ("lane 1", "held"), ("all lanes", "held")]
@@ -187,8 +186,8 @@ class Planting:
         return [("integrity", "violation", "lane 1, waiting: the properties cannot be decoded", 1)]
 
     async def _partition(self) -> Findings:
-        """A partition with the name of one day and the bounds of the next: what is in it is due outside, and what is
-        due on the day of its name is in the default one."""
+        """A partition with the name of one day and the bounds of the next: its rows are due outside it, and rows of the
+        day of its name are in the default one."""
         day = await self._connection.fetchval("SELECT (extract(epoch FROM now()) / 86400)::int + 300")
         low, high = bounds_of(day + 1)
         await self._connection.execute(
@@ -199,7 +198,7 @@ class Planting:
         return [("integrity", "violation", "lane 1, waiting: it is due outside its partition", 2)]
 
     async def _lanes(self) -> Findings:
-        """An overdue message in a lane without an owner, and one in a lane that nobody knows."""
+        """An overdue message in a lane without an owner, and a message in an unknown lane."""
         await self._connection.execute("UPDATE lane SET owner = 'gone' WHERE number = 3")
         await self._change("due_at = now() - interval '10 minutes', lane = 3")
         await self._change("lane = 77")

@@ -1,4 +1,4 @@
-"""Rows for the rules: sound ones, to be changed where a test wants something wrong."""
+"""Sound rows for the rules; a test changes them to plant a defect."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def packed(number: int, segment: int = 1, **other: Any) -> Row:
 
 
 def segment(number: int, messages: Iterable[Row], /, **other: Any) -> Row:
-    """What a segment says of itself that has these messages."""
+    """The row of a segment with these messages."""
     inside = list(messages)
     sound = {
         "id": number,
@@ -68,7 +68,7 @@ def segment(number: int, messages: Iterable[Row], /, **other: Any) -> Row:
 
 
 def key(name: bytes, number: int, **other: Any) -> Row:
-    """A key that stands for a message as :func:`message` makes it."""
+    """A key of a message made by :func:`message`."""
     return {"key": name, "lane": 1, "due_ms": NOW + 3_600_000, "id": number} | other
 
 
@@ -104,7 +104,7 @@ def store(
 
 
 def fitting(messages: Iterable[Row], segments: Iterable[Row] = ()) -> dict[tuple[int, str], int]:
-    """Counters that say exactly what is there."""
+    """Counters that match these rows."""
     found: dict[tuple[int, str], int] = {}
 
     def add(lane: int, kind: str, n: int = 1) -> None:
@@ -128,7 +128,7 @@ def judged(spark: SparkSession, *rows: Iterable[Any], release_rate: float = 14_0
 
 
 def said(found: AuditReport | Iterable[Finding]) -> list[tuple[str, str, str, int]]:
-    """What was found, without the details."""
+    """The findings without the details."""
     return [brief(one) for one in (found.findings if isinstance(found, AuditReport) else found)]
 
 

@@ -1,5 +1,4 @@
-"""Audit and compact on a cluster, whose executors are JVMs of their own; and one of them is killed in the
-middle of its work."""
+"""Audit and compact on a cluster with separate JVMs as executors; one of them is killed in the middle of its work."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def backlog(database: str) -> str:
     fill(database, COUNT)
-    # A cluster takes its time, and what is held would be overdue by then.
+    # A cluster takes long, and held messages would be overdue by then.
     execute(database, "UPDATE held SET retry_at = now() + interval '1 day'")
     pack(database)
     return database
@@ -57,10 +56,10 @@ async def begun(
 
 
 async def exact(process: asyncio.subprocess.Process, work: Path) -> None:
-    """It ends well, its figures are those of the store, and it leaves nothing."""
+    """Check that the job succeeds, its figures match the store, and it leaves no files."""
     told, said = await process.communicate()
     assert process.returncode == 0, said.decode()
-    *_, last = told.decode().splitlines()  # spark-submit puts what goes to stderr there too
+    *_, last = told.decode().splitlines()  # spark-submit sends stderr there too
     report = json.loads(last)
     assert [run["rule"] for run in report["rules"] if run["violations"]] == []
     totals = report["totals"]
@@ -77,7 +76,7 @@ def names(work: Path, pattern: str = "*") -> list[str]:
 
 
 async def test_the_audit_by_spark_submit(cluster: Cluster, backlog: str, tmp_path: Path) -> None:
-    """As an administrator of the cluster starts it: the entry script, and their choice of an interpreter."""
+    """An administrator of the cluster starts it so: with the entry script and a chosen interpreter."""
     starter = str(Path(sys.executable).parent / "spark-submit")
     program = [starter, "--master", cluster.url, "--conf", f"spark.pyspark.python={sys.executable}", submit.__file__]
     await exact(await begun(cluster, backlog, tmp_path, program, PYSPARK_DRIVER_PYTHON=sys.executable), tmp_path)
@@ -86,7 +85,7 @@ async def test_the_audit_by_spark_submit(cluster: Cluster, backlog: str, tmp_pat
 async def test_an_executor_is_killed_while_it_reads(
     cluster: Cluster, postgres: Postgres, backlog: str, tmp_path: Path
 ) -> None:
-    """Spark starts its task again, on another executor: nothing is missing then, and nothing is there twice."""
+    """Spark starts its task again on another executor: nothing is missing or there twice."""
     async with Proxy(postgres.port) as proxy:
         proxy.slow(bytes_per_second=SLOW)
         process = await begun(cluster, backlog.replace(f":{postgres.port}/", f":{proxy.port}/"), tmp_path)
@@ -101,7 +100,7 @@ async def test_an_executor_is_killed_while_it_reads(
 
 
 async def test_an_executor_is_killed_while_it_judges(cluster: Cluster, backlog: str, tmp_path: Path) -> None:
-    """What it had made for others to take is gone with it, and is made again."""
+    """Its shuffle output is lost, and Spark computes it again."""
     process = await begun(cluster, backlog, tmp_path)
 
     async def extracted() -> list[str]:
@@ -116,7 +115,7 @@ async def test_an_executor_is_killed_while_it_judges(cluster: Cluster, backlog: 
 async def test_an_executor_is_killed_in_the_middle_of_a_segment(
     cluster: Cluster, database: str, step: str, tmp_path: Path
 ) -> None:
-    """JVM and worker at once, while the workers stand still at this step; then the others go on."""
+    """JVM and worker die at once, while all workers stop at this step; then the others go on."""
     arguments = ["compact", "--rows", "250", "--json", "--master", cluster.url]
     more = cluster.with_fault(f"{step}:1:stop", tmp_path)
 
@@ -138,5 +137,5 @@ async def test_an_executor_is_killed_in_the_middle_of_a_segment(
         await until_quiet(database, "delayer compact")
         assert await everything(database) == before
         assert (await lawful(database))["compacted"] == FEW
-        # The dead executor could not tell of everything that it had committed.
+        # The dead executor could not report all of its commits.
         assert FEW - 500 <= json.loads(told[told.index(b"{") :])["messages"] <= FEW

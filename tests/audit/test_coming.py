@@ -1,4 +1,4 @@
-"""What is coming: bars, peaks, routes and destinations; and the report as JSON."""
+"""The messages to come: bars, peaks, routes and destinations; and the report as JSON."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_minute_is_a_peak_of_its_own_if_no_second_of_it_is(spark: SparkSession
     assert (60_000, 600) in [(peak.width_ms, peak.messages) for peak in peaks]
     slow = calendar(store(spark, messages), 4.0)
     assert [(found.count, found.severity) for found in coming.peaks(slow)] == [(600, "warning")]
-    assert coming.peaks(calendar(store(spark, messages), 5.0)) == [], "one minute later is not worth a word"
+    assert coming.peaks(calendar(store(spark, messages), 5.0)) == [], "one minute later needs no warning"
 
 
 def test_routes_and_destinations_are_the_largest_and_the_number_of_the_others(spark: SparkSession) -> None:
@@ -93,7 +93,7 @@ def test_an_empty_store(spark: SparkSession) -> None:
     }  # fmt: skip
 
 
-def test_names_are_json_whatever_their_bytes(spark: SparkSession) -> None:
+def test_names_with_any_bytes_are_json(spark: SparkSession) -> None:
     text = judged(spark, [message(1, route=b"\xff\xc3\xa4", to_key=b"\xfe\x00")]).to_json()
     assert text.isascii()
     [share] = json.loads(text)["calendar"]["destinations"]

@@ -89,7 +89,7 @@ async def test_a_broken_segment_is_told_and_the_others_come_back(database: str) 
 
 
 @pytest.mark.parametrize(("end", "gone"), [("commit", 1), ("rollback", 0)])
-async def test_a_segment_that_another_process_restores_is_waited_for(database: str, end: str, gone: int) -> None:
+async def test_a_restore_waits_for_a_segment_of_another_process(database: str, end: str, gone: int) -> None:
     async with filled(database, FEW), sql(database) as admin, sql(database) as other:
         await compact_all(admin, ROWS)
         soonest, *_ = await catalog.listed(admin)
@@ -118,7 +118,7 @@ async def test_cancelled_messages_do_not_come_back(database: str) -> None:
         assert counters["cancelled"] == len(chosen)
 
 
-def test_masters_that_try_again() -> None:
+def test_local_masters_get_retries() -> None:
     assert spark.with_retries(None) == "local[*,4]"
     assert spark.with_retries("local") == "local[1,4]"
     assert spark.with_retries("local[2]") == "local[2,4]"

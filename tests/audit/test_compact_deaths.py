@@ -1,4 +1,4 @@
-"""Compact over Spark, and restore, and who dies meanwhile: the process, a worker, a machine, the store."""
+"""Compact over Spark, and restore, while the process, a worker, a machine or the store dies."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_the_worker_is_killed(spark: SparkSession, database: str, step: st
 
 @pytest.mark.parametrize("step", ["compact.written", "compact.committed"])
 async def test_spark_starts_a_task_again(spark: SparkSession, database: str, step: str) -> None:
-    """Every worker dies at its third segment, and the job is done all the same."""
+    """Every worker dies at its third segment, and the job still finishes."""
     async with filled(database, FEW):
         before = await everything(database)
         with fault(spark, f"{step}:3"):
@@ -124,7 +124,7 @@ WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE '
 
 
 async def test_the_store_is_lost_meanwhile(spark: SparkSession, database: str) -> None:
-    """Sessions are cut in the middle of a transaction: what is lost is told, what was committed stays."""
+    """Sessions are cut in the middle of a transaction: the job reports the lost work, and committed work stays."""
     async with filled(database), sql(database) as admin:
         before = await everything(database)
         with fault(spark, "compact.deleted:2:stop"):
@@ -142,7 +142,7 @@ async def test_the_store_is_lost_meanwhile(spark: SparkSession, database: str) -
         await until_quiet(database, "delayer compact")
         assert done.lost
         assert await everything(database) == before
-        # What was committed and not flushed when its session was cut is told as perhaps, and is in no total.
+        # A commit that was not flushed when its session was cut is reported as uncertain, and is in no total.
         assert 0 < done.total("messages") <= (await lawful(database))["compacted"] < COUNT
         assert not (await pack(spark, database)).lost
         assert await everything(database) == before

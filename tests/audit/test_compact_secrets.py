@@ -26,7 +26,7 @@ pytestmark = pytest.mark.deadline(300)
 
 @contextmanager
 def process_list(root: int) -> Iterator[set[str]]:
-    """The command lines of a process and all below it, as anybody on the machine sees them, meanwhile."""
+    """The command lines of a process and its descendants during the block, as every user of the machine sees them."""
     seen: set[str] = set()
     over = threading.Event()
 
@@ -55,8 +55,8 @@ async def test_the_password_is_not_visible_during_a_job(
         async with filled(database, FEW):
             with fault(spark, "compact.locked"), pytest.raises(JobFailed) as failed:
                 await pack(spark, secret(database))
-            await until_quiet(database, "delayer compact")  # rows that the dead have locked would stay rows
-            # What other tasks had packed before the one failed stays packed.
+            await until_quiet(database, "delayer compact")  # else rows locked by dead sessions would stay rows
+            # Messages that other tasks had packed before the failure stay packed.
             assert 0 < (await pack(spark, secret(database))).total("messages") <= FEW
     told = capfd.readouterr()
     error = "".join(f"{one!r}{one}" for one in (failed.value, failed.value.__cause__, failed.value.__context__))
@@ -71,7 +71,7 @@ async def test_the_password_is_not_visible_during_a_job(
 
 
 async def test_errors_do_not_quote_the_url(database: str) -> None:
-    """Neither those of the driver nor those that an executor hands back."""
+    """Neither errors of the driver nor errors of an executor quote it."""
     nowhere = secret(database).replace(urlsplit(database).path, "/no_such_database")
     with pytest.raises(StoreLost) as planned:
         await compact.plan(nowhere, WEEK_MS, ROWS)
@@ -81,8 +81,8 @@ async def test_errors_do_not_quote_the_url(database: str) -> None:
     assert PASSWORD not in f"{planned.value!r}{planned.value}{planned.value.__cause__!r}{packed!r}"
 
 
-async def test_the_command_gives_it_to_nobody(database: str, tmp_path: Path) -> None:
-    """The command by itself, with the URL where a service has it; its JVM, its workers, what it says and leaves."""
+async def test_the_command_does_not_show_the_password(database: str, tmp_path: Path) -> None:
+    """The command gets the URL as a service does. No process list, output or file of it has the password."""
     async with filled(database, FEW):
         more = {"TMPDIR": str(tmp_path), "SPARK_LOCAL_DIRS": str(tmp_path)}
         log = {"enabled": "true", "dir": tmp_path.as_uri(), "compress": "false"}
@@ -95,6 +95,6 @@ async def test_the_command_gives_it_to_nobody(database: str, tmp_path: Path) -> 
     assert re.search(rb"(1,[89]\d\d|2,000) messages", stdout)  # A compaction leaves the last few of a lane as rows.
     assert any("java" in text for text in processes)
     left = list(contents(tmp_path))
-    assert any(b"SparkListenerJobEnd" in one for one in left)  # what was said of Spark's settings holds
+    assert any(b"SparkListenerJobEnd" in one for one in left)  # Spark's settings were in force
     assert not [text for text in processes if PASSWORD in text]
     assert not [text for text in [stdout, stderr, *left] if PASSWORD.encode() in text]

@@ -23,13 +23,12 @@ from tests.support.store import opened, owned, parcel, sql
 PAGE = 8192
 ROWS, HELD = 900, 3
 LARGE = 5_000
-"""Of a body that lies out of line; every tenth."""
+"""Bytes of every tenth body, which Postgres stores out of line."""
 
 
 @pytest.fixture(scope="module")
 def stores() -> Iterator[dict[str, str]]:
-    """The URLs of copies of one store, by what is damaged in them. The server is stopped once, and all of them get
-    their damage."""
+    """The URLs of copies of one store, by the damaged part. The server stops once, and then all copies are damaged."""
     with Postgres() as server:
         template = server.add_database()
         asyncio.run(fill(server.url(template)))
@@ -70,7 +69,7 @@ async def fill(url: str) -> None:
 
 
 def path_of(url: str, relation: str) -> str:
-    """The file of ``relation`` (what gives its name, as SQL), with everything in it."""
+    """The file of ``relation``, an SQL expression for its name, after a checkpoint."""
     [(path,)] = fetch(url, f"SELECT pg_relation_filepath({relation})")
     execute(url, "CHECKPOINT")
     return str(path)
@@ -93,7 +92,7 @@ def key_of(table: str) -> str:
         ("index of counters", "invalid page"),
     ],
 )
-def test_a_place_that_postgres_cannot_read_ends_the_audit_with_the_next_step(
+def test_an_unreadable_page_ends_the_audit_with_the_next_step(
     spark: SparkSession, stores: dict[str, str], name: str, told: str
 ) -> None:
     with pytest.raises(StoreLost, match=told) as raised:

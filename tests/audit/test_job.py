@@ -1,4 +1,4 @@
-"""`delayer audit` from end to end: its output and exit codes, what it leaves behind, and what nobody may read there."""
+"""`delayer audit` from end to end: its output, exit codes and files, and the secrets that must not be in them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_progress_counts_the_tasks(spark: SparkSession, filled: str) -> None:
     assert all(0 <= done <= of for _, done, of in told)
 
 
-# ---- what nobody may read
+# ---- secrets
 
 
 def secret(url: str) -> str:
@@ -112,7 +112,7 @@ def test_the_password_is_nowhere(
 
 
 def contents(directory: Path) -> Iterator[bytes]:
-    """Of the files that are there; Spark removes some meanwhile."""
+    """The contents of all files; Spark removes some meanwhile."""
     for path in directory.rglob("*"):
         with suppress(FileNotFoundError):
             if path.is_file():
@@ -120,7 +120,7 @@ def contents(directory: Path) -> Iterator[bytes]:
 
 
 def pages(spark: SparkSession) -> Iterator[str]:
-    """What Spark shows to whoever opens its pages."""
+    """The pages of Spark, as every visitor sees them."""
     context = spark.sparkContext
     base = context.uiWebUrl
     assert base is not None
@@ -185,7 +185,7 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
     work = tmp_path / "work"
     done = delayer("audit", "--deep", "--json", "--no-broker", "--work", str(work), program=program, **environ)
     assert done.returncode == 1, done.stderr
-    *_, last = done.stdout.splitlines()  # spark-submit puts what goes to stderr there too
+    *_, last = done.stdout.splitlines()  # spark-submit sends stderr there too
     assert "conservation" in [run["rule"] for run in json.loads(last)["rules"] if run["violations"]]
     assert PASSWORD not in done.stdout + done.stderr
     assert list(work.iterdir()) == []

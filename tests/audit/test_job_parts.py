@@ -41,7 +41,7 @@ def java(directory: Path, prints: str) -> Path:
     return made
 
 
-def test_java_is_looked_for_where_spark_does(tmp_path: Path) -> None:
+def test_java_is_found_as_spark_finds_it(tmp_path: Path) -> None:
     found = java(tmp_path, 'openjdk version "17.0.1"')
     spark.check_java({"JAVA_HOME": str(tmp_path), "PATH": "/bin:/usr/bin"})
     spark.check_java({"PATH": f"{found.parent}:/bin"})
@@ -71,7 +71,7 @@ def test_local_masters(master: str | None, local: bool) -> None:
 
 @pytest.mark.parametrize("module", ["source", "tasks", "compact"])
 def test_executors_import_few_modules(module: str) -> None:
-    """Each process of Spark's does it before its first row: with pandas and the settings it took half a second more."""
+    """Each process of Spark imports them before its first row: pandas and the settings took half a second more."""
     look = f"import sys, delayer.audit.{module}; print(*{{'pandas', 'pydantic'}} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert told.stdout.split() == []
@@ -84,8 +84,8 @@ def test_a_cluster_needs_a_place_that_its_machines_share() -> None:
         spark.check_work("spark://host:7077", None)
 
 
-def test_the_master_that_spark_submit_knows_needs_one_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is known only when the session is there."""
+def test_the_master_of_spark_submit_needs_a_shared_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job knows this master only from the session."""
     monkeypatch.setenv("PYSPARK_GATEWAY_PORT", "1")
     spark.check_work(None, None)
     session: Any = SimpleNamespace(sparkContext=SimpleNamespace(master="spark://host:7077"))
@@ -101,7 +101,7 @@ def test_the_master_that_spark_submit_knows_needs_one_as_well(monkeypatch: pytes
         ("spark://127.0.0.1:1,127.0.0.1:70000", JobFailed, "out of reach: Port out of range"),
     ],
 )
-def test_a_master_that_is_not_there(master: str, error: type[Exception], text: str) -> None:
+def test_an_unreachable_master_is_named(master: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text), spark.session("x", master=master):
         pytest.fail("a session was made")
 

@@ -1,4 +1,4 @@
-"""An audit that is ended in the middle of its work leaves nothing."""
+"""An audit that ends in the middle of its work leaves no files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(work: Path) -> list[str]:
 
 
 def extracts(work: Path) -> list[str]:
-    """What runs have below ``work``, once they are reading."""
+    """The directories of runs below ``work``, once the runs are reading."""
     return names(work) if list(work.glob("delayer-audit-*/*")) else []
 
 
@@ -46,7 +46,7 @@ async def midway(url: str, work: Path) -> asyncio.subprocess.Process:
     process = await begun(url, work)
 
     async def look() -> list[str]:
-        assert process.returncode is None, "it ended before anybody asked"
+        assert process.returncode is None, "it ended before the test stopped it"
         return extracts(work)
 
     await eventually(look, bool, timeout=240.0)
@@ -61,7 +61,7 @@ async def midway(url: str, work: Path) -> asyncio.subprocess.Process:
 async def test_a_termination_leaves_nothing(
     filled: str, tmp_path: Path, end: Callable[[int, int], None], number: int, code: int
 ) -> None:
-    """systemd's stop in the middle of the work, which goes to the JVM and the workers too; kill; and Ctrl-C."""
+    """A stop by systemd, which also signals the JVM and the workers; a kill; and Ctrl-C."""
     process = await midway(filled, tmp_path)
     end(process.pid, number)
     _, told = await process.communicate()

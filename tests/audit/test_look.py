@@ -1,4 +1,4 @@
-"""What executors find out about one message before they forget its body and its headers."""
+"""The checks of one message by executors, before they drop its body and its headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.audit.rows import DAY, NOW, properties
 
 
 def message(**other: Any) -> StoredMessage:
-    """A sound message with a message id, unless told otherwise; its checksum fits the others."""
+    """A message with a message id and these columns changed; its checksum fits them unless it is given."""
     made = StoredMessage(
         format=1,
         checksum=0,

@@ -1,4 +1,4 @@
-"""From end to end: a backlog is audited, compacted, audited, restored and audited, and not a byte is lost of it."""
+"""From end to end: a backlog is audited, compacted, audited, restored and audited, and loses no byte."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _SOME_FAR = "SELECT id FROM message WHERE due_at > now() + interval '8 days' ORD
 
 
 async def everything(connection: asyncpg.Connection, without: Collection[int] = ()) -> tuple[Any, ...]:
-    """A digest of all rows, whatever lane and place they have."""
+    """A digest of all rows, in any lane and place."""
     return tuple(await connection.fetchrow(_SUM, list(without), timeout=300))
 
 
 async def audited(spark: SparkSession, url: str) -> AuditReport:
-    """Nothing is wrong, and conservation holds lane by lane."""
+    """Audit the store: nothing is wrong, and conservation holds lane by lane."""
     report = (await asyncio.to_thread(audit, spark, url)).report
     assert said(report) == []
     assert report.totals.expected == report.totals.waiting
@@ -49,7 +49,7 @@ async def audited(spark: SparkSession, url: str) -> AuditReport:
 
 
 def quiet(*_: object) -> None:
-    """Nobody watches."""
+    """Report no progress."""
 
 
 @pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])

@@ -120,7 +120,7 @@ def test_instants_that_have_no_number_are_at_the_ends_of_the_calendar(spark: Spa
     assert found[3] == -1  # rounded down, before 1970 too
 
 
-def test_a_relation_that_is_not_there_is_named(spark: SparkSession, database: str) -> None:
+def test_a_missing_relation_is_named(spark: SparkSession, database: str) -> None:
     with pytest.raises(PySparkException, match="there are message, held"):
         load(spark, database, "messages")
 
@@ -153,9 +153,9 @@ def test_everything_is_of_one_instant(spark: SparkSession, filled: str) -> None:
     assert [(load(spark, filled, "message").count(),)] == fetch(filled, "SELECT count(*) FROM message")
 
 
-def test_tables_that_the_driver_reads(filled: str) -> None:
+def test_the_driver_reads_lanes_and_sizes(filled: str) -> None:
     async def work() -> tuple[Any, ...]:
-        async with opened(filled, owner="somebody") as store, owned(store, 1) as [lane]:
+        async with opened(filled, owner="another") as store, owned(store, 1) as [lane]:
             return lane.number, await asyncio.to_thread(look)
 
     def look() -> tuple[Any, ...]:
@@ -178,7 +178,7 @@ def test_only_ddl_waits_for_the_snapshot(filled: str) -> None:
     execute(filled, f"SET lock_timeout = '100ms'; DROP TABLE {day}")
 
 
-def test_a_snapshot_that_is_gone_says_so(spark: SparkSession, filled: str) -> None:
+def test_a_lost_snapshot_is_a_loss_of_the_store(spark: SparkSession, filled: str) -> None:
     with extract.hold_snapshot(SecretUrl(filled)) as held:
         frame = load(spark, filled, "held", snapshot=held.id)
     with pytest.raises(StoreLost) as raised, StageWatcher(spark, lambda *_: None)("reading"):
@@ -190,7 +190,7 @@ def test_a_snapshot_that_is_gone_says_so(spark: SparkSession, filled: str) -> No
 
 
 def pack(url: str, after_days: int = 3) -> int:
-    """Compact what is due in more days; how many messages that were."""
+    """Compact the messages due after so many days. Return their number."""
 
     async def work() -> int:
         async with sql(url) as connection:
@@ -276,7 +276,7 @@ def test_a_workplace_of_the_cluster_goes_too(spark: SparkSession, tmp_path: Path
 
 
 def test_claimed_rows_are_still_waiting(spark: SparkSession, database: str, work: str) -> None:
-    """A release in flight has committed nothing: what it holds is there, and the law holds."""
+    """A release in flight has committed nothing: its rows still count as waiting, and the law holds."""
 
     async def scene() -> int:
         async with opened(database) as store, owned(store, 1) as [lane]:

@@ -1,4 +1,4 @@
-"""A replica is judged as of the instant that it has come to: what is due since then is not overdue there."""
+"""The audit judges a replica at the instant of its last replay: messages due since then are not overdue there."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LATE_MS = 58_000
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Postgres, Standby, str]]:
-    """A primary, a standby that follows it, and the name of the database. The reader is nobody in particular."""
+    """A primary, a standby that follows it, and the name of the database. The reader has no special rights."""
     with Postgres() as primary:
         name = primary.add_database()
         fill(primary.url(name), 200)
         with Standby(primary) as standby:
-            primary.execute(f"CREATE ROLE {READER} LOGIN")  # the first that it replays since its start
+            primary.execute(f"CREATE ROLE {READER} LOGIN")  # the first record that it replays since its start
             primary.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {READER}", database=name)
             yield primary, standby, name
 
@@ -70,8 +70,8 @@ def replayed_ms(url: str) -> int:
 
 
 @pytest.mark.parametrize("user", ["postgres", READER])
-def test_one_that_follows_an_idle_primary_is_judged_by_now(caught_up: tuple[Postgres, Standby, str], user: str) -> None:
-    """However long ago the last commit was, there is nothing that it does not know."""
+def test_a_replica_of_an_idle_primary_is_judged_by_now(caught_up: tuple[Postgres, Standby, str], user: str) -> None:
+    """The replica knows everything, also long after the last commit."""
     _, standby, name = caught_up
     before = now_ms()
     found = exported(standby.url(name, user=user))
@@ -79,7 +79,7 @@ def test_one_that_follows_an_idle_primary_is_judged_by_now(caught_up: tuple[Post
     assert found.now_ms >= before > replayed_ms(standby.url(name))
 
 
-def test_one_that_lags_is_judged_by_what_it_has_come_to(
+def test_a_lagging_replica_is_judged_by_its_last_replay(
     spark: SparkSession, caught_up: tuple[Postgres, Standby, str]
 ) -> None:
     primary, standby, name = caught_up
@@ -103,12 +103,12 @@ def test_one_that_lags_is_judged_by_what_it_has_come_to(
     assert violated(report) == {}
     assert [one.rule for one in report.findings] == []
     assert (report.totals.waiting, report.store_now_ms) == (201, found.now_ms)
-    assert {lane.alive for lane in report.lanes} == {None}, "locks cannot be seen from here"
+    assert {lane.alive for lane in report.lanes} == {None}, "a replica does not show locks"
     assert report.behind_ms >= found.behind_ms
 
 
-def test_one_that_was_cut_off_is_judged_by_its_last_commit(caught_up: tuple[Postgres, Standby, str]) -> None:
-    """It has replayed all that it received, and that says nothing."""
+def test_a_cut_off_replica_is_judged_by_its_last_commit(caught_up: tuple[Postgres, Standby, str]) -> None:
+    """It has replayed everything that it received, but it may have missed later commits."""
     primary, standby, name = caught_up
     url = standby.url(name)
     primary.stop()

@@ -1,6 +1,6 @@
-"""The audit's rules on rows written by hand: what each finds, and that sound rows give no finding.
+"""The audit's rules on rows written by hand: each finds its defects, and sound rows give no finding.
 
-A question to Spark takes time, so one store has everything of a kind that can be wrong, each in its lane or key.
+A question to Spark takes time, so one store has all defects of a kind, each in its own lane or key.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_integrity_names_the_lowest_ids(spark: SparkSession) -> None:
 
 
 def wrong_segments() -> Iterator[tuple[Row, list[Row], tuple[str, str, int]]]:
-    """Segments of ten messages each in a lane of its own: what it says, what comes out, and what is to be found."""
+    """Segments of ten messages, each in its own lane: the segment's row, its contents, and the expected finding."""
     numbers = count(1)
 
     def one(
@@ -163,4 +163,4 @@ def test_a_sample_says_nothing_about_the_whole(spark: SparkSession) -> None:
     assert [found.rule for found in report.findings] == ["integrity"]
     assert {run.rule for run in report.rules if run.skipped} == {"conservation", "repeats", "keys"}
     assert report.sample == 0.01
-    assert (report.totals.waiting, report.totals.packed, report.totals.segments) == (3, 2, 2), "what was unpacked"
+    assert (report.totals.waiting, report.totals.packed, report.totals.segments) == (3, 2, 2), "the unpacked messages"

@@ -1,4 +1,4 @@
-"""The audit's rules on rows written by hand: what is overdue or stuck, and whose lanes those are."""
+"""The audit's rules on rows written by hand: overdue and stuck messages, and the owners of their lanes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_overdue_says_how_late_and_of_which_routes(spark: SparkSession) -> None:
 
 
 def test_overdue_rows_of_a_limited_route_are_a_warning(spark: SparkSession) -> None:
-    """Only where nobody owns the lane it waits for something else."""
+    """But in a lane without an owner they are a violation: there they do not wait for the limit."""
     messages = [message(n, lane=n, due_ms=NOW - 8 * DAY_MS, route=b"slow") for n in ALIVE]
     others = [message(13, due_ms=NOW - GRACE_MS), packed(14, due_ms=NOW - GRACE_MS, route=b"slow")]
     found = overdue(spark, [*messages, *others], paced={b"slow": 50, b"other": 7})
@@ -74,7 +74,7 @@ def test_segments_that_are_late_need_an_owner_of_any_lane(spark: SparkSession) -
     assert overdue(spark, late, LANES[2:])["segments of lane 3"][0] == "violation"
 
 
-def test_held_messages_that_nobody_tries_again(spark: SparkSession) -> None:
+def test_held_messages_without_a_retry_are_found(spark: SparkSession) -> None:
     messages = [
         held(1, lane=1, due_ms=NOW - 9 * DAY_MS, retry_ms=NOW - GRACE_MS),
         held(2, lane=3, due_ms=NOW - 9 * DAY_MS, retry_ms=NOW - GRACE_MS),
@@ -105,7 +105,7 @@ def test_lanes(spark: SparkSession) -> None:
     assert report.findings[1].details == {"last_owner": "gone"}
 
 
-def test_a_lane_needs_an_owner_only_for_what_is_due_soon(spark: SparkSession) -> None:
+def test_a_lane_needs_an_owner_only_for_messages_due_soon(spark: SparkSession) -> None:
     extract = store(spark, lanes=LANES)
 
     def told(first_due_ms: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""A real store with every violation planted once: each is found, and nothing else; and nothing in it before."""
+"""A real store with every violation planted once: the audit finds each, and nothing else, and nothing before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.deadline(600)
 
 
 async def declare(vhost: str) -> None:
-    """Where the sound messages go; and an exchange that nobody may publish to, and one that has only an alternate."""
+    """The destination of the sound messages, an exchange closed to publishers, and one with only an alternate."""
     async with await aio_pika.connect(vhost) as connection:
         channel = await connection.channel()
         queue = await channel.declare_queue("orders", durable=True)
@@ -72,7 +72,7 @@ async def test_every_violation_planted_once_is_found_and_nothing_else(
     assert sorted(said(report)) == sorted(planted)
     clean = [run.rule for run in report.rules if not run.violations and not run.warnings]
     assert clean == ["peaks"]
-    # Nothing that the rule of segments can find is left out.
+    # The plan contains every finding of the rule of segments.
     faults = (
         CHANGED, NEWER, UNREADABLE, rules.DUE, rules.IDS, rules.SIZE, rules.LATE, rules.MARKED,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How a table is divided among the executors."""
+"""The division of a table among the executors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_page_is_read_once(given: list[HeapTable], split_bytes: int) -> No
     for each in given:
         own = [piece for piece in pieces if piece.heap == each.name]
         assert [piece.first for piece in own] == [0, *(piece.after for piece in own[:-1])][: len(own)]
-        # The last one is open, for a table that grows; a table without pages is not read at all.
+        # The last split is open, for a table that grows; a table without pages is not read.
         assert [piece.after for piece in own[-1:]] == [None] * (each.pages > 0)
 
 
