@@ -1,4 +1,4 @@
-"""Routing keys, names and arguments as tables, and how topologies are merged."""
+"""Routing keys, names and arguments as tables, and the merging of topologies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NONE = "0." * LEVELS
         (1 << 27, "1." + "0." * 27, 27), ((1 << 27) - 1, "1." * 27, 26), (MAX_SECONDS, "1." * 28, 27),
     ],
 )  # fmt: skip
-def test_routing_keys_and_where_they_enter(seconds: int, low_bits: str, level: int) -> None:
+def test_routing_keys_and_their_entry_level(seconds: int, low_bits: str, level: int) -> None:
     key = routing_key(seconds, b"a.b")
     assert key == (NONE[len(low_bits) :] + low_bits + "a.b").encode()
     assert delay_in_key(key) == seconds
@@ -82,7 +82,7 @@ def test_one_leading_prefix_is_stripped(key: bytes, expected: bytes) -> None:
         (b"sales.orders", True),
         (b"", True),
         ("öl".encode(), True),
-        (b"a*.#b", True),  # part of a word is no wildcard
+        (b"a*.#b", True),  # a part of a word is no wildcard
         (b"**", True),
         (b"*", False),
         (b"#", False),
@@ -173,13 +173,13 @@ def test_bindings(level: int, to_queue: str, onward: str) -> None:
         ("delayer", "é.", "letters, digits"),
     ],
 )
-def test_a_cascade_that_cannot_be(kind: str, prefix: str, message: str) -> None:
+def test_an_invalid_cascade_is_refused(kind: str, prefix: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Cascade(kind, prefix)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", [-1, 28])
-def test_a_level_that_cannot_be(number: int) -> None:
+def test_a_level_out_of_range_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match="0 to 27"):
         Cascade().level(number)
 
@@ -205,7 +205,7 @@ def test_due() -> None:
     assert not any(queue.shared for queue in topology.queues)
 
 
-# Merging: equal things once, two wishes for one name refused.
+# Merging: equal parts appear once, and two declarations of one name are refused.
 
 ONE = Topology(
     (Exchange("in", "topic"),), (Queue("q", arguments({"b": 1, "a": "x"})),), (Binding("in", "q", "queue", "#"),)
@@ -222,7 +222,7 @@ ONE = Topology(
         Topology(queues=(Queue("q", ONE.queues[0].arguments, shared=True),)),
     ],
 )
-def test_one_name_in_two_ways_is_refused(other: Topology) -> None:
+def test_two_declarations_of_one_name_are_refused(other: Topology) -> None:
     with pytest.raises(ValueError, match="declared in two ways"):
         ONE + other
 

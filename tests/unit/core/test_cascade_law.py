@@ -1,8 +1,8 @@
-"""The law: interpret the topology that we declare, and the waits on the path of every delay add up to that delay, with
-exactly one route at every level, ending at the address and nowhere else.
+"""The law of the cascade: on the declared topology, the waits of every delay add up to that delay. Every level has
+exactly one route, and the path ends only at the address.
 
 The interpreter knows fanout exchanges, alternate exchanges, TTL and dead lettering, as the AMQP specification and
-RabbitMQ's documentation describe them, and nothing about cascades. Topics are matched as the audit matches them.
+RabbitMQ's documentation describe them. It knows nothing about cascades. It matches topics like the audit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def topics(pattern: str) -> Topics:
 
 
 def matches(pattern: str, key: str) -> bool:
-    """Whether a topic exchange takes ``key`` to where ``pattern`` is bound.
+    """Whether ``pattern`` of a topic exchange matches ``key``.
 
     tests/conformance/test_topology_matching.py asks a broker the same questions.
     """
@@ -43,7 +43,7 @@ def matches(pattern: str, key: str) -> bool:
 
 
 class Interpreter:
-    """Follows one message. ``crossings`` counts the routes taken out of each exchange."""
+    """Follows one message through the topology."""
 
     def __init__(self, topology: Topology) -> None:
         self.exchanges = {exchange.name: exchange for exchange in topology.exchanges}
@@ -53,7 +53,7 @@ class Interpreter:
             self.bindings[binding.source].append(binding)
 
     def run(self, exchange: str, key: str) -> tuple[list[tuple[str, int]], dict[str, int]]:
-        """Returns (queue without TTL, milliseconds waited until there) for every copy, and the crossings."""
+        """Return the last queue and the milliseconds waited for every copy, and the routes taken from each exchange."""
         ends: list[tuple[str, int]] = []
         crossings: dict[str, int] = {}
         arrivals = [(exchange, 0)]
@@ -83,7 +83,7 @@ class Interpreter:
 
 @cache
 def interpreter(kind: str) -> tuple[Cascade, Interpreter]:
-    """The cascade with the address, and neighbours that must get nothing, bound at its end."""
+    """The cascade, with the address and its neighbours bound at the end; the neighbours must get no message."""
     cascade = Cascade(kind)  # type: ignore[arg-type]
     names = (ADDRESS, *OTHERS)
     bound = Topology(
@@ -98,7 +98,7 @@ def obey(kind: str, seconds: int) -> None:
     ends, crossings = broker.run(cascade.entry(seconds), routing_key(seconds, ADDRESS.encode()).decode())
     assert ends == [(f"q:{ADDRESS}", seconds * 1000)]
     assert set(crossings.values()) == {1}
-    # In at the highest set bit, then through every level below it, and out.
+    # It enters at the highest set bit, passes every level below, and leaves.
     assert len(crossings) == max(seconds.bit_length(), 1) + 1
 
 
@@ -143,7 +143,7 @@ def test_every_kind_of_address_gets_its_own_messages(address: str) -> None:
     assert ends == [("end", 6000)]
 
 
-def test_an_address_that_nobody_bound_ends_in_the_strays_queue() -> None:
+def test_an_unbound_address_ends_in_the_strays_queue() -> None:
     cascade, broker = interpreter("delayer")
     ends, _ = broker.run(cascade.entry(3), routing_key(3, b"nobody").decode())
     assert ends == [("delayer.delay-strays", 3000)]

@@ -1,4 +1,4 @@
-"""Histograms and counts by route: tables, and the law that the quick way and the slow way agree."""
+"""Histograms and counts by route: tables, and the law that batches and single messages count the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from delayer.core.counters import LATENESS, MOST_ROUTES, OTHERS, Counters, Tally
 
 
-def test_a_batch_of_latenesses_is_what_its_messages_are_one_by_one() -> None:
+def test_a_batch_of_latenesses_counts_like_its_messages_one_by_one() -> None:
     chance = random.Random(7)
     for _ in range(50):
         late_ms = [chance.expovariate(0.0005) for _ in range(chance.randrange(200))]
@@ -27,7 +27,7 @@ def test_messages_before_their_instant_count_as_on_time() -> None:
     assert (tally.below[0], tally.count, tally.total) == (2, 2, 0.0)
 
 
-def test_names_that_somebody_invents_fill_no_memory() -> None:
+def test_invented_route_names_do_not_fill_the_memory() -> None:
     counters = Counters()
     counters.add("refused", [b"%d" % number for number in range(MOST_ROUTES + 50)])
     counters.delivered([(10, b"one more")])

@@ -1,4 +1,4 @@
-"""Delays and instants, ours and as Celery and MailerQ write them: awkward input in tables, and the laws beside them."""
+"""Delays and instants, ours and those of Celery and MailerQ: difficult input in tables, and laws."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AT = "/nextattempt/time"
     [
         (0, 0), (-(1 << 63), -(1 << 63)), ((1 << 64) - 1, (1 << 64) - 1),
         (-0.0, 0), (0.25, 1), (-0.25, 0), (-1.5, -1), (5e-324, 1),
-        (1e30, 10**30 + 19884624838656),  # the float's exact value: rounding up never means rounding off
+        (1e30, 10**30 + 19884624838656),  # the float's exact value, not rounded to fewer digits
         ("0", 0), ("+5", 5), ("-5", -5), ("007", 7), ("1500.0000000000000000000001", 1501), ("9" * 30, 10**30 - 1),
         (Decimal("1.2"), 2), (Decimal(1).scaleb(-255), 1),
     ],
@@ -48,7 +48,7 @@ def test_a_relative_delay_is_read(said: object, delay_ms: int) -> None:
 
 NOT_A_NUMBER: list[object] = [
     None, True, b"1500", "", " 5", "5\n", "5_000", "1e3", "0x10", ".5", "5.", "NaN", "9" * 31, "1." + "9" * 31, [5],
-    "٣",  # a digit, to str.isdigit() and to int()
+    "٣",  # str.isdigit() and int() accept this digit
     math.nan, math.inf, Decimal("NaN"), Decimal("sNaN"), Timestamp(5),
 ]  # fmt: skip
 
@@ -74,9 +74,9 @@ def test_a_relative_delay_is_unreadable(said: object) -> None:
         ("2016-12-31T23:59:60Z", 1_483_228_800_000),  # a leap second is the first instant of the next minute
         ("2016-12-31T23:59:60.5Z", 1_483_228_800_500),
         ("2026-03-29T01:59:59+01:00", 1_774_745_999_000),  # clocks go forward after this second
-        ("2026-03-29T03:00:00+02:00", 1_774_746_000_000),  # which is the next one
-        ("2026-10-25T02:30:00+02:00", 1_792_888_200_000),  # this half hour is there twice
-        ("2026-10-25T02:30:00+01:00", 1_792_891_800_000),  # and the offset says which is meant
+        ("2026-03-29T03:00:00+02:00", 1_774_746_000_000),  # this is the next second
+        ("2026-10-25T02:30:00+02:00", 1_792_888_200_000),  # this half hour comes twice
+        ("2026-10-25T02:30:00+01:00", 1_792_891_800_000),  # the offset tells the two apart
         ("0000-01-01T00:00:00Z", -62_167_219_200_000),
         ("9999-12-31T23:59:59.999Z", 253_402_300_799_999),
         ("9999-12-31T23:59:59-23:59", 253_402_387_139_000),
@@ -115,7 +115,7 @@ offsets = st.integers(-(23 * 60 + 59), 23 * 60 + 59).map(lambda minutes: timezon
 
 
 @given(st.datetimes(min_value=datetime(1, 1, 3), max_value=datetime(9999, 12, 29)), offsets)  # noqa: DTZ001
-def test_instants_are_what_datetime_says_rounded_up(naive: datetime, zone: timezone) -> None:
+def test_instants_equal_those_of_datetime_rounded_up(naive: datetime, zone: timezone) -> None:
     instant = naive.replace(tzinfo=zone)
     assert read_instant_ms(instant.isoformat()) == -((EPOCH - instant) // MS)
 
@@ -139,12 +139,12 @@ def test_rounding_goes_up_by_less_than_a_millisecond(said: float | Decimal) -> N
 
 
 @given(st.decimals(-(10**20), 10**20, places=12))
-def test_a_numeric_string_means_what_the_number_means(number: Decimal) -> None:
+def test_a_numeric_string_equals_its_number(number: Decimal) -> None:
     assert read_delay_ms(f"{number:f}") == math.ceil(number)
 
 
 @given(st.integers(), st.integers())
-def test_whole_seconds_are_never_too_many_and_leave_less_than_one(due_ms: int, now_ms: int) -> None:
+def test_whole_seconds_are_rounded_down(due_ms: int, now_ms: int) -> None:
     seconds = whole_seconds_until(due_ms, now_ms)
     assert seconds >= 0
     assert now_ms + seconds * 1000 <= max(due_ms, now_ms)
@@ -170,7 +170,7 @@ def test_a_delay_in_words(milliseconds: int, words: str) -> None:
     assert in_words(milliseconds) == words
 
 
-# As Celery and MailerQ write them.
+# Instants of Celery and MailerQ.
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_an_instant_in_a_body(body: str, at: str, due_ms: int | None) -> None:
         (gzip.compress(b"[]" * (1 << 20), mtime=0), b"gzip", "at most"),
     ],
 )
-def test_a_body_that_may_have_meant_an_instant(body: bytes, encoding: bytes | None, found: str) -> None:
+def test_an_unreadable_body_is_an_error(body: bytes, encoding: bytes | None, found: str) -> None:
     with pytest.raises(UnreadableDelay, match=found):
         instant_in_json_ms(body, AT, encoding)
 

@@ -1,4 +1,4 @@
-"""Why a message is held, as data, and the pauses until it is tried again."""
+"""The reason of a hold as data, and the pauses before the next attempt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_flags_of_earlier_objections_stay(first: Hold, second: Hold, third: Hold
 
 
 @given(HOLDS)
-def test_first_objection_stands_alone(hold: Hold) -> None:
+def test_a_first_objection_stays_unchanged(hold: Hold) -> None:
     assert hold.after(None) == hold
 
 
@@ -63,15 +63,15 @@ ids = st.integers(0, 2**63 - 1)
 
 
 @given(st.integers(1, 2**31), ids)
-def test_within_a_fifth_of_the_doubling(attempts: int, message_id: int) -> None:
+def test_a_pause_is_within_a_fifth_of_the_doubling(attempts: int, message_id: int) -> None:
     whole = min(FIRST_MS * 2 ** min(attempts - 1, 30), LONGEST_MS)
     assert whole * 4 // 5 <= pause_ms(attempts, message_id) <= whole
 
 
 @given(st.integers(1, 20), ids)
-def test_never_shorter_for_more_attempts(attempts: int, message_id: int) -> None:
+def test_a_pause_is_never_shorter_after_more_attempts(attempts: int, message_id: int) -> None:
     assert pause_ms(attempts, message_id) <= pause_ms(attempts + 1, message_id)
 
 
-def test_neighbours_are_spread() -> None:
+def test_pauses_of_neighbouring_ids_are_spread() -> None:
     assert len({pause_ms(9, message_id) // 10_000 for message_id in range(1000)}) > 40

@@ -56,7 +56,7 @@ def test_samples_are_corrected_to_the_exact_sum() -> None:
     found = corrected({(b"a", 3): 10.0, (b"b", 9): 30.0}, {(b"a", 1): 8.0}, 108)
     assert found == {(b"a", 3): 25.0, (b"b", 9): 75.0, (b"a", 1): 8.0}
     assert corrected({}, {(b"a", 1): 8.0}, 8) == {(b"a", 1): 8.0}
-    assert sum(corrected({(b"a", 3): 10.0}, {(b"a", 1): 8.0}, 5).values()) == 8.0, "never below nothing"
+    assert sum(corrected({(b"a", 3): 10.0}, {(b"a", 1): 8.0}, 5).values()) == 8.0, "never below zero"
 
 
 def test_the_counted_hour_replaces_the_estimate() -> None:

@@ -1,4 +1,4 @@
-"""When a message is due that was met half-way through a cascade: rows, and the law that it is never early."""
+"""The due instant of a message found inside a cascade: rows, and the law that it is never early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOUR = 3600
         (10, routing_key(HOUR, b"a"), HOUR - 2048),
         (4, routing_key(HOUR, b"a"), 16),
         (27, routing_key(MAX_SECONDS, b"a"), MAX_SECONDS),
-        (6, b"no bits at all", 64),  # put straight into the queue: its TTL holds for it too
+        (6, b"no bits at all", 64),  # published straight into the queue: the queue's TTL holds for it too
         (6, routing_key(1, b"a"), 65),
     ],
 )
@@ -41,7 +41,7 @@ def sent(seconds: int, at_ms: int) -> dict[bytes, object]:
     return {DELAY_IN_SECONDS: seconds, TIME_SENT: wire_instant(at_ms)}
 
 
-LATEST = NOW + (HOUR - 2048) * 1000  # of an hour, met at level 10
+LATEST = NOW + (HOUR - 2048) * 1000  # a delay of an hour, found at level 10
 SOONEST = LATEST - 1024_000
 SECOND = NOW // 1000
 OLD = sent(HOUR, NOW - 60 * 86_400_000)
@@ -52,20 +52,20 @@ OLD = sent(HOUR, NOW - 60 * 86_400_000)
     [
         ({}, LATEST),
         (sent(HOUR, NOW - 2_100_000), NOW + 1_500_000),
-        (sent(HOUR, NOW + 9_000_000), LATEST),  # a sender whose clock is ahead
-        # One whose clock is behind, and a message that is about to leave its level.
+        (sent(HOUR, NOW + 9_000_000), LATEST),  # the sender's clock is ahead
+        # The sender's clock is behind, and the message is about to leave its level.
         (sent(HOUR, SOONEST - levels.CLOCKS_MS - HOUR * 1000), SOONEST),
-        # TimeSent of an earlier sending: when this one was nobody says.
+        # TimeSent is of an earlier sending; the headers do not tell the time of this one.
         (sent(HOUR, SOONEST - levels.CLOCKS_MS - 1 - HOUR * 1000), LATEST),
         (OLD, LATEST),
-        # As the vendor's tool moves a timeout: a new delay, the old TimeSent, and the instant that it is for.
+        # The vendor's tool moves a timeout with a new delay, the old TimeSent, and the due instant.
         (OLD | {EXPIRE: wire_instant(SOONEST + 600_000)}, SOONEST + 600_000),
         (OLD | {EXPIRE: wire_instant(NOW - 60_000)}, LATEST),
         (OLD | {EXPIRE: "some day"}, LATEST),
         (sent(HOUR, NOW - 2_100_000) | {EXPIRE: wire_instant(NOW - 9_000_000)}, NOW + 1_500_000),
         # A delayed retry counts from its failure.
         (sent(HOUR, 0) | {RETRIES_TIMESTAMP: wire_instant(NOW - 2_100_000)}, NOW + 1_500_000),
-        # What cannot be read says nothing.
+        # Unreadable headers are ignored.
         ({DELAY_IN_SECONDS: HOUR, TIME_SENT: "yesterday"}, LATEST),
         ({DELAY_IN_SECONDS: "x", TIME_SENT: wire_instant(NOW)}, LATEST),
         ({TIME_SENT: wire_instant(NOW - 2_100_000)}, LATEST),
@@ -74,13 +74,13 @@ OLD = sent(HOUR, NOW - 60 * 86_400_000)
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND)}, LATEST),
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 9_999)}, LATEST),
         (OLD | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, LATEST - 99_000),
-        # Notes of another trip, another queue, another reason: none of this level.
+        # Notes of another trip, another queue or another reason do not count.
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100, count=2)}, LATEST),
         ({X_DEATH: death("nsb.v2.delay-level-12", SECOND - 100)}, LATEST),
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100, reason="maxlen")}, LATEST),
         ({X_DEATH: [{"queue": "nsb.v2.delay-level-11", "reason": "expired", "count": 1, "time": SECOND}]}, LATEST),
         ({X_DEATH: [5]}, LATEST),
-        # Both: the later one.
+        # With both, the later one counts.
         (sent(HOUR, NOW - 2_100_000) | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, NOW + 1_500_000),
         (sent(HOUR, NOW - 2_200_000) | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, LATEST - 99_000),
     ],
@@ -89,7 +89,7 @@ def test_a_message_met_at_level_10(headers: dict[bytes, object], due_ms: int) ->
     assert due_at_level(NSB, 10, routing_key(HOUR, b"Sales"), headers, NOW) == due_ms
 
 
-def test_at_its_first_level_a_note_of_the_broker_is_of_another_trip() -> None:
+def test_a_note_at_the_first_level_is_of_another_trip() -> None:
     noted = {X_DEATH: death("nsb.v2.delay-level-12", SECOND - 100)}
     assert due_at_level(NSB, 11, routing_key(HOUR, b"a"), noted, NOW) == NOW + HOUR * 1000
 
@@ -101,7 +101,7 @@ def test_at_its_first_level_a_note_of_the_broker_is_of_another_trip() -> None:
         ("2027-01-15T08:40:00", NOW + 2_400_000),
         ("2027-01-15T08:25:52", NOW + 3_600_000 - 2_048_000),
         ("2027-01-15T08:25:48", NOW + 3_600_000 - 2_048_000),
-        ("2027-01-15T08:00:00", NOW + 3_600_000),  # of an earlier sending
+        ("2027-01-15T08:00:00", NOW + 3_600_000),  # the eta of an earlier sending
         (None, NOW + 3_600_000),
         ("soon", NOW + 3_600_000),
     ],
@@ -125,10 +125,10 @@ def test_a_message_of_our_own_cascade_knows_its_due_instant() -> None:
     noted=st.booleans(),
     says=st.booleans(),
 )
-def test_never_early_and_never_later_than_it_must(
+def test_the_due_instant_is_never_early_and_as_soon_as_known(
     kind: Kind, delay: int, pick: int, waited: float, sent_ms: int, lag_ms: list[int], noted: bool, says: bool
 ) -> None:
-    """A message goes down its levels, late by a little at each, and is met somewhere in one of them."""
+    """A message passes its levels, a little late at each, and is found in one of them."""
     cascade = Cascade(kind)
     path = [level for level in reversed(range(LEVELS)) if delay >> level & 1]
     met = pick % len(path)
@@ -153,8 +153,8 @@ def test_never_early_and_never_later_than_it_must(
     delay=st.integers(1, MAX_SECONDS), waited=st.floats(0, 1), old_s=st.integers(0, 400_000_000), expires=st.booleans()
 )
 def test_an_old_time_sent_is_not_believed(delay: int, waited: float, old_s: int, expires: bool) -> None:
-    """A message that says when it was first sent, and waits anew: its first sending makes it early by no more than that
-    sending lies back, where it can be taken for this one at all."""
+    """A message waits again with the TimeSent of its first sending. It is early at most by the age of that sending, and
+    only if the first sending could be this one."""
     level = delay.bit_length() - 1
     now_ms = NOW + int(waited * (1000 << level))
     headers = sent(delay, NOW - old_s * 1000)

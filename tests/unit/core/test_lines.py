@@ -1,4 +1,4 @@
-"""Legacy imports: where destinations are rewritten to, and the lines of a file."""
+"""Imports: rewritten destinations, and the lines of a file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_queue_is_renamed_or_the_exchange() -> None:
     chosen = ImportSelection(rewrites=[read_rewrite("s/@.*//"), read_rewrite("s/^/x./")])
     assert chosen.redirected(ImportItem(parcel(b"", b"q@m"))).parcel.target == (b"", b"x.q")
     assert chosen.redirected(ImportItem(parcel(b"e@m", b"q@m"))).parcel.target == (b"x.e", b"q@m")
-    assert chosen.retargeted(Target(b"", b"\xff@x")) == (b"", b"x.\xff"), "bytes that are no text are kept"
+    assert chosen.retargeted(Target(b"", b"\xff@x")) == (b"", b"x.\xff"), "bytes outside UTF-8 are kept"
 
 
 def random_parcel(chance: random.Random) -> Parcel:
@@ -82,7 +82,7 @@ def test_lines_are_exact_to_the_byte() -> None:
         assert lines.read(written) == line
 
 
-def test_the_end_says_how_many() -> None:
+def test_the_last_line_has_the_number_of_messages() -> None:
     assert lines.read(lines.write_end(7)) == EndLine(7)
 
 
@@ -152,7 +152,7 @@ def test_bytes_of_the_first_version() -> None:
     assert lines.write(line) == kept
 
 
-# JSON that any terminal may be shown.
+# JSON that is safe on every terminal.
 
 
 @pytest.mark.parametrize("character", ["\x7f", "\x9b", "\u202e", "\u2028", "\ud800", "\U000e0001", "\x1b"])
@@ -165,7 +165,7 @@ def test_invisible_characters_are_escaped(character: str, capsys: pytest.Capture
 
 
 @given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-def test_it_means_the_same(value: object) -> None:
+def test_escaped_json_has_the_same_value(value: object) -> None:
     plain = escaped(json.dumps(value, indent=2, ensure_ascii=False))
     assert json.loads(plain) == value
     assert all(one.isprintable() for one in plain.replace("\n", ""))

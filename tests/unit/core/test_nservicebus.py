@@ -1,4 +1,4 @@
-"""What NServiceBus headers say about time: a row for every shape, and the shapes that are none."""
+"""Instants and delays in NServiceBus headers: a row for every shape, and the invalid shapes."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_an_instant_comes_back_from_its_text(epoch_ms: int) -> None:
     st.sampled_from(["", "0000-01-01", "0000-02-29", "2026-02-29", "2026-13-01", "2026-06-00"]),
     st.sampled_from([None, 59, 60, 61]),
 )
-def test_it_is_the_instant_of_rfc_3339(moment: datetime, day: str, second: int | None) -> None:
-    """Whatever way it is read: of days and seconds that do not exist too."""
+def test_wire_instants_are_read_like_rfc_3339(moment: datetime, day: str, second: int | None) -> None:
+    """Both readers agree, also about days and seconds that do not exist."""
     date = day or moment.date().isoformat()
     time = f"{moment:%H:%M:}{moment.second if second is None else second:02d}"
     try:
@@ -84,12 +84,12 @@ def test_it_is_the_instant_of_rfc_3339(moment: datetime, day: str, second: int |
     ("headers", "due_ms"),
     [
         ({}, None),
-        ({DELAYED_UNTIL: SENT}, None),  # of a message that was delayed once, and is not any more
-        ({DELAY_IN_SECONDS: 60}, None),  # since when, nobody says
+        ({DELAYED_UNTIL: SENT}, None),  # the message was delayed once, and is not any more
+        ({DELAY_IN_SECONDS: 60}, None),  # without an instant to count from
         ({DELAY_IN_SECONDS: 60, TIME_SENT: SENT}, SENT_MS + 60_000),
         ({DELAY_IN_SECONDS: 0, TIME_SENT: SENT}, SENT_MS),
         ({DELAY_IN_SECONDS: -123, TIME_SENT: SENT}, SENT_MS - 123_000),
-        # A delayed retry: everything but the time of the failure is of the first sending.
+        # A delayed retry: only the time of the failure is of this sending.
         (
             {
                 DELAY_IN_SECONDS: 10,
@@ -99,7 +99,7 @@ def test_it_is_the_instant_of_rfc_3339(moment: datetime, day: str, second: int |
             },
             SENT_MS - 1 + 86_400_000 + 10_000,
         ),
-        # An outbox kept the message for ten minutes, and what was left of its delay was less by then.
+        # An outbox kept the message for ten minutes, and the rest of its delay was shorter then.
         ({DELAY_IN_SECONDS: 3000, TIME_SENT: SENT, DELAYED_UNTIL: "2026-04-29 23:11:26:330982 Z"}, SENT_MS + 3_600_000),
     ],
 )
@@ -163,7 +163,7 @@ def test_the_saga_of_cleared_timeouts(headers: dict[bytes, object], saga: bytes 
 
 
 @pytest.mark.parametrize("saga", [None, "", "00000000-0000-0000-0000-000000000000", 5])
-def test_to_clear_the_timeouts_of_no_saga_is_unreadable(saga: object) -> None:
+def test_clearing_timeouts_without_a_saga_is_unreadable(saga: object) -> None:
     assert saga_of({SAGA_ID: saga}) is None
     with pytest.raises(UnreadableDelay, match="expected a saga"):
         cleared_timeouts({CLEAR_TIMEOUTS: "True", SAGA_ID: saga})

@@ -56,7 +56,7 @@ def says(**headers: object) -> DelayRequest:
 
 
 def stamped(stamp: object, **headers: object) -> DelayRequest:
-    """The same, with the broker's ``timestamp_in_ms``."""
+    """A message with these headers and the broker's ``timestamp_in_ms``."""
     said = {name.replace("_", "-"): value for name, value in headers.items()}
     return ask(says=said | {"timestamp_in_ms": stamp})
 
@@ -66,7 +66,7 @@ def in_ms(delay: int) -> int:
 
 
 def named(value: object) -> str:
-    """As repr, but with sets in one order: the processes of a run must agree on the name of a test."""
+    """Like repr, but with sorted sets: all processes of a run must agree on the name of a test."""
     return re.sub(
         r"frozenset\(\{(.*?)\}\)", lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", repr(value)
     )
@@ -88,7 +88,7 @@ def named(value: object) -> str:
         (says(x_delay=1, x_deliver_at=NOW + 2, x_opt_delivery_time=NOW + 3, x_opt_delivery_delay=4), in_ms(1)),
         (says(x_deliver_at=NOW + 2, x_opt_delivery_time=NOW + 3, x_opt_delivery_delay=4), in_ms(2)),
         (says(x_opt_delivery_time=NOW + 3, x_opt_delivery_delay=4), in_ms(3)),
-        # The timestamp property counts only where a route asks for it; there it comes first.
+        # The timestamp property counts only on a route that reads it; there it comes first.
         (ask(timestamp=NOW // 1000 + 9), NOW),
         (ask(b"stamped.in", timestamp=NOW // 1000 + 9, says={"x-delay": 4}), in_ms(9000)),
         (ask(b"stamped.in", says={"x-delay": 4}), in_ms(4)),
@@ -96,7 +96,7 @@ def named(value: object) -> str:
         (ask(b"fixed.in"), in_ms(5000)),
         (ask(b"fixed.in", says={"x-delay": 7000}), in_ms(7000)),
         (ask(b"fixed.in", says={"x-delay": 0}), NOW),
-        # Relative delays count from the broker's stamp, absolute ones do not.
+        # Relative delays count from the broker's stamp; instants ignore it.
         (stamped(NOW - 400, x_delay=1000), in_ms(600)),
         (stamped(NOW - 400, x_opt_delivery_delay=1000), in_ms(600)),
         (stamped(NOW - 400, x_deliver_at=NOW + 9), in_ms(9)),
@@ -104,7 +104,7 @@ def named(value: object) -> str:
         (stamped(NOW - 1001, x_delay=1000), in_ms(-1)),
         (stamped(NOW + 400, x_delay=1000), in_ms(1400)),
         (ask(b"fixed.in", says={"timestamp_in_ms": NOW - 400}), in_ms(4600)),
-        # A stamp that is no instant is none.
+        # An invalid stamp does not count.
         *(
             (stamped(stamp, x_delay=1000), in_ms(1000))
             for stamp in (0, -1, True, "1800000000000", 1.8e12, None, Timestamp(1_700_000_000))
@@ -114,10 +114,10 @@ def named(value: object) -> str:
         (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 100), in_ms(1000)),
         (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 401), in_ms(1000)),
         (stamped(NOW - 400, x_delay=1000, x_delayer_due="junk"), in_ms(1000)),
-        # At once is at once, also where the broker's clock is ahead.
+        # Zero means at once, also if the broker's clock is ahead.
         (stamped(NOW + 5000, x_delay=0), NOW),
         (stamped(NOW + 5000, x_delay=-7), in_ms(-7)),
-        # Zero and less is at once; how much less does not matter, as long as it fits where it is written.
+        # Zero and less mean at once, and the due instant must fit its field.
         (says(x_delay=0), NOW),
         (says(x_delay=-5), in_ms(-5)),
         (says(x_delay=-NOW), 0),
@@ -141,7 +141,7 @@ def test_when_a_message_is_due(asked: DelayRequest, due_ms: int) -> None:
         (says(x_delay=5), Park(in_ms(5), OUT)),
         (says(), AtOnce(NOW, OUT, undelayed=True)),
         (ask(b"strict.in", says={"x-delay": 0}), AtOnce(NOW, OUT)),
-        # Where to: the route's exchange and key, else the message's own; headers win.
+        # The target: the route's exchange and key, else the message's own; headers win.
         (ask(b"mail.in", b"inbox", says={"x-delay": 5}), Park(in_ms(5), Target(b"", b"inbox"))),
         (ask(b"fixed.in", b"k"), Park(in_ms(5000), Target(b"", b"mail.inbox"), undelayed=True)),
         (ask(b"", b"delays", says={"x-delay": 5}), Park(in_ms(5), Target(b"orders.out", b"delays"))),
@@ -155,16 +155,16 @@ def test_when_a_message_is_due(asked: DelayRequest, due_ms: int) -> None:
         (ask(b"reply.in", reply_to=b"shop.eu", says={"x-delay": 5}), Park(in_ms(5), Target(b"shop.eu", b"k"))),
         (ask(b"reply.in", reply_to=b"no", says={"x-delay": 5, "x-delay-exchange": "orders.out"}), Park(in_ms(5), OUT)),
         (ask(b"open.in", reply_to=b"shop.eu", says={"x-delay": 5}), Park(in_ms(5), OUT)),
-        (says(x_delay_exchange="orders.out"), AtOnce(NOW, OUT, undelayed=True)),  # the route's own needs no leave
+        (says(x_delay_exchange="orders.out"), AtOnce(NOW, OUT, undelayed=True)),  # the route's own is allowed
         (
             ask(copies=frozenset({b"delays"}), says={"x-delay": 5}),
             Park(in_ms(5), OUT),
-        ),  # no queue of ours at an exchange
-        # 28 digits before the key are a cascade's, and go; anything else is the publisher's.
+        ),  # on an exchange, a key is no queue of ours
+        # The plan removes 28 digits of a cascade before the key; it keeps every other key.
         (ask(routing_key=b"0." * 28 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"a.b"), undelayed=True)),
         (ask(routing_key=b"0." * 29 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"0.a.b"), undelayed=True)),
         (ask(routing_key=b"0." * 27 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"0." * 27 + b"a.b"), undelayed=True)),
-        # Keys and cancels are the store's business, whatever the delay.
+        # Keys and cancels always go to the store, with every delay.
         (says(x_delay=5, x_delay_key="o-1"), Park(in_ms(5), OUT, b"o-1")),
         (says(x_delay_key=b"\x00"), Park(NOW, OUT, b"\x00", undelayed=True)),
         (says(x_delay=-5, x_delay_key="o-1"), Park(in_ms(-5), OUT, b"o-1")),
@@ -214,13 +214,13 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (ask(b"open.in", says={"x-delay-exchange": "open.in"}), replace(
             STORE, routes={b"open.in": replace(OPEN, allow_exchanges=("*",))}), "leads back into the intake queue"),
         (ask(b"mail.in", copies=frozenset({b"x", b"delays"})), STORE, "key 'delays') leads into delayer's own queues"),
-        # What is delayer's own: a level would be stopped for everybody, an envelope would be believed.
+        # Delayer's own queues: a message could block a level for all others, or forge an envelope.
         (ask(b"mail.in", b"delays.due"), STORE, "key 'delays.due') leads into delayer's own queues"),
         (ask(b"mail.in", b"1." * 28 + b"level-00"), NATIVE, "key 'level-00') leads into delayer's own queues"),
         (ask(b"mail.in", says={"x-delay-routing-key": "level-00"}), STORE, "leads into delayer's own queues"),
         (ask(b"mail.in", copies=frozenset({b"level-00"})), NATIVE, "leads into delayer's own queues"),
         (ask(b"open.in", says={"x-delay-exchange": "shop.cascade"}), STORE, "leads into delayer's own exchanges"),
-        # What can end the whole connection that it is published over.
+        # A target that can end the publishing connection.
         (ask(b"mail.in", b"amq.rabbitmq.reply-to.g2EF.k"), STORE, "g2EF.k') leads to a direct reply, not to a queue"),
         (ask(b"mail.in", says={"x-delay-routing-key": "amq.rabbitmq.reply-to.a"}), NATIVE, "leads to a direct reply"),
         (ask(b"mail.in", copies=frozenset({b"amq.rabbitmq.reply-to.a"})), STORE, "-to.a') leads to a direct reply"),
@@ -269,7 +269,7 @@ INBOX = Target(b"", b"inbox")
         (ask(b"mail.in", b"a.*", says={"x-delay": 1}), cascade(0, in_ms(1), Target(b"", b"a.*"))),
         (ask(b"mail.in", b"#", says={"x-delay": 1}), cascade(0, in_ms(1), Target(b"", b"#"))),
         (ask(b"mail.in", b"\xff", says={"x-delay": 1}), cascade(0, in_ms(1), Target(b"", b"\xff"))),
-        # A queue that a header names on a route to an exchange; an exchange's key may be as long as it likes.
+        # A header names a queue on a route to an exchange; an exchange's key may have any length.
         (ask(says={"x-delay": 1}, routing_key=b"k" * 255), cascade(0, in_ms(1), Target(b"orders.out", b"k" * 255))),
         (says(x_delay=1, x_delay_key="o-1"), Park(in_ms(1), OUT, b"o-1")),
         (says(x_delay_cancel="o-1"), Cancel(b"o-1")),
@@ -280,7 +280,7 @@ def test_in_native_mode(asked: DelayRequest, plan: object) -> None:
     assert decide(asked, NATIVE, NOW) == plan
 
 
-def test_max_delay_alone_bounds_a_delay_where_the_broker_delays_messages_itself() -> None:
+def test_max_delay_is_the_only_limit_if_the_broker_delays_messages() -> None:
     policy = replace(NATIVE, longest_native_ms=LATEST_MS, max_delay_ms=20 * 365 * DAY)
     wait_ms = 10 * 365 * DAY
     assert decide(says(x_delay=wait_ms), policy, NOW) == cascade(wait_ms // 1000, in_ms(wait_ms))
@@ -317,30 +317,30 @@ def test_an_instant_in_another_unit_or_form_is_refused(header: str, policy: Poli
         (LONGEST * 1000 + 1, Park(in_ms(LONGEST * 1000 + 1), OUT)),
     ],
 )
-def test_up_to_park_beyond_the_cascade_is_taken(delay_ms: int, plan: object) -> None:
+def test_delays_up_to_park_beyond_enter_the_cascade(delay_ms: int, plan: object) -> None:
     assert decide(says(x_delay=delay_ms), MIXED, NOW) == plan
 
 
 @pytest.mark.parametrize("policy", [STORE, MIXED])
 @pytest.mark.parametrize("delay_ms", [-5, 0, 1, 20_000])
-def test_while_the_broker_takes_nothing_all_of_it_is_parked(policy: Policy, delay_ms: int) -> None:
+def test_a_blocked_broker_parks_every_message(policy: Policy, delay_ms: int) -> None:
     assert decide(says(x_delay=delay_ms), replace(policy, publishing=False), NOW) == Park(in_ms(delay_ms), OUT)
 
 
-def test_while_the_broker_takes_nothing_the_cascade_is_all_that_native_mode_has() -> None:
+def test_a_blocked_broker_does_not_change_plans_in_native_mode() -> None:
     blocked = replace(NATIVE, publishing=False)
     assert decide(says(x_delay=0), blocked, NOW) == AtOnce(NOW, OUT)
     assert decide(says(x_delay=1), blocked, NOW) == cascade(0, in_ms(1))
 
 
-def test_with_a_store_no_delay_is_too_long_for_the_cascade() -> None:
+def test_a_store_parks_delays_too_long_for_the_cascade() -> None:
     policy = replace(STORE, park_beyond_ms=1 << 50)
     assert decide(says(x_delay=LONGEST * 1000), policy, NOW) == cascade(LONGEST, in_ms(LONGEST * 1000))
     assert decide(says(x_delay=LONGEST * 1000 + 1), policy, NOW) == Park(in_ms(LONGEST * 1000 + 1), OUT)
 
 
 numbers = st.integers(-(1 << 63), (1 << 64) - 1)
-# Around what matters, and anywhere.
+# Near the limits, and anywhere.
 delays = (
     st.integers(-5, 5) | st.integers(-2, 2).map(lambda n: n + LONGEST * 1000) | st.integers(0, 3650 * DAY) | numbers
 )
@@ -410,14 +410,14 @@ def test_messages_that_only_a_store_can_order_or_limit_are_not_kept_in_memory() 
     assert decide(says(x_delay=100), replace(policy, publishing=False), NOW) == Park(in_ms(100), OUT)
 
 
-def test_a_relative_delay_counts_from_the_reading_also_when_it_was_long_ago() -> None:
+def test_a_relative_delay_counts_from_an_old_reading() -> None:
     assert decide(says(x_delay=1_000), STORE, NOW - 400, NOW) == Park(NOW + 600, OUT)
     assert decide(says(x_delay=1_000), NATIVE, NOW - 1_400, NOW) == AtOnce(NOW - 400, OUT)
     assert decide(says(x_delay=3_000), NATIVE, NOW - 400, NOW) == cascade(2, NOW + 2_600)
 
 
-def test_due_is_judged_by_the_earlier_clock_and_a_delay_counts_from_the_later_one() -> None:
-    """The store's clock is somewhere between the two: what is due by the later one only may be early."""
+def test_the_earlier_clock_judges_due_and_the_later_one_starts_a_delay() -> None:
+    """The store's clock is between the two. A message due only by the later clock may be early."""
     at = says(x_deliver_at=NOW - 5)
     assert isinstance(decide(at, STORE, NOW, now_lower_ms=NOW - 10), Park)
     assert isinstance(decide(at, STORE, NOW, now_lower_ms=NOW - 5), AtOnce)
@@ -427,6 +427,6 @@ def test_due_is_judged_by_the_earlier_clock_and_a_delay_counts_from_the_later_on
 
 
 @given(st.integers(0, 3650 * DAY), st.sampled_from(["x-delay", "x-opt-delivery-delay"]), policies)
-def test_never_earlier_than_asked(delay_ms: int, header: str, policy: Policy) -> None:
+def test_a_plan_is_never_earlier_than_asked(delay_ms: int, header: str, policy: Policy) -> None:
     plan = decide(ask(says={header: delay_ms}), policy, NOW)
     assert isinstance(plan, Refuse) or plan.due_ms == NOW + delay_ms  # type: ignore[union-attr]

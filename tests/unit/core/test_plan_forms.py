@@ -1,4 +1,4 @@
-"""decide() on routes that other systems' messages come through, and on routes of dead letters."""
+"""decide() on routes for messages of other systems, and on routes of dead letters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RETRY = RetryPolicy(5_000, 2, HOUR_MS, 0.0, 3, b"parking-lot")
 
 NSB = Route(b"nsb", b"out", delay_from=("nservicebus",))
 LATER = Route(b"later", b"", delay_from=("x-delay", "nservicebus-timeout"))
-"""Where a timeout may say the address of what another form says the instant of."""
+"""One header may give the due instant here, and a timeout's header the address."""
 EVERY = Route(b"every", b"", delay_from=(*SOURCES, "json:/nextattempt/time"))
 TIMEOUTS = Route(b"Sales.Timeouts", b"", delay_from=("nservicebus-timeout",))
 BITS = Route(b"bits", b"out", delay_from=("routing-key-bits",))
@@ -43,7 +43,7 @@ CELERY = Route(b"celery", b"out", delay_from=("celery-eta",))
 MAILERQ = Route(b"mailerq", b"amqpdelayer", delay_from=("timestamp", "json:/nextattempt/time"))
 HEADERS = Route(b"headers", b"", b"k", ("header:a:b:rfc3339", "header:c", "header:d:s"), routing_key_header=b"to")
 DRAMATIQ = Route(b"dramatiq", b"", delay_from=("json:/options/eta",))
-OF_DRAMATIQ = (  # As Dramatiq 2.2.1 publishes it: remind.send_with_options(args=("order-4711",), delay=3_600_000)
+OF_DRAMATIQ = (  # from Dramatiq 2.2.1: remind.send_with_options(args=("order-4711",), delay=3_600_000)
     b'{"queue_name":"mail.DQ","actor_name":"remind","args":["order-4711"],"kwargs":{},"options":{"eta":1800003600000},'
     b'"message_id":"ecc9e2b7-a84e-4d37-9177-873909bfcff5","message_timestamp":1800000000000}'
 )
@@ -72,7 +72,7 @@ def sent(ago_ms: int) -> str:
         (ask(b"nsb", {TIME_SENT: sent(5)}), NOW),
         (ask(b"nsb", {DELAY_IN_SECONDS: 60, TIME_SENT: sent(5_000)}), NOW + 55_000),
         (ask(b"nsb", {DELAY_IN_SECONDS: 60, TIME_SENT: sent(65_000)}), NOW - 5_000),
-        (ask(b"nsb", {DELAY_IN_SECONDS: 60}), NOW + 60_000),  # nobody says since when: from now
+        (ask(b"nsb", {DELAY_IN_SECONDS: 60}), NOW + 60_000),  # without an instant to count from: from now
         (ask(b"nsb", {DELAY_IN_SECONDS: -9, TIME_SENT: sent(0)}), NOW - 9_000),
         (ask(b"nsb", {b"x-delay": 5}), NOW),  # a form that this route does not name
         (ask(b"bits", key=routing_key(3600, b"a.b")), NOW + HOUR_MS),
@@ -89,7 +89,7 @@ def sent(ago_ms: int) -> str:
         (ask(b"headers", {b"a:b": "2027-01-15T09:00:00.0000001+00:00", b"c": 5}), NOW + HOUR_MS + 1),
         (ask(b"headers", {b"c": "5"}), NOW + 5),
         (ask(b"headers", {b"d": 2.5}), NOW + 3_000),
-        # Of two forms the first one that is present.
+        # Of two forms, the first present one counts.
         (ask(b"mailerq", timestamp=NOW // 1000 + 9, body=b"no json"), NOW + 9_000),
     ],
 )
@@ -99,7 +99,7 @@ def test_when_a_message_of_another_system_is_due(asked: DelayRequest, due_ms: in
     assert plan.due_ms == due_ms
 
 
-def test_the_digits_of_a_cascade_go() -> None:
+def test_a_plan_removes_the_digits_of_a_cascade() -> None:
     plan = decide(ask(b"bits", key=routing_key(60, b"Sales.Orders")), STORE, NOW)
     assert plan == Park(NOW + 60_000, Target(b"out", b"Sales.Orders"))
 
@@ -144,11 +144,11 @@ ORDERS = Target(b"", b"Sales.Orders")
         (TO_SALES | {EXPIRE: sent(9)}, b"id-1", STORE, AtOnce(NOW - 9, ORDERS)),
         (OF_SAGA, b"id-1", STORE, Park(NOW + 5_000, ORDERS, KEY)),
         (OF_SAGA | {EXPIRE: sent(9)}, b"id-1", STORE, AtOnce(NOW - 9, ORDERS)),
-        # Without an id two timeouts could not be told apart, and with one that is too long neither.
+        # Without an id, or with one that is too long, a key could not tell two timeouts apart.
         (OF_SAGA, None, STORE, Park(NOW + 5_000, ORDERS)),
         (OF_SAGA, b"i" * 255, STORE, Park(NOW + 5_000, ORDERS)),
         (OF_SAGA | {SAGA_ID: "0" * 8}, b"id-1", STORE, Park(NOW + 5_000, ORDERS)),
-        # Also below park_beyond: in the cascade it could not be cleared.
+        # Also below park_beyond: a cancel does not reach the cascade.
         (OF_SAGA, b"id-1", replace(STORE, park_beyond_ms=HOUR_MS), Park(NOW + 5_000, ORDERS, KEY)),
         (OF_SAGA, b"id-1", NATIVE, EnterCascade(NOW + 5_000, 5, ORDERS)),
         ({CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}, b"x", STORE, Cancel(KeyGroup(f"nservicebus-saga:{SAGA}:".encode()))),
@@ -163,7 +163,7 @@ def test_a_route_of_timeouts(headers: dict[bytes, object], message_id: bytes, po
 
 
 @pytest.mark.words
-def test_to_clear_timeouts_needs_a_store() -> None:
+def test_clearing_timeouts_needs_a_store() -> None:
     plan = decide(
         ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}), replace(NATIVE, has_store=False), NOW
     )
@@ -199,10 +199,10 @@ BACK = Target(b"", b"orders")
         (dead(3), replace(STORE, publishing=False), Park(NOW, Target(b"", b"parking-lot"))),
         (dead(2, "billing"), STORE, Park(NOW + 5_000, BACK)),  # it failed elsewhere before
         (dead(), NATIVE, EnterCascade(NOW + 5_000, 5, BACK)),
-        # It goes to this one queue: of what CC names nothing does.
+        # It goes to this one queue, and to no key in CC.
         (dead()._replace(copies=frozenset({b"delays", b"delays.due"})), STORE,
          Park(NOW + 5_000, BACK)),
-        # What its publisher once asked for has been done.
+        # Its first delivery has done its publisher's cancel already.
         (dead()._replace(headers=dead().headers | {b"x-delay-cancel": "k"}), STORE,
          Park(NOW + 5_000, BACK)),
     ],
@@ -244,7 +244,7 @@ def test_a_retry_route_refuses_messages_without_x_death(asked: DelayRequest, rea
     ("retries", "chance", "wait"),
     [
         (1, 0.0, 5_000), (1, 1.0, 5_500), (2, 0.0, 10_000), (10, 0.0, 2_560_000), (10, 1.0, 2_816_000),
-        # The longest wait is one with jitter and all.
+        # The longest wait includes the jitter.
         (11, 0.0, 3_272_728), (9999, 0.5, 3_436_364), (9999, 1.0, HOUR_MS),
     ],
 )  # fmt: skip
@@ -260,9 +260,7 @@ def test_how_long_a_retry_waits(retries: int, chance: float, wait: int) -> None:
     st.integers(1, 1000),
     st.floats(0, 1),
 )  # fmt: skip
-def test_retries_never_come_sooner_than_the_one_before_nor_later_than_the_longest(
-    retry: RetryPolicy, retries: int, chance: float
-) -> None:
+def test_the_wait_of_a_retry_grows_up_to_the_longest(retry: RetryPolicy, retries: int, chance: float) -> None:
     wait = retry_policy.wait_ms(retry, retries, chance)
     assert retry_policy.wait_ms(retry, retries, 0) <= wait <= retry.longest_ms
     assert retry_policy.wait_ms(retry, retries + 1, chance) >= wait

@@ -16,7 +16,7 @@ from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, ScriptedP
 
 
 @given(rate=st.floats(0.01, 100_000), steps=st.lists(st.tuples(st.floats(-1, 60), st.integers(0, 2000)), max_size=50))
-def test_no_stretch_of_time_gives_more_than_rate_and_burst(rate: float, steps: list[tuple[float, int]]) -> None:
+def test_the_bucket_gives_at_most_the_burst_plus_the_rate(rate: float, steps: list[tuple[float, int]]) -> None:
     now, longest, taken = 0.0, 0.0, 0
     bucket = TokenBucket(rate, now)
     for seconds, wanted in steps:
@@ -27,7 +27,7 @@ def test_no_stretch_of_time_gives_more_than_rate_and_burst(rate: float, steps: l
     assert taken <= max(1.0, rate * BURST) + rate * longest + 1e-6 * (1 + taken)
 
 
-def test_after_the_wait_there_is_a_token() -> None:
+def test_the_bucket_has_a_token_after_the_wait() -> None:
     for rate in (0.1, 1, 7, 1000):
         bucket = TokenBucket(rate, 0.0)
         assert bucket.take(1_000_000, 0.0) == max(1, int(rate * BURST))
@@ -36,7 +36,7 @@ def test_after_the_wait_there_is_a_token() -> None:
         assert bucket.take(1, wait + 1e-9) == 1
 
 
-def test_tokens_that_were_not_used_are_there_again() -> None:
+def test_unused_tokens_return_to_the_bucket() -> None:
     bucket = TokenBucket(100, 0.0)
     assert bucket.take(15, 0.0) == 15
     bucket.give_back(10)
@@ -55,7 +55,7 @@ async def run(live: ScriptedLive, lane: ScriptedLane, settled: int) -> None:
     await task
 
 
-async def test_a_limited_lane_claims_its_tokens_and_no_more() -> None:
+async def test_a_limited_lane_claims_only_its_tokens() -> None:
     lane = ScriptedLane(claims=[[due(n) for n in range(20)], [due(n) for n in range(10)]])
     began = time.monotonic()
     await run(ScriptedLive(rates={b"slow": 100.0}), lane, 2)

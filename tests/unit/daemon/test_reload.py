@@ -1,5 +1,5 @@
-"""SIGHUP without servers: what waits for a restart, and what is refused. tests/acceptance/test_daemon_reload.py has
-the reloads that are in force."""
+"""SIGHUP without servers: keys that wait for a restart, and refused reloads. tests/acceptance/test_daemon_reload.py has
+the successful reloads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def settings(**tables: Any) -> Settings:
 
 
 class StubDaemon:
-    """What a reload needs of a daemon with lanes; it is out of reach for ``failures`` of these names."""
+    """The parts of a daemon that a reload uses; ``failures`` by name make a part fail."""
 
     configured = True
 
@@ -54,7 +54,7 @@ class StubDaemon:
 
 
 class Line(Notifier):
-    """What systemd heard."""
+    """Records the messages to systemd."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -77,7 +77,7 @@ def reloading(daemon: StubDaemon, load: Callable[[], Settings]) -> tuple[Reload,
     [{"broker": BrokerLost("no answer")}, {"broker": TopologyMismatch([])}, {"lanes": StoreLost("no lane")}],
     ids=str,
 )
-async def test_a_reload_that_is_refused_changes_nothing(failures: dict[str, Exception]) -> None:
+async def test_a_refused_reload_does_not_change_the_settings(failures: dict[str, Exception]) -> None:
     daemon, stopping = StubDaemon(settings(mode="native", store=STORE), **failures), asyncio.Event()
     reload, line = reloading(daemon, lambda: settings(mode="store", store=STORE))
     reload.request()
@@ -92,8 +92,8 @@ async def test_a_reload_that_is_refused_changes_nothing(failures: dict[str, Exce
     assert line.said[1].startswith("reloaded mode native; the last reload was refused: ")
 
 
-async def test_requests_that_come_meanwhile_are_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.daemon.app.logs.configure", lambda *_: None)  # it would outlive the test
+async def test_requests_during_a_reload_cause_one_more_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delayer.daemon.app.logs.configure", lambda *_: None)  # its effect would outlive the test
     loads: list[int] = []
 
     def load() -> Settings:

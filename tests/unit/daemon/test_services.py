@@ -1,4 +1,4 @@
-"""The life of the daemon's parts: started, stopped, failing, refusing to stop. And the waiting between attempts."""
+"""The life of the daemon's parts: start, stop, failure, refusal to stop. And the pauses between attempts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ async def failing(_: asyncio.Event) -> None:
 
 
 async def returning(_: asyncio.Event) -> None:
-    """Done at once."""
+    """Return at once."""
 
 
-async def test_stopped_before_it_started() -> None:
+async def test_a_group_stopped_before_its_start_still_runs_its_parts() -> None:
     group = ServiceGroup()
     group.stop()
     group.stop()
@@ -59,8 +59,8 @@ async def test_parts_run_until_stopped() -> None:
     assert sorted(events) == ["a began", "a ended", "b began", "b ended"]
 
 
-async def test_the_last_ones_outlive_the_others() -> None:
-    """Whoever settles finds the lanes still there."""
+async def test_the_last_parts_outlive_the_others() -> None:
+    """A part that settles messages during the stop still has the lanes."""
     group, events = ServiceGroup(), list[str]()
     group.add("lanes", part(events, "lanes"), last=True)
 
@@ -102,7 +102,7 @@ async def test_the_first_failure_is_raised_and_the_others_are_logged() -> None:
     assert [(one["event"], one["reason"]) for one in logs] == [("part failed too", "KeyError('second')")]
 
 
-async def test_a_part_added_while_stopping_is_waited_for() -> None:
+async def test_a_stop_waits_for_a_part_added_meanwhile() -> None:
     group, events = ServiceGroup(), list[str]()
 
     async def adds(stopping: asyncio.Event) -> None:
@@ -135,7 +135,7 @@ async def test_a_part_that_does_not_stop_is_cancelled(last: bool) -> None:
 
 
 @pytest.mark.parametrize("also_deaf", [False, True])
-async def test_a_failure_while_stopping_is_not_forgotten(also_deaf: bool) -> None:
+async def test_a_failure_during_the_stop_is_raised(also_deaf: bool) -> None:
     group = ServiceGroup(grace=0.01)
 
     async def deaf(_: asyncio.Event) -> None:
@@ -159,10 +159,6 @@ def test_pauses_double_up_to_the_longest() -> None:
         assert pause(attempt, 0.0) < pause(attempt, 0.999) < 2 * pause(attempt, 0.0) <= 15.0
 
 
-def nobody() -> None:
-    """Feeds no watchdog."""
-
-
 @pytest.mark.parametrize("before", [True, False])
 async def test_a_pause_ends_when_told_to_stop(before: bool) -> None:
     stopping, beats = asyncio.Event(), list[int]()
@@ -176,14 +172,14 @@ async def test_a_pause_ends_when_told_to_stop(before: bool) -> None:
     assert len(beats) == (0 if before else 1)
 
 
-def test_a_long_outage_is_spoken_of_ever_more_rarely() -> None:
+def test_the_log_of_a_long_outage_slows_down() -> None:
     throttle = LogThrottle()
     said = [second for second in range(7200) if throttle.should_log("refused", second)]
     assert said[:5] == [0, 10, 30, 70, 150]
     assert {later - sooner for sooner, later in pairwise(said[6:])} == {300.0}
 
 
-def test_news_is_always_spoken_of() -> None:
+def test_a_new_reason_is_always_logged() -> None:
     throttle = LogThrottle()
     assert throttle.should_log("refused", 0)
     assert throttle.should_log("no such vhost", 1)
@@ -192,14 +188,14 @@ def test_news_is_always_spoken_of() -> None:
     assert throttle.should_log("no such vhost", 3)
 
 
-# The end of a loop waits for nobody beyond its time.
+# The end of the event loop waits for tasks for a limited time.
 
 
 SHORT = 0.05
 
 
 async def stubborn() -> None:
-    """Does not heed being cancelled."""
+    """Ignore every cancellation."""
     while True:
         try:
             await asyncio.Event().wait()
@@ -215,7 +211,7 @@ async def polite(closings: list[str]) -> None:
         closings.append("bye")
 
 
-def test_tasks_left_over_say_goodbye() -> None:
+def test_remaining_tasks_are_cancelled() -> None:
     closings: list[str] = []
 
     async def main() -> asyncio.Task[None]:
@@ -229,9 +225,9 @@ def test_tasks_left_over_say_goodbye() -> None:
     assert not events
 
 
-def test_a_task_that_does_not_leave_is_named_and_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_that_ignores_its_cancellation_is_logged_and_abandoned(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> str:
-        asyncio.create_task(stubborn(), name="the stubborn one")  # noqa: RUF006  # nobody is to hold it
+        asyncio.create_task(stubborn(), name="the stubborn one")  # noqa: RUF006  # no code may hold it
         await asyncio.sleep(0)
         return "done"
 

@@ -1,4 +1,4 @@
-"""The line to systemd, over a real socket; the watchdog's decision, over a passed-in clock."""
+"""Messages to systemd, over a real socket; the watchdog's decision, with a clock of the test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.fakes import until
 
 @pytest.fixture(params=["path", "abstract"])
 def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
-    """systemd's end of the line: the value of NOTIFY_SOCKET, and the socket that hears what is sent there."""
+    """systemd's side: the value of NOTIFY_SOCKET, and the socket that receives the messages."""
     name = str(tmp_path / "s") if request.param == "path" else f"@delayer-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         server.bind(name.replace("@", "\0", 1))
@@ -47,7 +47,7 @@ def test_messages_to_systemd(systemd: tuple[str, socket.socket]) -> None:
     notifier.status("broker unreachable:\nREADY=1\n  forged")
     assert heard() == ["STATUS=broker unreachable: READY=1 forged"]
     notifier.feed_watchdog()
-    assert heard() == ["WATCHDOG=1", "READY=1", "STATUS=broker unreachable: READY=1 forged"], "it may have been lost"
+    assert heard() == ["WATCHDOG=1", "READY=1", "STATUS=broker unreachable: READY=1 forged"], "systemd may have lost it"
     notifier.stopping("settling")
     assert heard() == ["STOPPING=1", "STATUS=settling"]
     notifier.feed_watchdog()
@@ -68,15 +68,15 @@ def test_a_reload_in_the_middle_of_a_start_does_not_end_it(systemd: tuple[str, s
     assert server.recv(4096) == b"WATCHDOG=1", "the state would end the reload"
 
 
-def test_inert_without_systemd() -> None:
+def test_the_notifier_does_nothing_without_systemd() -> None:
     notifier = Notifier({"WATCHDOG_USEC": "30000000"})
     assert notifier.watchdog_interval is None
-    notifier.ready("nobody hears this")
+    notifier.ready("no socket takes this")
     notifier.stopping()
 
 
-@pytest.mark.parametrize("address", ["/nowhere/at/all", "@nobody-listens-here"])
-def test_a_dead_socket_is_logged_and_no_more(address: str) -> None:
+@pytest.mark.parametrize("address", ["/nowhere/at/all", "@no-listener-here"])
+def test_a_dead_socket_is_only_logged(address: str) -> None:
     with structlog.testing.capture_logs() as logs:
         Notifier({"NOTIFY_SOCKET": address}).ready()
     assert [(one["event"], one["state"]) for one in logs] == [("notify failed", "READY=1")]
@@ -103,7 +103,7 @@ def test_watchdog_interval(environ: dict[str, str], interval: float | None) -> N
     assert Notifier({"NOTIFY_SOCKET": "@x", **environ}).watchdog_interval == interval
 
 
-def test_trouble_stands_behind_the_status_and_is_said_once(systemd: tuple[str, socket.socket]) -> None:
+def test_trouble_follows_the_status_and_is_sent_once(systemd: tuple[str, socket.socket]) -> None:
     name, server = systemd
     notifier = Notifier({"NOTIFY_SOCKET": name})
     notifier.ready("mode store")
@@ -135,11 +135,11 @@ def test_words(seen: dict[str, bool], words: str) -> None:
     assert trouble(**seen) == words
 
 
-# The watchdog is fed while every loop moves, and only then.
+# The watchdog is fed only while every loop moves.
 
 
 class Line(Notifier):
-    """A line to a systemd that watches, or does not."""
+    """A notifier with this watchdog interval; counts the feeds."""
 
     def __init__(self, interval: float | None) -> None:
         super().__init__({})
@@ -168,13 +168,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-async def test_no_watchdog() -> None:
+async def test_no_watchdog_is_fed_without_an_interval() -> None:
     line = Line(None)
     await Watchdog(line).feed(asyncio.Event())
     assert line.fed == 0
 
 
-async def test_fed_while_every_loop_moves(clock: Clock) -> None:
+async def test_the_watchdog_is_fed_while_every_loop_moves(clock: Clock) -> None:
     line, stopping = Line(0.0001), asyncio.Event()
     watched = Watchdog(line)
     watched.beat("delays")
@@ -192,13 +192,13 @@ async def test_fed_while_every_loop_moves(clock: Clock) -> None:
     assert line.fed == fed
     assert logs[0]["event"] == "loops stalled"
     assert logs[0]["loops"] == ["lane 1"]
-    watched.beat("lane 1")  # it went on after all
+    watched.beat("lane 1")  # it moved again
     await until(lambda: line.fed > fed)
     stopping.set()
     await task
 
 
-async def test_a_loop_that_ended_is_not_missed(clock: Clock) -> None:
+async def test_an_ended_loop_does_not_stop_the_feeding(clock: Clock) -> None:
     line, stopping = Line(0.0001), asyncio.Event()
     watched = Watchdog(line)
     watched.beat("lane 1")
@@ -207,7 +207,7 @@ async def test_a_loop_that_ended_is_not_missed(clock: Clock) -> None:
     clock.now += 10 * module.LONGEST_ROUND
     task = asyncio.create_task(watched.feed(stopping))
     await until(lambda: line.fed >= 2)
-    watched.beat("lane 1")  # and may begin again
+    watched.beat("lane 1")  # a loop of that name may begin again
     clock.now += module.LONGEST_ROUND + 1
     with capture_logs() as logs:
         await until(lambda: bool(logs))

@@ -1,4 +1,4 @@
-"""Tracing is asked for by a variable, and needs an extra."""
+"""Tracing: a variable turns it on, and it needs an extra."""
 
 from __future__ import annotations
 

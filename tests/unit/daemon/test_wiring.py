@@ -1,4 +1,4 @@
-"""Settings, as the values that the layers below understand."""
+"""Settings, translated into the values of the lower layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_message_enters_a_cascade_that_is_taken_over() -> None:
     assert not {b"celery_delayed_0", b"nsb.v2.delay-level-01"} & policy.own_exchanges
 
 
-def test_every_key_of_a_route_arrives() -> None:
+def test_the_policy_has_every_key_of_a_route() -> None:
     route = {
         "from": "grün", "to": "", "routing_key": "mail.inbox", "delay_from": ["timestamp"], "default_delay": "5s",
         "allow_exchanges": ["shop.*"], "exchange_from_reply_to": True,
@@ -47,7 +47,7 @@ def test_every_key_of_a_route_arrives() -> None:
 @pytest.mark.parametrize(
     ("tables", "uses"), [({}, False), ({"mode": "native"}, True), ({"store": {"park_beyond": "10s"}}, True)]
 )
-def test_the_cascade_is_declared_where_it_is_used(tables: dict[str, Any], uses: bool) -> None:
+def test_the_cascade_is_declared_only_if_it_is_used(tables: dict[str, Any], uses: bool) -> None:
     given = settings(**tables)
     names = {queue.name for queue in topology_of(given).queues}
     assert uses_cascade(given) is uses

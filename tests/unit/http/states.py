@@ -14,7 +14,7 @@ LINE = {"connected": True, "blocked": False, "connects": 1}
 
 
 def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
-    """A daemon in store mode that does its work."""
+    """A healthy daemon in store mode."""
     return {
         "mode": "store",
         "routes": ["orders.in", "mail.in"],
@@ -35,5 +35,5 @@ def overview(
     lanes: list[LaneOverview] | None = None,
     packed: catalog.SegmentTotals = stats.NO_SEGMENTS,
 ) -> StoreOverview:
-    """What a look at the store saw."""
+    """The result of a query to the store."""
     return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed, stats.NOT_LATE)

@@ -1,4 +1,4 @@
-"""Who may look and who may change something: tables over hosts, origins, sessions and tokens."""
+"""Access to read and to change: tables of hosts, origins, sessions and tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_loopback(host: str, ours: bool) -> None:
         ("box.example", "10.0.0.5:9419", True),
     ],
 )  # fmt: skip
-def test_on_loopback_only_loopback_names_are_answered(host: str, listen: str, ours: bool) -> None:
+def test_a_loopback_address_answers_only_loopback_names(host: str, listen: str, ours: bool) -> None:
     assert host_is_ours(host, listen) == ours
 
 
@@ -48,12 +48,12 @@ def test_on_loopback_only_loopback_names_are_answered(host: str, listen: str, ou
         ("POST", "same-origin", "null", True), ("POST", "", "http://localhost:9420", False),
     ],
 )  # fmt: skip
-def test_no_other_page_posts(method: str, site: str, origin: str, let_in: bool) -> None:
+def test_posts_of_other_pages_are_refused(method: str, site: str, origin: str, let_in: bool) -> None:
     assert from_our_page(method, site, origin, "localhost:9419") == let_in
 
 
 class Place:
-    """Sessions with a clock and a token that can be changed."""
+    """Sessions, with a clock and a token that the test can change."""
 
     def __init__(self, token: str | None = TOKEN, **more: int) -> None:
         self.token = None if token is None else Secret(token)
@@ -118,12 +118,12 @@ async def test_another_token_ends_the_sessions_of_the_last(place: Place) -> None
     assert not place.sessions.can_open
 
 
-async def test_a_wrong_header_is_not_made_good_by_a_cookie(place: Place) -> None:
+async def test_a_wrong_header_is_refused_despite_a_valid_cookie(place: Place) -> None:
     name = place.sessions.open(TOKEN, "ada")
     assert place.sessions.who(request(name, "Bearer wrong")) is None
 
 
-async def test_sessions_fill_no_memory() -> None:
+async def test_the_number_of_sessions_is_bounded() -> None:
     place = Place(most=3)
     names = [place.sessions.open(TOKEN, str(n)) for n in range(5)]
     assert [place.sessions.who(request(name)) for name in names] == [None, None, "2", "3", "4"]

@@ -1,4 +1,4 @@
-"""Forms: what a person writes into a field, and what comes of it."""
+"""Forms: the text in a field, and the value that it gives."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_instants(text: str, at_ms: int) -> None:
 
 
 @pytest.mark.parametrize(("text", "by_ms"), [("30m", HOUR // 2), ("+30m", HOUR // 2), ("-1h", -HOUR)])
-def test_by_how_much(text: str, by_ms: int) -> None:
+def test_a_shift_is_read(text: str, by_ms: int) -> None:
     assert later(text) == by_ms
 
 
@@ -80,7 +80,7 @@ def test_the_change_of_all_matching_messages(form: dict[str, list[str]], wanted:
     ],
     ids=str,
 )
-def test_a_slip_of_the_pen_selects_nothing(form: dict[str, list[str]]) -> None:
+def test_a_mistyped_form_is_refused(form: dict[str, list[str]]) -> None:
     with pytest.raises(FieldError):
         meant(form, NOW)
 

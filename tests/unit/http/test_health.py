@@ -1,4 +1,4 @@
-"""What counts as ready: a table."""
+"""Readiness and liveness as tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(), OLD, [f"the store's schema is 9999, expected {schema.HEAD}"]),
         (state(), NONE, [f"the store's schema is missing, expected {schema.HEAD}"]),
         (state(stalled=["lane 3"]), GOOD, ["loop 'lane 3' stands still"]),
-        # In native mode the store is no condition: what it still holds is released when it is back.
+        # Native mode is ready without the store: the messages in it are released when the store is back.
         (state(mode="native", usable=False), None, []),
         (state(mode="native", **AWAY), None, ["queue 'delays' is not consumed"]),
         (state(consuming=DUE), GOOD, ["queue 'delays.due' is not consumed"]),
@@ -42,7 +42,7 @@ def test_ready(seen: dict[str, Any], store: StoreOverview | None, reasons: list[
     assert not_ready(seen, "delays", store, "connect: refused") == reasons
 
 
-def test_alive_is_who_moves() -> None:
+def test_a_stalled_loop_is_not_alive() -> None:
     assert not_alive(state()) == []
     assert not_alive(state(stalled=["delays", "lane 1"])) == [
         "loop 'delays' stands still",

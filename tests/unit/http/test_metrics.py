@@ -1,4 +1,4 @@
-"""Metrics: what is listed, what is documented, what alerts and dashboard ask for, and what comes out are the same."""
+"""Metrics: the same names in the code, the documentation, the alerts, the dashboard and the output."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LABELS = re.compile(r"(delayer_\w+)\{([^}]*)\}")
 
 def lane(number: int, *, alive: bool, waiting: int, next_due_ms: int | None) -> LaneOverview:
     counters = dict.fromkeys(LANE_KINDS, 0) | {"parked": waiting + 3, "held": 3}
-    return LaneOverview(number, "somebody", alive, counters, next_due_ms, None)
+    return LaneOverview(number, "a daemon", alive, counters, next_due_ms, None)
 
 
 def sight(**more: Any) -> MetricSources:
-    """Everything there is to see."""
+    """Sources with a value for every metric."""
     counters = Counters()
     counters.add("parked", [b"orders.in"] * 3 + [b"caf\xc3\xa9", b"\xff"])
     counters.delivered([(40, b"orders.in")])
@@ -73,7 +73,7 @@ def test_every_metric_is_documented_as_it_is() -> None:
     assert said == {name: (one.type, one.unit, one.labels, one.help) for name, one in METRICS.items()}
 
 
-def test_every_metric_comes_out() -> None:
+def test_every_metric_is_served() -> None:
     found = {name for name, *_ in shown(sight())}
     for name, kind in METRICS.items():
         suffixes = ("_bucket", "_sum", "_count") if kind.type == "histogram" else ("",)
@@ -115,7 +115,7 @@ def test_figures(sample: tuple[str, ...], value: float) -> None:
 
 
 def test_a_counter_of_the_store_never_goes_down() -> None:
-    """What is cancelled where it is held or compacted is counted off there: that is none for Prometheus."""
+    """A cancel of a held or compacted message lowers those counters, so Prometheus does not get them."""
     kinds = {label for name, *labels in shown(sight()) for label in labels if name == "delayer_store_messages_total"}
     assert kinds == {f"kind={kind}" for kind in ("parked", "released", "cancelled", "restored")}
 
@@ -127,7 +127,7 @@ def test_metrics_of_an_unreachable_server_are_missing() -> None:
     assert not [name for name, *_ in found if name in ("delayer_waiting_messages", "delayer_queue_messages")]
 
 
-def test_a_store_of_another_schema_is_told_apart_from_one_that_is_away() -> None:
+def test_a_store_of_another_schema_is_up_but_not_current() -> None:
     seen = overview("9999")
     found = shown(sight(store=Snapshot(seen, "", 0.1)))
     assert (found["delayer_store_up",], found["delayer_store_schema_current",]) == (1, 0)
@@ -141,12 +141,12 @@ def expressions() -> list[str]:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_alerts_and_dashboard_ask_for_metrics_that_there_are(expression: str) -> None:
+def test_alerts_and_dashboard_use_existing_metrics(expression: str) -> None:
     for found in _NAME.findall(expression):
         name = found.removeprefix(PREFIX)
         whole = name if name in METRICS else re.sub(r"_(bucket|sum|count)$", "", name)
         assert whole in METRICS, found
-        assert (METRICS[whole].type == "histogram") == (whole != name), "a histogram is asked for by its parts"
+        assert (METRICS[whole].type == "histogram") == (whole != name), "a query of a histogram names its parts"
     for found, selectors in _LABELS.findall(expression):
         whole = re.sub(r"_(bucket|sum|count)$", "", found.removeprefix(PREFIX))
         kind = METRICS.get(found.removeprefix(PREFIX)) or METRICS[whole]
@@ -161,7 +161,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     done = promtool("check", "rules", str(ALERTS))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -188,7 +188,7 @@ SCENES = [
     fires({'delayer_overdue_seconds{job="delayer"}': "0x5 90x30"}, "DelayerOverdue", "20m", expected=True),
     fires({'delayer_refused_total{job="delayer", route="a"}': "0x5 4x30"},
           "DelayerMessagesRefused", "8m", expected=True),
-    # A series that is born with its first message never increases: what is refused without a route stands there.
+    # A series that begins with its first message never increases. The message stands in the refused queue.
     fires({'delayer_refused_total{job="delayer", route="unknown"}': "_x10 1x30",
            'delayer_queue_messages{job="delayer", queue="bad", role="refused"}': "0x10 1x30"},
           "DelayerRefusedStand", "20m", expected=True),
@@ -202,7 +202,7 @@ SCENES = [
           "DelayerIntakeGrows", "40m", expected=False),
     fires({'delayer_queue_messages{job="delayer", queue="a.delay-strays", role="strays"}': "0x3 2x60"},
           "DelayerStrays", "40m", expected=True),
-    # Those that a daemon looks at are not ready for a second, and the queue says 0.
+    # While a daemon reads the strays, they are not ready for a second, and the queue counts 0.
     fires({'delayer_queue_messages{job="delayer", queue="a.delay-strays", role="strays"}':
            "0x3 2x5 0 2x5 0 2x5 0 2x5 0 2x5 0 2x5 0 2x5"}, "DelayerStrays", "40m", expected=True),
     fires({'delayer_queue_messages{job="delayer", queue="a.delay-strays", role="strays"}': "0x3 2x5 0x60"},

@@ -16,7 +16,7 @@ NOW = 1_800_000_000_000
 ALL = len(LATENESS)
 
 
-def test_each_step_has_the_counts_since_the_one_before() -> None:
+def test_each_step_has_the_counts_since_the_last_step() -> None:
     counters = Counters()
     recent = Recent(counters, 0)
     for step, parked in ((1, 10), (1, 99), (2, 20)):
@@ -31,8 +31,8 @@ def test_no_steps_yet() -> None:
 
 
 @given(st.lists(st.floats(0.002, 80_000), min_size=1, max_size=60), st.sampled_from([0.5, 0.99, 1.0]))
-def test_a_quantile_is_of_the_size_of_the_lateness(seconds: list[float], share: float) -> None:
-    """In the bucket of the true one; and of a single message it is the true one."""
+def test_a_quantile_is_in_the_bucket_of_the_true_one(seconds: list[float], share: float) -> None:
+    """The quantile of a single message is its lateness."""
     tally = Tally(LATENESS)
     for one in seconds:
         tally.add(one)

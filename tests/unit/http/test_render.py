@@ -1,4 +1,4 @@
-"""What the page writes: everything escaped, nothing unseen, colours that can be read."""
+"""The page: escaped values, visible characters, readable colours."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ TEMPLATES = Path(render.__file__).parent / "templates"
         ("two\nlines\tand a tab", "two\nlines\tand a tab"), (None, ""),
     ],
 )  # fmt: skip
-def test_names_show_everything_that_is_in_them(raw: bytes | str | None, shown: str) -> None:
+def test_names_show_invisible_characters(raw: bytes | str | None, shown: str) -> None:
     assert render.name(raw) == shown
 
 
 @pytest.mark.parametrize("template", sorted(TEMPLATES.glob("*.html")), ids=lambda path: str(path.name))
-def test_nothing_is_marked_as_safe_and_nothing_runs_inline(template: Path) -> None:
+def test_templates_escape_every_value_and_run_no_inline_code(template: Path) -> None:
     text = template.read_text()
     assert not re.search(r"\|\s*safe|autoescape\s+false|Markup", text)
     assert not re.search(r"<script(?![^>]*\bsrc=)", text)
     assert not re.search(r"""\son\w+\s*=|\sstyle\s*=|javascript:|https?://|hx-on""", text)
 
 
-def test_everything_is_escaped_in_every_place() -> None:
+def test_hostile_text_is_escaped_in_every_place() -> None:
     hostile = "\"><script>alert(1)</script>'"
     shown = render.html("done.html", heading=hostile, lines=[hostile], back=hostile, here="", session=None,
                         can_open=False, names={}).body.decode()  # fmt: skip
@@ -42,7 +42,7 @@ def test_everything_is_escaped_in_every_place() -> None:
     assert shown.count("&lt;script&gt;alert(1)") == 4
 
 
-def test_routes_are_counted_with_those_that_have_no_messages() -> None:
+def test_the_counts_include_routes_without_messages() -> None:
     census = Census(0, {(b"a", 0): 1.0, (b"a", 60): 2.0, (b"a", 61): 4.0, (b"b", 70): 9.0}, exact=True, held={b"c": 3})
     assert render.routes(census, [b"a", b"idle"]) == [
         (b"b", 9.0, 0, 0), (b"a", 7.0, 3.0, 0), (b"c", 0, 0, 3), (b"idle", 0, 0, 0),

@@ -1,4 +1,4 @@
-"""The server itself, in the test's own loop, before a daemon that is none: paths, headers, stopping, a taken port."""
+"""The HTTP server in the test's own loop, with a stand-in for the daemon: paths, headers, stop, a taken port."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_every_path(path: str, status: int, says: str) -> None:
         assert "server" not in answer.headers
 
 
-async def test_health_and_metrics_have_an_address_with_nothing_else() -> None:
+async def test_the_metrics_address_serves_only_health_and_metrics() -> None:
     async with served(Inside(), metrics_only=True) as web:
         for path in ("/health/live", "/health/ready", "/metrics", "/", "/api/live", "/refused", "/login"):
             assert (await web.get(path)).status == (200 if path.startswith(("/health", "/metrics")) else 404)
@@ -157,7 +157,7 @@ async def test_changes_need_the_token(headers: dict[str, str], status: int) -> N
     ("said", "who"),
     [("nightly-job", "nightly-job"), ("x" * 200, "x" * 80), ("a\tb\x1b[2J", "ab[2J"), (" ", "a program")],
 )
-async def test_a_program_says_who_acts_by_it(said: str, who: str) -> None:
+async def test_a_program_names_its_user(said: str, who: str) -> None:
     inside = Inside()
     async with served(inside) as web:
         headers = {"Authorization": f"Bearer {TOKEN}", "X-Delayer-Who": said}
@@ -165,7 +165,7 @@ async def test_a_program_says_who_acts_by_it(said: str, who: str) -> None:
         assert [one for _, _, one in inside.done] == [f"{who} (http, 127.0.0.1)"]
 
 
-async def test_a_session_is_a_cookie_that_nobody_else_sees() -> None:
+async def test_a_session_is_a_protected_cookie() -> None:
     inside = Inside()
     async with served(inside) as web:
         assert (await web.post("/login", {"who": "ada", "token": "wrong"})).status == 403
@@ -188,7 +188,7 @@ async def test_a_session_is_a_cookie_that_nobody_else_sees() -> None:
         assert (await web.post("/actions/refused", {"verb": "drop", "id": "id-1"}, **session)).status == 403
 
 
-async def test_a_broker_that_is_away_is_said() -> None:
+async def test_the_page_names_an_unreachable_broker() -> None:
     inside = Inside()
     inside.lost = True
     async with served(inside) as web:
@@ -196,7 +196,7 @@ async def test_a_broker_that_is_away_is_said() -> None:
         assert "delayer_broker_up 0.0" in (await web.get("/metrics")).text
 
 
-async def test_a_port_that_is_taken_is_told_and_tried_again() -> None:
+async def test_a_taken_port_is_logged_and_tried_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = "{}:{}".format(*taken.getsockname())
         async with served(Inside(address)) as told:
@@ -212,7 +212,7 @@ async def test_a_port_that_is_taken_is_told_and_tried_again() -> None:
                         await asyncio.sleep(0.02)
 
 
-async def test_an_alarm_of_the_broker_is_seen() -> None:
+async def test_the_page_shows_an_alarm_of_the_broker() -> None:
     inside = Inside()
     async with served(inside) as web:
         assert "takes no publishes" not in (await web.get("/")).text
@@ -223,7 +223,7 @@ async def test_an_alarm_of_the_broker_is_seen() -> None:
         assert (answer.status, "takes no publishes" in answer.text) == (503, True)
 
 
-async def test_refused_clients_trigger_no_look() -> None:
+async def test_refused_clients_do_not_query_the_broker() -> None:
     inside = Inside()
     async with served(inside) as web:
         form = {"verb": "drop", "id": "id-1"}
@@ -238,7 +238,7 @@ async def test_refused_clients_trigger_no_look() -> None:
 
 
 async def opened(web: Web, said: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection that says this and then nothing."""
+    """A connection that sends these bytes and then stays silent."""
     host, _, port = web.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(said)
@@ -255,7 +255,7 @@ async def test_a_quiet_connection_ends_after_its_answer(monkeypatch: pytest.Monk
         writer.close()
 
 
-async def test_long_looks_run_one_after_another() -> None:
+async def test_slow_queries_run_one_after_another() -> None:
     inside = Inside()
     began, go, at_once = asyncio.Event(), asyncio.Event(), []
 
@@ -286,7 +286,7 @@ async def test_long_looks_run_one_after_another() -> None:
         await asyncio.wait(more)
 
 
-async def test_away_from_loopback_reading_needs_the_token() -> None:
+async def test_reading_needs_the_token_outside_loopback() -> None:
     async with served(Inside("0.0.0.0:0")) as web:
         for path in ("/", "/parts/overview", "/api/live", "/refused"):
             answer = await web.get(path)
@@ -301,7 +301,7 @@ async def test_away_from_loopback_reading_needs_the_token() -> None:
 
 
 @pytest.mark.parametrize(("listen", "told"), [("127.0.0.1:0", True), ("0.0.0.0:0", False)])
-async def test_every_page_names_its_systems_to_those_who_may_read(listen: str, told: bool) -> None:
+async def test_every_page_names_its_systems_to_permitted_readers(listen: str, told: bool) -> None:
     urls = {"broker": {"url": "amqp://me:hunter2@rabbit/orders"}, "store": {"url": "postgresql://me:hunter2@db/later"}}
     async with served(Inside(listen, **urls)) as web:
         for path in ("/refused", "/login", "/nowhere"):
@@ -311,7 +311,7 @@ async def test_every_page_names_its_systems_to_those_who_may_read(listen: str, t
             assert "hunter2" not in page
 
 
-async def test_an_open_address_that_others_reach_is_a_warning() -> None:
+async def test_an_open_public_address_logs_a_warning() -> None:
     async with served(Inside("0.0.0.0:0", is_open=True)) as told:
         address, _, reason = told.address.partition(" ")
         assert (address.startswith("0.0.0.0:"), reason) == (True, server.OPEN)

@@ -1,4 +1,4 @@
-"""Looks that are shared and kept: how often there is one, and what is said while there is none."""
+"""Cached queries: the pause between two, and the answer while one fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from delayer.http.view import Cached
 
 
 class World:
-    """A clock, and something to look at that takes its time."""
+    """A clock, and a slow source to query."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -40,8 +40,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.mark.parametrize(
     ("takes", "fails", "pause"), [(0.01, False, 2.0), (1.0, False, 20.0), (0.01, True, 2.0), (10.0, True, 2.0)]
 )
-async def test_the_next_look(world: World, takes: float, fails: bool, pause: float) -> None:
-    """A slow one is spared; one that failed is repeated soon, however long it took to fail."""
+async def test_the_pause_before_the_next_query(world: World, takes: float, fails: bool, pause: float) -> None:
+    """A slow source is queried less often. A failed query is repeated soon, even after a slow failure."""
     cached = Cached(world.look, 2.0, "store")
     world.takes, world.fails = takes, fails
     await cached.get()
@@ -53,12 +53,12 @@ async def test_the_next_look(world: World, takes: float, fails: bool, pause: flo
     assert (await cached.get()).fresh == 2
 
 
-async def test_an_unanswered_look_is_not_fresh(world: World) -> None:
+async def test_an_unanswered_query_is_not_fresh(world: World) -> None:
     cached = Cached(world.look, 2.0, "store", late=5.0)
     assert (await cached.get()).fresh == 1
     world.now += 3
     world.hold = asyncio.Event()
-    assert (await cached.get(patience=0.01)).fresh == 1, "it may be slow"
+    assert (await cached.get(patience=0.01)).fresh == 1, "a slow query may still answer"
     world.now += 6
     seen = await cached.get(patience=0.01)
     assert (seen.fresh, seen.value, seen.error) == (None, 1, "no answer for 6 s")
@@ -66,7 +66,7 @@ async def test_an_unanswered_look_is_not_fresh(world: World) -> None:
     assert (await cached.get()).fresh == 2
 
 
-async def test_a_look_from_before_a_change_is_repeated(world: World) -> None:
+async def test_a_query_begun_before_a_change_is_repeated(world: World) -> None:
     cached = Cached(world.look, 20.0, "queues")
     world.hold = asyncio.Event()
     await cached.get(patience=0.01)
