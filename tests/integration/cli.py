@@ -1,4 +1,4 @@
-"""The command line, called in this process, and what the tests of it look at on the broker."""
+"""The command line, called in this process, and helpers that read the broker for its tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def delayer(vhost: str, database: str) -> Iterator[Run]:
-    """Call `delayer …` with a vhost and a store of its own, in this process: a new interpreter for each of some eighty
-    calls would take a minute."""
+    """Call `delayer …` with its own vhost and store, in this process: new interpreters for some eighty calls would take
+    a minute."""
     nothing = {name: None for name in os.environ if name.startswith("DELAYER_")}
     ours = nothing | {"DELAYER_CONFIG": os.devnull, "DELAYER_BROKER__URL": vhost, "DELAYER_STORE__URL": database}
 
@@ -47,12 +47,12 @@ async def channel_to(url: str) -> AsyncIterator[AbstractChannel]:
 
 
 def said(message: AbstractIncomingMessage) -> dict[str, object]:
-    """The publisher's headers: a quorum queue adds a count of its own, from RabbitMQ 4.0 on."""
+    """The publisher's headers, without the count that a quorum queue adds from RabbitMQ 4.0 on."""
     return {name: value for name, value in message.headers.items() if name != "x-delivery-count"}
 
 
 async def take(url: str, queue: str) -> list[AbstractIncomingMessage]:
-    """Everything that is ready in ``queue``."""
+    """Take all ready messages of ``queue``."""
     taken = []
     async with channel_to(url) as channel:
         source = await channel.get_queue(queue)
@@ -62,5 +62,5 @@ async def take(url: str, queue: str) -> list[AbstractIncomingMessage]:
 
 
 def ids(run: Run, *arguments: str, **environ: str | None) -> list[str]:
-    """Of the messages that this lists."""
+    """The ids of the messages that this command lists."""
     return [one["id"] for one in json.loads(run(*arguments, "--json", **environ).stdout)["messages"]]

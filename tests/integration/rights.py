@@ -1,4 +1,4 @@
-"""The rights that docs/security.md grants, read from the page, so that it cannot grow stale; and who has them."""
+"""The rights that docs/security.md grants, read from the page, so that it cannot grow stale; and users with them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def as_owner(url: str, statements: list[str]) -> None:
 
 @pytest.fixture
 def page(store: str, postgres: Postgres) -> Iterator[str]:
-    """The same role with what the page's buttons need besides."""
+    """The same role with the additional rights of the page's buttons."""
     owner = postgres.url(DATABASE, user=OWNER)
     asyncio.run(as_owner(owner, statements_of(3)))
     yield store
@@ -87,7 +87,7 @@ def page(store: str, postgres: Postgres) -> Iterator[str]:
 
 
 def clear(postgres: Postgres) -> None:
-    """An empty store without partitions but the default one, as whoever may do that."""
+    """Empty the store and drop all partitions but the default one, as a superuser."""
     postgres.execute(f"TRUNCATE {TABLES}", database=DATABASE)
     drop = (
         "DO $$ DECLARE name text; BEGIN FOR name IN SELECT inhrelid::regclass FROM pg_inherits"
@@ -131,7 +131,7 @@ def user_url(rabbitmq: RabbitMQ, vhost: str, patterns: Patterns, user: str = "de
 
 
 async def use(url: str, settings: Settings, consumed: Iterable[str], published: Iterable[str], key: bytes) -> None:
-    """Declare, bind, consume and publish as a daemon of these settings does. Raises what the broker says."""
+    """Declare, bind, consume and publish as a daemon of these settings does. Raises the broker's error."""
     await declare(url, topology_of(settings))
     connection = await Connection.open(Address.parse(url), name="test")
     try:
@@ -140,7 +140,7 @@ async def use(url: str, settings: Settings, consumed: Iterable[str], published: 
             await channel.consume(queue, lambda _: None, lambda: None)
         batch = []
         for index, name in enumerate(published):
-            # A returned message is known by its id.
+            # The publisher recognises a returned message by its id.
             props = Props(headers=((b"x-delayer-id", text(str(index))),), delivery_mode=2)
             batch.append(Outgoing(name.encode(), key, props.encode(), b"", b"%d" % index))
         for outcome in await channel.publish(batch, timeout=10):

@@ -30,7 +30,7 @@ async def store(url: str, days: int = 0) -> AsyncIterator[asyncpg.Connection]:
 
 
 async def restore_all(admin: asyncpg.Connection, **more: Any) -> list[Restored | Broken]:
-    """Everything back, as a daemon does it."""
+    """Restore all segments, as a daemon does."""
     found = []
     while (one := await restore.restore_one(admin, FOREVER_MS, **more)) is not None:
         found.append(one)

@@ -1,4 +1,4 @@
-"""Declare, bind, look and remove on a real broker, and what refusals become."""
+"""Declare, bind, look and remove on a real broker, and the errors of refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole(cascade: Cascade) -> Topology:
 
 
 def inventory(rabbitmq: RabbitMQ, vhost: str) -> dict[str, Any]:
-    """Everything in the vhost that lasts, the broker's own exchanges left out."""
+    """All durable objects of the vhost, without the broker's own exchanges."""
     name = quote(urlsplit(vhost).path[1:], safe="")
     exchanges = rabbitmq.api("GET", f"/api/exchanges/{name}")
     queues = rabbitmq.api("GET", f"/api/queues/{name}")
@@ -49,11 +49,11 @@ async def publish(vhost: str, queue: str, body: bytes = b"x") -> None:
 
 
 async def ignore(message: aio_pika.abc.AbstractIncomingMessage) -> None:
-    """Take it and say nothing."""
+    """Take the message without an acknowledgement."""
 
 
 @pytest.mark.parametrize("kind", CASCADE_KINDS)
-async def test_declared_is_what_the_topology_says(rabbitmq: RabbitMQ, vhost: str, kind: str) -> None:
+async def test_the_declared_objects_match_the_topology(rabbitmq: RabbitMQ, vhost: str, kind: str) -> None:
     topology = whole(Cascade(kind))  # type: ignore[arg-type]
     await declare(vhost, topology)
     first = inventory(rabbitmq, vhost)
@@ -74,24 +74,24 @@ async def test_every_mismatch_is_named_nothing_is_bound_and_the_connection_goes_
         await publish(vhost, wrong.name)
         with pytest.raises(TopologyMismatch) as caught:
             await broker.declare(CASCADE.topology())
-        assert await broker.exists(CASCADE.level(0)), "what does not mismatch is declared"
+        assert await broker.exists(CASCADE.level(0)), "matching parts are declared"
         assert inventory(rabbitmq, vhost)["bindings"] == []
         await broker.declare(intake_topology())
     kinds = [(mismatch.kind, mismatch.name) for mismatch in caught.value.mismatches]
     assert kinds == [("exchange", CASCADE.delivery), ("queue", wrong.name)]
     text = str(caught.value)
-    assert "x-message-ttl=512000" in text, "what was expected"
-    assert "received 'topic' but current is 'fanout'" in text, "what the broker says"
+    assert "x-message-ttl=512000" in text, "the expected value"
+    assert "received 'topic' but current is 'fanout'" in text, "the broker's words"
     assert "messages in it: 1" in text
 
 
 async def test_a_binding_to_nothing_is_no_mismatch(vhost: str) -> None:
-    """Nothing is different: somebody removed it just now, and the next attempt declares it again."""
+    """The exchange was removed just now, and the next attempt declares it again."""
     with pytest.raises(BrokerRefused, match=r"no exchange 'delayer\.delay-delivery'"):
         await declare(vhost, due_topology(Cascade()))
 
 
-async def test_what_exists_is_known(vhost: str) -> None:
+async def test_existing_exchanges_and_queues_are_found(vhost: str) -> None:
     async with await Admin.connect(vhost) as admin:
         await declare(vhost, Topology((Exchange("here", "topic"),), (Queue("there"),)))
         assert await admin.exchange_exists("here")
@@ -137,7 +137,7 @@ async def test_messages_keep_everything_standing_unless_forced(rabbitmq: RabbitM
 async def test_a_message_that_slips_in_stops_the_removal_there(
     rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if it came between the first look and the level's turn. It goes on through the levels below, to the end."""
+    """The message comes between the first look and the level's turn. The lower levels stay, so it reaches the end."""
     cascade = Cascade()
 
     async def saw_nothing(remover: Remover, queues: list[str]) -> dict[str, str]:
@@ -217,7 +217,7 @@ async def test_a_lost_connection_is_said_so(rabbitmq: RabbitMQ, vhost: str) -> N
 
 
 async def test_depths_are_those_of_the_admin(vhost: str) -> None:
-    """Many queues, those that are there between those that are not: each question has its own answer."""
+    """Many queues, existing and missing ones mixed: each question has its own answer."""
     there = [f"q{number}" for number in range(0, 96, 3)]
     asked = [f"q{number}" for number in range(96)]
     async with pipelined_admin(vhost, "test") as broker:
@@ -246,7 +246,7 @@ async def test_a_declaration_without_permission_is_refused(rabbitmq: RabbitMQ, v
 
 
 async def test_queues_without_permission_are_hidden(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """Unless that is everything."""
+    """A user without any right gets an error instead."""
     async with pipelined_admin(vhost, "test") as broker:
         await broker.declare(whole(CASCADE) + Topology((), (Queue("q0"), Queue("q1"))))
     hidden = None if rabbitmq.hides_queues else 0

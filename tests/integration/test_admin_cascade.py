@@ -1,4 +1,4 @@
-"""Messages through the declared cascade on a real broker: on time, once, to their address; strays stop nobody."""
+"""Messages through the declared cascade on a real broker: on time, once, to their address; strays block no other."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_the_longest_delays_wait_in_level_27_and_nowhere_else(vhost: str, 
         assert here.inboxes["a"].arrivals == []
 
 
-async def test_strays_are_set_aside_and_stop_nobody(vhost: str) -> None:
+async def test_strays_are_set_aside_and_block_no_other_message(vhost: str) -> None:
     """40 are more than the 32 that a level's dead-letter worker has in flight: without an alternate exchange, the five
     behind them would never arrive."""
     async with bench(vhost, "delayer", "good") as here:

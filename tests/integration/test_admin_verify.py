@@ -1,4 +1,4 @@
-"""Break one thing on the broker, and verify finds exactly that thing. Whatever it finds, it changes nothing."""
+"""Break one thing on the broker, and verify finds exactly that thing. It never changes anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Break = Callable[[AbstractChannel], Awaitable[Any]]
 
 
 def everything(rabbitmq: RabbitMQ, vhost: str) -> list[Any]:
-    """The whole vhost as the management API lists it, figures that move by themselves left out."""
+    """The whole vhost as the management API lists it, without figures that move by themselves."""
     name = quote(urlsplit(vhost).path[1:], safe="")
     return [
         rabbitmq.api("GET", f"/api/exchanges/{name}?columns=name,type,durable,arguments"),
@@ -152,7 +152,7 @@ async def short_delivery_limit(channel: AbstractChannel) -> None:
         (short_delivery_limit, ("queue", "delays", "x-delivery-limit=1000000", "x-delivery-limit")),
     ],
 )
-async def test_one_thing_broken_is_the_one_thing_found(
+async def test_verify_finds_exactly_the_broken_object(
     rabbitmq: RabbitMQ, vhost: str, action: Break, wanted: tuple[str, str, str, str]
 ) -> None:
     kind, name, expected, found = wanted
@@ -270,7 +270,7 @@ async def test_something_else_than_a_management_api(told: bytes) -> None:
             await Management(f"http://127.0.0.1:{port}", "/").delayed()
 
 
-async def test_a_user_who_may_only_look_sees_what_exists(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_a_read_only_user_sees_existing_objects(rabbitmq: RabbitMQ, vhost: str) -> None:
     await declare(vhost, WHOLE)
     await on_channel(vhost, delete_queue)
     name = urlsplit(vhost).path[1:]

@@ -1,4 +1,4 @@
-"""Destinations asked of a real broker: the answers are what it does with a message, and asking publishes nothing."""
+"""Destinations asked of a real broker: the answers match its routing, and asking publishes nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def broker_takes(channel: AbstractChannel, exchange: str, key: str) -> boo
 EXCHANGES = [*(kind + suffix for kind in KINDS for suffix in ("", "-alt", "-deaf", "-gone")), "behind", "", "amq.topic"]
 
 
-async def test_every_answer_is_what_the_broker_does(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_every_answer_matches_the_broker(rabbitmq: RabbitMQ, vhost: str) -> None:
     pairs = list(itertools.product(EXCHANGES, (*KEYS, "somewhere")))
     async with await aio_pika.connect(vhost) as connection:
         channel = await connection.channel(on_return_raises=True)
@@ -128,7 +128,7 @@ async def test_an_alternate_by_policy_counts(rabbitmq: RabbitMQ, vhost: str) -> 
     assert verdicts == {b"direct": Verdict.ALTERNATE, b"direct-deaf": Verdict.UNROUTABLE}, "an argument comes first"
 
 
-async def test_without_the_management_api_only_what_is_missing_is_known(vhost: str) -> None:
+async def test_without_the_management_api_only_missing_exchanges_are_found(vhost: str) -> None:
     async with await aio_pika.connect(vhost) as connection:
         await topology(await connection.channel())
     asked = await ask(vhost, None, [target("topic", "a"), target("nowhere", "a"), target("", "somewhere")])

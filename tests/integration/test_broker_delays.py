@@ -1,4 +1,4 @@
-"""What RabbitMQ 4.4 delays itself, in quorum queues by the header ``x-opt-delivery-time``, is never taken for empty."""
+"""A quorum queue whose messages RabbitMQ 4.4 itself delays, by ``x-opt-delivery-time``, never counts as empty."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_no_queue_with_a_delayed_message_is_removed_unless_forced(
     delayer("topology", "verify", expect=1, **told(delaying))
 
 
-async def test_check_and_drain_name_what_the_broker_delays(delayer: Run, delaying: RabbitMQ, vhost: str) -> None:
+async def test_check_and_drain_name_queues_with_delayed_messages(delayer: Run, delaying: RabbitMQ, vhost: str) -> None:
     delayer("db", "upgrade")
     delayer("topology", "apply", **told(delaying))
     await publish(vhost, *QUEUES)
@@ -60,7 +60,7 @@ async def test_check_and_drain_name_what_the_broker_delays(delayer: Run, delayin
     rows = json.loads(delayer("check", "--json", **told(delaying)).stdout)["checks"]
     delays = [row for row in rows if row["what"] == "broker's delays"]
     assert {row["found"].split('"')[1] for row in delays} == set(QUEUES)
-    # In the due queue the broker delays what the daemon publishes.
+    # In the due queue the broker delays the daemon's own messages.
     assert [row["found"].split('"')[1] for row in delays if "x-deliver-at" not in row["advice"]] == ["delays.due"]
 
 
@@ -87,7 +87,7 @@ async def test_an_import_names_the_messages_that_its_source_delays(
 
 
 async def test_a_queue_that_a_publisher_ended_is_off(delayer: Run, delaying: RabbitMQ, vhost: str) -> None:
-    """By microseconds in place of milliseconds. A release may have mended that: the message only waits then."""
+    """The publisher gave microseconds in place of milliseconds. Some builds survive that, and the message waits."""
     delayer("db", "upgrade")
     delayer("topology", "apply", **told(delaying))
     await publish(vhost, "delays.refused", when=time.time_ns() // 1_000)
@@ -103,7 +103,7 @@ async def test_a_queue_that_a_publisher_ended_is_off(delayer: Run, delaying: Rab
 
 
 class Api:
-    """A management API that counts so, or is out of reach."""
+    """A management API with this answer, or one out of reach."""
 
     def __init__(self, *answer: dict[str, int]) -> None:
         self._answer = answer
@@ -121,6 +121,6 @@ class Api:
         ((4, 4, 0), Api({}), 0), ((4, 4, 0), Api({"delays": 7}), 7),
     ],
 )  # fmt: skip
-async def test_what_is_not_known_is_not_called_empty(version: tuple[int, ...], api: Any, found: int | None) -> None:
+async def test_an_unknown_count_is_not_reported_as_empty(version: tuple[int, ...], api: Any, found: int | None) -> None:
     link: Any = SimpleNamespace(version=version)
     assert await Admin(link, api).delayed(["delays"], fresh=False) == {"delays": found}

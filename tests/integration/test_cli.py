@@ -23,14 +23,14 @@ LEVELS = 28
 
 
 def rows(run: Run, *what: str, expect: int = 0, options: Sequence[str] = (), **more: str) -> list[dict[str, str]]:
-    """What `delayer check` finds of these things."""
+    """The rows of `delayer check` for these things."""
     told = json.loads(run(*options, "check", "--json", expect=expect, **more).stdout)
     assert told["ok"] == (expect == 0)
     return [row for row in told["checks"] if row["what"] in what]
 
 
 async def destination(vhost: str) -> None:
-    """Declare the exchange that due messages go to."""
+    """Declare the exchange of due messages."""
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
 
@@ -103,7 +103,7 @@ async def test_no_advice_deletes_a_queue_with_messages(delayer: Run, vhost: str)
         assert "elete it" not in advice and "delete_queue" not in advice
 
 
-async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str) -> None:
+async def test_send_publishes_like_any_publisher(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
     sent = delayer(
         "send", "--route", "delayer.in", "--routing-key", "orders.new", "--delay", "10s", "--message-id", "one",
@@ -121,7 +121,7 @@ async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str)
     assert (message.timestamp, message.content_type) == (None, None)
 
 
-async def test_send_of_a_cancel_says_what_it_asks_for(delayer: Run, vhost: str) -> None:
+async def test_send_of_a_cancel_names_its_key(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
     sent = delayer("send", "--message-id", "one", "--header", "x-delay-cancel=order 7")
     told = 'Sent message_id one to exchange "delayer.in"; asks to cancel the message under key "order 7".\n'
@@ -153,13 +153,13 @@ async def test_a_message_that_a_queue_refuses_is_reported(delayer: Run, vhost: s
     assert [message.message_id for message in await take(vhost, "full")] == ["1"]
 
 
-async def test_send_says_what_the_daemon_will_refuse(delayer: Run, vhost: str) -> None:
+async def test_send_warns_of_a_refusal_by_the_daemon(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
     assert "refuses it: intake.max_delay is 3650d" in delayer("send", "--delay", "5000d").stderr
     assert len(await take(vhost, "delays")) == 1
 
 
-async def test_send_says_the_instant_as_a_timestamp_where_the_route_wants_that(delayer: Run, vhost: str) -> None:
+async def test_send_gives_a_timestamp_to_a_route_that_reads_it(delayer: Run, vhost: str) -> None:
     routes = '[{"from": "old", "to": "out", "delay_from": ["timestamp"]}]'
     delayer("topology", "apply", DELAYER_ROUTE=routes)
     delayer("send", "--at", "2031-01-31T08:00:00.5Z", DELAYER_ROUTE=routes)
@@ -207,7 +207,7 @@ async def test_check_finds_one_thing_after_another(delayer: Run, empty_database:
 
 
 async def test_missing_parts_that_the_daemon_declares_are_notes(delayer: Run, vhost: str) -> None:
-    """`delayer --config new.toml check && systemctl reload delayer` has to pass for what a reload brings along."""
+    """`delayer --config new.toml check && systemctl reload delayer` must pass when the reload declares new parts."""
     await destination(vhost)
     delayer("topology", "apply")
     routes = '[{"from": "delayer.in", "to": "delayer.out"}, {"from": "mail.in", "to": "delayer.out"}]'
@@ -217,7 +217,7 @@ async def test_missing_parts_that_the_daemon_declares_are_notes(delayer: Run, vh
         delayer("topology", "verify", expect=1, **more)
 
 
-async def test_check_counts_what_is_set_aside(delayer: Run, vhost: str, database: str) -> None:
+async def test_check_counts_messages_that_are_set_aside(delayer: Run, vhost: str, database: str) -> None:
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
         delayer("--mode", "native", "topology", "apply")
@@ -249,7 +249,7 @@ def test_a_newer_schema_is_left_alone_and_every_verb_says_so(delayer: Run, postg
 
 
 def test_each_refusal_of_the_store_has_its_own_advice(delayer: Run, postgres: Postgres, empty_database: str) -> None:
-    """What Postgres says to a new user, once each: who are you, not there, not yours."""
+    """The refusals of Postgres to a new user: an unknown role, a missing database, a missing right."""
     delayer("topology", "apply")
     postgres.execute("DROP ROLE IF EXISTS poor")
     postgres.execute("CREATE ROLE poor LOGIN")
@@ -336,7 +336,7 @@ async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, databa
     assert (row["result"], row["found"]) == ("off", "1 do not read back, with 7 messages")
 
 
-def test_status_works_with_what_is_left(delayer: Run) -> None:
+def test_status_works_with_one_server_out_of_reach(delayer: Run) -> None:
     delayer("topology", "apply")
     half = delayer("status", "--json", expect=3, DELAYER_STORE__URL="postgresql://u:hunter2@127.0.0.1:1/d")
     answer = json.loads(half.stdout)
@@ -353,7 +353,7 @@ def test_status_works_with_what_is_left(delayer: Run) -> None:
 # delayer check: whether daemons are at work.
 
 
-async def test_a_queue_that_nobody_consumes_is_told(delayer: Run, vhost: str) -> None:
+async def test_an_intake_queue_without_a_consumer_is_reported(delayer: Run, vhost: str) -> None:
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
         assert rows(delayer, "intake") == [], "the queue is not there yet"
@@ -363,19 +363,19 @@ async def test_a_queue_that_nobody_consumes_is_told(delayer: Run, vhost: str) ->
         assert (row["result"], row["found"]) == ("note", 'no consumer reads "delays"; 1 wait in it')
 
         async def keep(_message: object) -> None:
-            """Let it wait."""
+            """Keep the message without an acknowledgement."""
 
         await (await channel.get_queue("delays")).consume(keep)
         assert rows(delayer, "intake") == []
 
 
 async def test_overdue_messages_of_a_lane_without_owner_are_off(delayer: Run, vhost: str, database: str) -> None:
-    """All daemons are gone: an exit code of 0 would be the wrong answer to "is it well?"."""
+    """All daemons are gone, so an exit code of 0 would be wrong."""
     await destination(vhost)
     async with opened(database) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms() - 90_000, b"overdue")], [])
         (row,) = rows(delayer, "lanes")
-        assert row["result"] == "ok", "somebody is about to release it"
+        assert row["result"] == "ok", "its owner is about to release it"
         assert row["found"].startswith("1 owned by ")
     (row,) = rows(delayer, "lanes", expect=1)
     assert row["result"] == "off"
@@ -386,7 +386,7 @@ async def test_overdue_messages_of_a_lane_without_owner_are_off(delayer: Run, vh
 async def test_lanes_of_another_virtual_host_are_off(
     delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str
 ) -> None:
-    """A daemon says whose messages it has: two of one store for two virtual hosts would adopt each other's lanes."""
+    """Each daemon records its virtual host: two daemons of one store for two hosts would take each other's lanes."""
     name = rabbitmq.add_vhost()
     elsewhere = rabbitmq.url(name)
     for url in (vhost, elsewhere):
@@ -404,7 +404,7 @@ async def test_lanes_of_another_virtual_host_are_off(
 
 
 def test_a_destination_that_the_daemon_declares_is_not_off(delayer: Run, tmp_path: Path) -> None:
-    """Its absence is a note, as of everything that the daemon makes at its start; that of another one is off."""
+    """The absence of an exchange that the daemon declares at its start is a note; that of any other is off."""
     file = tmp_path / "delayer.toml"
     file.write_text("""
 [[route]]

@@ -32,7 +32,7 @@ from tests.unit.cli.test_start import STATUS, STORE, loaded
 
 HEADERS = Props(headers=((b"x-delay", number("l", 5)), (b"customer", text("7"))), delivery_mode=2, message_id=b"m-1")
 
-UNBOUND = Hold(HoldKind.RETURNED, "nobody is bound")
+UNBOUND = Hold(HoldKind.RETURNED, "no queue is bound")
 
 
 def order(due_ms: int, body: bytes, **more: object) -> Parcel:
@@ -91,7 +91,7 @@ async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
             found = json.loads(delayer("show", name, "--json").stdout)
             assert (found["where"], found["body"], found["id"]) == (where, body.decode(), of[body])
     assert delayer("show", of[b"far"], "--body").stdout_bytes == b"far"
-    assert "nobody is bound" in delayer("show", of[b"held"]).stdout
+    assert "no queue is bound" in delayer("show", of[b"held"]).stdout
     assert "a number needs --message-id" in delayer("show", "999", expect=1).stderr
     assert "the part before the @" in delayer("show", of[b"far"].partition("@")[0] + "@5", expect=1).stderr
     delayer("show", "", expect=1)
@@ -190,9 +190,9 @@ async def test_a_message_is_found_by_its_message_id_its_key_or_its_delayer_id(de
 async def test_held(delayer: Run, database: str) -> None:
     assert "No messages are held." in delayer("held", "list").stdout
     _, of = await filled(database)
-    assert "nobody is bound" in delayer("held", "list").stdout
+    assert "no queue is bound" in delayer("held", "list").stdout
     assert ids(delayer, "held", "list") == [of[b"held"]]
-    assert ids(delayer, "held", "list", "--route", "nobody's") == []
+    assert ids(delayer, "held", "list", "--route", "unknown") == []
     assert "To be tried again now: 1." in delayer("held", "retry", "--all", "--yes").stdout
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT retry_at < now() + interval '1 second' FROM held")
@@ -210,7 +210,7 @@ async def test_held(delayer: Run, database: str) -> None:
 async def test_many_held_ones_are_acted_on_page_by_page(
     delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be millions, so never more than a page of them is in memory; each is met once."""
+    """There may be millions, so at most one page of them is in memory; each is handled once."""
     monkeypatch.setattr(detail, "AT_ONCE", 7)
     async with opened(database) as place, owned(place) as [lane]:
         now = place.now_upper_ms()
@@ -219,13 +219,13 @@ async def test_many_held_ones_are_acted_on_page_by_page(
     assert "Dropped: 40." in delayer("held", "drop", "--all", "--yes").stdout
 
 
-def test_native_mode_says_what_it_cannot(delayer: Run) -> None:
+def test_native_mode_names_its_limits(delayer: Run) -> None:
     nothing = delayer("--mode", "native", "list", DELAYER_STORE__URL=None, expect=2)
     assert "no store is configured" in nothing.stderr
     assert "cascade" in delayer("--mode", "native", "list").stderr
 
 
-async def test_commands_that_are_answered_load_only_what_they_need(vhost: str, database: str, tmp_path: Path) -> None:
+async def test_quick_commands_load_few_modules(vhost: str, database: str, tmp_path: Path) -> None:
     async with opened(database) as place, owned(place) as [lane]:
         due_ms = place.now_upper_ms() + 86_400_000
         await place.park(lane, [parcel(due_ms, b"one"), parcel(due_ms, b"two")], [])
@@ -239,14 +239,14 @@ async def test_commands_that_are_answered_load_only_what_they_need(vhost: str, d
     assert not modules & STATUS
 
 
-# delayer strays and delayer refused: more messages than a look takes, and looks that change nothing.
+# delayer strays and delayer refused: more messages than one look reads, and looks that change nothing.
 
 
 QUEUE = b"delayer.delay-strays"
 
 
 def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, bytes]:
-    """A message that is held, and the properties that it stands among the strays with."""
+    """A held message, and its properties among the strays."""
     now_ms = time.time_ns() // 1_000_000
     parcel = Parcel(now_ms, b"in", b"in", b"k", Target(b"out", b"k"), b"\0\0", body, None)
     held = edits.HoldNote(Hold(HoldKind.RETURNED, reason), 10, None)
@@ -271,7 +271,7 @@ async def test_messages_beyond_the_look_are_reported(delayer: Run, vhost: str, m
         assert "The queue has 10 strays; only the first 6 were looked at" in delayer("strays", "list").stderr
         some = delayer("strays", "drop", "--reason", "late", "--yes", expect=1)
         assert "Dropped: 3." in some.stdout and "10 strays" in some.stderr
-        far = delayer("strays", "drop", f"{9:032x}", expect=1)  # behind those that are looked at
+        far = delayer("strays", "drop", f"{9:032x}", expect=1)  # behind the messages of the look
         assert "0 of" in far.stdout and "were looked at" in far.stderr
         assert "Dropped: 6." in delayer("strays", "drop", "--all", "--yes", expect=1).stdout
         assert "Dropped: 1." in delayer("strays", "drop", "--all", "--yes").stdout
@@ -307,7 +307,7 @@ def test_only_the_beginning_of_a_large_stray_is_kept() -> None:
 
 
 LIMIT = 20
-"""Deliveries after which the broker deletes a message of a quorum queue, where nothing else is said (RabbitMQ 4)."""
+"""Deliveries after which RabbitMQ 4 by default deletes a message of a quorum queue."""
 LOOKS = LIMIT + 5
 COUNT = 5
 
@@ -321,7 +321,7 @@ async def test_looks_neither_delete_nor_reorder(
     environ: dict[str, str | None] = {"DELAYER_MODE": "native"}
     if store == "without a store":
         environ["DELAYER_STORE__URL"] = None
-    if rabbitmq.counts_only_failed_deliveries:  # then not even a policy of such a limit does harm
+    if rabbitmq.counts_only_failed_deliveries:  # then even a policy with such a limit is harmless
         rabbitmq.api(
             "PUT",
             f"/api/policies/{urlsplit(vhost).path[1:]}/limit",
@@ -343,7 +343,7 @@ def applied(delayer: Run) -> Iterator[Run]:
 
 
 def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too long") -> list[Message]:
-    """As the daemon puts them there."""
+    """Refused messages as the daemon publishes them."""
     notes = {"who": "me", "x-delayer-refused": reason, "x-delayer-exchange": exchange,
              "x-delayer-routing-key": "orders.eu", "x-delayer-expiration": "600000"}  # fmt: skip
     found = []
@@ -372,7 +372,7 @@ async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: 
     assert sorted(one.body for one in back) == sorted(b"delayer.in %d" % n for n in range(250))
     for one in back:
         assert (one.exchange, one.routing_key, one.expiration) == ("delayer.in", "orders.eu", 600.0)
-        # What the broker counts, now that they are delivered from a quorum queue again.
+        # The broker's counts of redeliveries from a quorum queue.
         counts = {"x-delivery-count", "x-acquired-count"}
         assert one.headers.keys() - counts == {"who", "x-delayer-id"}
     assert len(ids(applied, "refused", "list")) == 3
@@ -408,7 +408,7 @@ async def test_a_retry_mends_headers_and_says_how_many_came_back(
 
 
 async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: str) -> None:
-    """The page shows them too, and it lives in the daemon: fifty of 100 MB must not be in its memory."""
+    """The daemon shows them on its page too, so it must not hold fifty messages of 100 MB in memory."""
     (one,) = refused_ones(1)
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*(one._replace(body=b"\xc3\xa4" * 150_000) for _ in range(3)))
@@ -429,8 +429,8 @@ async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
     applied("refused", "drop", expect=2)
     applied("refused", "drop", "--all", "--route", "other", expect=2)
     assert "Dropped: 3." in applied("refused", "drop", "--route", "other", "--yes").stdout
-    nobody = applied("refused", "drop", "nobody", "--yes", expect=1)
-    assert '"nobody" was not found' in nobody.stderr
+    unknown = applied("refused", "drop", "unknown", "--yes", expect=1)
+    assert '"unknown" was not found' in unknown.stderr
     assert ids(applied, "refused", "list") == [f"delayer.in-{n}" for n in range(5)]
     assert "Dropped: 5." in applied("refused", "drop", "--all", "--yes").stdout
     assert "0 of 0 refused messages match." in applied("refused", "drop", "--reason", "x", "--yes", expect=1).stdout

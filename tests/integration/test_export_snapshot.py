@@ -1,4 +1,4 @@
-"""`delayer export` writes one snapshot, whatever the store does while the file is written."""
+"""`delayer export` writes one snapshot, also while the store changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.rows import compact, everything, put, rows
 from tests.support.store import sql
 
 WAITING = 3_000
-"""Three pages of an export, and ten times what a pipe takes."""
+"""Three pages of an export, and ten times the size of a pipe."""
 
 
 async def now_ms(admin: asyncpg.Connection) -> int:
@@ -60,7 +60,7 @@ async def _release(admin: asyncpg.Connection) -> None:
 
 
 async def hold(admin: asyncpg.Connection) -> None:
-    """Hold some waiting messages: between the two readings of an export, so that it would write them twice."""
+    """Hold some waiting messages between the two reads of an export, which could write them twice then."""
     columns = "id, due_at, parked_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,"
     columns += " properties, body, key"
     await admin.execute(
@@ -96,7 +96,7 @@ async def test_concurrent_changes_leave_no_message_out_of_an_export(
 
 
 async def test_partitions_stay_until_the_export_ends(database: str) -> None:
-    """Of a dropped one no snapshot has the rows; and a day that is attached hides those in the default partition."""
+    """No snapshot has the rows of a dropped partition, and an attached day would hide rows of the default one."""
     async with sql(database) as admin:
         now = await now_ms(admin)
         today = now // DAY_MS
@@ -114,7 +114,7 @@ async def test_partitions_stay_until_the_export_ends(database: str) -> None:
 
 
 async def test_the_last_line_counts_the_snapshot(database: str, tmp_path: Path) -> None:
-    """As a person meets it: into a pipe whose reader rests, and a compaction meanwhile."""
+    """The export writes into a pipe with a slow reader, and a compaction runs meanwhile."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with ExitStack() as closing:

@@ -1,8 +1,8 @@
 """Backlogs in files: `delayer export` and `delayer import jsonl`, from one store into another, exact to the byte; and
-the dump that docs/importing.md tells people to make of the delayed-message plugin, made by a real broker.
+the dump of the delayed-message plugin by docs/importing.md, made by a real broker.
 
-Debian's brokers have no such plugin: its table is stood in for by one of the same name and shape, with messages that
-the broker's own code makes, in the form of its version.
+Debian's brokers have no such plugin: a table of the same name and shape replaces its table. The broker's own code makes
+the messages, in the form of its version.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ async def other_store(postgres: Postgres) -> AsyncIterator[str]:
 
 
 async def content(admin: asyncpg.Connection) -> list[tuple[object, ...]]:
-    """What waits and what is held, without what a store adds of its own."""
+    """The waiting and held messages, without the columns that a store adds."""
     waiting = await admin.fetch(f"SELECT {_CONTENT}, NULL AS reason, NULL AS token FROM message")
     held = await admin.fetch(f"SELECT {_CONTENT}, kind, reason, may_be_delivered, isolated, token FROM held")
     return sorted((tuple(row) for row in (*waiting, *held)), key=repr)
 
 
 def letters(count: int, now_ms: int, chance: random.Random) -> list[Parcel]:
-    """Messages of all kinds, some of them equal, some with keys, with bytes that are no text anywhere."""
+    """Messages of all kinds: some are equal, some have keys, and all fields have bytes that are no text."""
 
     def name(longest: int) -> bytes:
         return chance.choice([b"orders", "ö☃".encode(), chance.randbytes(chance.randrange(longest))])
@@ -74,7 +74,7 @@ def letters(count: int, now_ms: int, chance: random.Random) -> list[Parcel]:
 
 
 async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_path: Path) -> None:
-    """Rows, segments and held messages, keys included; and what was not sound stays so, in held."""
+    """Rows, segments and held messages, with their keys. Damaged messages stay damaged, and are held."""
     file = tmp_path / "backlog.jsonl"
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
@@ -150,7 +150,7 @@ async def test_damaged_records_are_held(delayer: Run, tmp_path: Path, database: 
 
 
 @pytest.mark.words
-async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_path: Path) -> None:
+async def test_messages_for_missing_destinations_are_held(delayer: Run, database: str, tmp_path: Path) -> None:
     delayer("topology", "apply")
     file = tmp_path / "hand-made.jsonl"
     rows = [
@@ -170,21 +170,21 @@ async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_p
     assert json.loads(delayer("import", "jsonl", "run", *args, "--dry-run", expect=1).stdout) == seen
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT count(*) FROM import_run") == 0
-        delayer("import", "jsonl", "run", *args, expect=2)  # nobody can be asked
+        delayer("import", "jsonl", "run", *args, expect=2)  # no terminal to ask at
         delayer("import", "jsonl", "run", *args, "--yes", "--limit", "2", expect=1)
         assert [tuple(row) for row in await admin.fetch("SELECT to_key, body FROM message")] == [
             (b"delays.refused", b"2")
         ]
         [held] = await admin.fetch("SELECT to_key, reason, retry_at, due_at FROM held")
         assert (held["to_key"], held["reason"]) == (b"gone", "import: there is no such queue or exchange")
-        assert held["retry_at"] == held["due_at"], "somebody may declare the queue long before that"
+        assert held["retry_at"] == held["due_at"], "an operator may declare the queue long before that"
     nobody = {"DELAYER_BROKER__URL": "amqp://guest:s3cret@127.0.0.1:1/"}
     told = delayer("import", "jsonl", "run", *args, "--yes", "--again", expect=1, **nobody).stderr
     assert "Nothing was moved" in told
     assert "s3cret" not in told
 
 
-async def test_files_that_are_none(delayer: Run, tmp_path: Path) -> None:
+async def test_missing_and_cut_files_are_reported(delayer: Run, tmp_path: Path) -> None:
     assert "No such file" in delayer("import", "jsonl", "preview", str(tmp_path / "nothing"), expect=3).stderr
     cut = tmp_path / "cut.jsonl"
     cut.write_text('{"v":1,"due_ms":1}\n{"v":1,"messages":2}\n')
@@ -195,7 +195,7 @@ async def test_files_that_are_none(delayer: Run, tmp_path: Path) -> None:
 
 
 def test_a_run_reports_possible_gaps_and_repeats(delayer: Run, tmp_path: Path) -> None:
-    """Between lines a cut cannot be seen but by the last one; and a file stays there, for somebody to import again."""
+    """Only the last line shows a cut between lines. An operator may import a file a second time."""
     file = tmp_path / "head.jsonl"
     file.write_text('{"v":1,"due_ms":4000000000000,"routing_key":"queue","body":"text"}\n')
     run = ("import", "jsonl", "run", str(file), "--unverified", "--yes")
@@ -217,8 +217,8 @@ def names(directory: Path) -> list[str]:
     return [one.name for one in directory.iterdir()]
 
 
-async def test_a_disk_that_takes_no_more_keeps_nothing_of_it(delayer: Run, database: str, tmp_path: Path) -> None:
-    """Neither the store's fault nor a wrong word on the command line; and what was there before stays."""
+async def test_a_full_disk_keeps_no_part_of_an_export(delayer: Run, database: str, tmp_path: Path) -> None:
+    """The error names the file, not the store or the command line, and the file before it stays."""
     async with opened(database) as place, owned(place) as [lane]:
         await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
     file = tmp_path / "backlog.jsonl"
@@ -233,10 +233,10 @@ async def test_a_disk_that_takes_no_more_keeps_nothing_of_it(delayer: Run, datab
     assert "No such file or directory" in delayer("export", str(elsewhere), expect=ExitCode.USAGE).stderr
 
 
-async def test_a_file_that_changes_meanwhile_brings_nothing_of_the_change(
+async def test_a_file_changed_during_an_import_brings_nothing(
     delayer: Run, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the bodies are others: the places and the due instants are as they were noted."""
+    """Only the bodies change: positions and due instants stay the same."""
     file = tmp_path / "dump"
 
     def line(body: bytes) -> bytes:
@@ -384,7 +384,7 @@ async def test_an_imported_message_that_is_held_can_be_cancelled_by_its_key(
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "importing.md"
 DUE_MS = 4_000_000_000_000
-# What the plugin keeps: a row a message in a table that is named after the node, and an index beside it.
+# The plugin's storage: a row a message in a table that is named after the node, and an index beside it.
 PLANT = """
 Content = fun(Headers, Body) ->
     rabbit_basic:build_content({'P_basic', <<"text/plain">>, undefined, Headers, 2, undefined, undefined, undefined,
@@ -417,7 +417,7 @@ register(delayer_planted, spawn(Plant)), timer:sleep(500), ok.
 
 
 def one_liner() -> str:
-    """What stands between the quotes in the documentation."""
+    """The text between the quotes in the documentation."""
     found = re.search(r"rabbitmqctl eval --silent '(.*?)' > dump.txt", DOCUMENT.read_text(), re.DOTALL)
     assert found is not None
     return found[1]
@@ -462,5 +462,5 @@ async def test_the_documented_dump_of_a_real_broker(
     assert (held["to_exchange"], held["to_key"], held["body"]) == (b"mail.out", b"outbox", b"mail")
     headers = dict(Props.decode(held["properties"]).headers or ())
     assert headers[b"x-delay"] == text("7")
-    # The broker took BCC away when the message came in; it acts again.
+    # The broker removed BCC when the message came in; it acts again.
     assert (headers[b"CC"], headers[b"BCC"]) == (array(text("copy")), array(text("blind")))

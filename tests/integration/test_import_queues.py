@@ -1,5 +1,5 @@
 """`delayer import cascade` and `hold-queues`: real queues of other systems, drained into a store in the order of due
-instants, and what is left in them.
+instants, and the messages left in them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def held_of(database: str) -> dict[bytes, Mapping[str, Any]]:
 
 
 def nservicebus(n: int, seconds: int, sent_ms: int, **more: Any) -> Props:
-    """As its transport publishes: strings, and the delay as an int32."""
+    """Properties as its transport publishes them: strings, and the delay as an int32."""
     headers = ((TIME_SENT, text(wire_instant(sent_ms))), (DELAY, number("I", seconds)), (b"n", number("l", n)))
     return Props(headers=headers, delivery_mode=2, message_id=b"m-%d" % n, **more)
 
@@ -79,7 +79,7 @@ async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, rabbitmq: Rabb
     retry = nservicebus(7, 600, began - 86_400_000)
     headers = (*(retry.headers or ()), (b"NServiceBus.Retries.Timestamp", text(wire_instant(began))))
     sent[b"retry"] = (600, b"Orders", Props(headers=headers, message_id=b"m-7"))
-    # As the vendor's tool moves timeouts: a new delay, the TimeSent of their first sending, perhaps their expiry.
+    # The vendor's tool moves timeouts so: a new delay, the TimeSent of the first sending, perhaps the expiry.
     moved = nservicebus(8, 4_000, began - 60 * 86_400_000)
     sent[b"moved"] = (4_000, b"Orders", moved)
     headers = (*(moved.headers or ()), (b"NServiceBus.Timeout.Expire", text(wire_instant(began + 4_000_000))))
@@ -108,7 +108,7 @@ async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, rabbitmq: Rabb
 
 
 async def test_a_cascade_of_celery(delayer: Run, vhost: str, database: str) -> None:
-    """Everything enters at the highest level, and says nothing of when."""
+    """Every message enters at the highest level, without its time of entry."""
     cascade = Cascade("celery")
     bound = Topology(bindings=(Binding(cascade.delivery, "tasks", "queue", "#.tasks"),))
     await declare(vhost, queues("tasks"), cascade.topology() + bound)
@@ -126,7 +126,7 @@ async def test_a_cascade_of_celery(delayer: Run, vhost: str, database: str) -> N
 
 
 async def test_from_another_broker(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str) -> None:
-    """Two messages that are equal in every byte, without an identity, are two messages all the same."""
+    """Two messages with equal bytes and no identity are still two messages."""
     other = rabbitmq.add_vhost()
     cascade = Cascade("nservicebus-v2")
     await declare(rabbitmq.url(other), cascade.topology())
@@ -142,7 +142,7 @@ async def test_from_another_broker(delayer: Run, vhost: str, rabbitmq: RabbitMQ,
 
 
 async def test_our_own_cascade_moves_into_the_store(delayer: Run, vhost: str, database: str) -> None:
-    """What native mode has on its way: carriers are opened."""
+    """The import opens the envelopes of native mode."""
     settings = Settings.model_validate({"mode": "native", "broker": {"url": vhost}})
     await declare(vhost, topology_of(settings), Topology(exchanges=(Exchange("delayer.out", "topic"),)))
     cascade = Cascade()
@@ -211,7 +211,7 @@ async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, databas
     ended = now_ms()
     rows, held = await rows_of(database), await held_of(database)
     assert (report["parked"], report["held"]) == (len(rows), len(held))
-    assert set(held) == {b"enqueue", b"for ever"}  # no queue stands behind it; nobody says how long
+    assert set(held) == {b"enqueue", b"for ever"}  # one has no destination queue, the other no time
     for body, (queue, props, due_ms) in sent.items():
         row = (rows | held)[body]
         of = families[queue]
@@ -226,9 +226,7 @@ async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, databas
         assert set((await admin.depths(families)).values()) == {0}
 
 
-async def test_hold_queues_by_hand_and_what_is_left(
-    delayer: Run, rabbitmq: RabbitMQ, vhost: str, database: str
-) -> None:
+async def test_hold_queues_are_emptied_by_hand(delayer: Run, rabbitmq: RabbitMQ, vhost: str, database: str) -> None:
     hold = {**RETRY, "x-message-ttl": 3_600_000}
     await declare(vhost, Topology(queues=(Queue("hold", arguments(hold)),)), queues("work"))
     began = now_ms()
@@ -267,7 +265,7 @@ LEFT = "due before the cutoff"
 
 
 async def publish(vhost: str, *delays: int) -> int:
-    """Messages with these delays, in this order; the body is the delay. When it was."""
+    """Publish messages with these delays, in this order; the body is the delay. Return the instant."""
     await declare(vhost, CASCADE.topology(), queues("Orders"))
     began = now_ms()
     async with await Raw.connect(vhost) as raw:
@@ -278,7 +276,7 @@ async def publish(vhost: str, *delays: int) -> int:
 
 
 async def bodies(database: str) -> list[int]:
-    """What is parked, in the order of its parking."""
+    """The parked bodies, in the order of their parking."""
     async with sql(database) as admin:
         return [int(body) for (body,) in await admin.fetch("SELECT body FROM message ORDER BY id")]
 
@@ -300,7 +298,7 @@ async def test_the_soonest_due_first(delayer: Run, vhost: str, database: str) ->
 async def test_levels_below_the_cutoff_are_not_touched(
     delayer: Run, rabbitmq: RabbitMQ, vhost: str, database: str
 ) -> None:
-    """A level below the cutoff is not read; what is read and not meant is counted once, though it is met twice."""
+    """The run reads no level below the cutoff. It meets a message that it leaves twice, and counts it once."""
     began = await publish(vhost, 40, 41, 5_000, 7_000, 200_000)
     cutoff = ("--cutoff", instant(began + 6_000_000))
     management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
@@ -321,8 +319,8 @@ async def test_levels_below_the_cutoff_are_not_touched(
     assert touched == {5: False, 12: True}
 
 
-async def test_a_run_ends_while_somebody_publishes(delayer: Run, vhost: str, database: str) -> None:
-    """A visit takes what stood there when it began; what came later stays, on time, for the next run."""
+async def test_a_run_ends_beside_a_publisher(delayer: Run, vhost: str, database: str) -> None:
+    """A visit takes the messages that stood there at its start; later ones stay, on time, for the next run."""
     await publish(vhost, 1_000, 1_001, 1_002)
     over, flowing = asyncio.Event(), asyncio.Event()
     late = 0
@@ -346,9 +344,11 @@ async def test_a_run_ends_while_somebody_publishes(delayer: Run, vhost: str, dat
     assert report["parked"] + again["parked"] == late + 3 == len(await bodies(database))
 
 
-async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str) -> None:
-    """Where all of a hold queue's messages go its arguments say, and what would be held is seen before it moves. Then
-    the queue of the shortest time comes first."""
+async def test_a_preview_reads_the_arguments_of_queues(
+    delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str
+) -> None:
+    """A hold queue's arguments name the destination of all its messages, so the preview knows which would be held. The
+    run begins with the queue of the shortest time."""
     holds: dict[str, dict[str, Any]] = {
         "work.delay.60000": {**RETRY, "x-message-ttl": 60_000, "x-dead-letter-routing-key": "work@SERVER7"},
         "gone.delay.90000": {**RETRY, "x-message-ttl": 90_000, "x-dead-letter-routing-key": "gone"},
@@ -380,7 +380,7 @@ async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbit
     assert (report["parked"], report["held"]) == (1, 5)  # nothing is bound for them
     async with sql(database) as admin:
         held = [int(body) for (body,) in await admin.fetch("SELECT body FROM held ORDER BY id")]
-        # Whence it came, which says nothing of where it goes.
+        # The route is the source queue, not the destination.
         found = await admin.fetchrow("SELECT route, to_exchange, to_key FROM message")
         assert tuple(found) == (b"work.delay.60000", b"", b"work")
     assert (await bodies(database), held) == ([0], [1, 1, 2, 2, 2])
@@ -389,7 +389,7 @@ async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbit
 async def test_a_pattern_that_meets_work_queues_leaves_them(
     delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str
 ) -> None:
-    """Of the pair of a work queue and its retries both are called alike and dead-letter; jobs are nobody's to hold."""
+    """A work queue and its retry queue have similar names, and both dead-letter; the import must not take the jobs."""
     work: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work.retry"}
     names = ("work", "work.retry", "work.mirror")
     made = tuple(Queue(name, arguments(of)) for name, of in zip(names, (work, RETRY, RETRY), strict=True))
@@ -397,7 +397,7 @@ async def test_a_pattern_that_meets_work_queues_leaves_them(
     management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
 
     async def keep(_message: aio_pika.abc.AbstractIncomingMessage) -> None:
-        """Take one, and no more."""
+        """Keep one message without an acknowledgement."""
 
     async with await Raw.connect(vhost) as raw, await aio_pika.connect(vhost) as connection:
         for n, name in enumerate(names):
@@ -418,7 +418,7 @@ async def test_a_pattern_that_meets_work_queues_leaves_them(
 
 
 async def test_delayers_own_queues_are_never_taken(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str) -> None:
-    """A pattern that is too short names them too; what they hold is on its way, or waits for a person."""
+    """A short pattern matches them too; their messages are on their way, or wait for an operator."""
     delayer("topology", "apply", DELAYER_MODE="native")
     await declare(vhost, Topology(queues=(Queue("delay_work", arguments(RETRY)), Queue("work"))))
     own = ("delays", "delays.refused", "delays.due", "delayer.delay-level-27", "delayer.delay-strays")

@@ -36,7 +36,7 @@ CREATE = {
         INDEX Index_Time (Time))""",
 }
 NHIBERNATE = {
-    # As NHibernate makes it there: names that nobody quotes.
+    # NHibernate makes it so: with names without quotes.
     "postgresql": """CREATE TABLE TimeoutEntity (Id uuid PRIMARY KEY, Destination varchar(1024), SagaId uuid,
         State bytea, Endpoint varchar(440), Time timestamp, Headers varchar(4000))""",
     "mysql": """CREATE TABLE TimeoutEntity (Id varchar(40) NOT NULL PRIMARY KEY, Destination varchar(1024),
@@ -47,7 +47,7 @@ NOON = datetime.now(UTC).replace(microsecond=0, hour=12, tzinfo=None) + timedelt
 
 @dataclass
 class Source:
-    """A database with timeouts in it. ``url`` is what a person would write."""
+    """A database with timeouts in it. ``url``: as an operator would write it."""
 
     kind: str
     url: str
@@ -125,7 +125,7 @@ def source_of(kind: str, request: pytest.FixtureRequest, postgres: Postgres) -> 
 
 
 def run_of(delayer: Run, source: Source, *more: str) -> Callable[..., Any]:
-    """Import from there; the URL by the environment, as somebody with a password would."""
+    """Import from there, with the URL in the environment, because it has a password."""
 
     def call(verb: str, *arguments: str, expect: int = 0) -> Any:
         args = ("import", "nservicebus-sql", verb, *more, *arguments, "--unverified", "--json")
@@ -141,7 +141,7 @@ def run_of(delayer: Run, source: Source, *more: str) -> Callable[..., Any]:
 async def test_all_tables_into_the_store(
     delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything that is meant arrives once, when it is due, as it was; the rest stays where it was."""
+    """Every matching timeout is imported once, with its due instant and bytes; the rest stays in its table."""
     monkeypatch.setattr(sources, "READ_BYTES", 300)
     for name in ("Sales_TimeoutData", "Mail_Out_TimeoutData", "Orders"):
         await source.create(name)
@@ -197,7 +197,7 @@ async def test_all_tables_into_the_store(
         due_ms = int(NOON.replace(tzinfo=UTC).timestamp() * 1000)
         assert of[b"exact"]["due_at"] == due_ms + (1 if source.kind == "postgresql" else 0)  # never early
         assert of[b"never"]["due_at"] == 253_402_300_799_000
-        # The soonest due first: that is the order of their numbers.
+        # The soonest due comes first: ids follow this order.
         dues = [row["due_at"] for row in await admin.fetch("SELECT due_at FROM message ORDER BY id")]
         assert dues == sorted(dues)
         reasons = sorted(reason for (reason,) in await admin.fetch("SELECT reason FROM held"))
@@ -224,7 +224,7 @@ async def test_a_row_in_a_timeout_managers_hands_is_passed_over(delayer: Run, so
     assert await source.rows("Sales_TimeoutData") == []
 
 
-async def test_limit_cutoff_and_what_is_missing(delayer: Run, database: str, source: Source) -> None:
+async def test_limit_and_cutoff_bound_a_run(delayer: Run, database: str, source: Source) -> None:
     told = run_of(delayer, source)("preview", expect=1)
     assert "no table matches *TimeoutData" in told
     await source.create("A_TimeoutData")
@@ -243,11 +243,11 @@ async def test_limit_cutoff_and_what_is_missing(delayer: Run, database: str, sou
     assert "no table matches C_*" in report
 
 
-async def test_a_move_that_takes_long_takes_nothing_that_is_due_by_then(
+async def test_a_long_move_takes_no_timeout_due_before_its_end(
     delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A timeout manager reads without locks, sees all that is being moved until it is, and has in hand what is due.
-    And it may store timeouts meanwhile. The move is made again, with more room."""
+    """A timeout manager reads without locks, so it sees rows until the move commits, and takes the due ones. It may
+    also store timeouts meanwhile. The import makes the move again, with a later limit."""
     await source.create("Sales_TimeoutData")
     monkeypatch.setattr(sources, "SOON_MS", 3_000)
     soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None) + timedelta(seconds=6)
@@ -269,14 +269,14 @@ async def test_a_move_that_takes_long_takes_nothing_that_is_due_by_then(
     monkeypatch.setattr(sources.SqlTimeouts, "_moved", slowly)
     async with asyncio.timeout(30):
         report = await asyncio.to_thread(run_of(delayer, source), "run")
-    assert calls == [9, 7]  # the second move has the one that was stored during the first
+    assert calls == [9, 7]  # the second move includes the timeout that was stored during the first
     assert (report["parked"], list(report["left"].values())) == (7, [3])
     assert len(await source.rows("Sales_TimeoutData")) == 3
 
 
 @pytest.mark.words
 async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source: Source) -> None:
-    """In two tables, in all of one's rows or one's staged rows: what would be held is told by the run's own rules."""
+    """In two tables, with waiting or staged rows: the preview names held messages by the rules of the run."""
     for name in ("A_TimeoutData", "B_TimeoutData"):
         await source.create(name)
     rows = [source.timeout(n, NOON + timedelta(hours=n), Headers="[7]" if n % 4 == 3 else "{}") for n in range(20)]
@@ -301,8 +301,8 @@ async def test_a_source_out_of_reach(delayer: Run, source: Source) -> None:
     assert "cannot be read" in run_of(delayer, nonsense)("run", expect=2)
 
 
-async def test_a_user_who_may_only_look(delayer: Run, source: Source) -> None:
-    """He can have a preview; a run is refused by name, and leaves everything where it is."""
+async def test_a_read_only_user_can_only_preview(delayer: Run, source: Source) -> None:
+    """A preview works; a run is refused with the reason, and moves nothing."""
     await source.create("Sales_TimeoutData")
     await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(3)])
     user = f"looker_{uuid.uuid4().hex[:8]}"
@@ -355,7 +355,7 @@ async def test_nhibernate(delayer: Run, database: str, source: Source) -> None:
 
 TABLES = ("A_TimeoutData", "B_TimeoutData")
 COUNT = 60
-# What lets everybody read the tables, and nobody take from them, for as long as it is held; and who waits for that.
+# A lock that lets all sessions read the tables, but not delete from them; and a query for the sessions that wait.
 HOLD = {
     "postgresql": 'LOCK TABLE "A_TimeoutData", "B_TimeoutData" IN EXCLUSIVE MODE',
     "mysql": "LOCK TABLES A_TimeoutData READ, B_TimeoutData READ",
@@ -382,7 +382,7 @@ async def import_into(store: str, source: Source) -> tuple[int, dict[str, Any], 
 
 
 async def test_each_timeout_is_in_one_store(source: Source, postgres: Postgres) -> None:
-    """Both have looked, and made their tables beside the others, before either of them takes anything."""
+    """Both imports look and make their tables before either of them takes anything."""
     rows = [source.timeout(n, NOON + timedelta(seconds=n)) for n in range(COUNT)]
     for name, some in zip(TABLES, (rows[::2], rows[1::2]), strict=True):
         await source.create(name)
@@ -414,8 +414,8 @@ async def test_each_timeout_is_in_one_store(source: Source, postgres: Postgres) 
 
 
 @pytest.mark.parametrize("source", ["postgresql", pytest.param("mysql", marks=pytest.mark.long)], indirect=True)
-async def test_one_that_begins_later_is_refused(source: Source, postgres: Postgres) -> None:
-    """Rows that are staged by somebody else are told, and not taken; what came since is not either, for now."""
+async def test_a_later_import_is_refused(source: Source, postgres: Postgres) -> None:
+    """The import reports rows that another store's import has staged, and takes neither them nor later rows."""
     await source.create(TABLES[0])
     await source.put(TABLES[0], [source.timeout(n, NOON) for n in range(3)])
     async with source.connected() as connection:

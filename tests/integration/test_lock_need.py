@@ -1,4 +1,4 @@
-"""Locks of Postgres's lock table: few for each park, however many keys it has, and what `check` says of the table."""
+"""Locks of Postgres's lock table: few for each park, also with many keys, and the report of `check` on the table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADVISORY = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid =
 
 
 async def park(connection: asyncpg.Connection, first: int, last: int) -> int:
-    """Park messages under so many keys. The advisory locks of the transaction."""
+    """Park messages under so many keys. Return the number of advisory locks of the transaction."""
     async with pool.transaction(connection):
         some = [parcel(FAR_MS + n, b"", key=b"order %d" % n) for n in range(first, last)]
         await parking.park_keyed(connection, LANE, some, [])

@@ -1,4 +1,4 @@
-"""`delayer audit` without Spark: it finds what counters, indexes and headers show, and says what it did not look at."""
+"""`delayer audit` without Spark: it finds the defects that counters, indexes and headers show, and names the rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def audited(database: str, **more: object) -> AuditReport:
     return (await asyncio.to_thread(quick.run, options)).report
 
 
-async def test_a_sound_store_and_what_was_not_looked_at(database: str) -> None:
+async def test_a_sound_store_has_no_findings_and_unchecked_rules_are_named(database: str) -> None:
     await build(database)
     report = await audited(database)
     assert said(report) == []
@@ -56,7 +56,7 @@ def test_a_segment_until_the_year_9999_costs_no_more_than_its_messages() -> None
     assert list(quick._by_hour([], [far]).values()) == [1, 1, 1]
 
 
-async def test_what_headers_and_counters_show_of_every_violation(database: str) -> None:
+async def test_headers_and_counters_show_their_violations(database: str) -> None:
     await build(database)
     async with sql(database) as connection:
         planted = await Planting(connection).everything()
@@ -71,7 +71,7 @@ async def test_what_headers_and_counters_show_of_every_violation(database: str) 
     assert sorted(said(found)) == sorted(expected)
 
 
-async def test_it_needs_neither_spark_nor_pyarrow(database: str) -> None:
+async def test_a_quick_audit_needs_neither_spark_nor_pyarrow(database: str) -> None:
     await build(database)
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('pyspark', 'pyarrow', 'pandas', 'adbc_driver_manager')));"
@@ -89,7 +89,7 @@ async def test_it_needs_neither_spark_nor_pyarrow(database: str) -> None:
 @pytest.mark.parametrize(
     ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
 )
-async def test_it_ends_with_one_line(database: str, number: int, code: int, line: str) -> None:
+async def test_a_stopped_audit_ends_with_one_line(database: str, number: int, code: int, line: str) -> None:
     async with sql(database) as other, sql(database) as admin:
         await other.execute("BEGIN; LOCK TABLE counter")
         process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""A daemon's restoring over Postgres: ahead of time, shared, exact, and what becomes of a segment that is broken."""
+"""A daemon's restoring over Postgres: ahead of time, shared, exact, and the handling of broken segments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def restoring(url: str) -> AsyncIterator[tuple[Process, Counters]]:
 
 
 async def packed(url: str, parcels: Sequence[Parcel], rows: int = 10_000) -> int:
-    """Park these, and pack them into segments; how many there are of them."""
+    """Park these, and pack them into segments. Return the number of segments."""
     async with opened(url) as store, owned(store) as [lane]:
         await store.park(lane, parcels, [])
     async with sql(url) as admin:
@@ -61,7 +61,7 @@ async def now_ms(url: str) -> int:
 
 
 async def spoil(url: str) -> bytes:
-    """Change a byte in the middle of a segment; its bytes as they are now."""
+    """Change a byte in the middle of a segment. Return its new bytes."""
     async with sql(url) as admin:
         found: bytes = await admin.fetchval(
             "UPDATE segment SET packed = set_byte(packed, length(packed) / 2, get_byte(packed, length(packed) / 2) # 1)"
@@ -71,7 +71,7 @@ async def spoil(url: str) -> bytes:
 
 
 async def account(url: str) -> tuple[dict[str, int], int, int]:
-    """The counters of all lanes, the rows that wait, and the messages in segments; they agree."""
+    """The counters of all lanes, the waiting rows, and the messages in segments, after a check that they agree."""
     async with sql(url) as admin:
         rows = await admin.fetchval("SELECT count(*) FROM message")
         inside = await admin.fetchval("SELECT coalesce(sum(messages), 0) FROM segment")
@@ -94,7 +94,7 @@ async def test_segments_locked_by_another_process_are_looked_at_again(database: 
     assert [type(one) for one in found] == [Restored, Restored, type(None)]
 
 
-async def test_a_broken_segment_is_said_once_and_stands_in_nobodys_way(database: str) -> None:
+async def test_a_broken_segment_is_logged_once_and_blocks_no_other(database: str) -> None:
     now = await now_ms(database)
     parcels = [parcel(now - 3_000 + n, b"%d" % n) for n in range(300)]
     assert await packed(database, parcels, 100) == 3
@@ -107,7 +107,9 @@ async def test_a_broken_segment_is_said_once_and_stands_in_nobodys_way(database:
             assert counters.as_dict()["broken_segments"] == 1
         async with restoring(database) as (_, later):
             await asyncio.sleep(3 * service.POLL_SECONDS)
-            assert (later.as_dict()["restored"], later.as_dict()["broken_segments"]) == (0, 0), "it is no news"
+            assert (later.as_dict()["restored"], later.as_dict()["broken_segments"]) == (0, 0), (
+                "the log reports it only once"
+            )
     [said] = [line for line in logged if line["event"] == "segment broken"]
     assert "delayer restore --all" in said["next_step"]
     assert (said["log_level"], said["messages"], said["first_due_ms"]) == ("error", 100, now - 3_000)
@@ -132,7 +134,7 @@ async def test_a_daemon_without_pyarrow_says_so_early(database: str, monkeypatch
     assert (await account(database))[1:] == (0, 1)
 
 
-async def test_partitions_are_there_for_what_is_restored(database: str) -> None:
+async def test_a_restore_makes_the_partitions_of_its_rows(database: str) -> None:
     now = await now_ms(database)
     async with sql(database) as admin:
         days = {now // DAY_MS + ahead for ahead in (0, 1, 3)}
@@ -145,9 +147,7 @@ async def test_partitions_are_there_for_what_is_restored(database: str) -> None:
         assert await admin.fetchval("SELECT count(*) FROM message_default") == 0
 
 
-async def test_a_daemon_that_loses_its_connections_in_the_middle_begins_again(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_restore_begins_again_after_lost_connections(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = await now_ms(database)
     assert await packed(database, [parcel(now - n, b"%d" % n) for n in range(1_000)]) == 1
     cuts: list[asyncio.Task[None]] = []
@@ -167,7 +167,7 @@ async def test_a_daemon_that_loses_its_connections_in_the_middle_begins_again(
 
 
 async def test_the_event_loop_goes_on_while_a_large_segment_is_restored(database: str) -> None:
-    """Decoding and encoding happen beside it. The bounds are wide, for this machine does other things as well."""
+    """Decoding and encoding run in another thread. The bounds are wide, because the machine has other work too."""
     now = await now_ms(database)
     body = b'{"customer": %d, "items": [1, 2, 3], "text": "' + b"lorem ipsum dolor sit amet " * 30 + b'"}'
     made = await packed(database, [parcel(now + HOUR_MS + n, body % n) for n in range(20_000)])

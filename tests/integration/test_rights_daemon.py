@@ -1,4 +1,4 @@
-"""Least privilege: a daemon and its commands with the rights of docs/security.md, and with none of them less."""
+"""Least privilege: a daemon and its commands work with the rights of docs/security.md, and fail without any of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TAKEOVER = {"cascade": "nservicebus-v2", "levels_from": 6}
 
 
 class Need(NamedTuple):
-    """A row of the table: what is configured for it, and what it consumes and publishes to."""
+    """A row of the table: its settings, and the queues and exchanges that it consumes and publishes to."""
 
     row: str
     settings: Mapping[str, Any]
@@ -72,7 +72,7 @@ NEEDS = {
 
 
 def cases() -> list[Any]:
-    """Every pattern of the table, to be taken away."""
+    """Every pattern of the table; a test takes it away."""
     return [
         pytest.param(name, kind, one, id=f"{name}-{kind}-{one}")
         for name, need in NEEDS.items()
@@ -84,11 +84,11 @@ def cases() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def vhosts(rabbitmq: RabbitMQ) -> Any:
-    """One for each need, with what others declare."""
+    """A vhost for each need, with the objects that others declare."""
     names = {need: rabbitmq.add_vhost() for need in NEEDS}
     for need, name in names.items():
         rabbitmq.api("PUT", f"/api/queues/{name}/mail.inbox", {"durable": True})
-        # In the way of nobody, and of whoever is to declare it.
+        # The need "destination" declares this exchange itself.
         if need != "destination":
             rabbitmq.api("PUT", f"/api/exchanges/{name}/delayer.out", {"type": "topic", "durable": True})
         whole = topology_of(Settings.model_validate(NEEDS[need].settings))
@@ -118,7 +118,7 @@ async def test_these_rights_are_enough(rabbitmq: RabbitMQ, vhosts: Mapping[str, 
 
 
 @pytest.mark.parametrize(("name", "kind", "one"), cases())
-async def test_each_of_them_is_needed(
+async def test_each_of_these_rights_is_needed(
     rabbitmq: RabbitMQ, vhosts: Mapping[str, str], name: str, kind: str, one: str
 ) -> None:
     patterns = patterns_for(NEEDS[name], without=(kind, one))
@@ -143,7 +143,7 @@ def delayed(key: bytes, body: bytes, ms: int = 100) -> Message:
 async def test_a_daemon_of_everything_with_these_rights(
     rabbitmq: RabbitMQ, postgres: Postgres, store: str, tmp_path: Path
 ) -> None:
-    """To queues, dead letters back and in the end aside, destinations, another system's levels; and `send`."""
+    """Routes to queues, retries and exhausted messages, destinations, another system's levels; and `send`."""
     await asyncio.to_thread(clear, postgres)
     async with place(rabbitmq) as vhost:
         await declare(rabbitmq.url(vhost), NSB.topology())
@@ -191,7 +191,7 @@ async def test_a_daemon_of_everything_with_these_rights(
 async def test_messages_left_in_the_cascade_are_off_without_its_rights(
     rabbitmq: RabbitMQ, postgres: Postgres, store: str, tmp_path: Path
 ) -> None:
-    """The daemon would not be ready. Whoever looks takes nothing out of the queue."""
+    """The daemon would not be ready. The check takes nothing out of the queue."""
     async with place(rabbitmq) as vhost, await Raw.connect(rabbitmq.url(vhost)) as raw:
         rabbitmq.api("PUT", f"/api/exchanges/{vhost}/delayer.out", {"type": "topic", "durable": True})
         await declare(rabbitmq.url(vhost), topology_of(Settings.model_validate({"mode": "native"})))
@@ -199,7 +199,7 @@ async def test_messages_left_in_the_cascade_are_off_without_its_rights(
         url = user_url(rabbitmq, vhost, patterns_of("store"), "delayer-after")
         config = tmp_path / "delayer.toml"
         config.write_text(f'[broker]\nurl = "{url}"\n[store]\nurl = "{store}"\n')
-        if rabbitmq.hides_queues:  # nobody is told of a queue that he may not configure: nothing is said of it
+        if rabbitmq.hides_queues:  # this broker hides queues from users without the right to configure them
             assert "may not consume" not in await command(config, "check", "--json")
         else:
             with pytest.raises(RuntimeError, match=r"may not consume it: \S+delays\.due"):
@@ -211,7 +211,7 @@ async def test_messages_left_in_the_cascade_are_off_without_its_rights(
         assert not message.only(b"1").delivery.redelivered
 
 
-# The broker is used with the rights of each mode, and with none of them less.
+# The broker works with the rights of each mode, and refuses without any of them.
 
 
 NAMES = {
@@ -239,7 +239,7 @@ def vhost_name(rabbitmq: RabbitMQ) -> Iterator[str]:
 
 
 async def use_in(mode: str, url: str) -> None:
-    """Declare, consume and publish whatever a daemon of this mode does."""
+    """Declare, consume and publish as a daemon of this mode does."""
     settings = Settings.model_validate({"mode": mode})
     consumed, published = ["delays"], ["delayer.out", "delays.refused"]
     if mode == "native":
@@ -265,8 +265,8 @@ async def test_each_right_of_a_mode_is_needed(
         await use_in(mode, url)
 
 
-async def test_the_management_api_shows_what_is_asked_of_it(rabbitmq: RabbitMQ, vhost_name: str) -> None:
-    """To a user with the tag ``management`` who may do nothing at all in the virtual host."""
+async def test_the_management_api_answers_a_monitoring_user(rabbitmq: RabbitMQ, vhost_name: str) -> None:
+    """The user has the tag ``management``, and no right in the virtual host."""
     user = "delayer-monitor"
     rabbitmq.add_user(user, user, vhost=vhost_name)
     rabbitmq.api("PUT", f"/api/users/{user}", {"password": user, "tags": "management"})
@@ -282,7 +282,7 @@ async def test_the_management_api_shows_what_is_asked_of_it(rabbitmq: RabbitMQ, 
 async def test_the_daemon_with_these_rights(
     rabbitmq: RabbitMQ, postgres: Postgres, store: str, mode: str, tmp_path: Path
 ) -> None:
-    """Messages come back, and nothing is ever refused to it."""
+    """Messages come out, and no server refuses anything to the daemon."""
     await asyncio.to_thread(clear, postgres)
     async with place(rabbitmq) as vhost:
         url = user_url(rabbitmq, vhost, patterns_of(mode), f"delayer-{mode}")
@@ -310,7 +310,7 @@ async def test_the_daemon_with_these_rights(
 
 @pytest.mark.words
 async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgres: Postgres, page: str) -> None:
-    """Its buttons, for messages that wait, are held and are refused; the last need one more right."""
+    """Its buttons for waiting, held and refused messages; those for refused ones need one more right."""
     await asyncio.to_thread(clear, postgres)
     http = {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": "open-sesame-open-sesame"}
     allowed = {"Authorization": "Bearer open-sesame-open-sesame", "Accept": "application/json"}

@@ -1,4 +1,4 @@
-"""Least privilege: the store works with the rights that docs/security.md grants, and with none of them less."""
+"""Least privilege: the store works with the rights that docs/security.md grants, and fails without any of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rights() -> list[Right]:
 
 
 async def test_an_upgrade_as_the_daemon_is_noticed_and_can_be_undone(store: str, postgres: Postgres) -> None:
-    """It may create tables, so it succeeds; the rest of the page does too, and grants the owner of all nothing."""
+    """The role may create tables, so the upgrade succeeds. The page's other statements succeed too, without effect."""
     del store  # its roles
     name = "upgraded_by_mistake"
     postgres.execute(f"CREATE DATABASE {name} OWNER {OWNER}")
@@ -80,7 +80,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def work(url: str) -> None:
-    """Everything that a daemon does with its store. Fails, one way or another, where it may not."""
+    """Do everything that a daemon does with its store. Fails without a right for it."""
     store = await PostgresStore.connect(url)
     try:
         async with owned(store, 2) as lanes:
@@ -111,7 +111,7 @@ async def work(url: str) -> None:
 
 
 async def upkeep(url: str, store: PostgresStore, today: int) -> None:
-    """Partitions are made and dropped; what cannot be done there is a warning, so the catalog is asked."""
+    """Make and drop partitions. A failure there is only a warning, so this asks the catalog."""
     async with sql(url) as connection:
         await partitions.make(connection, today - 5, today - 10)
         assert today - 5 in await partitions.existing(connection)
@@ -158,7 +158,7 @@ async def test_the_store_needs_each_of_them(store: str, postgres: Postgres, righ
 
 
 async def press(url: str) -> None:
-    """Everything that the page's buttons do. Fails, one way or another, where it may not."""
+    """Do everything that the page's buttons do. Fails without a right for it."""
     store = await PostgresStore.connect(url)
     try:
         async with owned(store) as [lane]:
@@ -176,7 +176,7 @@ async def press(url: str) -> None:
         assert await actions.named(connection, move, waiting, act) == {one.id: FoundIn.WAITING for one in waiting}
         assert await actions.named(connection, actions.cancel, segment, act) == {3: FoundIn.SEGMENT}
         done = await actions.every(connection, actions.cancel, Filter(), None, log_id=act, say=lambda _: None)
-        assert done[FoundIn.WAITING] == 4, "and what came out of the segment"
+        assert done[FoundIn.WAITING] == 4, "and those out of the segment"
         assert await actions.named(connection, move, [Token(first)], act) == {first: FoundIn.HELD}
         assert await actions.retry_held(connection, [second], act) == 1
         assert await actions.drop_held(connection, await detail.held_dues(connection, [third]), act) == 1
@@ -221,7 +221,7 @@ async def test_limits_of_the_daemon_s_role(store: str, statement: str) -> None:
 
 
 async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(store: str, postgres: Postgres) -> None:
-    """The right to alter what the daemon made, which a later upgrade may need."""
+    """A later upgrade may need the right to alter the daemon's partitions."""
     await asyncio.to_thread(clear, postgres)
     daemon = await PostgresStore.connect(store)
     try:
@@ -249,7 +249,7 @@ async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postg
         assert await partitions.drop_passed(connection, today + 30) == [partitions.name_of(today + 20)]
 
 
-async def test_a_day_that_is_somebody_else_s_keeps_no_other_from_being_dropped(store: str, postgres: Postgres) -> None:
+async def test_a_partition_of_another_owner_blocks_no_other_drop(store: str, postgres: Postgres) -> None:
     await asyncio.to_thread(clear, postgres)
     async with sql(store) as connection:
         for day in (100, 101, 102):

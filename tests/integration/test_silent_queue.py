@@ -1,4 +1,4 @@
-"""Queues that neither confirm nor refuse: nobody else waits for them, and what went there is known when they answer."""
+"""Queues that neither confirm nor refuse: no other queue waits for them, and they get their messages later."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ async def scene(rabbitmq: RabbitMQ, url: str, kind: str) -> AsyncIterator[Scene]
 
 
 async def until_settled(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> tuple[list[Outcome], int]:
-    """Publish as a lane does: all of it again after an interruption. The outcomes, and how many interruptions."""
+    """Publish like a lane, which repeats all after an interruption. The outcomes, and the number of interruptions."""
     for interruptions in range(20):
         try:
             return await publisher.publish(batch), interruptions
         except BrokerLost:
-            await asyncio.sleep(0.3)  # so does whoever begins again
+            await asyncio.sleep(0.3)  # a lane pauses too before it begins again
     raise AssertionError("interrupted again and again")
 
 
@@ -83,7 +83,7 @@ def mixed(count: int, stuck: Sequence[int], key: Callable[[int], str] = lambda _
 
 
 def stuck_of(outcomes: Sequence[Outcome]) -> list[int]:
-    """Which are to be held for want of an answer; all others are confirmed."""
+    """The indexes of messages without an answer; all others must be confirmed."""
     silent = [index for index, outcome in enumerate(outcomes) if kind_of(outcome) is HoldKind.UNANSWERED]
     assert [outcome for outcome in outcomes if kind_of(outcome) is not HoldKind.UNANSWERED] == [CONFIRMED] * (
         len(outcomes) - len(silent)
@@ -92,7 +92,7 @@ def stuck_of(outcomes: Sequence[Outcome]) -> list[int]:
 
 
 def seen(scene: Scene, queue: str, found: list[bytes]) -> Callable[[], Awaitable[int]]:
-    """How many have come in all; they are added to ``found``."""
+    """A function that adds arrivals to ``found``, and returns their total."""
 
     async def look() -> int:
         found.extend(await scene.hand.drain(queue))
@@ -103,8 +103,8 @@ def seen(scene: Scene, queue: str, found: list[bytes]) -> Callable[[], Awaitable
 
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_one_in_a_batch(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
-    """The first batch has every outcome in time, and beside a classic queue no copies; then nobody waits for it."""
+async def test_a_silent_queue_in_a_batch_delays_no_other(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
+    """The first batch has every outcome in time, and with classic queues no copies. Later batches do not wait."""
     async with scene(rabbitmq, vhost, kind) as it:
         publisher, batch = it.publisher(), mixed(100, [50])
         assert await publisher.publish([message("first", "good", "x")]) == [CONFIRMED]
@@ -127,7 +127,7 @@ async def test_one_in_a_batch(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None
 
 
 async def steady(publisher: AmqpPublisher) -> None:
-    """Good messages all the while: the broker answers."""
+    """Publish good messages without end, so that the broker keeps answering."""
     for n in count():
         await publisher.publish([message(f"steady {n}", "good", "x")])
         await asyncio.sleep(0.1)
@@ -135,8 +135,8 @@ async def steady(publisher: AmqpPublisher) -> None:
 
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-async def test_it_gets_its_messages_when_it_answers(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
-    """Its breaker is half-open after a pause; then one message, and the others behind it, are published."""
+async def test_a_silent_queue_gets_its_messages_when_it_answers(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
+    """Its breaker is half-open after a pause; then one message is published, and the others follow."""
     async with scene(rabbitmq, vhost, kind) as it:
         publisher, batch = it.publisher(), [message(n, "bad", "x") for n in range(3)]
         async with silent(rabbitmq, it.vhost, "bad"):
@@ -153,8 +153,8 @@ async def test_it_gets_its_messages_when_it_answers(kind: str, rabbitmq: RabbitM
 
 @pytest.mark.long
 @pytest.mark.deadline(60)
-async def test_keys_that_are_never_the_same(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """After some of them the whole exchange is tried aside: good messages pass, bad ones cost a moment."""
+async def test_always_new_keys_delay_no_good_message(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """After some such keys the isolation probes the whole exchange: good messages pass, bad ones cost little time."""
     async with scene(rabbitmq, vhost, "classic") as it:
         publisher = it.publisher()
         async with silent(rabbitmq, it.vhost, "bad"):
@@ -173,11 +173,11 @@ async def test_keys_that_are_never_the_same(rabbitmq: RabbitMQ, vhost: str) -> N
 @pytest.mark.long
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize(("channels", "apart"), [(12, True), (24, False)], ids=["a second connection", "one for all"])
-async def test_more_than_there_are_channels(
+async def test_more_probes_than_channels_end_no_connection(
     rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch, channels: int, apart: bool
 ) -> None:
-    """Those that find none free have their verdict from a later turn, and the connection is never ended: also where
-    nobody is let in besides, and the probes are made on the publishers' own."""
+    """Probes without a free channel get their verdict in a later turn, and no connection ends. The same holds when the
+    broker allows no second connection, and the probes use the publishers' own."""
     agree = handshake.agree
     monkeypatch.setattr(handshake, "agree", lambda *about: agree(*about)._replace(channel_max=channels))
     async with scene(rabbitmq, vhost, "classic") as it:
@@ -187,10 +187,10 @@ async def test_more_than_there_are_channels(
         batch = mixed(45, bad, lambda n: f".{n}")
         async with silent(rabbitmq, it.vhost, "bad"):
             for turn in range(20):
-                try:  # with what came due meanwhile, which says that the broker answers
+                try:  # with a newly due message, whose confirm shows that the broker answers
                     outcomes = await publisher.publish([*batch, message(100 + turn, "good", "x")])
                 except BrokerLost:
-                    await asyncio.sleep(0.3)  # so does whoever begins again
+                    await asyncio.sleep(0.3)  # a lane pauses too before it begins again
                     continue
                 break
             assert stuck_of(outcomes) == list(bad)
@@ -200,7 +200,7 @@ async def test_more_than_there_are_channels(
 @pytest.mark.long
 @pytest.mark.deadline(60)
 async def test_a_silent_queue_without_other_publishes(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """It is held after its first probe, for the broker answers."""
+    """The message is held after its first probe, because the broker answers."""
     async with scene(rabbitmq, vhost, "classic") as it, silent(rabbitmq, it.vhost, "bad"):
         outcomes, interruptions = await until_settled(it.publisher(), [message("one", "bad", "x")])
         assert stuck_of(outcomes) == [0]
@@ -234,8 +234,8 @@ async def test_objections_of_the_broker_are_reported_beside_a_silent_queue(rabbi
 @pytest.mark.long
 @pytest.mark.deadline(60)
 async def test_a_channel_that_waits_until_its_connection_is_not_read(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """Thousands of publishes behind one for a quorum queue: the broker reads that connection no more. Another one takes
-    its place, and all that is good gets through."""
+    """With thousands of publishes behind one for a quorum queue, the broker stops reading that connection. A new
+    connection replaces it, and all good messages get through."""
     async with scene(rabbitmq, vhost, "quorum") as it:
         publisher, batch = it.publisher(), mixed(3000, [0, 1, 2])
         async with silent(rabbitmq, it.vhost, "bad"):
