@@ -1,4 +1,4 @@
-"""Cancelling and rescheduling by id, wherever a message is, and whoever moves it at that moment."""
+"""Cancelling and rescheduling by id, in every place of a message, also while another process moves it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_cancel_of_a_row_between_two_milliseconds(database: str) -> None:
         assert await cancel(admin, [1]) == {1: FoundIn.WAITING}
 
 
-async def test_a_drain_leaves_messages_whose_properties_are_too_long(database: str) -> None:
+async def test_a_drain_leaves_messages_with_too_long_properties(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(1, START_MS), row(2, START_MS)._replace(properties=b"\0" * 1_001)])
         async with actions.recorded(database, "tester", "drain to native", {}) as (connection, act):
@@ -137,14 +137,14 @@ async def test_messages_released_meanwhile_do_not_count_as_cancelled(database: s
         assert actions.met(done) == 7 == await admin.fetchval("SELECT messages FROM audit_log")
 
 
-async def test_a_command_that_stands_still_keeps_its_locks_for_ten_seconds(database: str) -> None:
+async def test_a_hung_command_keeps_its_locks_for_ten_seconds(database: str) -> None:
     async with store(database), actions.acting(database, "cancel") as connection:
         assert await connection.fetchval("SHOW idle_in_transaction_session_timeout") == "10s"
 
 
 @pytest.mark.parametrize("kind", ["compacted", "restored"])
 async def test_cancel_against_a_compaction_or_a_restore_in_flight(database: str, kind: str) -> None:
-    """It waits for the end of that, and then finds the message where it is."""
+    """The cancel waits for the end of the other, and then finds the message in its new place."""
     async with store(database) as admin, sql(database) as holder, sql(database) as one, sql(database) as two:
         await put(admin, rows(10, START_MS))
         if kind == "restored":
@@ -165,7 +165,7 @@ async def test_cancel_against_a_compaction_or_a_restore_in_flight(database: str,
 
 
 SOON = 0.9
-"""Seconds in which a lane that is told looks again; without that it is five at the least."""
+"""Seconds in which a notified lane looks again; without a notification it takes five at least."""
 
 
 async def test_reschedule_of_waiting_held_and_keyed_ones(database: str) -> None:
@@ -193,7 +193,7 @@ async def test_reschedule_of_waiting_held_and_keyed_ones(database: str) -> None:
 
 @pytest.mark.parametrize("hold", [LATE, unfit("no destination")])
 async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database: str, hold: Hold) -> None:
-    """By so much later than never is from now; and it is said when that is."""
+    """A held message without a retry instant moves relative to now, and its details name the new instant."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
         await place.hold(lane, [(parcel(now - DAY_MS, b"late"), hold), (parcel(now + DAY_MS, b"imported"), hold)])
@@ -234,7 +234,7 @@ async def test_reschedule_out_of_a_segment(database: str) -> None:
 @pytest.mark.parametrize("by", ["--at", "--by"])
 @pytest.mark.parametrize("packed", [False, True])
 async def test_reschedule_into_the_past_is_now(database: str, by: str, packed: bool) -> None:
-    """Who moves something there wants it now: it is not late. What was overdue already stays where it was."""
+    """A message moved into the past is due now, and not late. Messages that were overdue already stay unchanged."""
     async with store(database) as admin:
         began = await admin.fetchval("SELECT date_trunc('milliseconds', now())")
         await put(admin, [row(1, began + DAY_MS), row(2, began - DAY_MS), row(3, began + 9 * DAY_MS)])
@@ -271,13 +271,13 @@ async def test_a_lane_hears_of_a_reschedule_and_releases_in_time(database: str) 
         assert [due.id for due in await release_all(lane)] == [held]
 
 
-async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(database: str) -> None:
+async def test_the_next_owner_of_a_lane_begins_at_a_rescheduled_row(database: str) -> None:
     async with opened(database) as place, sql(database) as admin:
         async with owned(place) as [lane]:
             await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS), parcel(place.now_upper_ms())], [])
             while not await release_all(lane):
                 pass
-        # The past is no place to move to: so that the lane be ahead of what was moved, it is put there.
+        # No message can move into the past, so the test puts the lane ahead of the moved message.
         await admin.execute("UPDATE lane SET watermark = watermark + interval '1 hour'")
         [one] = await waiting(admin)
         sooner = place.now_upper_ms() + 100
@@ -297,7 +297,7 @@ async def move(connection: asyncpg.Connection, ids: list[int]) -> dict[int, Foun
 async def test_an_act_against_a_release_in_flight(
     database: str, act: Callable[[asyncpg.Connection, list[int]], Awaitable[dict[int, FoundIn]]], cancelled: int
 ) -> None:
-    """It waits for the end of the release, and then does what is left to do."""
+    """The act waits for the end of the release, and then takes the row if it is still there."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         for settled, expected in ((True, FoundIn.NOWHERE), (False, FoundIn.WAITING)):
             await place.park(lane, [parcel(place.now_upper_ms())], [])
@@ -313,7 +313,7 @@ async def test_an_act_against_a_release_in_flight(
 
 
 async def test_a_claim_waits_for_a_move_and_leaves_it(database: str) -> None:
-    """A row that is moved away under a claim is not an error to it."""
+    """A row that moves away during a claim causes no error in it."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin, sql(database) as other:
         await place.park(lane, [parcel(place.now_upper_ms(), b"moved"), parcel(place.now_upper_ms(), b"stays")], [])
         ids = {one.body: one.id for one in (await waiting(admin)).values()}

@@ -1,5 +1,5 @@
-"""A process that freezes (SIGSTOP: a paused machine, an overcommitted host) keeps neither its lanes, nor the upkeep's
-lock, nor what a park of it has locked, whatever it was doing.
+"""A process that freezes (SIGSTOP: a paused machine, an overcommitted host) in any work loses its lanes, the upkeep's
+lock, and the locks of its parks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def main(url, doing):
 asyncio.run(main(*sys.argv[1:]))
 """
 TAKES_SECONDS = 8.0
-"""From the freezing to the taking: the timeout, the granularity of the kernel's timer, and a machine that is busy."""
+"""Seconds from the freeze to the new owner: the timeout, the kernel's timer granularity, and a busy machine."""
 
 
 @asynccontextmanager
@@ -87,7 +87,7 @@ async def state(admin: asyncpg.Connection) -> tuple[str, str] | None:
 
 
 async def test_a_process_that_freezes_while_it_is_sent_a_claim_loses_its_lane(database: str) -> None:
-    """Postgres sends it more than sockets hold, and waits for it to read: the timeouts of idle sessions do not act."""
+    """Postgres sends more than sockets hold, and waits for the reader: timeouts of idle sessions do not act then."""
     async with (
         opened(database) as store,
         sql(database) as admin,
@@ -98,7 +98,7 @@ async def test_a_process_that_freezes_while_it_is_sent_a_claim_loses_its_lane(da
             await store.park(other, [parcel(store.now_upper_ms() - n, b"x" * 60_000) for n in range(200)], [])
             await admin.execute("UPDATE message SET lane = 1")
         assert process.stdin is not None
-        # Frozen while its statement waits, so that the answer finds nobody.
+        # Frozen while its statement waits, so that no process reads the answer.
         async with blocker.transaction():
             await blocker.execute("SELECT FROM message FOR UPDATE")
             process.stdin.write(b"\n")
@@ -113,7 +113,7 @@ async def test_a_process_that_freezes_while_it_is_sent_a_claim_loses_its_lane(da
 
 
 async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lane(database: str) -> None:
-    """No timeout of the server acts while it waits for the rest of a statement: here, of a COPY."""
+    """No timeout of the server acts while it waits for the rest of a statement, here a COPY."""
     async with opened(database, idle_timeout=1.0) as store, child(COPYING, database, "lane") as process:
         process.send_signal(signal.SIGSTOP)
         assert await store.take(1) is None
@@ -123,8 +123,8 @@ async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lan
         await lane.close()
 
 
-async def test_the_upkeep_s_session_ends_when_it_says_nothing(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock is held between statements."""
+async def test_a_silent_session_of_the_upkeep_ends(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upkeep holds its lock between statements."""
     seen, make_ahead = [], partitions.make_ahead
 
     async def noted(connection: asyncpg.Connection, *more: Any) -> None:

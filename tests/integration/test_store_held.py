@@ -1,4 +1,4 @@
-"""Held messages in a store: tried again on time, whatever their lane is doing meanwhile, and in nobody's way."""
+"""Held messages in a store: retried on time, also by a busy lane, without blocking other messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_sleeping_lane_wakes_for_what_is_held(database: str) -> None:
+async def test_a_held_message_wakes_a_sleeping_lane(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         sleeper = asyncio.create_task(lane.wait(3600.0))
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"held"), WHY)])
@@ -37,7 +37,7 @@ async def test_a_sleeping_lane_wakes_for_what_is_held(database: str) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_an_id_that_it_was_published_under_before_stays(database: str) -> None:
+async def test_a_held_message_keeps_the_id_of_its_publish(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         before = parcel(store.now_upper_ms(), b"before")._replace(token=b"0123456789abcdef0123456789abcdef")
         await store.hold(lane, [(before, NO_CONFIRM), (parcel(store.now_upper_ms(), b"never"), WHY)])
@@ -71,7 +71,7 @@ async def test_a_message_held_during_a_look_at_retries_is_retried(
 
 @pytest.mark.usefixtures("soon")
 async def test_a_retry_by_hand_is_never_early(database: str) -> None:
-    """An import holds what is due in a month, if its queue is not there yet. Whatever becomes of that: never early."""
+    """An import holds a message due in a month if its queue does not exist yet. No retry may release it early."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         month = store.now_upper_ms() + 30 * 86_400_000
         held = [(parcel(month, b"in a month"), WHY), (parcel(store.now_upper_ms(), b"now"), WHY)]
@@ -94,7 +94,7 @@ async def test_a_retry_by_hand_is_never_early(database: str) -> None:
 
 
 async def test_after_a_retry_by_hand_the_pauses_begin_anew(database: str) -> None:
-    """The destination was repaired, and its circuit breaker is open for half a minute more: not for another hour."""
+    """The destination was repaired, and its breaker stays open for half a minute: the pause must not be an hour."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.hold(lane, [(parcel(store.now_upper_ms()), NO_CONFIRM)])
         await admin.execute("UPDATE held SET attempts = 12")
@@ -128,7 +128,7 @@ async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.
         turns = 0
         while len(came) < BACKLOG + HELD:
             rows = await lane.windows[0].claim(MANY, SMALL_ROOM)
-            assert sum(map(len, bodies(rows))) <= SMALL_ROOM + size, "one more than there is room for, and no two"
+            assert sum(map(len, bodies(rows))) <= SMALL_ROOM + size, "at most one more than there is room for"
             came += bodies(rows)
             turns += 1
             await lane.windows[0].settle(rows, [])
@@ -209,7 +209,7 @@ async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str)
                 assert await lane.windows[0].claim(MANY, ROOM) == []
                 assert 0.5 < lane.sleep_hint() <= 1.1
             await store.park(lane, [parcel(store.now_upper_ms(), b"fresh")], [])
-            assert bodies(await claim_when_due(lane)) == [b"fresh"], "what waits does not wait for what is locked"
+            assert bodies(await claim_when_due(lane)) == [b"fresh"], "waiting messages do not wait for locked ones"
             await lane.windows[0].give_up()
             assert bodies(await release_all(lane)) == [b"fresh"]
         assert bodies(await claim_when_due(lane)) == [b"held"]

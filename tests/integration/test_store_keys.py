@@ -20,13 +20,13 @@ from tests.support.fakes import NO_CONFIRM, WHY
 from tests.support.rows import conserved
 from tests.support.store import MANY, ROOM, blocked, bodies, opened, owned, parcel, release_all, sql
 
-# In order: two hands that lock the same rows in different orders would meet in a ring.
+# In order: two sessions that lock the same rows in different orders would deadlock.
 HURRY = "UPDATE held SET retry_at = now() WHERE id IN (SELECT id FROM held ORDER BY id FOR UPDATE)"
 
 
 @pytest.mark.parametrize("hold", [WHY, NO_CONFIRM, Hold(HoldKind.LATE, "late", may_be_delivered=True)])
 async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold: Hold) -> None:
-    """It is not tried again."""
+    """The lane does not retry it."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms(), key=key) for key in (b"k", b"l")], [])
         rows = await lane.windows[0].claim(MANY, ROOM)
@@ -65,7 +65,7 @@ async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(d
 
 
 async def move_some(database: str, by_ms: int) -> None:
-    """By hand; who loses against another transaction leaves it."""
+    """Move some messages by command; a command that loses against another transaction gives up."""
     async with sql(database) as hand:
         ids = [number for (number,) in await hand.fetch("SELECT id FROM message ORDER BY random() LIMIT 20")]
         with suppress(*WORTH_REPEATING):
@@ -73,7 +73,7 @@ async def move_some(database: str, by_ms: int) -> None:
 
 
 async def test_conservation_under_everything_at_once(database: str) -> None:
-    """Two daemons with two loops each do all there is to do; the counters fit the rows at every look."""
+    """Two daemons with two loops each do every kind of work; the counters fit the rows at every look."""
     chance = random.Random(20_261_120)
     keys = [b"key %d" % n for n in range(6)]
     async with opened(database) as one, opened(database) as two, sql(database) as admin:
@@ -142,12 +142,12 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
 async def test_a_claim_that_loses_a_deadlock_takes_nothing_and_the_next_one_goes_on(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as other, sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
-        await other.execute("SET deadlock_timeout = '1min'")  # so that it is the claim that finds out, and loses
+        await other.execute("SET deadlock_timeout = '1min'")  # so that the claim detects the deadlock, and loses
         await other.execute("BEGIN")
         await other.execute("DELETE FROM message WHERE body = '1'")
         claiming = asyncio.create_task(lane.windows[0].claim(MANY, ROOM))
         await blocked(admin, "%")
-        await other.execute("DELETE FROM message WHERE body = '0'")  # the claim has it, and waits for the one above
+        await other.execute("DELETE FROM message WHERE body = '0'")  # the claim has it, and waits for the row above
         await other.execute("COMMIT")
         assert await claiming == []
         rows = await lane.windows[0].claim(MANY, ROOM)

@@ -1,5 +1,5 @@
-"""Lanes over Postgres: what happens when the connection that holds the lock of a lane is cut, its process hangs, or the
-whole database goes away and comes back.
+"""Lanes over Postgres when the connection that holds the lock of a lane is cut, its process hangs, or the whole
+database goes away and comes back.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
 
 
 async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(database: str) -> None:
-    """They may all be here: but the server has rolled back by then, and whatever is published of them comes twice."""
+    """All rows may have arrived, but the server has rolled back by then, so a publish would repeat them."""
     address = urlsplit(database)
     async with Proxy(address.port or 0) as proxy, opened(database) as other:
         slow = address._replace(netloc=address.netloc.replace(f":{address.port}", f":{proxy.port}")).geturl()
@@ -193,7 +193,7 @@ async def test_a_refused_statement_is_not_the_end_of_the_lane(database: str) -> 
         assert len(await release_all(lane)) == 1
 
 
-async def test_the_next_owner_starts_where_the_last_one_stood(database: str) -> None:
+async def test_the_next_owner_starts_at_the_last_watermark(database: str) -> None:
     async with opened(database) as store, sql(database) as admin:
         async with owned(store) as [lane]:
             before = store.now_upper_ms() - 1000
@@ -251,8 +251,8 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
 
 
 async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> None:
-    """A daemon that is told to stop cancels what is under way; the driver alone would wait for the server's answer to
-    its request to cancel the statement."""
+    """A daemon that stops cancels its calls. The driver alone would wait for the server's answer to its request to
+    cancel the statement."""
     with Postgres() as server:
         async with opened(server.url(server.add_database())) as store:
             calls = {"look": store.look, "take": lambda: store.take(4), "maintain": store.maintain}
@@ -292,7 +292,7 @@ async def test_the_next_claim_begins_behind_an_open_one_and_neither_waits(databa
 async def test_a_row_beyond_the_horizon_is_claimed_when_it_is_due(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else happens in the lane, and the release looks at it in slices of its sleep."""
+    """The lane has no other work, and the release looks at it in slices of its sleep."""
     monkeypatch.setattr("delayer.store.lanes.lane.HORIZON_MS", 300)
     async with opened(database) as store, owned(store) as [lane]:
         due_ms = store.now_upper_ms() + 1_000
@@ -331,7 +331,7 @@ async def test_a_row_that_is_parked_among_those_of_an_open_claim_is_claimed_besi
 async def test_rows_of_a_claim_that_is_given_up_are_claimed_again_after_the_next_claim(
     database: str, first_settles: bool
 ) -> None:
-    """The other order as well: the next claim is given up, and the first one settles."""
+    """Also in the other order: the next claim is given up, and the first one settles."""
     async with opened(database) as store, owned(store) as [lane]:
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now - 9 + n, b"%d" % n) for n in range(6)], [])

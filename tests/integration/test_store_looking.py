@@ -1,4 +1,4 @@
-"""Listing and showing what waits, whatever it waits as; and doing something to all of a filter."""
+"""Listing and showing messages in every place, and acting on all messages of a filter."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_every_page_of_every_filter(database: str, packed: str) -> None:
             assert counted == (len(meant), 0), name
 
 
-async def test_an_empty_store_and_one_that_lost_its_lanes(database: str) -> None:
+async def test_lists_of_stores_without_rows_or_without_lanes(database: str) -> None:
     async with store(database) as admin:
         assert await paged(admin, Filter(), 10) == []
         await put(admin, [row(1, START_MS, lane=7)])
@@ -167,7 +167,7 @@ async def test_a_page_keeps_no_more_messages_of_segments_than_it_shows(
         assert max(kept) <= 10
 
 
-async def test_show_a_message_wherever_it_is(database: str) -> None:
+async def test_show_finds_a_message_in_every_place(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
         await place.park(lane, [parcel(now + DAY_MS, b"a"), parcel(now + 2 * DAY_MS, b"b", key=b"k")], [])
@@ -235,7 +235,7 @@ async def test_cancel_all_of_a_filter(database: str, name: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("when", [NewDue(at_ms=START_MS + 3 * DAY_MS), NewDue(by_ms=DAY_MS + 5)])
 async def test_reschedule_all_of_a_filter(database: str, when: NewDue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, although what is moved to a later instant is met again."""
+    """Each message moves once, although the search meets a moved message again."""
     monkeypatch.setattr(actions, "PORTION", 25)
     some, wanted = mixed(60), Filter(route=b"a")
     meant = set(expected(some, wanted))

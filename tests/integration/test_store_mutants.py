@@ -1,6 +1,6 @@
-"""What holds the store's promises together in one word or one line: taken out, one of these tests fails.
+"""Single words and lines that the store's promises depend on: without any of them, one of these tests fails.
 
-Each was a mutant that every other test let live (make mutants).
+Each was a mutant that survived all other tests (make mutants).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def open_transaction(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database: str) -> None:
-    """It comes in between the first look and the lock, so the second look is what keeps it."""
+    """The row comes in between the first look and the lock, so only the second look keeps it."""
     async with sql(database) as admin, sql(database) as dropper:
         day = await admin.fetchval("SELECT now()") // DAY_MS + 3
         assert await partitions.make(admin, day, day - 3) is partitions.PartitionResult.DONE
@@ -42,7 +42,7 @@ async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database
 
 
 async def test_a_park_locks_the_epoch_until_its_commit(database: str) -> None:
-    """The next owner begins at the watermark that it reads then: a park of the last owner must be seen by it."""
+    """The next owner begins at the watermark that it reads then: it must see a park of the last owner."""
     async with sql(database) as admin, sql(database) as taker:
         await put(admin, [row(1, 4_000_000_000_000)])
         await taker.execute("SET lock_timeout = '200ms'")
@@ -66,7 +66,7 @@ async def test_a_released_message_does_not_take_the_key_of_a_newer_one(database:
 async def test_the_next_owner_begins_no_later_than_the_stores_clock(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store's time is known to two seconds here: a cursor at the later bound hides what is due until then."""
+    """The store's time is known to two seconds here: a cursor at the later bound would hide rows due until then."""
     async with opened(database) as store, sql(database) as admin:
         clock = store._clock
         monkeypatch.setattr(clock, "observe", lambda *_: None)

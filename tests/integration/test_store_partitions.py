@@ -1,4 +1,4 @@
-"""Partitions: made when needed, filled from the default one, dropped when passed, and never in the way."""
+"""Partitions: made when needed, filled from the default one, dropped when passed, and never blocking."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_too_far_and_too_old_go_to_the_default_partition(database: str) ->
         assert counts == {name_of(due // DAY_MS): 1 for due in (now - DAY_MS, now + 400 * DAY_MS)}
 
 
-async def test_maintenance_makes_a_week_ahead_and_drops_what_has_passed(database: str) -> None:
+async def test_maintenance_makes_a_week_ahead_and_drops_passed_days(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         today = store.now_upper_ms() // DAY_MS
         for day in range(today - 5, today - 1):
@@ -52,7 +52,7 @@ async def test_maintenance_makes_a_week_ahead_and_drops_what_has_passed(database
         assert await partitions.existing(admin) == kept - {today - 3}
 
 
-async def test_a_partition_takes_over_what_the_default_one_has_of_its_day(database: str) -> None:
+async def test_a_new_partition_takes_its_rows_from_the_default_one(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now + 401 * DAY_MS, b"%d" % n, key=b"%d" % n) for n in range(3)], [])
@@ -75,7 +75,7 @@ async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
         await admin.execute(
             "UPDATE message SET due_at = statement_timestamp() WHERE id = (SELECT min(id) FROM message)"
         )
-        for known in (today, today - 1):  # who began before midnight is told by the store
+        for known in (today, today - 1):  # a process that began before midnight learns the day from the store
             assert await partitions.make(admin, today, known) is PartitionResult.NOT_NOW, "its rows may be in a release"
         await store.park(lane, [parcel(store.now_upper_ms(), b"due")], [])
         assert [row["name"] for row in await admin.fetch(COUNT)] == ["message_default"]
@@ -83,7 +83,7 @@ async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
 
 
 async def test_partitions_are_not_waited_for(database: str) -> None:
-    """Somebody reads the default partition for long: no day is made, and the parks go through all the same."""
+    """Another session reads the default partition for long: no day is made, and parks still go through."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as reader, sql(database) as admin:
         now = store.now_upper_ms()
         with capture_logs() as logged:
@@ -94,7 +94,7 @@ async def test_partitions_are_not_waited_for(database: str) -> None:
                 assert [entry["event"] for entry in logged] == ["partition not made"], "one wait, not one a day"
                 await store.maintain()
                 reasons = [entry["reason"].partition(":")[0] for entry in logged]
-                assert reasons == ["LockNotAvailableError"], "the next try of anybody is a minute away"
+                assert reasons == ["LockNotAvailableError"], "the next attempt of any process is a minute away"
         assert [tuple(row) for row in await admin.fetch(COUNT)] == [("message_default", 400)]
 
 
@@ -119,8 +119,8 @@ async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(
         assert await admin.fetchval("SELECT count(*) FROM message") == 2 * len(batch)
 
 
-async def test_dropping_waits_for_nobody(database: str) -> None:
-    """A dump locks all partitions: the first one says so for all, instead of a wait for each."""
+async def test_drops_skip_locked_partitions(database: str) -> None:
+    """A dump locks all partitions: after the first failure the upkeep skips the rest, without a wait for each."""
     async with opened(database) as store, sql(database) as reader, sql(database) as admin:
         today = store.now_upper_ms() // DAY_MS
         for day in (today - 7, today - 6, today - 5):
@@ -141,7 +141,7 @@ FROM generate_series(1, $1::int)
 """
 
 
-async def test_a_default_partition_that_is_slow_to_read_is_left_alone_and_locked_for_nobody(
+async def test_a_slow_default_partition_is_left_alone_without_a_lock(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partitions, "READ_SECONDS", 0.001)
@@ -149,7 +149,7 @@ async def test_a_default_partition_that_is_slow_to_read_is_left_alone_and_locked
         await admin.execute(FILL, 50_000)
         today = store.now_upper_ms() // DAY_MS
         async with reader.transaction():
-            await reader.fetch("SELECT FROM message_default LIMIT 1")  # a lock would be waited for, and said otherwise
+            await reader.fetch("SELECT FROM message_default LIMIT 1")  # a lock would wait, and give another reason
             with capture_logs() as logged:
                 for first in range(1, 31, 10):
                     dues = [(today + day) * DAY_MS for day in range(first, first + 10)]
@@ -177,7 +177,7 @@ async def test_moving_rows_under_the_lock_is_bounded(database: str, monkeypatch:
         assert await admin.fetchval("SHOW statement_timeout") == "30s"
 
 
-async def test_upkeep_remembers_what_failed(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_upkeep_remembers_failures(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitions, "READ_SECONDS", 0.001)
     async with opened(database) as store, sql(database) as admin:
         await admin.execute(FILL, 50_000)
@@ -200,7 +200,7 @@ async def test_daemons_that_need_the_same_days_make_each_once(database: str) -> 
         made = [event["partition"] for event in said if event["event"] == "partition made"]
         assert len(set(made)) == len(made)
         async with sql(database) as admin:
-            # On a busy machine a day's turn may take longer than a park waits: it is in the default partition then.
+            # On a busy machine a park may stop waiting for a day: its row is in the default partition then.
             elsewhere = {row["day"] for row in await admin.fetch(BY_DAY.format("message_default"))}
             assert len(set(await partitions.existing(admin)) | elsewhere) == 10
             assert [row["n"] for row in await admin.fetch(BY_DAY.format("message"))] == [3] * 10

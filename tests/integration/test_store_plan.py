@@ -1,8 +1,7 @@
-"""What the daemon's statements read does not grow with what waits, whatever the planner knows of the rows.
+"""The daemon's statements read no more in a larger backlog, with or without the planner's statistics.
 
-The server counts the rows and index entries that each step reads, in two stores: the second has ten times as many rows
-that wait and are held, and a limited route beside them whose backlog is due. That the plans stay is in
-test_store_sessions.py.
+The server counts the rows and index entries that each step reads, in two stores. The second has ten times as many
+waiting and held rows, and a limited route with a due backlog. test_store_sessions.py checks that the plans stay.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SELECT date_trunc('milliseconds', {due}), 0, 1 + n % $2::int, 1, 'r', 'e', 'k', 
 FROM generate_series(1, $1::int) AS n
 """
 _FAR = "now() + interval '1 hour' + 38 * interval '1 day' * random()"
-_SOON = "now() - interval '30 hours' * random()"  # so that no partition that is read is empty
+_SOON = "now() - interval '30 hours' * random()"  # so that no partition of the read is empty
 _BEYOND = "now() + interval '500 days'"
 _HELD = """
 INSERT INTO held (id, due_at, retry_at, checksum, attempts, lane, format, route, exchange, routing_key,
@@ -73,21 +72,21 @@ async def fill(url: str, waiting: int) -> None:
         for table, kind in (("message", "parked"), ("held", "held")):
             await admin.execute(_KEYS.format(table=table))
             await admin.execute(_COUNTED.format(kind=kind, table=table))
-        # The held ones came in as well.
+        # The held rows count as parked too.
         added = "UPDATE counter SET n = n + $2 WHERE kind = 'parked' AND lane <= $1"
         await admin.execute(added, LANES, waiting // 10 // LANES)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Postgres]:
-    """A Postgres that analyzes nothing by itself, and waits for no disk: nothing is promised here."""
+    """A Postgres that analyzes nothing by itself, and waits for no disk: durability does not matter here."""
     with Postgres(settings={"autovacuum": "off", "fsync": "off"}) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def templates(server: Postgres) -> dict[int, str]:
-    """Filled databases, by how many rows wait in them."""
+    """Filled databases, by their number of waiting rows."""
     names = {}
     for waiting in (FEW, MANY):
         names[waiting] = server.add_store()
@@ -120,7 +119,7 @@ _OTHERS = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_databas
 
 
 async def counted(url: str) -> int:
-    """Rows and index entries that were read so far, by sessions that have ended: then the server knows of them."""
+    """Rows and index entries that ended sessions have read so far: the server counts a session at its end."""
     async with sql(url) as admin:
         while await admin.fetchval(_OTHERS):  # noqa: ASYNC110 - the server sets no event
             await asyncio.sleep(0.01)
@@ -140,14 +139,14 @@ async def releasing(_: PostgresStore, lane: PostgresLane) -> None:
 
 
 async def released(_: PostgresStore, lane: PostgresLane) -> None:
-    """Everything that is due, to the last empty claim; and how long to sleep then."""
+    """Release everything due, to the last empty claim, and ask for the next sleep."""
     while rows := await lane.windows[0].claim(500, ROOM):
         await lane.windows[0].settle(rows, [])
     assert lane.sleep_hint() > 0.0
 
 
 async def cancelling(store: PostgresStore, lane: PostgresLane) -> None:
-    """By keys of messages that wait, wait beyond the partitions, are held, and are not there; and a replacement."""
+    """Cancel keys of messages that wait, wait beyond the partitions, are held, or do not exist; and replace one."""
     keys = [b"far 20", b"far 40", b"beyond 20", b"held 1980", b"nobody's"]
     await store.park(lane, [parcel(store.now_upper_ms() + DAY_MS, key=b"far 60")], keys)
 
@@ -162,7 +161,7 @@ async def test_a_lane_reads_no_more_beside_a_larger_backlog(stores: dict[int, st
     for waiting, url in stores.items():
         async with opened(url) as store, owned(store):
             pass
-        before = await counted(url)  # without what it takes to take a lane
+        before = await counted(url)  # without the reads that take a lane
         async with opened(url) as store, owned(store):
             pass
         idle = await counted(url) - before
@@ -187,8 +186,7 @@ async def sampled(url: str) -> None:
 async def test_looking_around_reads_little(
     stores: dict[int, str], look: Callable[[str], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`delayer status`, and the census that is taken again and again beside the traffic, with the sample of a larger
-    store than there is room for here."""
+    """`delayer status`, and the repeated census of a daemon, with the sample of a larger store than fits here."""
     monkeypatch.setattr(stats, "PAGES", 200)
     monkeypatch.setattr(stats, "FEWEST", 5)
     before = await counted(stores[MANY])

@@ -1,5 +1,5 @@
-"""Rows become segments and rows again, in a real store: to the byte, counted, by plans that stay cheap, and where bytes
-changed or others work on the same.
+"""Rows become segments and rows again, in a real store: to the byte, counted, by cheap plans, also with changed bytes
+and beside other workers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.store import claim_when_due, opened, owned, parcel, release_a
 
 
 def strange() -> list[Row]:
-    """What may stand in a row, and mostly does not."""
+    """Rows with rare but possible values."""
     chance = random.Random(4)
     every = bytes(range(256))
     kinds = [
@@ -85,7 +85,7 @@ async def test_the_header_of_a_segment(database: str) -> None:
 
 
 async def test_restored_messages_are_released(database: str) -> None:
-    """By the daemon's own parking and releasing, with the identity that it was parked under."""
+    """The daemon's own parking and releasing, and each message keeps the id of its park."""
     async with opened(database) as place, owned(place) as [one]:
         now = place.now_upper_ms()
         await place.park(one, [parcel(now - n, b"%d" % n) for n in range(5)], [])
@@ -123,7 +123,7 @@ async def test_windows_cover_every_row_once(database: str, days: int, at_most: i
         assert all(window.last_ms - window.first_ms < compacting.SPAN_MS for window in found)
         assert [sum(_inside(one, window) for one in made) for window in found] == [window.rows for window in found]
         assert all(sum(_inside(one, window) for window in found) == 1 for one in made)
-        # Fewer would not do: neighbours are joined where they may be.
+        # No fewer windows are possible: neighbours are joined where allowed.
         for one, two in pairwise(found):
             fits = one.rows + two.rows <= at_most and two.last_ms - one.first_ms < compacting.SPAN_MS
             assert one.lane != two.lane or not fits
@@ -188,7 +188,7 @@ async def test_rows_with_a_key_stay(database: str) -> None:
 
 
 async def test_large_rows_stay(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever they stand: the first, between others, the last; and where nothing else is."""
+    """In every position: first, between others, last, and alone."""
     async with store(database) as admin:
         sizes = [1000, 10, 501, 500, 499, 2000]
         rows_ = [row(n, START_MS + n, body=b"x" * size) for n, size in enumerate(sizes)]
@@ -203,7 +203,7 @@ async def test_large_rows_stay(database: str, monkeypatch: pytest.MonkeyPatch) -
         await conserved(admin)
 
 
-async def test_rows_that_somebody_has_locked_stay(database: str) -> None:
+async def test_locked_rows_stay_rows(database: str) -> None:
     async with store(database) as admin, sql(database) as other:
         await put(admin, rows(20, START_MS))
         async with other.transaction():
@@ -219,7 +219,7 @@ async def test_rows_that_somebody_has_locked_stay(database: str) -> None:
 
 @pytest.mark.parametrize("portion", [1, 7, 100, 1_000])
 async def test_rows_locked_in_portions_are_the_same_rows(database: str, portion: int) -> None:
-    """Wherever a portion ends: inside a millisecond, among many of one instant, at a row with a key."""
+    """For every end of a portion: inside a millisecond, among many of one instant, at a row with a key."""
     async with store(database) as admin:
         await put(admin, [row(n, START_MS + n // 50) for n in range(300)])
         await admin.execute("UPDATE message SET due_at = due_at + id % 20 * interval '1 microsecond' WHERE id < 150")
@@ -235,7 +235,7 @@ async def test_rows_locked_in_portions_are_the_same_rows(database: str, portion:
 
 
 @pytest.mark.parametrize("portion", [1, 2, 3])
-async def test_portions_end_where_the_limits_are(database: str, portion: int) -> None:
+async def test_portions_end_at_the_limits(database: str, portion: int) -> None:
     async with store(database) as admin:
         await put(admin, [row(n, START_MS + n, body=b"x" * 100) for n in range(20)])
         [window] = await compacting.windows(admin, 0)
@@ -256,7 +256,7 @@ async def test_a_segment_is_bounded_by_bytes_but_takes_one(database: str) -> Non
         taken = []
         while (one := await compacting.compact_one(admin, window, max_bytes=500)) is not None:
             taken.append((one.messages, one.more))
-        # What begins before the 500th byte is taken, but no more rows are locked than by their mean size may fit.
+        # Rows that begin before the 500th byte are taken, but no more rows are locked than fit by their mean size.
         assert taken == [(2, True), (2, True), (1, True), (1, True), (1, False)]
         assert len(await packed(admin)) == 7
         await conserved(admin)
@@ -265,7 +265,7 @@ async def test_a_segment_is_bounded_by_bytes_but_takes_one(database: str) -> Non
 async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a day without a partition are routed to the default one, which does not take them any more."""
+    """Rows of a day without a partition are routed to the default one, which rejects them after the attach."""
     halfway, attached = asyncio.Event(), asyncio.Event()
     real = restore._records
 
@@ -324,8 +324,8 @@ async def test_a_segment_that_does_not_read_back_is_not_committed(
         assert (await conserved(admin))["compacted"] == 0
 
 
-async def test_a_flipped_bit_is_found_wherever_it_is(database: str) -> None:
-    """And it blocks nobody: what is whole comes back, the broken one stays as it is, marked once."""
+async def test_any_flipped_bit_is_found(database: str) -> None:
+    """It blocks no other segment: whole segments come back, and the broken one stays unchanged, marked once."""
     chance = random.Random(2)
     async with store(database) as admin:
         await put(admin, rows(300, START_MS, span_ms=30 * DAY_MS))
@@ -348,7 +348,7 @@ async def test_a_flipped_bit_is_found_wherever_it_is(database: str) -> None:
         assert await catalog.count(admin) == (len(broken), count, len(broken), count, None)
         assert len(await waiting(admin)) == 300 - count
         await conserved(admin)
-        # Somebody who asks for one of them by its id tries it again; and it comes back when it is whole again.
+        # A restore by id tries a broken segment again; it comes back when its bytes are whole again.
         one, *_ = broken
         marked = await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one)
         assert isinstance(await restore.restore(admin, one), Broken)
@@ -384,7 +384,7 @@ async def test_a_row_that_does_not_fit_its_bytes_is_broken(database: str, change
 
 
 async def test_messages_that_are_there_already_are_not_written_twice(database: str) -> None:
-    """By a dump that was put back in part, for one. The segment is broken, and in nobody's way."""
+    """A partly restored dump may cause this. The segment is broken, and blocks no other."""
     async with store(database) as admin:
         await put(admin, rows(10, START_MS) + rows(10, START_MS + DAY_MS, first_id=11))
         first, second = await compact(admin, rows=10)
@@ -401,7 +401,7 @@ async def test_messages_that_are_there_already_are_not_written_twice(database: s
         assert len(await waiting(admin)) == 20
 
 
-async def test_two_who_compact_the_same(database: str) -> None:
+async def test_concurrent_compactions_pack_each_row_once(database: str) -> None:
     async with store(database, 2) as admin:
         before = rows(3_000, START_MS, span_ms=2 * DAY_MS) + rows(500, START_MS, lane=2, first_id=5_000, span_ms=5)
         await put(admin, before)

@@ -20,7 +20,7 @@ VERSIONS = {"CockroachDB": "CockroachDB CCL v23.2.1", "YugabyteDB": "PostgreSQL 
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, postgres: Postgres, database: str) -> Iterator[str]:
-    """Of a store that says it is another database, or behind PgBouncer in this mode."""
+    """The URL of a store that reports itself as another product, or behind PgBouncer in this mode."""
     name, mode = database.rpartition("/")[2], request.param
     if mode in VERSIONS:
         version = f"CREATE FUNCTION odd.version() RETURNS text LANGUAGE sql AS $$ SELECT '{VERSIONS[mode]}' $$"

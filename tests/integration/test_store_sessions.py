@@ -1,8 +1,8 @@
-"""The store's sessions: their settings, the types that they know by themselves, and a plan for each statement's
-arguments, every time.
+"""The store's sessions: their settings, the types that they know without a query, and a custom plan for every run of a
+statement.
 
-A plan for any arguments cannot leave out a partition. The server makes one after five runs of a prepared statement, if
-it believes that this pays; EXPLAIN with arguments never shows it.
+A generic plan cannot leave out a partition. The server makes one after five runs of a prepared statement, if it expects
+a gain; EXPLAIN with arguments never shows it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.store import ROOM, opened, owned, parcel, sql
 TIMES = 15
 CANCEL = "DELETE FROM message WHERE"
 CANCEL_HELD = "DELETE FROM held WHERE id = $1"
-# One without arguments has nothing to plan for: it counts as generic.
+# A statement without arguments has no custom plan: it counts as generic.
 _PREPARED = "SELECT statement, generic_plans, custom_plans FROM pg_prepared_statements WHERE statement LIKE $1"
 
 PROMISED = {
@@ -55,7 +55,7 @@ async def sessions(store: PostgresStore, lane: PostgresLane) -> AsyncIterator[di
 
 
 async def work(store: PostgresStore, lane: PostgresLane) -> None:
-    """Everything that a daemon does with messages, TIMES times."""
+    """Do everything that a daemon does with messages, TIMES times."""
     for n in range(1, TIMES + 1):
         cancels = [b"far %d" % (20 * n), b"held %d" % (20 * n), b"beyond %d" % (20 * n)]
         await store.park(lane, [parcel(store.now_upper_ms() + n * DAY_MS, key=b"new %d" % n)], cancels)
@@ -105,7 +105,7 @@ async def shown(connection: asyncpg.Connection, *names: str) -> dict[str, str]:
     return {name: await connection.fetchval("SELECT current_setting($1)", name) for name in names}
 
 
-async def test_sessions_are_set_whatever_the_database_says(database: str) -> None:
+async def test_sessions_override_the_settings_of_the_database(database: str) -> None:
     async with sql(database) as admin:
         name = await admin.fetchval("SELECT current_database()")
         for setting, value in CONTRARY.items():

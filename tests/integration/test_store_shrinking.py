@@ -1,4 +1,4 @@
-"""What compaction leaves behind: emptied partitions are dropped, dead rows vacuumed, and nobody is in the way."""
+"""The work after a compaction: it drops emptied partitions and vacuums dead rows, without blocking others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 3_000
 
 
 class Scene(NamedTuple):
-    """A store, a lane of it, a connection for its administration, and one of somebody else."""
+    """A store, a lane of it, a connection for its administration, and one of another program."""
 
     url: str
     store: PostgresStore
@@ -77,7 +77,7 @@ async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> Non
 
 
 async def test_the_next_compaction_finishes_a_dead_one(database: str) -> None:
-    """The server knows where the dead rows are: their empty pages go back, also where rows with keys are left."""
+    """The server knows the places of dead rows: it frees their empty pages, also beside remaining rows with keys."""
     async with scene(database) as it:
         emptied, partly, untouched = (it.today + DAYS_AHEAD + n for n in (1, 2, 3))
         for day in (partly, untouched):  # first, so that the pages behind them are empty in the end
@@ -90,11 +90,11 @@ async def test_the_next_compaction_finishes_a_dead_one(database: str) -> None:
         assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(emptied),), (name_of(partly),))
         assert await compact.size(it.admin) < 0.2 * before
         again = await it.shrink()
-        assert (again.dropped, set(again.vacuumed) - {"message_default"}) == ((), set()), "and then it is finished"
+        assert (again.dropped, set(again.vacuumed) - {"message_default"}) == ((), set()), "no work is left"
 
 
 async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next_time(database: str) -> None:
-    """A dump, a nightly audit, a replica's query: VACUUM removes nothing that they may still see."""
+    """A dump, a nightly audit or a query of a replica may still see dead rows, so VACUUM must not remove them."""
     async with scene(database) as it:
         day = it.today + DAYS_AHEAD + 2
         await it.park(day, 1, key=b"k")
@@ -114,7 +114,7 @@ async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next
 
 
 async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str) -> None:
-    """Its rows wait in the default partition, and are released from there; upkeep tells it what is there."""
+    """Its rows wait in the default partition, and are released from there; upkeep updates its list of partitions."""
     async with scene(database) as it:
         day = it.today + 20
         await it.park(day, 1)
@@ -129,7 +129,7 @@ async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str
         assert await it.admin.fetchval(f"SELECT count(*) FROM {name_of(day)}") == 2
 
 
-async def test_rows_of_no_partition_are_vacuumed_where_they_are(database: str) -> None:
+async def test_rows_of_no_day_are_vacuumed_in_the_default_partition(database: str) -> None:
     async with scene(database) as it:
         day = it.today + partitions.FARTHEST_DAYS + 100
         await it.park(day)
@@ -155,7 +155,7 @@ async def test_dropping_gives_way_and_dead_rows_are_vacuumed_all_the_same(databa
         assert (await it.shrink()).dropped == (name_of(day),)
 
 
-async def test_a_partition_that_somebody_else_vacuums_is_left_for_the_next_time(
+async def test_a_partition_under_vacuum_is_left_for_the_next_time(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compact, "VACUUM_LOCK_MS", 1)
@@ -173,7 +173,7 @@ async def test_a_partition_that_somebody_else_vacuums_is_left_for_the_next_time(
 
 
 async def test_autovacuum_keeps_no_partition_from_being_dropped() -> None:
-    """What is emptied is what it vacuums. It is made to take for ever here, and gives way to whoever waits."""
+    """Autovacuum works on emptied partitions. Here it never ends by itself, and gives way to a waiting session."""
     slowest = {"autovacuum_vacuum_cost_delay": "100ms", "autovacuum_vacuum_cost_limit": 1}
     with Postgres(settings={"autovacuum_naptime": "1s", **slowest}) as server:
         url = server.url(server.add_store())

@@ -1,4 +1,4 @@
-"""A store that came back older than it was gives no number twice, once it was told."""
+"""A store that was restored from an older copy gives no number twice after `delayer db skip-ids`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def ids(database: str) -> set[int]:
 
 
 async def park(database: str, count: int) -> set[int]:
-    """So many more; their ids."""
+    """Park so many messages. Return the new ids."""
     before = await ids(database)
     async with opened(database) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms() + 600_000, b"%d" % n) for n in range(count)], [])
@@ -34,12 +34,12 @@ async def park(database: str, count: int) -> set[int]:
 
 
 async def test_an_older_copy_gives_ids_again(delayer: Run, database: str) -> None:
-    """A copy of the moment before 50 messages stands in for a backup: as it is, it gives their numbers to others."""
+    """A copy made before 50 messages acts as a backup: without the command it gives their numbers to others."""
     await park(database, 10)
     async with sql(database) as connection:
         then = await connection.fetchval("SELECT last_value FROM message_id")
     given = await park(database, 50)
-    async with sql(database) as connection:  # the copy: these are not in it, and it never heard of them
+    async with sql(database) as connection:  # the copy does not have these messages
         await connection.execute("DELETE FROM message WHERE id = ANY($1)", given)
         await connection.execute("SELECT setval('message_id', $1)", then)
     assert await park(database, 50) == given, "the reason for the command"
@@ -53,8 +53,8 @@ async def test_an_older_copy_gives_ids_again(delayer: Run, database: str) -> Non
     assert min(await park(database, 1)) > 1_000_000_000_000_000
 
 
-async def test_beside_daemons_it_never_goes_back(delayer: Run, database: str) -> None:
-    """However few are left out: no number comes twice, and none below what was said."""
+async def test_a_skip_beside_daemons_never_goes_back(delayer: Run, database: str) -> None:
+    """Also with the smallest skip, no number comes twice, and none is below a reported one."""
     given: Counter[int] = Counter()
     over = asyncio.Event()
 

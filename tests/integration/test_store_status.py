@@ -1,4 +1,4 @@
-"""What `delayer status` hears of the store, and the census of the backlog on a real Postgres."""
+"""The figures of `delayer status` from the store, and the census of the backlog on a real Postgres."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.fakes import WHY
 from tests.support.store import MANY, ROOM, opened, owned, parcel, sql
 
 
-async def test_lanes_counters_and_what_is_next(database: str) -> None:
-    async with opened(database, owner="somebody") as store:
+async def test_an_overview_shows_lanes_counters_and_the_next_due_instant(database: str) -> None:
+    async with opened(database, owner="another") as store:
         now = store.now_upper_ms()
         async with owned(store, 4) as [empty, near, far, last]:
             await store.park(near, [parcel(now - 1), parcel(now + 3 * DAY_MS), parcel(now + 2 * DAY_MS)], [])
@@ -26,7 +26,7 @@ async def test_lanes_counters_and_what_is_next(database: str) -> None:
             await near.windows[0].settle(rows, [])
             whole = await overview(database)
             assert [lane.number for lane in whole.lanes] == [empty.number, near.number, far.number, last.number]
-            assert {(lane.owner, lane.alive) for lane in whole.lanes} == {("somebody", True)}
+            assert {(lane.owner, lane.alive) for lane in whole.lanes} == {("another", True)}
             assert [lane.waiting for lane in whole.lanes] == [0, 2, 3, 0]
             assert [lane.held for lane in whole.lanes] == [0, 0, 1, 0]
             assert [lane.next_due_ms for lane in whole.lanes] == [None, now + 2 * DAY_MS, now + 30 * DAY_MS, None]
@@ -48,7 +48,7 @@ async def test_segments_that_should_be_rows_again_are_late(database: str) -> Non
         assert (await overview(database)).late == (0, 0, None)
         await admin.execute("UPDATE segment SET first_due = first_due - interval '1 minute'")
         assert (await overview(database)).late == (1, 30, now + RESTORED_MS - 30_000)
-        # Who restores half an hour before may well have it as a segment yet.
+        # A daemon that restores half an hour ahead may still have it as a segment.
         assert (await overview(database, RESTORED_MS // 2)).late == (0, 0, None)
         await admin.execute("UPDATE segment SET broken_at = now()")
         assert (await overview(database)).late == (0, 0, None), "another alarm tells of these"
@@ -90,7 +90,7 @@ async def test_much_is_estimated_and_adds_up(database: str, monkeypatch: pytest.
         found = await counted(database)
         assert not found.exact
         by_route = {route: sum(counts.values()) for route, counts in found.by_route().items()}
-        assert by_route[b"soon"] == 300, "what is near is counted"
+        assert by_route[b"soon"] == 300, "messages due soon are counted exactly"
         assert sum(by_route.values()) == pytest.approx(12_300, abs=600)
         assert by_route[b"a"] / by_route[b"b"] == pytest.approx(3, rel=0.5)
 

@@ -1,4 +1,4 @@
-"""What a job sees of the traffic in the store, and that executors take turns beside it, and only beside it."""
+"""A job sees the traffic in the store, and its executors take turns beside traffic, and only then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECES = 5
 
 @asynccontextmanager
 async def daemon(database: str) -> AsyncIterator[tuple[PostgresStore, Lane]]:
-    """Who owns a lane, and does with it what the test says."""
+    """A store with an owned lane; the test uses it like a daemon."""
     async with opened(database) as store, owned(store) as [lane]:
         yield store, lane
 
@@ -38,7 +38,7 @@ async def test_a_daemon_with_nothing_to_do_is_no_traffic(database: str, monkeypa
     monkeypatch.setattr(traffic, "time", SimpleNamespace(monotonic=lambda: now))
     async with daemon(database) as (store, lane), sql(database) as admin:
         seen = Traffic()
-        assert await seen.look(admin), "what it does is not known yet"
+        assert await seen.look(admin), "the first look knows no rate"
         now += 2.0
         assert not await seen.look(admin)
         await store.park(lane, [parcel(store.now_upper_ms() + 60_000) for _ in range(100)], [])
@@ -63,13 +63,13 @@ async def test_a_turn_goes_with_its_session(database: str) -> None:
 
 
 class Working:
-    """Executors, and how many of them were at work at once."""
+    """Executors, and the largest number at work at once."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
 
     async def executor(self, connection: asyncpg.Connection, meet: int) -> None:
-        """Some pieces of work; in the first one it waits until ``meet`` of them are there."""
+        """Do some pieces of work; in the first one, wait until ``meet`` executors are there."""
         ours = Turns(connection, Traffic())
         for piece in range(PIECES):
             async with ours.turn():
@@ -83,7 +83,7 @@ class Working:
                 self.now -= 1
 
 
-async def test_beside_traffic_one_works_at_a_time(database: str) -> None:
+async def test_one_executor_at_a_time_works_beside_traffic(database: str) -> None:
     working = Working()
     over = asyncio.Event()
 

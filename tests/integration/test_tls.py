@@ -1,6 +1,6 @@
-"""TLS with right and wrong certificates, for each of the clients that we have: the hot path's own AMQP, administration
-by aio-pika, the management API, asyncpg, and libpq for bulk reads. Whoever shows a bad certificate hears nothing, least
-of all a password."""
+"""TLS with right and wrong certificates, for each of our clients: the hot path's own AMQP, administration by aio-pika,
+the management API, asyncpg, and libpq for bulk reads. A server with a bad certificate receives nothing, least of all a
+password."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def by_admin(url: str) -> None:
 
 
 async def by_management(url: str) -> None:
-    """The management API trusts whom the broker's URL trusts."""
+    """The client of the management API trusts the same authority as the broker's URL."""
     address = Address.parse(url)
     management = Management(f"https://guest:guest@{address.host}:{address.port}", "/", tls=address.tls)
     await bindings_from(management, "amq.topic")
@@ -133,7 +133,7 @@ async def test_without_the_authority_the_right_one_is_unknown(case: Case, papers
 
 
 async def test_verification_can_be_switched_off(case: Case, papers: Papers) -> None:
-    """It can be said, and has to be: amqps verifies unless told otherwise, Postgres's URLs only where they say so."""
+    """amqps verifies by default; Postgres URLs verify only on request."""
     async with case.front(papers[WRONG_HOST]) as front:
         await case.connect(case.url(front.port, papers.ca, verify=False))
         assert front.heard

@@ -29,7 +29,7 @@ async def connected(url: str) -> AsyncIterator[Connection]:
 
 
 async def declare(channel: Channel, queue: str) -> None:
-    """The wire declares nothing by itself; a test may, as the broker layer does."""
+    """The AMQP layer declares nothing by itself; this declares as the broker layer does."""
     await channel.call(commands.Queue.Declare(queue=queue, durable=True), commands.Queue.DeclareOk)
 
 
@@ -39,8 +39,8 @@ def message(token: str, key: str, body: bytes = b"body") -> Outgoing:
 
 
 async def test_a_long_name_that_is_not_ascii_in_the_reason(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """The broker clips its text by bytes; the connection survives that. Where the broker itself does not, names are
-    kept short enough not to be clipped: a header may name no exchange of more than 127 bytes."""
+    """The broker clips its text by bytes, and the connection survives that. For brokers that fail at it, a header may
+    name no exchange of more than 127 bytes: such names are not clipped."""
     most = 63 if rabbitmq.falls_over_clipped_names else 126
     async with connected(vhost) as connection:
         channel, other = [await connection.channel(confirming=True) for _ in range(2)]
@@ -52,8 +52,8 @@ async def test_a_long_name_that_is_not_ascii_in_the_reason(rabbitmq: RabbitMQ, v
         await declare(other, "q")
 
 
-async def test_a_dead_letter_whose_headers_are_longer_than_a_frame(vhost: str) -> None:
-    """The broker adds x-death without a look at the frame size. The delivery after it comes as well."""
+async def test_headers_longer_than_a_frame_are_read(vhost: str) -> None:
+    """The broker adds x-death and ignores the frame size. The next delivery comes as well."""
     to_grave = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "grave", "x-message-ttl": 0}
     came: asyncio.Queue[Delivery] = asyncio.Queue()
     async with connected(vhost) as connection:

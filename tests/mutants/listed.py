@@ -41,7 +41,7 @@ MUTANTS: Sequence[Mutant] = (
     ),
     *of(
         "delayer/store/pool.py",
-        "tests/integration/test_store_sessions.py::test_sessions_are_set_whatever_the_database_says",
+        "tests/integration/test_store_sessions.py::test_sessions_override_the_settings_of_the_database",
         ("commit-does-not-wait", '        "synchronous_commit": "on",', '        "synchronous_commit": "off",'),
     ),
     *of(
