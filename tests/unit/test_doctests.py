@@ -1,4 +1,4 @@
-"""The examples in docstrings are true."""
+"""The examples in docstrings work."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ MODULES = sorted(
 
 @pytest.mark.words
 @pytest.mark.parametrize("module", MODULES)
-def test_the_examples_of_a_module_are_true(module: str) -> None:
+def test_the_examples_of_a_module_work(module: str) -> None:
     assert doctest.testmod(import_module(module)).failed == 0

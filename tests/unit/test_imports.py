@@ -1,4 +1,4 @@
-"""Imports go down only (design, section 8): the table of the house, and a reading of every module against it."""
+"""Modules import only lower layers (design, section 8): the table of layers, and a check of every module."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PACKAGE = Path(__file__).parents[2] / "delayer"
 # Modules without a layer of their own: the version.
 FREE = frozenset({"delayer", "delayer.__version__"})
 PURE = frozenset({"core", "headers"})
-# Parts of the standard library that would let the outside world into the core.
+# Impure parts of the standard library, which the core may not import.
 IMPURE = frozenset({"asyncio", "time", "logging"})
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Which other layers one layer may import, and which packages it may not."""
+    """The other layers that a layer may import, and the packages that it may not."""
 
     below: frozenset[str] = frozenset()
     never: frozenset[str] = frozenset()
@@ -33,7 +33,7 @@ def layer(*below: str, never: str = "") -> Layer:
 
 
 HOUSE: Mapping[str, Layer] = {
-    "core": layer(),  # and nothing but the pure part of the standard library
+    "core": layer(),  # and the pure part of the standard library
     "headers": layer(),  # for publishers; the same
     "amqp": layer("core", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     "config": layer("core", "amqp", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
@@ -55,7 +55,7 @@ NOT_OF_THE_DAEMON = frozenset({"imports", "audit", "cli"})
 
 
 def violations(sources: Mapping[str, str]) -> list[str]:
-    """What is wrong in these modules (dotted name -> source): one line each, with the module and the import."""
+    """Forbidden imports of these modules (dotted name -> source): one line each, with the module and the import."""
     return [
         f"{module}: {complaint}"
         for module, source in sorted(sources.items())
@@ -126,7 +126,7 @@ def test_imports_go_down_only() -> None:
     assert violations(sources) == []
 
 
-def test_no_two_things_have_one_name() -> None:
+def test_names_are_unique() -> None:
     """Classes and aliases of the package; constants only in core, which all layers import."""
     names = Counter(
         name

@@ -1,4 +1,4 @@
-"""Of a source's URL is shown and kept which database it is, and never a password, wherever its driver takes one."""
+"""A source's URL: the shown and stored text names the database and never the password, in any place of the URL."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ HERE = "me:s3cret@127.0.0.1:1/sales"
         ("sqlite:///x", ""), ("nonsense://db/sales", ""), (f"mysql+pymysql://{HERE}", ""),
         (f"postgresql://{HERE}?nonsense=s3cret", ""), (f"mysql://{HERE}?ssl=true", ""),
         ("mssql:///?odbc_connect=SERVER%3Dsql7%3BPWD%3Ds3cret", "found odbc_connect"),
-        # Not taken modulo 65,536.
+        # A driver must not take these modulo 65,536.
         *((f"postgresql://me:s3cret@localhost:{n}/sales", "a port from 1 to 65535") for n in (0, 65_536, 99_999)),
         *((f"mysql://{HERE}?{name}=/no/such", f"{name}: /no/such: No such file or directory")
           for name in ("ssl_ca", "ssl_cert", "ssl_key")),
     ],
 )  # fmt: skip
-async def test_a_url_that_cannot_be_right(url: str, why: str) -> None:
+async def test_an_invalid_url_is_refused(url: str, why: str) -> None:
     with pytest.raises(BadSource, match=f"the source's URL.*{why}") as raised:
         async with Database(database_url(url)).connected():
             pass
     assert "s3cret" not in str(raised.value)
 
 
-async def test_urls_as_other_tools_have_them() -> None:
+async def test_urls_of_other_tools_are_read() -> None:
     url = database_url("postgres://me@127.0.0.1:1/sales?sslmode=require")
     assert url.render_as_string() == "postgresql+asyncpg://me@127.0.0.1:1/sales?ssl=require"
     with pytest.raises(SourceLost):

@@ -43,6 +43,6 @@ def test_lines_without_a_message(text: bytes, why: str) -> None:
         DUMP.read(text)
 
 
-def test_names_that_are_no_text_are_parameters_too() -> None:
+def test_names_outside_utf_8_are_parameters_too() -> None:
     dump = DelayedExchange(**UNUSED, vhost=b"\xff", exchanges={b"\xfe": Target(b"\xfd", b"")})
     assert dump.more_parameters() == {"vhost": "\\xff", "exchanges": {"\\xfe": ["\\xfd", ""]}}

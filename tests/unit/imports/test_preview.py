@@ -1,4 +1,4 @@
-"""Legacy imports: what a preview finds and says, and what the command refuses before any of it."""
+"""Imports: the counts of a preview, and errors before the first query."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GONE = Target(b"", b"gone")
         (0, {}, {}, Run(1, "x", {}, Phase.RUNNING, "me", 0, held=1), 0, False),
     ],
 )
-def test_a_preview_counts_and_checks(
+def test_a_preview_counts_the_messages_to_hold(
     unfit: int, problems: dict[Target, str], left: dict[str, int], unfinished: Run | None, to_hold: int, clean: bool
 ) -> None:
     survey = Survey(left=left)
@@ -50,7 +50,7 @@ def test_a_survey_of_very_many_destinations_is_bounded(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("verb", ["preview", "run", "abort"])
-def test_without_a_store_it_says_why_it_needs_one(verb: str, tmp_path: Path) -> None:
+def test_without_a_store_the_error_says_why_an_import_needs_one(verb: str, tmp_path: Path) -> None:
     words = ["import", "jsonl", verb, str(tmp_path / "x"), *(() if verb == "preview" else ("--yes",))]
     environ = {"DELAYER_CONFIG": os.devnull, "DELAYER_MODE": "native"}
     result = CliRunner().invoke(cli, words, env=environ, prog_name="delayer")
@@ -59,7 +59,7 @@ def test_without_a_store_it_says_why_it_needs_one(verb: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("url", ["http://u:s3cret@h", "amqp://u:s3c/ret@h/x"])
-async def test_a_broker_that_is_none(url: str) -> None:
+async def test_an_invalid_broker_url_is_refused(url: str) -> None:
     async def now() -> int:
         return 0
 

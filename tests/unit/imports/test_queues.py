@@ -1,4 +1,4 @@
-"""What a held message in another system's queue is: when it is due, where it goes, and how it is known again."""
+"""A waiting message in another system's queue: its due instant, its target, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def hold(**how: bool) -> HoldQueue:
         (None, Props(expiration=b"5000"), NOW + 5_000),
         (60_000, Props(expiration=b"nonsense"), NOW + 60_000),
         (60_000, Props(timestamp=SECOND - 20), (SECOND - 19) * 1000 + 60_000),
-        # It would be gone by now, so it does not say when it came here.
+        # By this timestamp it would have expired, so the timestamp is not of its arrival.
         (60_000, Props(timestamp=SECOND - 61), NOW + 60_000),
         (60_000, Props(timestamp=SECOND - 86_400), NOW + 60_000),
         (60_000, Props(timestamp=0), NOW + 60_000),
-        # Nor from the future.
+        # A timestamp in the future does not count either.
         (60_000, Props(timestamp=SECOND + 10), NOW + 60_000),
         (60_000, Props(timestamp=(1 << 64) - 1), NOW + 60_000),
         (0, Props(), NOW),
@@ -67,14 +67,14 @@ STAMPED = Props(timestamp=SECOND - 20)
 @pytest.mark.parametrize(
     ("hold", "props", "told"),
     [
-        # A business event's instant, say: only a person knows that it is when the message was published.
+        # Without `stamped` it may be the instant of a business event: only a person knows.
         (hold(), STAMPED, False),
         (hold(stamped=True), STAMPED, True),
-        # It was let out of a queue before, and has the timestamp of its first sending.
+        # It left a queue before, and has the timestamp of its first publish.
         (hold(stamped=True), Props(timestamp=SECOND - 20, headers=died(SECOND - 30, "expired")), False),
         (hold(stamped=True), Props(timestamp=SECOND - 20, headers=died(SECOND - 20)), False),
         (hold(), Props(headers=died(SECOND - 20)), False),
-        # Symfony's workers send with the timestamp of the first time.
+        # Symfony's workers keep the timestamp of the first publish.
         (HoldQueue("delay_x__60000_retry", b"", b"work", 60_000, stamped=True), STAMPED, False),
         (HoldQueue("delay_x__60000_retry_2026-11-27", b"", b"work", 60_000, stamped=True), STAMPED, False),
         (HoldQueue("delay_x__60000_delay_2026-11-27", b"", b"work", 60_000, stamped=True), STAMPED, True),
@@ -98,7 +98,7 @@ def test_messages_behind_others_are_younger() -> None:
 
 
 @pytest.mark.words
-def test_where_it_goes() -> None:
+def test_the_target_of_a_held_message() -> None:
     one = delivery(Props(expiration=b"5"))
     properties = Properties.parse(one.properties)
     assert HoldQueue("hold", b"x", b"work", 5).item(one, properties, NOW).parcel.target == Target(b"x", b"work")
@@ -107,8 +107,8 @@ def test_where_it_goes() -> None:
     assert (own.target, own.route, own.properties) == (Target(b"x", b"hold"), b"hold", Props().encode())
 
 
-def test_further_keys_act_where_the_broker_would_let_them() -> None:
-    """A queue that says the key of its dead letters takes the others away."""
+def test_cc_is_kept_only_if_the_broker_would_follow_it() -> None:
+    """A queue with a dead-letter routing key drops CC."""
     copies, other = (b"CC", array(text("audit"))), (b"mine", text("x"))
     one = delivery(Props(headers=(copies, other), message_id=b"1"))
     properties = Properties.parse(one.properties)
@@ -122,7 +122,7 @@ def known(props: Props, body: bytes = b"body") -> str:
     return fingerprint(one, Properties.parse(one.properties))
 
 
-def test_known_again_whatever_the_broker_counts() -> None:
+def test_a_message_is_recognized_despite_the_counts_of_the_broker() -> None:
     counted = ((b"x-delivery-count", number("l", 3)), (b"x-acquired-count", number("l", 4)))
     bare = Props(message_id=b"1", delivery_mode=2)
     assert known(bare) == known(Props(message_id=b"1", delivery_mode=2, headers=counted)) != ""
@@ -165,7 +165,7 @@ def test_a_message_is_recognized_one_level_below() -> None:
         (Props(message_id=b"1", type=b"x"), Props(message_id=b"1", app_id=b"x")),
     ],
 )
-def test_others_are_others(one: Props, other: Props) -> None:
+def test_different_messages_have_different_fingerprints(one: Props, other: Props) -> None:
     assert known(one) != known(other)
 
 

@@ -76,11 +76,11 @@ def test_places_of_the_id() -> None:
         ({}, "Mail", "of other endpoints"),
     ],
 )
-def test_documents_that_are_left(more: dict[str, object], endpoint: str | None, why: str) -> None:
+def test_some_documents_are_skipped(more: dict[str, object], endpoint: str | None, why: str) -> None:
     assert read(line(**more), endpoint) == SkippedRecord(why)
 
 
-def test_a_timeout_without_an_owner_is_anybodys() -> None:
+def test_a_timeout_without_an_owner_is_imported() -> None:
     assert not isinstance(read(line(OwningTimeoutManager=None), "Mail"), SkippedRecord)
     assert not isinstance(read(line(), "Sales"), SkippedRecord)
     assert read(b" ") is None

@@ -1,4 +1,4 @@
-"""No password in what is told of a URL, however it is spelled and wherever it stands."""
+"""No text about a URL shows its password, in any spelling and in any place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from delayer.imports.databases import Database, database_url
 from delayer.imports.state_machine import BadSource
 
 MARK = "Zq7w"
-"""A piece of every password that nothing else has."""
+"""A piece of every password, and of no other text."""
 KEYS = ("broker.url", "broker.management_url", "store.url")
 SCHEMES = {"broker.url": "amqp", "broker.management_url": "http", "store.url": "postgresql"}
 POSITIONS = (
@@ -53,7 +53,7 @@ def assert_hidden(text: str) -> None:
 
 
 def told(key: str, url: str) -> str:
-    """All that is said of it, if it is wrong, and how it prints where it is not."""
+    """The error of a wrong URL, or the printed forms of a right one."""
     try:
         settings = load(None, {}, {key: url})
     except ConfigError as wrong:
@@ -69,7 +69,7 @@ def told(key: str, url: str) -> str:
 @example("p@1/" + MARK, str, POSITIONS[0], "broker.url")
 @example(f"p@{MARK}/a", str, POSITIONS[0], "broker.url")
 @example(f"p@{MARK}?a", str, POSITIONS[0], "store.url")
-def test_no_password_is_told(password: str, spelling: object, position: str, key: str) -> None:
+def test_no_text_about_a_url_shows_its_password(password: str, spelling: object, position: str, key: str) -> None:
     assert callable(spelling)
     for scheme in (SCHEMES[key], "ftp"):
         url = position.format(s=scheme, p=spelling(password))
@@ -78,7 +78,7 @@ def test_no_password_is_told(password: str, spelling: object, position: str, key
 
 
 @given(passwords, st.sampled_from(SPELLINGS))
-def test_no_password_that_stands_in_a_file(
+def test_no_text_about_a_url_file_shows_a_password(
     tmp_path_factory: pytest.TempPathFactory, password: str, spelling: object
 ) -> None:
     assert callable(spelling)
@@ -91,7 +91,7 @@ def test_no_password_that_stands_in_a_file(
 
 @given(passwords, st.sampled_from(SPELLINGS), st.sampled_from(POSITIONS[:-1]))
 @example(f"p@{MARK}/a", str, POSITIONS[0])
-def test_no_password_of_a_source(password: str, spelling: object, position: str) -> None:
+def test_no_text_about_a_source_shows_its_password(password: str, spelling: object, position: str) -> None:
     assert callable(spelling)
     for scheme in ("mysql", "postgresql", "mssql", "oracle"):
         try:
@@ -104,7 +104,7 @@ def test_no_password_of_a_source(password: str, spelling: object, position: str)
 
 @example(f"'ab'{MARK}", str)
 @given(passwords.filter(lambda text: not re.search(r"\s", text)), st.sampled_from(SPELLINGS))
-def test_no_password_in_what_a_driver_quotes(password: str, spelling: object) -> None:
+def test_no_error_of_a_driver_shows_a_password(password: str, spelling: object) -> None:
     assert callable(spelling)
     for position in (POSITIONS[0], POSITIONS[3], "{s}://host/name?password={p}", "host=h password={p} user=u"):
         assert_hidden(mask(f"cannot reach {position.format(s='postgresql', p=spelling(password))}, says the driver"))

@@ -1,4 +1,4 @@
-"""Timeouts in SQL: the statements that move them, as SQL Server gets them, and one order for rows of several tables.
+"""Timeouts in SQL: the statements for SQL Server that move them, and one order for rows of several tables.
 tests/integration/test_import_sql.py has the other databases."""
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def test_the_size_of_the_largest_row_of_sql_server() -> None:
 
 
 @pytest.mark.parametrize("type_", [mssql.DATETIME2(7), DATETIME()])
-def test_sql_server_finds_the_place_of_a_row_again(type_: TypeEngine[datetime]) -> None:
-    """It compares a parameter, which is a datetime2, with a datetime by more digits than the datetime was read with."""
+def test_sql_server_resumes_at_the_exact_row(type_: TypeEngine[datetime]) -> None:
+    """SQL Server compares a datetime2 parameter by more digits than the datetime column gave."""
     one, place = table(time=type_), (NOON, "x")
     for statement in (one.batch(10, place), one.remove(place, place)):
         text = re.sub(r"CAST\(:\w+ AS (DATETIME2\(7\)|DATETIME)\)", "cast", said(statement, "mssql"))
@@ -94,8 +94,8 @@ def test_staged_rows_of_sql_server_are_deleted_and_put_back() -> None:
     assert back.endswith("FROM staged")
 
 
-def test_no_run_has_anothers_table() -> None:
-    """Two that begin at the same moment, from two stores: whatever they say, they say it of tables of their own."""
+def test_each_run_has_a_table_of_its_own() -> None:
+    """Two runs of two stores may begin at the same moment: every statement names only the run's own table."""
     for token in ("0123456789ab", "ba9876543210"):
         one, place = table("dbo", token=token), (NOON, "x")
         for name, dialect in DIALECTS.items():
@@ -132,7 +132,7 @@ def test_an_endpoint_of_a_table_of_many() -> None:
         table(columns=tuple(name for name in columns if name != "state"))
 
 
-# Rows of several tables come in one order, each once.
+# Rows of several tables are merged in one order, each once.
 
 Row = tuple[int, str, bytes, datetime, str]
 

@@ -51,8 +51,8 @@ def test_properties_and_headers() -> None:
     assert {chr(one.type) for one in properties.headers_items()} == {"S"}
 
 
-def test_the_address_for_answers_is_what_it_was() -> None:
-    """Timeout managers of core 3 to 5 kept it in a header of their own, and answers went to themselves meanwhile."""
+def test_the_reply_address_is_the_saved_one() -> None:
+    """Timeout managers of core 3 to 5 saved it in a header of their own, and put their own address in its place."""
     saved = {"NServiceBus.Timeout.ReplyToAddress": "shop@HOST", "NServiceBus.ReplyToAddress": "sales.Timeouts@HOST"}
     for headers in (saved, {name: saved[name] for name in list(saved)[:1]}):
         properties, _ = made(headers)
@@ -62,7 +62,7 @@ def test_the_address_for_answers_is_what_it_was() -> None:
     assert made({"NServiceBus.Timeout.ReplyToAddress": ""})[0].short("reply_to") is None
 
 
-def test_the_address_for_answers_is_renamed_where_that_is_said() -> None:
+def test_the_reply_address_is_rewritten_on_request() -> None:
     properties, _ = made(replies=[read_rewrite("s/@.*//"), read_rewrite("s/^/new./")])
     assert properties.short("reply_to") == b"new.sales"
     assert properties.get(b"NServiceBus.ReplyToAddress").value == "new.sales"  # type: ignore[union-attr]
@@ -77,14 +77,14 @@ def test_without_headers_its_own_id_is_the_message_id(headers: str | None) -> No
     assert properties.short("message_id") == b"id-1"
 
 
-def test_both_ways_of_net_to_write_a_dictionary() -> None:
+def test_both_dictionary_forms_of_dotnet_are_read() -> None:
     pairs = [{"Key": name, "Value": value} for name, value in HEADERS.items()]
     assert made(pairs)[0].raw == made(HEADERS)[0].raw
     typed = {"$type": "System.Collections.Generic.Dictionary`2[[System.String],[System.String]], mscorlib", **HEADERS}
     assert made(typed)[0].raw == made(HEADERS)[0].raw
 
 
-def test_values_that_are_no_strings_and_names_with_surrogates() -> None:
+def test_other_values_become_text_and_surrogates_are_no_problem() -> None:
     properties, problem = made('{"n": 1, "null": null, "t": true, "o": {"a": [1]}, "s": "\\ud800"}')
     found = {one.name: one.content for one in properties.headers_items()}
     assert (found[b"n"], found[b"null"], found[b"t"], found[b"o"]) == (b"1", b"", b"true", b'{"a": [1]}')
@@ -95,7 +95,7 @@ def test_values_that_are_no_strings_and_names_with_surrogates() -> None:
 @pytest.mark.parametrize(
     "headers", ["{", "7", '"text"', json.dumps({"n" * 256: "x"}), '{"a": ', '[{"Key": "a"}]', "[7]"]
 )
-def test_headers_that_cannot_be_read_go_along_as_they_are(headers: str) -> None:
+def test_unreadable_headers_are_kept_as_they_are(headers: str) -> None:
     properties, problem = made(headers)
     assert problem.startswith("unfit: its headers cannot be read")
     raw = properties.get(UNREAD)
@@ -105,7 +105,7 @@ def test_headers_that_cannot_be_read_go_along_as_they_are(headers: str) -> None:
 
 @pytest.mark.parametrize("headers", ["{", "[7]", None, "{}", json.dumps(HEADERS)])
 @pytest.mark.parametrize("address", ["", "sales", "a" * 256])
-def test_a_look_tells_of_the_same_problems(headers: str | None, address: str) -> None:
+def test_a_preview_reports_the_same_problems(headers: str | None, address: str) -> None:
     assert problem_of(headers, address.encode()) == made(headers, address=address)[1]
 
 
@@ -116,7 +116,7 @@ def test_long_values_are_headers_only() -> None:
 
 @pytest.mark.words
 @pytest.mark.parametrize("address", ["", "a" * 256])
-def test_destinations_that_are_none(address: str) -> None:
+def test_an_invalid_destination_is_a_problem(address: str) -> None:
     assert "its destination has" in made(address=address)[1]
 
 
@@ -131,7 +131,7 @@ def test_a_rounded_instant_is_exact_in_the_header(expire: str, later_ms: int) ->
 
 
 @pytest.mark.parametrize(("due_ms", "expected"), [(-5, 0), (LATEST_MS, LATEST_MS), (LATEST_MS + 1, LATEST_MS)])
-def test_the_ends_of_time(due_ms: int, expected: int) -> None:
+def test_due_instants_are_limited_to_the_valid_range(due_ms: int, expected: int) -> None:
     assert item_of(StoredTimeout("1", "q", due_ms, None, b""), b"", b"q").parcel.due_ms == expected
 
 

@@ -1,4 +1,4 @@
-"""A batch, sorted into what goes to the store and what is published; the order of its keys; the answers to cancels."""
+"""A batch, sorted into steps for the store and publishes; the order of its keys; the replies to cancels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LATER = says(b"x-delay", 5000)
 
 
 @pytest.mark.words
-def test_a_dead_letter_with_broken_headers_ends_no_daemon() -> None:
+def test_a_dead_letter_with_broken_headers_is_published_or_refused() -> None:
     retry = RetryPolicy(5_000, 2, 3_600_000, 0.1, 10, b"parked")
     policy = replace(STORE, routes={b"orders.in": replace(ORDERS, retry=retry)})
     death = table((b"count", number("l", 1)), (b"reason", text("rejected")), (b"queue", text("work")))
@@ -67,7 +67,7 @@ def test_a_dead_letter_with_broken_headers_ends_no_daemon() -> None:
 
 
 def test_a_deferred_message_of_rebus_leaves_without_the_headers_that_deferred_it() -> None:
-    """Its endpoint would defer it again."""
+    """With them its endpoint would defer it again."""
     form, recipient = "header:rbs2-deferred-until:rfc3339", b"rbs2-defer-recipient"
     route = Route(b"orders.in", b"", delay_from=(form,), routing_key_header=recipient)
     kept = says(b"rbs2-defer-count", b"1")
@@ -79,7 +79,7 @@ def test_a_deferred_message_of_rebus_leaves_without_the_headers_that_deferred_it
     assert parcel.properties == encode_headers(kept)
 
 
-def test_parked_as_it_was_received() -> None:
+def test_a_message_is_parked_as_received() -> None:
     one = delivery(1, LATER, body=b"body")
     found = work(one)
     [step] = found.steps
@@ -90,7 +90,7 @@ def test_parked_as_it_was_received() -> None:
     assert found.publications == []
 
 
-def test_the_end_of_a_saga_after_a_park_of_its_timeout_takes_a_step_of_its_own() -> None:
+def test_clearing_a_saga_takes_a_step_after_the_park_of_its_timeout() -> None:
     route = Route(b"orders.in", b"", delay_from=("nservicebus-timeout",))
     policy = Policy(Mode.STORE, {b"orders.in": route}, 10**12)
     saga = entry(b"NServiceBus.SagaId", long_string(b"saga-1"))
@@ -107,7 +107,7 @@ def test_the_end_of_a_saga_after_a_park_of_its_timeout_takes_a_step_of_its_own()
     assert not second.asked, "an NServiceBus endpoint expects no answer at its address"
 
 
-def test_due_at_once_goes_to_its_destination_as_a_released_message() -> None:
+def test_a_due_message_is_published_as_released() -> None:
     one = delivery(1, body=b"body")
     [publication] = work(one).publications
     assert publication.delivery is one
@@ -119,7 +119,7 @@ def test_due_at_once_goes_to_its_destination_as_a_released_message() -> None:
     assert publication.parcel.properties == one.properties
 
 
-def test_into_the_cascade_towards_the_daemon() -> None:
+def test_the_cascade_leads_to_the_due_queue() -> None:
     one = delivery(1, LATER, body=b"body")
     [publication] = work(one, policy=NATIVE).publications
     outgoing = publication.outgoing
@@ -148,7 +148,7 @@ def test_into_the_cascade_towards_the_daemon() -> None:
         ),
     ],
 )
-def test_refused_with_its_reason_and_the_others_go_on(raw: bytes, reason: str) -> None:
+def test_a_bad_message_is_refused_with_its_reason_and_the_others_continue(raw: bytes, reason: str) -> None:
     bad = delivery(2)._replace(properties=raw)
     found = work(delivery(1, LATER), bad, delivery(3))
     assert [one.tag for one in found.steps[0].deliveries] == [1]
@@ -161,7 +161,7 @@ def test_refused_with_its_reason_and_the_others_go_on(raw: bytes, reason: str) -
     assert second.delivery.tag == 3
 
 
-def test_a_misspelt_delay_beside_a_right_one_or_a_hundred_others_or_a_header_that_the_route_reads_or_not() -> None:
+def test_some_misspelt_delay_headers_are_not_refused() -> None:
     misspelt, text = says(b"x-dealy", 5), says(b"x-dealy", b"orders.eu")
     stamped = replace(STORE, routes={b"orders.in": replace(ORDERS, delay_from=("timestamp",))})
     assert not work(delivery(1, misspelt, LATER)).publications
@@ -171,7 +171,7 @@ def test_a_misspelt_delay_beside_a_right_one_or_a_hundred_others_or_a_header_tha
         (text, named),
         (misspelt, stamped),
         (many + misspelt, STORE),
-    ):  # One message must not hold the others up.
+    ):  # the check reads the first 100 headers only
         [publication] = work(delivery(1, headers), policy=policy).publications
         assert not publication.refusal
 
@@ -197,7 +197,7 @@ delayed = st.builds(
 
 
 @given(st.lists(messages | delayed, max_size=4), st.sampled_from([NATIVE, STORE]))
-def test_every_delivery_is_in_exactly_one_place(batch: list[Delivery], policy: Policy) -> None:
+def test_every_delivery_has_exactly_one_step_or_publication(batch: list[Delivery], policy: Policy) -> None:
     numbered = [one._replace(tag=tag) for tag, one in enumerate(batch)]
     found = work(*numbered, policy=policy)
     placed = [one.tag for step in found.steps for one in step.deliveries]
@@ -223,7 +223,7 @@ def test_every_delivery_is_in_exactly_one_place(batch: list[Delivery], policy: P
         ([Park(1, TARGET, b"a"), Cancel(b"a"), Park(2, TARGET, b"a")], [([1], []), ([3], [b"a"])]),
     ],
 )
-def test_a_cancel_acts_after_what_it_follows(plans: list[Plan], steps: list[tuple[list[int], list[bytes]]]) -> None:
+def test_a_cancel_follows_messages_with_its_key(plans: list[Plan], steps: list[tuple[list[int], list[bytes]]]) -> None:
     sorted_: list[Classified] = [
         (Delivery(tag, False, b"in", b"k", b"\0\0", b""), None, plan) for tag, plan in enumerate(plans, 1)
     ]
@@ -237,7 +237,7 @@ def test_a_cancel_acts_after_what_it_follows(plans: list[Plan], steps: list[tupl
     assert [delivery.tag for step in work.steps for delivery in step.deliveries] == list(range(1, len(plans) + 1))
 
 
-# What a cancel hears, and that nobody's delivery depends on it.
+# Replies to cancels, on which no delivery depends.
 
 
 def cancel(tag: int, key: bytes, reply_to: bytes = b"answers", *, correlation: bytes = b"") -> Delivery:
@@ -247,7 +247,7 @@ def cancel(tag: int, key: bytes, reply_to: bytes = b"answers", *, correlation: b
     return Delivery(tag, False, b"in", b"k", raw, b"")
 
 
-def test_a_reply_is_known_by_what_the_cancel_said() -> None:
+def test_a_reply_has_the_correlation_id_or_message_id_of_its_cancel() -> None:
     for correlation, known in ((b"c-1", b"c-1"), (b"", b"m-7")):
         delivery = cancel(7, b"caf\xc3\xa9", correlation=correlation)
         ask = replies.asked(Properties.parse(delivery.properties), b"caf\xc3\xa9")
@@ -264,7 +264,7 @@ def test_a_reply_is_known_by_what_the_cancel_said() -> None:
 
 
 class Parking:
-    """Has messages under these keys."""
+    """A store with messages under these keys."""
 
     def __init__(self, *keys: bytes) -> None:
         self.keys = set(keys)
@@ -290,7 +290,7 @@ async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delive
 async def handled(
     acks: ScriptedSubscription, publisher: ScriptedPublisher, parking: Parking, policy: Policy, *batch: Delivery
 ) -> IntakeHandler:
-    """All of it settled, without the wait for company."""
+    """Handle a batch and settle it, without the wait for company."""
     live = ScriptedLive(policy, NAMES)
     counters = Counters()
     holding = MessageHolder(publisher, None, live, counters, new_id=ids())  # type: ignore[arg-type]
@@ -305,7 +305,7 @@ async def handled(
 
 
 @pytest.mark.parametrize("failure", [returned(312, "NO_ROUTE"), BrokerLost("gone"), None])
-async def test_an_answer_that_does_not_get_through_keeps_nobody(failure: Hold | BrokerLost | None) -> None:
+async def test_a_failed_reply_does_not_stop_the_acknowledgement(failure: Hold | BrokerLost | None) -> None:
     publisher = ScriptedPublisher({b"answers": failure} if failure else {})
     publisher.ready = failure is not None
     acks = await carried(publisher, Parking(b"a"), cancel(1, b"a"))
@@ -334,11 +334,11 @@ async def test_a_queue_that_does_not_confirm_its_replies_delays_no_batch() -> No
     await it.session.settled()
 
 
-# What waits for company, and what waits for its instant.
+# Messages that wait for company, and messages that wait for their instant.
 
 
 class Gathered:
-    """A handler in a session; what is parked, by batches, and what is published."""
+    """A handler in a session; records the batches that it parks, and its publishes."""
 
     def __init__(self, live: ScriptedLive | None = None, *, prefetch: int = 5_000, keep_ms: int = 150) -> None:
         self.parks: list[list[bytes]] = []
@@ -415,8 +415,8 @@ async def test_batches_with_keys_are_parked_one_after_another() -> None:
     assert it.cancels == [b"a", b"b", b"c"]
 
 
-async def test_a_batch_with_keys_that_is_not_parked_gives_the_later_ones_back() -> None:
-    """Their messages must come after those of the first, which come again in the next session."""
+async def test_a_failed_park_with_keys_returns_the_later_batches() -> None:
+    """Their messages must follow those of the first batch, which comes again in the next session."""
     it = Gathered()
     it.failure = StoreLost("gone")
     for tag in (1, 2):
@@ -434,7 +434,7 @@ async def test_a_batch_with_keys_that_is_not_parked_gives_the_later_ones_back() 
     assert it.cancels == [b"a", b"a"]
 
 
-async def test_nobody_waits_for_company_that_the_prefetch_keeps_away() -> None:
+async def test_a_full_prefetch_ends_the_wait_for_company() -> None:
     it = Gathered(prefetch=2)
     await it.take(asks(1, 5_000))
     assert it.parks == []
@@ -442,7 +442,7 @@ async def test_nobody_waits_for_company_that_the_prefetch_keeps_away() -> None:
     assert it.parks == [[b"1", b"2"]]
 
 
-async def test_a_message_that_is_due_leaves_at_once_and_one_that_is_due_soon_at_its_instant() -> None:
+async def test_a_due_message_leaves_at_once_and_a_soon_due_one_at_its_instant() -> None:
     it = Gathered()
     await it.take(asks(1, 100), asks(2, 0), asks(3, 5_000))
     assert [one.body for one in it.publisher.published] == [b"2"]
@@ -450,10 +450,10 @@ async def test_a_message_that_is_due_leaves_at_once_and_one_that_is_due_soon_at_
     await it.session.settled()
     assert [one.body for one in it.publisher.published] == [b"2", b"1"]
     assert [list(schedule.due_ms) for schedule in it.publisher.schedules] == [[NOW + 100]]
-    assert it.acks.acked[1:] in ([(3, False), (1, True)], [(1, True)])  # The third one's gathering may be over.
+    assert it.acks.acked[1:] in ([(3, False), (1, True)], [(1, True)])  # the third may have been parked already
 
 
-async def test_messages_that_would_fill_the_prefetch_are_not_kept() -> None:
+async def test_kept_messages_do_not_fill_the_prefetch() -> None:
     it = Gathered(prefetch=4)
     await it.take(asks(1, 100), asks(2, 100), asks(3, 100))
     assert it.session.acks.kept == 3
@@ -472,7 +472,7 @@ async def test_a_delay_counts_from_the_reading() -> None:
 
 @dataclass
 class PausedLive(ScriptedLive):
-    """The system pauses the process for a while, after the handler read the upper bound of the clock."""
+    """The system pauses the process between the handler's reads of the two bounds of the clock."""
 
     paused_at: float = 0.0
 

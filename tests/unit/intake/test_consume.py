@@ -1,5 +1,5 @@
-"""Consuming one queue: batches carried side by side, losses, bugs, and the end; nothing is acknowledged before it is
-accepted, and everything accepted is, once."""
+"""Consuming one queue: batches carried side by side, losses, bugs, and the end. The consumer acknowledges only accepted
+messages, each once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch(*tags: int) -> list[Delivery]:
 
 
 class Carrier(Handler):
-    """Carries batches known by their first tag: at once, or when told, or not at all."""
+    """Carries a batch, named by its first tag, at once; a gate delays it, a failure replaces it."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -90,7 +90,7 @@ class Scene:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
-        """From the start to the end of an orderly stop."""
+        """Run from the start to the end of an orderly stop."""
         task = self.start()
         yield task
         self.stopping.set()
@@ -98,12 +98,12 @@ class Scene:
 
 
 async def ready() -> None:
-    """Everything that has to be there is there."""
+    """The broker and the store are ready."""
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Pauses take no time; their numbers are noted."""
+    """Pauses take no time; the list has their attempt numbers."""
     attempts: list[int] = []
 
     def pause(attempt: int, _: float) -> float:
@@ -114,7 +114,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return attempts
 
 
-async def test_read_carried_acknowledged_stopped() -> None:
+async def test_batches_are_read_carried_and_acknowledged() -> None:
     subscription = ScriptedSubscription([batch(1, 2), [], batch(3)])
     it = Scene(subscription)
     async with it.running():
@@ -141,7 +141,7 @@ async def test_batches_overlap_up_to_the_limit() -> None:
     assert subscription.acked[-1] == (6, True)
 
 
-async def test_stopping_waits_for_what_is_in_flight() -> None:
+async def test_stopping_waits_for_batches_in_flight() -> None:
     subscription = ScriptedSubscription([batch(1), batch(2)])
     it = Scene(subscription)
     it.carrier.hold_back(1)
@@ -156,7 +156,7 @@ async def test_stopping_waits_for_what_is_in_flight() -> None:
 
 
 @pytest.mark.parametrize("loss", [BrokerLost("gone"), StoreLost("out of reach")])
-async def test_a_failed_carry_begins_again_and_repeats_nothing_that_is_safe(loss: Exception) -> None:
+async def test_a_failed_batch_is_read_again_and_accepted_ones_are_not(loss: Exception) -> None:
     first, second = ScriptedSubscription([batch(1), batch(2, 3)]), ScriptedSubscription([batch(1)])
     it = Scene(first, second)
     it.carrier.hold_back(1)
@@ -166,17 +166,17 @@ async def test_a_failed_carry_begins_again_and_repeats_nothing_that_is_safe(loss
         it.carrier.gates[1].set()
         await until(lambda: "closed" in first.events)
         assert first.acked == [(2, False), (3, False)]
-        assert it.carrier.flushed == isinstance(loss, StoreLost), "the others do not wait for what the store lacks"
+        assert it.carrier.flushed == isinstance(loss, StoreLost), "the other messages do not wait for the store"
         del it.carrier.failures[1]
         await second.read.wait()
     assert second.acked == [(1, True)]
 
 
-async def test_a_lost_subscription_waits_for_what_is_in_flight() -> None:
+async def test_a_lost_subscription_waits_for_batches_in_flight() -> None:
     first, second = ScriptedSubscription([batch(1), BrokerLost("cut")]), ScriptedSubscription([])
     it = Scene(first, second)
     it.carrier.hold_back(1)
-    it.carrier.failures[1] = StoreLost("at the same time")  # nobody is left to hear of it, and nobody needs to
+    it.carrier.failures[1] = StoreLost("at the same time")  # the session has ended, so it may ignore this
     async with it.running():
         await until(lambda: it.carrier.begun == [1])
         for _ in range(10):
@@ -189,7 +189,7 @@ async def test_a_lost_subscription_waits_for_what_is_in_flight() -> None:
 
 
 async def test_a_lost_subscription_ends_the_wait_for_instants() -> None:
-    """Its deliveries come again: a publish now would be one of two."""
+    """Its deliveries come again, so a publish now would be a repeat."""
     first, second = ScriptedSubscription([batch(1), BrokerLost("cut")]), ScriptedSubscription([])
     it = Scene(first, second)
     it.carrier.punctual = True
@@ -219,7 +219,7 @@ async def test_a_bug_ends_the_session(end: str) -> None:
     assert subscription.events[-1] == "closed"
 
 
-async def test_a_forced_stop_ends_what_is_in_flight() -> None:
+async def test_a_forced_stop_ends_batches_in_flight() -> None:
     subscription = ScriptedSubscription([batch(1), batch(2)])
     it = Scene(subscription)
     it.carrier.hold_back(1)
@@ -228,11 +228,11 @@ async def test_a_forced_stop_ends_what_is_in_flight() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert subscription.events == ["ack 2", "closed"]  # what is safe is not repeated, even then
+    assert subscription.events == ["ack 2", "closed"]  # a forced stop still acknowledges accepted messages
 
 
-async def test_pauses_grow_until_something_is_carried(quick: list[int]) -> None:
-    """Reading is no success: a batch that fails each time must not come back without a pause."""
+async def test_pauses_grow_until_a_batch_is_accepted(quick: list[int]) -> None:
+    """A read is no success: a batch that always fails must not come back without a pause."""
     fails = [ScriptedSubscription([batch(1)]) for _ in range(4)]
     good = ScriptedSubscription([batch(1), BrokerLost("cut")])
     last = ScriptedSubscription([])
@@ -245,8 +245,8 @@ async def test_pauses_grow_until_something_is_carried(quick: list[int]) -> None:
     assert quick == [0, 1, 2, 3, 0]
 
 
-async def test_some_that_wait_for_room_are_no_reason_to_pause_longer(quick: list[int]) -> None:
-    """Where something was accepted beside them, the next pause is the first one again; else it grows."""
+async def test_messages_without_room_do_not_lengthen_the_pause(quick: list[int]) -> None:
+    """If other messages were accepted, the next pause is the first one again; else it grows."""
     subscriptions = [ScriptedSubscription([batch(1)]) for _ in range(4)]
     it = Scene(*subscriptions)
     accepts = iter([False, False, True, True])
@@ -262,8 +262,8 @@ async def test_some_that_wait_for_room_are_no_reason_to_pause_longer(quick: list
     assert quick[:4] == [0, 1, 0, 0]
 
 
-async def test_a_subscription_that_overran_is_ended_in_order_and_begun_again() -> None:
-    """What is being carried is settled; then the queue is subscribed to anew, without a pause."""
+async def test_an_overrun_subscription_ends_in_order_and_begins_again() -> None:
+    """The consumer settles the batches in flight, and then subscribes again without a pause."""
     first, second = ScriptedSubscription([batch(1), batch(2)]), ScriptedSubscription([batch(1)])
     it = Scene(first, second)
     it.carrier.hold_back(1)
@@ -278,7 +278,7 @@ async def test_a_subscription_that_overran_is_ended_in_order_and_begun_again() -
         assert first.events[-1] == "closed"
 
 
-# Failures: the one that is raised, and that nothing of theirs stays in memory, collector or not.
+# Failures: the one to raise, and no memory held by a failure, with or without the garbage collector.
 
 
 @pytest.mark.parametrize(
@@ -289,9 +289,7 @@ async def test_a_subscription_that_overran_is_ended_in_order_and_begun_again() -
         ([KeyError("a bug"), BrokerLost("one")], KeyError),
     ],
 )
-def test_a_bug_before_a_loss_else_the_first(
-    results: Sequence[BaseException | None], raised: type[BaseException]
-) -> None:
+def test_a_bug_is_raised_before_a_loss(results: Sequence[BaseException | None], raised: type[BaseException]) -> None:
     with pytest.raises(raised):
         raise_first(results)
 
@@ -305,12 +303,12 @@ def no_collector() -> Iterator[None]:
 
 
 class Traced:
-    """What a frame holds on to."""
+    """An object that a frame refers to."""
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_a_failed_batch_is_let_go() -> None:
-    """Before the next one is read: a full disk fails one batch after the other, for hours."""
+async def test_a_failed_batch_is_freed() -> None:
+    """Freed before the next read: a full disk fails one batch after the other, for hours."""
     it = Scene(*(ScriptedSubscription([batch(1)]) for _ in range(2)))
     traced: list[weakref.ref[Traced]] = []
     alive: list[int] = []
@@ -329,7 +327,7 @@ async def test_a_failed_batch_is_let_go() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_a_pause_frees_what_stands_in_rings() -> None:
+async def test_a_pause_frees_reference_cycles() -> None:
     ring = Traced()
     ring.__dict__["itself"] = ring
     reference = weakref.ref(ring)
@@ -341,10 +339,10 @@ async def test_a_pause_frees_what_stands_in_rings() -> None:
     assert reference() is None
 
 
-# The settler.
+# Acknowledgements.
 
 
-def test_behind_a_kept_delivery_the_others_are_acknowledged_one_by_one() -> None:
+def test_deliveries_behind_a_kept_one_are_acknowledged_one_by_one() -> None:
     acks = ScriptedSubscription()
     settler = AckTracker(acks)
     settler.read(batch(1, 2, 3, 4))
@@ -359,7 +357,7 @@ def test_behind_a_kept_delivery_the_others_are_acknowledged_one_by_one() -> None
 
 
 def gone(acks: ScriptedSubscription, read: list[int]) -> list[int]:
-    """What the broker has let go of: `multiple` settles everything unsettled up to the tag."""
+    """The tags that the broker has settled: `multiple` settles all unsettled tags up to this one."""
     left, found = list(read), []
     for tag, multiple in acks.acked:
         taken = [one for one in left if one <= tag] if multiple else [tag]
@@ -370,7 +368,7 @@ def gone(acks: ScriptedSubscription, read: list[int]) -> list[int]:
 
 
 @given(st.data())
-def test_any_order_of_acceptance(data: st.DataObject) -> None:
+def test_every_order_of_acceptance_acknowledges_each_tag_once(data: st.DataObject) -> None:
     tags = sorted(data.draw(st.sets(st.integers(1, 60), min_size=1)))
     accepted = data.draw(st.permutations(tags))[: data.draw(st.integers(0, len(tags)))]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(accepted)), max_size=5)))

@@ -1,5 +1,5 @@
-"""What the broker answered becomes acknowledgements, held messages, or a delivery given back. What comes out of the
-cascade is on time, early by a moment, early by much, late, or junk."""
+"""Outcomes of publishes become acknowledgements, held messages, or returned deliveries. Messages from the due queue are
+on time, early by a moment, early by much, late, or junk."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Scene:
         await self.dispatch(publications, self.tracker)
 
     async def carry(self, *batch: Delivery) -> None:
-        """The same for a batch of the due queue."""
+        """Handle a batch of the due queue."""
         handler = DueHandler(self.live, self.dispatch)
         handler.begin(self.session)
         self.tracker.read(batch)
@@ -70,7 +70,7 @@ class Scene:
 
     @property
     def accepted(self) -> list[int]:
-        """Tags, with what waits behind something that is not accepted."""
+        """Accepted tags, also those behind a tag that is not accepted."""
         self.tracker.flush()
         return [tag for tag, _ in self.acks.acked]
 
@@ -83,7 +83,7 @@ def publication(tag: int, key: bytes = b"k", *, parcel: Parcel | None = PARCEL, 
     return Publication(delivery(tag), message, None if refusal else parcel, refusal)
 
 
-# What the broker answered.
+# Outcomes of publishes.
 
 
 async def test_confirmed_publishes_are_accepted_and_counted() -> None:
@@ -104,7 +104,7 @@ async def test_returned_messages_are_held_and_accepted() -> None:
 
 @pytest.mark.parametrize("answer", [NO_ROUTE, NACKED, closed_channel(404, "no exchange")])
 async def test_messages_that_the_cascade_does_not_take_return_to_the_queue(answer: Outcome) -> None:
-    """The cascade, the refused queue: everything else of the batch is settled first."""
+    """The dispatch first settles the other messages of the batch."""
     it = Scene({b"level": answer, b"gone": NO_ROUTE})
     with pytest.raises(NotTaken, match=r"1 of 4 messages were not taken; the first by exchange 'orders\.out'"):
         await it.run(publication(1, b"level", parcel=None), publication(2), publication(3, b"gone"), publication(4))
@@ -113,7 +113,7 @@ async def test_messages_that_the_cascade_does_not_take_return_to_the_queue(answe
     assert len(it.holder.held) == 1
 
 
-async def test_a_publish_in_doubt_accepts_nothing() -> None:
+async def test_a_publish_in_doubt_accepts_no_delivery() -> None:
     it = Scene({b"lost": BrokerLost("in doubt")})
     with pytest.raises(BrokerLost):
         await it.run(publication(1), publication(2, b"lost"))
@@ -122,7 +122,7 @@ async def test_a_publish_in_doubt_accepts_nothing() -> None:
 
 
 async def test_known_outcomes_of_an_unconfirmed_batch_are_settled() -> None:
-    """One that is not answered does not repeat the others."""
+    """An unanswered message does not repeat the others."""
     known = [CONFIRMED, None, NO_ROUTE, unanswered(8, b"orders.out", b"k"), None, CONFIRMED]
     it = Scene({b"late": Unconfirmed("2 are missing", known)})
     with pytest.raises(BrokerLost, match="2 are missing"):
@@ -133,8 +133,8 @@ async def test_known_outcomes_of_an_unconfirmed_batch_are_settled() -> None:
     assert it.counted() == {"released": 2, "held": 2, "returned": 1}
 
 
-async def test_publishes_in_batches_of_the_publisher_s_size() -> None:
-    """Each portion is settled before the next one is published: what is in doubt later does not repeat it."""
+async def test_publishes_have_batches_of_the_publishers_size() -> None:
+    """Each portion is settled before the next publish, so a later doubt does not repeat it."""
     it = Scene({b"gone": NO_ROUTE, b"level": NACKED, b"lost": BrokerLost("in doubt")})
     it.publisher.batch_limit = 2
     with pytest.raises(BrokerLost, match="in doubt"):
@@ -152,7 +152,7 @@ async def test_messages_that_cannot_be_held_return_to_the_queue() -> None:
     assert it.tracker.outstanding == 1
 
 
-async def test_holds_in_batches_of_the_publisher_s_size() -> None:
+async def test_holds_have_batches_of_the_publishers_size() -> None:
     it = Scene()
     it.live.holds_in_store = False
     it.publisher.batch_limit = 2
@@ -164,7 +164,7 @@ async def test_holds_in_batches_of_the_publisher_s_size() -> None:
 
 
 @pytest.mark.parametrize("answer", [NACKED, Unconfirmed("no answer", [CONFIRMED, None, CONFIRMED])])
-async def test_messages_that_are_held_do_not_repeat_because_others_are_not(answer: Outcome | Unconfirmed) -> None:
+async def test_a_failed_hold_does_not_repeat_the_others(answer: Outcome | Unconfirmed) -> None:
     it = Scene({b"stray": answer})
     it.live.holds_in_store = False
     it.tracker.read([delivery(tag) for tag in range(1, 4)])
@@ -187,7 +187,7 @@ async def test_messages_for_a_person_go_to_the_strays_at_once(kind: HoldKind) ->
     assert held == edits.HoldNote(Hold(kind, "why"), 1, None)
 
 
-async def test_a_cascade_that_does_not_take_it_gives_the_delivery_back() -> None:
+async def test_a_refusal_by_the_cascade_returns_the_delivery_to_the_queue() -> None:
     it = Scene({b"gone": NO_ROUTE, routing_key(10, b"delays.due"): NACKED})
     it.live.holds_in_store = False
     with pytest.raises(NotTaken, match=r"exchange delayer\.delay-level-03 did not take a message to hold"):
@@ -196,7 +196,7 @@ async def test_a_cascade_that_does_not_take_it_gives_the_delivery_back() -> None
 
 
 async def test_each_publish_of_a_batch_is_progress() -> None:
-    """A batch of many publishes moves, though nothing may be acknowledged yet."""
+    """Each publish of a large batch feeds the watchdog, although the batch is not acknowledged yet."""
     it = Scene()
     beats: list[int] = []
     it.tracker = AckTracker(it.acks, lambda: beats.append(1))
@@ -205,7 +205,7 @@ async def test_each_publish_of_a_batch_is_progress() -> None:
     assert len(beats) == 2
 
 
-# What comes out of the cascade.
+# Messages from the due queue.
 
 
 def carried(tag: int, due_ms: int, key: bytes = b"k", held: HoldNote | None = None, *, rest_ms: int = 0) -> Delivery:
@@ -216,7 +216,7 @@ def carried(tag: int, due_ms: int, key: bytes = b"k", held: HoldNote | None = No
 
 
 @pytest.mark.parametrize("late_ms", [0, 1, 10**10])
-async def test_due_goes_to_its_destination(late_ms: int) -> None:
+async def test_a_due_envelope_goes_to_its_destination(late_ms: int) -> None:
     it = Scene()
     await it.carry(carried(1, NOW - late_ms))
     [message] = it.publisher.published
@@ -229,15 +229,15 @@ async def test_due_goes_to_its_destination(late_ms: int) -> None:
 
 
 @pytest.mark.parametrize("early_ms", [1, 500, 999])
-async def test_early_by_a_moment_waits_here(early_ms: int) -> None:
+async def test_an_envelope_early_by_a_moment_waits_in_memory(early_ms: int) -> None:
     it = Scene()
     await it.carry(carried(1, NOW + early_ms), carried(2, NOW))
     assert it.instants == [early_ms]
     assert [message.exchange for message in it.publisher.published] == [b"orders.out"] * 2
 
 
-async def test_the_rest_of_a_delay_is_waited_for_also_where_the_clock_was_set_forward() -> None:
-    """The cascade counted whole seconds, rounded down, and the message seems to be due already."""
+async def test_the_rest_of_a_delay_counts_although_the_clock_was_set_forward() -> None:
+    """The cascade counted whole seconds, rounded down; by the clock the message seems due already."""
     it = Scene()
     await it.carry(carried(1, NOW - 3600_000, rest_ms=700))
     assert it.instants == [700]
@@ -265,7 +265,7 @@ async def test_the_lateness_of_a_scheduled_message_is_that_of_its_write() -> Non
     ("early_ms", "seconds"),
     [(1000, 1), (2999, 2), (3600_000, 3600), (MAX_SECONDS * 1000 + 1, MAX_SECONDS), (LATEST_MS - NOW, MAX_SECONDS)],
 )
-async def test_early_by_more_goes_back_in(early_ms: int, seconds: int) -> None:
+async def test_an_envelope_early_by_more_returns_to_the_cascade(early_ms: int, seconds: int) -> None:
     it = Scene()
     # Never into the due queue: a broker whose clock is ahead would return it at once, again and again.
     it.live.places = replace(it.live.places, broker_delays=True)
@@ -293,7 +293,7 @@ JUNK = [
 
 
 @pytest.mark.parametrize("raw", JUNK)
-async def test_junk_is_refused_and_stops_nobody(raw: bytes) -> None:
+async def test_junk_is_refused_and_the_other_messages_continue(raw: bytes) -> None:
     it = Scene()
     await it.carry(carried(1, NOW), delivery(2)._replace(properties=raw), carried(3, NOW))
     assert [message.exchange for message in it.publisher.published] == [b"orders.out", b"delays.refused", b"orders.out"]
@@ -305,7 +305,7 @@ def opened(raw: bytes) -> edits.Envelope:
     return edits.opened(Properties.parse(raw), b"body", 10_000)
 
 
-async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays() -> None:
+async def test_an_attempt_waits_in_the_due_queue_if_the_broker_delays() -> None:
     it = Scene({b"gone": NACKED})
     it.live.holds_in_store = False
     it.live.places = replace(it.live.places, broker_delays=True)
@@ -314,12 +314,12 @@ async def test_an_attempt_waits_in_the_due_queue_where_the_broker_delays() -> No
     timer = Properties.parse(again.properties).get(b"x-opt-delivery-time")
     assert (again.exchange, timer and timer.value) == (Cascade().delivery.encode(), NOW + 10_000 - WINDOW_MS)
     kept = opened(again.properties)
-    # Where the host's clock was set forward meanwhile, the rest counts from the delivery.
+    # The rest counts from the delivery, so a clock set forward meanwhile makes nothing early.
     assert (kept.next_ms, kept.rest_ms) == (NOW + 10_000, WINDOW_MS)
 
 
 @pytest.mark.parametrize("attempts", range(MAX_ATTEMPTS))
-async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_counted(attempts: int) -> None:
+async def test_the_cascade_counts_attempts_without_a_store(attempts: int) -> None:
     it = Scene({b"gone": NACKED})
     it.live.holds_in_store = False
     earlier = HoldNote(WHY, attempts, NOW - 1) if attempts else None
@@ -343,7 +343,7 @@ async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_c
     assert it.counters.as_dict()["held"] == (0 if attempts else 1)
 
 
-async def test_a_message_is_not_tried_before_its_next_attempt() -> None:
+async def test_an_attempt_waits_for_its_instant() -> None:
     it = Scene()
     early = carried(1, NOW - 60_000, held=HoldNote(WHY, 3, NOW + 5_000))
     await it.carry(early, carried(2, NOW - 60_000, held=HoldNote(WHY, 3, NOW + 700)))
@@ -356,7 +356,7 @@ async def test_a_message_is_not_tried_before_its_next_attempt() -> None:
 
 
 async def test_the_notes_of_earlier_attempts_stay() -> None:
-    """A message that closed a connection goes by the isolation connection; a destination may have it already."""
+    """A message that closed a connection stays isolated, and one that may be delivered keeps that flag."""
     it = Scene({b"gone": NACKED})
     it.live.holds_in_store = False
     before = replace(WHY, may_be_delivered=True, isolated=True)
@@ -368,7 +368,7 @@ async def test_the_notes_of_earlier_attempts_stay() -> None:
     assert (held.hold.kind, held.hold.may_be_delivered, held.hold.isolated) == ("nacked", True, True)
 
 
-async def test_too_late_waits_for_a_person_at_once_and_is_delivered_when_one_says_so() -> None:
+async def test_a_late_message_is_stray_until_an_operator_retries_it() -> None:
     it = Scene()
     it.live.holds_in_store = False
     it.live.limits = {b"orders.in": 60_000}

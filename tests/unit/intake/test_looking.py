@@ -1,4 +1,4 @@
-"""What people ask for by filters and names, and how messages are read for them."""
+"""Filters, ids and previews: the requests of users, and the text of messages for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_invalid_tokens(given: str) -> None:
         read_token(given)
 
 
-def test_filters_say_what_was_said() -> None:
+def test_filters_are_shown_as_given() -> None:
     assert Filter().everything
     assert not Filter().narrow
     assert Filter().as_dict() == {}
@@ -76,7 +76,7 @@ def test_nested_values_are_plain() -> None:
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_read_somehow(raw: bytes) -> None:
+def test_any_bytes_can_be_read(raw: bytes) -> None:
     reading.read(raw)
     test = reading.properties_test(Filter(headers=((b"", ""),)))
     assert test is not None
@@ -96,7 +96,7 @@ def test_previews() -> None:
     assert reading.preview(b"\x1b[31mred") == b"\x1b[31mred".hex(" ")
 
 
-def test_short_strings_stand_in_their_place() -> None:
+def test_a_short_string_is_inserted_at_its_place() -> None:
     props = Props(content_type=b"t", reply_to=b"r", message_id=b"m")
     assert Props.decode(with_short(props.encode(), "expiration", b"5")) == Props(
         content_type=b"t", reply_to=b"r", expiration=b"5", message_id=b"m"

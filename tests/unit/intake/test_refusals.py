@@ -1,4 +1,4 @@
-"""Refused messages go back to where they came in, and nowhere else, whatever they say."""
+"""A retry of a refused message goes only to its own exchange, with any headers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in", b"other.in"}))
         Props(headers=((b"timestamp_in_ms", number("l", 1_700_000_000_000)),)),
     ],
 )
-def test_a_refused_message_goes_back_as_it_came_and_its_delay_counts_from_then(props: Props) -> None:
+def test_a_retry_has_the_original_bytes_and_delay(props: Props) -> None:
     came = Delivery(1, False, b"delayer.in", b"orders.eu", props.encode(), b"body")
     properties, token = edits.refused(came, "too long", b"abc", LIMIT)
     stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
@@ -49,12 +49,12 @@ def died(queue: str, exchange: str, key: str | bytes = "orders.eu") -> Value:
 
 
 def standing(*headers: Header, **more: Any) -> Delivery:
-    """In the refused queue."""
+    """A delivery of the refused queue."""
     return Delivery(1, False, b"delays.refused", b"orders.eu", Props(headers=headers, **more).encode(), b"")
 
 
 def says(exchange: str, key: str = "orders.eu", reason: str = "too long") -> tuple[Header, ...]:
-    """What the daemon, or a publisher, wrote."""
+    """Headers of the daemon, or forged by a publisher."""
     return (
         (b"x-delayer-id", text("id")), (b"x-delayer-refused", text(reason)),
         (b"x-delayer-exchange", text(exchange)), (b"x-delayer-routing-key", text(key)),
@@ -74,7 +74,7 @@ def says(exchange: str, key: str = "orders.eu", reason: str = "too long") -> tup
             "the broker: expired in delays, and by its own headers: too long",
         ),
         (standing(*says("delayer.in"), (b"x-death", array(died("orders", "private")))), "too long"),
-        (standing(*says("delayer.in"), user_id=b"somebody"), "too long"),
+        (standing(*says("delayer.in"), user_id=b"a user"), "too long"),
         (standing(*says("delayer.in"), (b"x-delayer-expiration", text("soon"))), "too long"),
         (standing(*says("delayer.in"), (b"x-delayer-expiration", text("9" * 300))), "too long"),
     ],
@@ -89,7 +89,7 @@ def test_a_retry_goes_back_through_its_exchange(stands: Delivery, reason: str) -
     assert content(props.one(b"x-delayer-id")) == back.token
 
 
-def test_straight_to_the_intake_queue_it_goes_back_straight() -> None:
+def test_a_retry_without_an_exchange_goes_to_the_intake_queue() -> None:
     back = again(standing(*says("", "delays")), ENTRIES, LIMIT, {})
     assert isinstance(back, Outgoing)
     assert (back.exchange, back.routing_key) == (b"", b"delays")
@@ -104,14 +104,14 @@ def test_straight_to_the_intake_queue_it_goes_back_straight() -> None:
         (standing((b"x-death", array(died("delays", "private")))), "no route comes from"),
         (standing((b"x-death", array(died("orders", "delayer.in")))), "its origin is unknown"),
         (standing((b"x-death", array(died("delays", "delayer.in", b"k" * 256)))), "no route comes from"),
-        # One of the two is forged, and nobody can tell which.
+        # One of the two is forged, and the daemon cannot tell which.
         (standing(*says("other.in"), (b"x-death", array(died("delays", "delayer.in")))), "its origin is unknown"),
         (standing(*says("delayer.in"), (b"x-death", array(died("delays", "other.in")))), "its origin is unknown"),
         (standing(*says("delayer.in"), (b"x-delayer-delivery-time", nested(70))), "x-opt-delivery-time cannot be read"),
         (standing(*says("delayer.in"), (b"large", text("v" * LIMIT))), "are too long"),
     ],
 )
-def test_forged_headers_lead_nowhere(stands: Delivery, why: str) -> None:
+def test_forged_headers_stop_a_retry(stands: Delivery, why: str) -> None:
     assert why in str(again(stands, ENTRIES, LIMIT, {}))
 
 
@@ -119,12 +119,12 @@ def test_forged_headers_lead_nowhere(stands: Delivery, why: str) -> None:
 def test_no_retry_carries_a_time_that_ends_a_queue_of_rabbitmq_44(when: Value) -> None:
     came = Delivery(1, False, b"delayer.in", b"k", Props(headers=((b"x-opt-delivery-time", when),)).encode(), b"")
     properties, _ = edits.refused(came, "too long", b"abc", LIMIT)
-    assert b"x-opt-delivery-time" not in properties, "it would end the refused queue as well"
+    assert b"x-opt-delivery-time" not in properties, "the header would end the refused queue too"
     back = again(Delivery(2, True, b"delays.refused", b"k", properties, b""), ENTRIES, LIMIT, {})
     assert isinstance(back, str) and "too far ahead" in back
 
 
-def test_a_refused_message_that_stays_has_a_reason() -> None:
+def test_a_failed_retry_has_a_reason() -> None:
     nowhere = Delivery(1, False, b"", b"", Props().encode(), b"")
     assert again(nowhere, ENTRIES, LIMIT, {}).startswith("its origin is unknown")
     broken = Delivery(1, False, b"in", b"k", b"\x20\x00\x00\x00\x00\x02\x05x", b"")

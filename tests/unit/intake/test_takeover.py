@@ -1,4 +1,4 @@
-"""One level of another system's cascade: parked at once or given back, and left alone in time."""
+"""One level of another system's cascade: messages are parked at once or returned, and a takeover can end."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Scene:
         return asyncio.create_task(self.takeover.run(self.stopping))
 
     async def run_until_read(self, subscription: ScriptedSubscription) -> None:
-        """From the start to the stop, which comes when everything was read."""
+        """Run until the subscription is read to its end, then stop."""
         task = self.start()
         await subscription.read.wait()
         self.stopping.set()
@@ -86,7 +86,7 @@ async def test_broken_bytes_are_parked_as_they_are() -> None:
     assert [parcel.properties for parcel in it.parking.parked] == [one.properties for one in broken]
 
 
-async def test_without_a_store_everything_goes_back_and_it_waits_for_the_store() -> None:
+async def test_without_a_store_a_takeover_returns_its_batch_and_waits() -> None:
     first, second = ScriptedSubscription([[met(1)]]), ScriptedSubscription([[met(1, delivered(1))]])
     it = Scene(first, second)
     it.parking.failures = 1
@@ -94,7 +94,7 @@ async def test_without_a_store_everything_goes_back_and_it_waits_for_the_store()
     assert first.acked == []
     assert "closed" in first.events
     assert second.acked == [(1, True)]
-    assert it.ready == 2, "it asks for the store before it consumes"
+    assert it.ready == 2, "the takeover waits for the store before it consumes"
 
 
 def again(tag: int, times: int) -> Delivery:
@@ -106,7 +106,7 @@ async def test_a_message_delivered_too_often_ends_the_takeover() -> None:
     subscription = ScriptedSubscription([[again(8, MOST_DELIVERIES - 1)], batch])
     it = Scene(subscription)
     await it.start()
-    assert not it.stopping.is_set(), "it ended by itself"
+    assert not it.stopping.is_set(), "the takeover ended by itself"
     assert [parcel.body for parcel in it.parking.parked] == [b"8"]
     assert subscription.acked == [(8, True)]
     assert subscription.events[-1] == "closed"
@@ -114,7 +114,7 @@ async def test_a_message_delivered_too_often_ends_the_takeover() -> None:
 
 
 async def test_a_forged_count_ends_no_takeover() -> None:
-    """A classic queue counts no deliveries, and gives nothing up: the header is its publisher's own."""
+    """A classic queue counts no deliveries and drops no message, so the header is its publisher's own."""
     subscription = ScriptedSubscription([[again(1, MOST_DELIVERIES), met(2)]])
     it = Scene(subscription, cascade="nservicebus-v1")
     await it.run_until_read(subscription)
@@ -122,7 +122,7 @@ async def test_a_forged_count_ends_no_takeover() -> None:
 
 
 async def test_deliveries_of_other_queues_end_no_takeover() -> None:
-    """A consumer that had it many times passed it on with its headers."""
+    """A consumer of another queue passed the message on with that queue's count."""
     subscription = ScriptedSubscription([[met(1, delivered(MOST_DELIVERIES))], [met(2)]])
     it = Scene(subscription)
     await it.run_until_read(subscription)

@@ -1,4 +1,4 @@
-"""The lanes of a daemon over a scripted store, for the tests of them."""
+"""The lanes of a daemon over a scripted store, for their tests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def scene(store: ScriptedStore | None = None, connect: Connect | None = No
 
 @asynccontextmanager
 async def at_work(store: ScriptedStore | None = None, connect: Connect | None = None) -> AsyncIterator[Scene]:
-    """The same, with lanes taken."""
+    """Like scene(), after the manager has taken lanes."""
     async with scene(store, connect) as it:
         await it.lanes.ready.wait()
         yield it

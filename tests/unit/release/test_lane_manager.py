@@ -1,4 +1,4 @@
-"""The lanes of a process: its share of them, parks that meet a lost one, the end of them, and waiting for one."""
+"""The lanes of a process: its share, parks into a lost lane, the end, and the wait for lanes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.release.lanes_scene import at_work, quick, scene
 __all__ = ["quick"]
 
 
-async def test_owned_released_from_and_let_go() -> None:
+async def test_lanes_are_taken_released_from_and_dropped() -> None:
     async with at_work() as it:
         first, second = it.store.made
         await asyncio.gather(first.sleeping.wait(), second.sleeping.wait())
@@ -50,7 +50,7 @@ async def test_the_lane_of_a_park(parks: list[list[Parcel]], lanes: list[int]) -
 
 
 async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
-    """What gathers for one instant, a few at a time, is released by all lanes when it comes."""
+    """Small parks for one instant spread over all lanes in time, so all lanes release them."""
     async with at_work() as it:
         for _ in range(4):
             await it.lanes.park([due(1).parcel], [])
@@ -64,7 +64,7 @@ async def test_a_lane_lost_under_a_write_costs_one_try(write: str) -> None:
 
     async def lost(number: int) -> None:
         if number == 1:
-            raise LaneLost("somebody else's")
+            raise LaneLost("another process's")
 
     store.on_write = lost
     async with at_work(store) as it:
@@ -76,11 +76,11 @@ async def test_a_lane_lost_under_a_write_costs_one_try(write: str) -> None:
             assert store.held == [(2, WHY)]
 
 
-async def test_all_lanes_lost_is_a_lost_store() -> None:
+async def test_the_loss_of_all_lanes_is_a_lost_store() -> None:
     store = ScriptedStore()
 
     async def lost(number: int) -> None:
-        raise LaneLost("somebody else's")
+        raise LaneLost("another process's")
 
     store.on_write = lost
     async with at_work(store) as it:
@@ -88,13 +88,12 @@ async def test_all_lanes_lost_is_a_lost_store() -> None:
             await it.lanes.park([due(1).parcel], [])
         assert not it.lanes.ready.is_set()
         store.on_write = None
-        await it.lanes.ready.wait()  # others are taken in their stead
+        await it.lanes.ready.wait()  # the manager takes other lanes
         await it.lanes.park([due(1).parcel], [])
         assert store.parked
 
 
-async def test_upkeep_that_takes_long_holds_up_nobody() -> None:
-    """Neither the looks, nor the end."""
+async def test_slow_upkeep_delays_neither_looks_nor_the_end() -> None:
     store, cancelled = ScriptedStore(), asyncio.Event()
 
     async def for_ever() -> None:
@@ -114,7 +113,7 @@ async def test_upkeep_that_takes_long_holds_up_nobody() -> None:
         assert store.closed
 
 
-async def test_upkeep_that_fails_is_tried_again() -> None:
+async def test_failed_upkeep_is_tried_again() -> None:
     store = ScriptedStore()
 
     async def fails() -> None:
@@ -129,7 +128,7 @@ async def test_upkeep_that_fails_is_tried_again() -> None:
 
 @pytest.mark.parametrize("where", ["loop", "look around"])
 async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
-    """Nobody has told the other loops to stop: they are let go all the same."""
+    """The manager also drops the lanes of the other loops, which were not told to stop."""
     async with at_work() as it:
         first, second = it.store.made
         await asyncio.gather(first.sleeping.wait(), second.sleeping.wait())
@@ -175,7 +174,7 @@ def test_shares_add_up_and_differ_by_one_at_most(lanes: int, live: int) -> None:
     assert max(both) - min(both) <= 1
 
 
-async def test_a_store_without_lanes_is_told() -> None:
+async def test_a_store_without_lanes_is_logged() -> None:
     with capture_logs() as logs:
         async with scene(ScriptedStore(0)) as it:
             await until(lambda: it.store.looks > 3)
@@ -185,7 +184,7 @@ async def test_a_store_without_lanes_is_told() -> None:
     )  # fmt: skip
 
 
-async def test_owners_that_publish_to_another_broker_are_told_once() -> None:
+async def test_owners_with_another_broker_are_logged() -> None:
     store = ScriptedStore(4)
     store.live, store.others, store.broker = 2, {3, 4}, "theirs"
     with capture_logs() as logs:
@@ -206,12 +205,12 @@ async def test_without_a_store() -> None:
             await attempt
 
 
-# How long a daemon that could do without a store waits for it, before it says that there is none.
+# A daemon in native mode waits for its store for a limited time.
 
 FOR_EVER = 3600.0
 
 
-async def test_one_that_says_nothing_is_waited_for_so_long() -> None:
+async def test_the_wait_for_a_silent_store_is_limited() -> None:
     silence = asyncio.Event()
 
     async def connect() -> ScriptedStore:
@@ -224,8 +223,8 @@ async def test_one_that_says_nothing_is_waited_for_so_long() -> None:
         silence.set()
 
 
-async def test_lanes_that_were_let_go_of_without_a_broker_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are taken again with the first look that sees the broker, and keys may come before it."""
+async def test_the_daemon_waits_for_lanes_dropped_without_a_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look with a broker takes the lanes again, and messages with keys may come before it."""
     monkeypatch.setattr(module, "AWAY_SECONDS", 0.01)
     async with at_work() as it:
         it.connection.current = None

@@ -1,4 +1,4 @@
-"""Releasing a lane: what is forgotten, what is held, what comes back, and how long the loop sleeps."""
+"""Releasing a lane: released rows, held rows, rolled-back rows, and the sleep of the loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def run_dry(it: Scene) -> None:
     await running_
 
 
-async def test_each_message_has_its_instant_and_rows_that_were_held_before_come_first() -> None:
+async def test_messages_leave_at_their_instant_and_held_rows_first() -> None:
     rows = [due(1), due(2), due(3, attempts=1)]
     rows = [row._replace(due_ms=NOW + at) for row, at in zip(rows, (20, 30, -9_000), strict=True)]
     it = Scene(ScriptedLane(claims=[rows]))
@@ -66,7 +66,7 @@ async def test_each_message_has_its_instant_and_rows_that_were_held_before_come_
     assert seconds_until_due(schedule, -1) == 0.03
 
 
-async def test_the_next_claim_is_made_while_one_is_published_and_published_when_that_one_is_written() -> None:
+async def test_the_next_claim_overlaps_with_the_publish_of_the_last() -> None:
     publisher = Gated()
     it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]), publisher)
     it.lane.windows *= 2
@@ -82,18 +82,18 @@ async def test_the_next_claim_is_made_while_one_is_published_and_published_when_
         await until(lambda: len(it.lane.settled) == 2)
 
 
-async def test_objections_hold_the_message_with_the_reason() -> None:
+async def test_an_objection_holds_the_message_with_its_reason() -> None:
     publisher = ScriptedPublisher({b"gone": returned(312, "NO_ROUTE"), b"full": NACKED})
     rows = [due(1), due(2, key=b"gone"), due(3, key=b"full", attempts=4)]
     it = Scene(ScriptedLane(claims=[rows]), publisher)
     await run_dry(it)
     assert it.lane.settled == [([rows[0]], [(rows[1], returned(312, "NO_ROUTE")), (rows[2], NACKED)])]
     assert it.count("released") == 1
-    assert it.count("held") == 1  # the third was held before
+    assert it.count("held") == 1  # the third message was held before
 
 
 @pytest.mark.words
-async def test_an_unfit_message_is_held_and_others_go_on() -> None:
+async def test_an_unfit_message_is_held_and_the_others_leave() -> None:
     long_ = encode_headers(entry(b"x", long_string(b"x" * ScriptedPublisher.max_properties)))
     broken = encode_headers(b"\x05broken")
     rows = [
@@ -138,7 +138,7 @@ def test_a_row_leaves_under_its_number_and_its_due_instant() -> None:
     assert outgoing.token == b"77"
     again = prepared(row._replace(parcel=row.parcel._replace(token=b"earlier")), 10_000)
     assert isinstance(again, Outgoing)
-    assert again.token == b"earlier"  # as it was published before it was held
+    assert again.token == b"earlier"  # its id from before the hold
     assert b"earlier" in again.properties
     found = {field.name: field.value for field in Properties.parse(outgoing.properties).headers_items()}
     assert found == {b"mine": "kept", b"x-delayer-id": "77", b"x-delayer-due": NOW - 5}
@@ -156,7 +156,7 @@ async def test_unconfirmed_rows_are_rolled_back(failure: Exception) -> None:
     assert it.count("released") == 0
 
 
-async def test_a_commit_in_doubt_counts_nothing() -> None:
+async def test_a_commit_in_doubt_counts_no_release() -> None:
     it = Scene(ScriptedLane(claims=[[due(1)]]))
     it.lane.fail_settle = StoreLost("in doubt")
     await run_dry(it)
@@ -165,7 +165,7 @@ async def test_a_commit_in_doubt_counts_nothing() -> None:
 
 @asynccontextmanager
 async def running(it: Scene) -> AsyncIterator[None]:
-    """The loop, until it is told to stop."""
+    """Run the loop until the end of the block."""
     stopping = asyncio.Event()
     task = asyncio.create_task(it.release.run(stopping))
     yield
@@ -185,15 +185,15 @@ async def test_the_loop_beats_while_it_sleeps_and_stops_within_a_slice(monkeypat
     await task
 
 
-@pytest.mark.parametrize("loss", [LaneLost("somebody else's"), StoreLost("gone")])
-async def test_a_lost_lane_ends_the_loop_and_is_let_go(loss: Exception) -> None:
+@pytest.mark.parametrize("loss", [LaneLost("another process's"), StoreLost("gone")])
+async def test_a_lost_lane_ends_the_loop_and_is_dropped(loss: Exception) -> None:
     it = Scene(ScriptedLane(claims=[loss]))
     await it.release.run(asyncio.Event())
     assert it.lane.events == ["claim", "release"]
     assert it.publisher.closed == 1
 
 
-async def test_a_publisher_that_wants_few_gets_few() -> None:
+async def test_a_claim_has_at_most_the_publishers_batch() -> None:
     it = Scene(ScriptedLane(claims=[[due(1)]]))
     it.publisher.batch_limit = 3
     await run_dry(it)
@@ -209,7 +209,7 @@ async def test_a_bug_is_not_swallowed() -> None:
 
 
 class Gated(ScriptedPublisher):
-    """Confirms nothing before it is told to."""
+    """Confirms no message before its gate opens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,14 +239,14 @@ async def test_a_lane_is_behind_until_it_took_all_that_was_due(monkeypatch: pyte
         await until(lambda: publisher.batches == 1)
         publisher.gate.clear()
         await publisher.asked.wait()
-        assert it.release.behind, "since its first turn: the second one came without a rest"
+        assert it.release.behind, "behind since its first turn: the second followed without a rest"
         publisher.gate.set()
         await it.lane.sleeping.wait()
         monkeypatch.setattr(module, "BEHIND_SECONDS", -1.0)
         assert not it.release.behind
 
 
-async def test_told_to_leave_in_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loop_leaves_during_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 600.0)
     publisher = ScriptedPublisher({b"k": BrokerLost("gone")})
     it = Scene(ScriptedLane(claims=[[due(1)]]), publisher)
@@ -258,7 +258,7 @@ async def test_told_to_leave_in_a_long_pause(monkeypatch: pytest.MonkeyPatch) ->
     assert it.lane.closed.is_set()
 
 
-# How late is too late, and for whom.
+# The late limit.
 
 HOUR = 3_600_000
 
@@ -268,10 +268,10 @@ HOUR = 3_600_000
     [
         (0, 0, None, False), (1, 0, None, True), (HOUR, HOUR, None, False), (HOUR + 1, HOUR, None, True),
         (-1, 0, None, False), (10 * HOUR, None, None, False), (2 * HOUR, HOUR, HoldKind.RETURNED, True),
-        (2 * HOUR, HOUR, HoldKind.LATE, False), (2 * HOUR, HOUR, HoldKind.UNFIT, False),  # what a person wants goes
+        (2 * HOUR, HOUR, HoldKind.LATE, False), (2 * HOUR, HOUR, HoldKind.UNFIT, False),  # an operator retried it
     ],
 )  # fmt: skip
-def test_the_rule(late_ms: int, limit_ms: int | None, earlier: HoldKind | None, held: bool) -> None:
+def test_late_messages_are_held(late_ms: int, limit_ms: int | None, earlier: HoldKind | None, held: bool) -> None:
     hold = too_late(NOW - late_ms, NOW, limit_ms, None if earlier is None else Hold(earlier, "late: not"))
     assert (hold is not None) == held
     assert hold is None or (hold.kind is HoldKind.LATE and hold.for_a_person)
@@ -304,10 +304,10 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("asked", "limit_ms", "plan"), [row[1:] for row in PLANS], ids=[row[0] for row in PLANS])
-def test_messages_that_come_in_late(asked: DelayRequest, limit_ms: int | None, plan: type) -> None:
+def test_the_plan_of_a_late_message(asked: DelayRequest, limit_ms: int | None, plan: type) -> None:
     assert isinstance(decide(asked, policy(limit_ms), NOW), plan)
 
 
-def test_a_keyed_message_is_parked_however_late_and_judged_at_its_release() -> None:
+def test_a_late_message_with_a_key_is_parked() -> None:
     keyed = DelayRequest(b"in", b"k", {b"x-deliver-at": OLD, b"x-delay-key": "a"})
     assert isinstance(decide(keyed, policy(HOUR), NOW), Park)

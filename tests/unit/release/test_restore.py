@@ -1,4 +1,4 @@
-"""When segments are restored, what is said of them, and what stands in whose way."""
+"""Restoring segments: the horizon, the rests, the log, failures and the stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DAY_MS = 24 * HOUR_MS
 
 
 class Scene:
-    """Lanes over a scripted store, and what restores into them."""
+    """Lanes over a scripted store, and the restorer of their segments."""
 
     def __init__(self, keeping: lanes_scene.Scene) -> None:
         self.store = keeping.store
@@ -65,12 +65,12 @@ def far(segment: int, messages: int = 10) -> Restored:
 async def test_segments_due_within_restore_ahead_are_restored() -> None:
     async with scene() as it:
         assert await it.restoring.look() == module.POLL_SECONDS
-        it.ahead_ms = 2 * DAY_MS  # as by SIGHUP
+        it.ahead_ms = 2 * DAY_MS  # like a reload
         await it.restoring.look()
         assert it.store.horizons == [NOW + DAY_MS, NOW + 2 * DAY_MS]
 
 
-async def test_a_rest_in_proportion_after_each_and_none_when_it_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_restore_is_followed_by_a_rest_unless_it_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Restored(3, 10, NOW - HOUR_MS)
     soon = Restored(2, 10, NOW + module.URGENT_MS - 1)
     async with scene(far(1), soon, late, Broken(4, 10, NOW + HOUR_MS, "why")) as it:
@@ -81,7 +81,7 @@ async def test_a_rest_in_proportion_after_each_and_none_when_it_is_urgent(monkey
         assert looks == [module.REST * 1.0, 0.0, 0.0, 0.0]
 
 
-async def test_said_and_counted() -> None:
+async def test_restores_and_broken_segments_are_logged_and_counted() -> None:
     async with scene(far(7, 10_000), Broken(8, 9_000, NOW, "the digest is another one")) as it:
         with capture_logs() as logged:
             await it.restoring.look()
@@ -102,7 +102,7 @@ async def test_said_and_counted() -> None:
         (MemoryError(), "not enough memory to unpack a segment", None, "warning"),
     ],
 )
-async def test_a_failure_is_said_once(error: Exception, reason: str, step: str | None, level: str) -> None:
+async def test_a_failure_is_logged_once(error: Exception, reason: str, step: str | None, level: str) -> None:
     async with scene(error, error, far(1)) as it:
         with capture_logs() as logged:
             async with running(it):
@@ -112,7 +112,7 @@ async def test_a_failure_is_said_once(error: Exception, reason: str, step: str |
 
 
 @pytest.mark.parametrize("end", [asyncio.CancelledError(), StoreLost("cut off")], ids=repr)
-async def test_a_stop_does_not_wait_for_a_segment_and_its_loss_is_no_failure(end: BaseException) -> None:
+async def test_a_stop_cancels_a_restore_without_a_failure(end: BaseException) -> None:
     async with scene(far(1)) as it:
         begun, cancelled = asyncio.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The estimate of the store's clock: always around the truth, never early."""
+"""The estimate of the store's clock: its bounds always contain the true time."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_narrow_sample_is_kept_until_it_has_widened() -> None:
 
 
 @pytest.mark.parametrize("step_ms", [-3_600_000.0, -50.0, 50.0, 3_600_000.0])
-def test_a_step_is_believed_at_once(step_ms: float) -> None:
+def test_a_step_is_followed_at_once(step_ms: float) -> None:
     local = Local()
     clock = StoreClock(local)
     clock.observe(999.999, OFFSET_MS, 1000.0)
@@ -81,8 +81,8 @@ def test_a_step_is_believed_at_once(step_ms: float) -> None:
 
 
 @pytest.mark.parametrize("rate", [-0.083_333, 0.083_333])
-def test_a_clock_that_chrony_slews_is_followed_a_second_behind(rate: float) -> None:
-    """docs/guarantees.md names how far the estimate may be off meanwhile."""
+def test_a_clock_slewed_by_chrony_is_followed_a_second_late(rate: float) -> None:
+    """docs/guarantees.md names the largest error of the estimate meanwhile."""
     local = Local()
     clock = StoreClock(local)
     for _ in range(20):
@@ -92,7 +92,7 @@ def test_a_clock_that_chrony_slews_is_followed_a_second_behind(rate: float) -> N
         assert abs(clock.now_upper_ms() - truth(local.now, rate)) <= 85.0
 
 
-def test_rounding_is_away_from_early() -> None:
+def test_bounds_are_rounded_outwards() -> None:
     local = Local()
     clock = StoreClock(local)
     clock.observe(1000.0, 5000.25, 1000.0)
@@ -100,6 +100,6 @@ def test_rounding_is_away_from_early() -> None:
     assert bounds(Sample(1000.0, 5000.25, 1000.0), 1000.0) == (5000.25, 5000.25)
 
 
-def test_a_clock_that_was_never_asked_says_so() -> None:
+def test_a_clock_without_a_sample_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="never asked"):
         StoreClock().now_upper_ms()

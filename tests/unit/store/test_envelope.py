@@ -1,4 +1,4 @@
-"""What stands in a row: bytes of every format that was ever written still read, and damage is noticed."""
+"""The content of a row: bytes of every format can still be read, and damage is found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = (
     "body", "key",
 )  # fmt: skip
 ROUTE, KEY, PROPERTIES = b"delayer.in", b"orders.\xff\x00eu", b"\x20\x00\x00\x00\x00\x0e\x07x-delayI\x00\x00\x03\xe8"
-# Rows as format 1 wrote them. Never edit: add the next format below.
+# Rows of format 1. Never edit them: add the next format below.
 ROWS_1 = [
     (7, 1_795_000_000_123, 1_442_107_447, 1, ROUTE, ROUTE, KEY, b"delayer.out", b"orders.eu", PROPERTIES,
      b"\x00\x01 body", b"k\x00"),
@@ -35,7 +35,7 @@ def read(record: Mapping[str, object], attempts: int = 0) -> Due:
 
 
 @pytest.mark.parametrize("statement", [statements.CLAIM, statements.CLAIM_HELD])
-def test_the_claims_give_the_columns_in_the_order_in_which_they_are_read(statement: str) -> None:
+def test_the_claims_return_the_columns_in_reading_order(statement: str) -> None:
     found = re.findall(r"\b[mh]\.(\w+)(?=,|\s*$|\s*FROM)", statement[statement.index(".checksum") - 20 :])
     assert tuple(found[: len(envelope.READ)]) == envelope.READ
 
@@ -62,7 +62,7 @@ pieces = st.binary(max_size=6)
 
 @settings(deadline=None)
 @given(st.tuples(pieces, pieces, pieces, pieces), st.tuples(pieces, pieces, pieces, pieces))
-def test_bytes_do_not_move_between_columns_unnoticed(
+def test_the_checksum_finds_bytes_moved_between_columns(
     one: tuple[bytes, bytes, bytes, bytes], two: tuple[bytes, bytes, bytes, bytes]
 ) -> None:
     if b"".join(one) == b"".join(two) and one != two:
@@ -79,7 +79,7 @@ def test_a_message_reads_as_it_was_written(exchange: bytes, key: bytes, properti
     assert envelope.row_again(due, 1) == envelope.row(parcel, 1)
 
 
-def test_moving_a_damaged_row_does_not_heal_it() -> None:
+def test_a_moved_damaged_row_is_still_damaged() -> None:
     record, _ = FORMAT_1[0]
     due = read(dict(record) | {"body": b"damaged"})
     assert not due.sound

@@ -1,4 +1,4 @@
-"""Which messages a deed has met already."""
+"""The set of messages that an action has met already."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from delayer.store.admin.actions import PART, IdBitset
 IDS = st.integers(0, (1 << 63) - 1) | st.integers(0, 3 * PART)
 
 
-def test_a_million_take_no_room() -> None:
-    """A set of integers would take some eighty megabytes of the daemon, where the page asked for it."""
+def test_a_million_ids_take_little_memory() -> None:
+    """For an action of the page, a set of integers would take some eighty megabytes of the daemon."""
     tracemalloc.start()
     try:
         seen = IdBitset()

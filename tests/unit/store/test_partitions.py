@@ -1,4 +1,4 @@
-"""When a partition that could not be made is tried again."""
+"""The next attempt after a failed creation of a partition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from delayer.store.rows.partitions import AGAIN_SECONDS, LOCKED_SECONDS, Days, P
 async def test_missing_days_after_a_failed_attempt(
     monkeypatch: pytest.MonkeyPatch, made: PartitionResult, at_once: list[int], pause: float, later: list[int]
 ) -> None:
-    """What stands in one day's way does not stop the others; what stands in every day's way does."""
+    """A failure of one day does not stop the other days; a failure of all days does."""
 
     async def make(*_: object) -> PartitionResult:
         return made

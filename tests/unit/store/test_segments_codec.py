@@ -1,4 +1,4 @@
-"""Packing: what goes in comes out, to the byte; anything else is found."""
+"""Packing: rows come out as they went in, to the byte, and every change is found."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def table(rows: Sequence[Row]) -> Any:
 
 
 def rows_of(found: Any) -> list[Row]:
-    """The rows as they are written back, without their lane."""
+    """The rows in the form for a restore, without their lane."""
     return [as_packed(one) for portion in codec.records(found, 7, 1) for one in portion]
 
 
@@ -93,12 +93,12 @@ def small() -> PackedSegment:
 
 
 def digested(packed: PackedSegment, parquet: bytes) -> PackedSegment:
-    """Other bytes, with the digest that fits them."""
+    """The segment with other bytes and their right digest."""
     return packed._replace(packed=parquet, digest=hashlib.sha256(parquet).digest())
 
 
 def test_every_flipped_bit_and_every_cut_is_found() -> None:
-    """All of them, in a small segment. Nothing but SegmentBroken comes out."""
+    """All of them in a small segment; each raises SegmentBroken."""
     packed = small()
     changed = [packed.packed[:length] for length in range(len(packed.packed))] + [packed.packed + b"\0"]
     for place in range(len(packed.packed) * 8):
@@ -110,8 +110,8 @@ def test_every_flipped_bit_and_every_cut_is_found() -> None:
             read_back(packed._replace(packed=parquet))
 
 
-def test_broken_bytes_under_a_right_digest_end_nothing() -> None:
-    """Not by chance, but by a bug of ours: whatever the decoder says to it, it is a SegmentBroken."""
+def test_broken_bytes_with_a_right_digest_are_segment_broken() -> None:
+    """A bug of ours could write such bytes: every error of the decoder becomes SegmentBroken."""
     packed = small()
     chance = random.Random(7)
     for _ in range(3_000):
@@ -126,7 +126,7 @@ def test_broken_bytes_under_a_right_digest_end_nothing() -> None:
         assert len(table) == packed.messages
 
 
-def test_a_lack_of_memory_says_nothing_about_the_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_does_not_mark_the_segment_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacks(*_: object, **__: object) -> None:
         raise pa.ArrowMemoryError("malloc of size 1 failed")
 
@@ -135,7 +135,7 @@ def test_a_lack_of_memory_says_nothing_about_the_segment(monkeypatch: pytest.Mon
         read_back(small())
 
 
-def test_another_file_than_ours() -> None:
+def test_a_foreign_parquet_file_is_broken() -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table([row(1)]).drop_columns(["body"]), sink)
     with pytest.raises(SegmentBroken, match="expected the columns"):
@@ -149,7 +149,7 @@ def test_rows_that_cannot_be_packed(rows: int) -> None:
         pack(whole if not rows else whole.drop_columns(["format"]))
 
 
-# What format 1 looks like. Once it is released these bytes must read, whatever changes.
+# A segment of format 1. After its release, every later version must read these bytes.
 STORED = Path(__file__).with_name("segment_format_1.bin").read_bytes()
 STORED_DIGEST = bytes.fromhex("2410c565de7a6595f576a94445ef3b929f5e1031f95a137beb8ea39c32571dbb")
 STORED_ROWS = [

@@ -1,4 +1,4 @@
-"""What stands behind the ? of the store's URL: each mistake by its name, and never the password."""
+"""Parameters of the store's URL: an error names each mistake, and never shows the password."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("sslmode", "a URL with name=value pairs, joined by &, behind its ?", "something else (not shown)"),
     ],
 )
-async def test_each_mistake_has_its_name(query: str, expected: str, found: str) -> None:
+async def test_each_mistake_is_named(query: str, expected: str, found: str) -> None:
     [(wanted, there)] = mistakes(f"{URL}?{query}", {})
     assert wanted.startswith(expected)
     assert there == found
     with pytest.raises(ConfigError, match=r"store\.url: expected .*, found ") as told:
         load(None, {"DELAYER_STORE__URL": f"{URL}?{query}"}, {})
     assert "hunter2" not in str(told.value)
-    with pytest.raises((ValueError, FileNotFoundError)):  # what the driver says of it, at the first connection
+    with pytest.raises((ValueError, FileNotFoundError)):  # the driver would fail at the first connection
         await asyncpg.connect(f"{URL}?{query}", timeout=5)
 
 
@@ -53,12 +53,12 @@ async def test_each_mistake_has_its_name(query: str, expected: str, found: str) 
 )  # fmt: skip
 async def test_parameters_of_the_driver_are_valid(query: str) -> None:
     assert mistakes(URL + query, {}) == []
-    with pytest.raises(OSError, match=r"refused|No such file") as refused:  # nobody listens there
+    with pytest.raises(OSError, match=r"refused|No such file") as refused:  # port 1 has no listener
         await asyncpg.connect(URL + query, timeout=5)
     assert not isinstance(refused.value, ValueError)
 
 
-def test_a_root_of_ones_own_is_one(tmp_path: Path) -> None:
+def test_a_root_certificate_of_the_user_counts(tmp_path: Path) -> None:
     verified = f"{URL}?sslmode=verify-ca"
     assert mistakes(verified, {"PGSSLROOTCERT": "/etc/ca.pem"}) == []
     assert mistakes(verified, {})
@@ -76,11 +76,11 @@ def test_all_mistakes_at_once() -> None:
 
 
 @pytest.mark.parametrize("who", ["ann@srv:pw", "ann:p@w"])
-async def test_an_at_sign_that_the_driver_would_end_the_password_at(who: str) -> None:
+async def test_an_unescaped_at_sign_in_the_user_part_is_a_mistake(who: str) -> None:
     url = f"postgresql://{who}@localhost:1/d"
     ((expected, found),) = mistakes(url, {})
     assert "%40" in expected
     assert who not in found
-    with pytest.raises((ValueError, OSError), match=r"invalid|not known|name resolution"):  # and not "refused"
+    with pytest.raises((ValueError, OSError), match=r"invalid|not known|name resolution"):  # another host
         await asyncpg.connect(url, timeout=5)
     assert mistakes(url.replace("@", "%40", 1), {}) == []

@@ -1,4 +1,4 @@
-"""The account that soaks and fault tests end with: each broken promise must show in it."""
+"""The account at the end of soaks and fault tests: it must find every broken promise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def arrival(id: bytes = b"17", *, at_ms: float = DUE_MS + 5, due_ms: int = DUE_M
 
 
 def verdict_of(*arrivals: Arrival, form: Form = Form.INT64, windows: list[Window] | None = None) -> Verdict:
-    """One message is owed; this came."""
+    """The verdict on one owed message with these arrivals."""
     account = Account()
     account.windows = windows
     account.owe(form, DUE_MS, DELAY_MS)
@@ -33,7 +33,7 @@ def verdict_of(*arrivals: Arrival, form: Form = Form.INT64, windows: list[Window
 
 
 @pytest.mark.parametrize("number", range(64))
-def test_a_letter_is_known_again_after_our_edits(number: int) -> None:
+def test_a_letter_is_recognized_after_our_edits(number: int) -> None:
     letters = Letters(3)
     letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
     for id in (b"1", b"9" * 18, UUID):
@@ -57,7 +57,7 @@ def test_one_arrival_in_time_keeps_every_promise() -> None:
         ([arrival(at_ms=DUE_MS - 1)], Form.INT64, "1 early"),
         ([arrival(due_ms=DUE_MS + 6)], Form.INT64, "1 early"),
         ([arrival(due_ms=DUE_MS - 1)], Form.INT64, "1 early"),
-        ([arrival(at_ms=DUE_MS + 9, due_ms=DUE_MS + 1)], Form.EPOCH, "1 early"),  # an instant that was moved
+        ([arrival(at_ms=DUE_MS + 9, due_ms=DUE_MS + 1)], Form.EPOCH, "1 early"),  # the due instant was moved
         ([arrival(), arrival(due_ms=DUE_MS + 3, at_ms=DUE_MS + 9)], Form.INT64, "one id and two due instants"),
     ],
 )
@@ -86,7 +86,7 @@ def test_every_id_is_kept(ids: tuple[bytes, bytes]) -> None:
     assert account.rows_back == len({one for one in ids if one != UUID})
 
 
-def test_changed_is_not_missing_too() -> None:
+def test_a_changed_message_is_not_missing() -> None:
     account = Account()
     account.owe(Form.INT32, DUE_MS, DELAY_MS)
     account.take_changed(0, DUE_MS + 5, "what it looked like")
@@ -103,7 +103,7 @@ def test_changed_is_not_missing_too() -> None:
         (Window(DUE_MS + 5, DUE_MS + 50), True), (Window(DUE_MS + 6, DUE_MS + 50), False),
     ],
 )  # fmt: skip
-def test_a_fault_excuses_what_was_under_way(window: Window, excused: bool) -> None:
+def test_a_fault_excuses_messages_under_way(window: Window, excused: bool) -> None:
     verdict = verdict_of(arrival(), arrival(), windows=[window])
     assert (verdict.unexcused == []) is excused
 
@@ -111,10 +111,10 @@ def test_a_fault_excuses_what_was_under_way(window: Window, excused: bool) -> No
 @pytest.mark.parametrize(
     ("copies", "form", "excused"),
     [
-        # Read 20 s after it was sent, as it says: what was over before that is no reason to publish one row twice.
+        # Read 20 s after its publish: an earlier fault cannot make the daemon publish one row twice.
         ((b"17", b"17"), Form.INT64, False),
-        ((b"17", b"18"), Form.INT64, True),  # read twice, the first time perhaps at once
-        ((b"17", b"17"), Form.EPOCH, True),  # when it was read is not known
+        ((b"17", b"18"), Form.INT64, True),  # two reads, perhaps the first at once
+        ((b"17", b"17"), Form.EPOCH, True),  # an instant does not tell the time of the read
     ],
 )
 def test_a_fault_before_it_was_read_excuses_no_copy_of_one_row(
@@ -140,7 +140,7 @@ def test_a_ledger_that_published_twice_excuses_two_messages_and_no_copy(
     assert (account.verdict({}).unexcused == []) is excused
 
 
-def test_a_letter_whose_own_headers_were_sorted_is_known_as_such() -> None:
+def test_a_letter_with_sorted_headers_is_marked() -> None:
     letters = Letters(3)
     all_of_them = [letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS) for number in range(32)]
     found = set()
@@ -155,8 +155,8 @@ def test_a_letter_whose_own_headers_were_sorted_is_known_as_such() -> None:
 
 @pytest.mark.parametrize("sorts", [False, True])
 @pytest.mark.parametrize("number", range(32))
-def test_any_changed_byte_is_seen(number: int, sorts: bool) -> None:
-    """But for what stands in the headers that delayer adds."""
+def test_every_changed_byte_is_found(number: int, sorts: bool) -> None:
+    """The values of the headers that delayer adds are left out."""
     letters = Letters(3)
     letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
     gained = [(b"x-delayer-id", text(b"17")), (b"x-delayer-due", long(DUE_MS))]

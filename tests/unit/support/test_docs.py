@@ -1,4 +1,4 @@
-"""What the documentation names is there."""
+"""Tests and pages that the documentation names exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"], key=str)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
-def test_the_tests_that_a_page_names_are_there(page: Path) -> None:
+def test_every_test_named_on_a_page_exists(page: Path) -> None:
     for name, test in re.findall(r"`(tests/[\w/.]*)(?:::(\w+))?`", page.read_text()):
         assert (ROOT / name).exists(), name
         if test:
@@ -20,6 +20,6 @@ def test_the_tests_that_a_page_names_are_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
-def test_the_pages_that_a_page_links_to_are_there(page: Path) -> None:
+def test_every_linked_page_exists(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target

@@ -1,4 +1,4 @@
-"""The judge of what was refused finds whatever a daemon could do to it: one mutation of each kind is planted."""
+"""The judge of refused messages finds every change by a daemon: the tests plant one mutation of each kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDS: Final = [text(b"%032x" % one) for one in range(SENT + 1)]
 
 
 def of(one: int, *, id: int | None = None) -> tuple[Delivery, Props]:
-    """As it has to stand in the refused queue, and its properties."""
+    """The delivery as it must stand in the refused queue, and its properties."""
     letter = doomed(one)
     sent = Props.decode(letter.properties)
     gained = [
@@ -46,7 +46,7 @@ def readings(*, again: bool = False, times: int = 1) -> Readings:
 
 
 def judged(changed: Delivery, *, sorts: bool = False, again: bool = False) -> Doomed:
-    """All of them stand there, the awaited one like this."""
+    """The judgement of all messages in the refused queue, with this delivery for the awaited one."""
     others = [of(one)[0] for one in range(SENT) if one != AWAITED]
     if sorts:
         others = [other._replace(properties=by_name(Props.decode(other.properties)).encode()) for other in others]
@@ -57,21 +57,21 @@ def by_name(props: Props) -> Props:
     return props.sorted_if(True)
 
 
-def test_the_awaited_one_has_everything_that_could_go_wrong() -> None:
+def test_the_awaited_letter_has_every_property() -> None:
     sent = Props.decode(doomed(AWAITED).properties)
     assert sent.expiration is not None
     assert {field.name for field in fields(sent) if getattr(sent, field.name) is not None} == {
         "content_type", "headers", "delivery_mode", "priority", "correlation_id", "expiration", "message_id",
     }  # fmt: skip
-    assert by_name(sent) != sent, "who sorts its headers must be seen"
+    assert by_name(sent) != sent, "sorted headers must be visible"
     timed = Props.decode(doomed(4).properties)
     assert (timed.timestamp, timed.app_id) == (1_700_000_000, b"ledger")
     assert len(SHAPES) <= SENT, "every shape of headers is among them"
 
 
 def changes() -> Iterator[tuple[str, Props, bool]]:
-    """What a daemon could do to the properties: a name, the outcome, and whether a broker that sorts headers, and keeps
-    one of each name, hides it."""
+    """Every change of the properties by a daemon: its name, the changed properties, and whether it is hidden by a
+    broker that sorts headers and keeps one of each name."""
     props = of(AWAITED)[1]
     headers, own = props.headers or (), len(Props.decode(doomed(AWAITED).properties).headers or ())
     for field in fields(props):
@@ -120,7 +120,7 @@ def test_another_body_or_key_is_found(change: Mapping[str, bytes]) -> None:
     assert found.missing == [AWAITED]
 
 
-def test_nothing_else_is_found() -> None:
+def test_an_unchanged_message_is_right() -> None:
     delivery, props = of(AWAITED)
     assert judged(delivery) == (SENT, [], 0, [])
     assert judged(delivery._replace(properties=by_name(props).encode()), sorts=True) == (SENT, [], 0, [])
@@ -135,7 +135,7 @@ def test_redelivery_headers_are_allowed_on_redelivered_messages_only(name: bytes
     resorted = delivery._replace(properties=replace(props, headers=(*counted, *gained)).encode())
     assert judged(resorted, again=True).kept
     assert not judged(resorted).kept
-    # In its own order it was not delivered again.
+    # With headers in the published order, no broker delivered it again.
     unsorted = replace(props, headers=((name, number("l", 3)), *sent, *gained))
     assert not judged(delivery._replace(properties=unsorted.encode()), again=True).kept
 

@@ -1,4 +1,4 @@
-"""Which fault may be why something comes twice, and from how long on."""
+"""Faults that excuse a repeated message, and their least length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXCUSED_FROM = {
     ("network throttled", "broker"): 4.0,
     ("store stopped", ""): 2.0,
     ("network half-open", "store"): 2.0,
-    # A frozen daemon's timers go on, and an alarm is longer than it is said to be.
+    # A frozen daemon's timers run on, and an alarm lasts longer than its fault.
     ("daemon hangs", ""): ALWAYS,
     ("memory alarm", ""): ALWAYS,
     ("disk alarm", ""): ALWAYS,
@@ -33,7 +33,7 @@ EXCUSED_FROM = {
 
 @pytest.mark.parametrize(("which", "since"), EXCUSED_FROM.items())
 @pytest.mark.parametrize("seconds", [0.0, 1.5, 2.0, 2.1, 4.0, 4.1, 60.0])
-def test_a_fault_alone_excuses_once_half_of_a_deadline_is_over(
+def test_a_single_fault_excuses_repeats_after_half_of_a_deadline(
     which: tuple[str, str], since: float, seconds: float
 ) -> None:
     kind, detail = which

@@ -1,4 +1,4 @@
-"""The list of mutants fits the program: each text is found, each test is there. `make mutants` runs them."""
+"""The list of mutants fits the program: each text and each test exists. `make mutants` runs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.mutants.listed import MUTANTS, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[one.name for one in MUTANTS])
-def test_a_mutant_can_be_made(mutant: Mutant) -> None:
+def test_a_mutant_fits_the_program(mutant: Mutant) -> None:
     assert (ROOT / mutant.file).read_text().count(mutant.text) == mutant.times
     assert mutant.replacement != mutant.text
     assert mutant.tests
@@ -18,5 +18,5 @@ def test_a_mutant_can_be_made(mutant: Mutant) -> None:
         assert (ROOT / test.partition("::")[0]).exists(), test
 
 
-def test_names_are_told_apart() -> None:
+def test_mutants_have_unique_names() -> None:
     assert len({one.name for one in MUTANTS}) == len(MUTANTS)

@@ -1,4 +1,4 @@
-"""What is overheard between a broker and whoever reads its queues, and what the account concludes from it."""
+"""Reads counted between a broker and its consumers, and the conclusions of the account."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST, SECOND = b"0" * 32, b"1" * 32
 def delivery(
     number: int, exchange: str = INTO, key: str = OURS, *, again: bool = False, pieces: Iterable[bytes] = (b"more",)
 ) -> bytes:
-    """As the broker says it, in as many frames of body."""
+    """The broker's frames of a delivery, with one body frame for each piece."""
     first, *rest = [*pieces] or [b""]
     content = [NUMBER.pack(number) + first, *rest]
     frames = [
@@ -34,7 +34,7 @@ def delivery(
 
 
 def heard(*said: bytes) -> Readings:
-    """On one connection."""
+    """The reads of one connection with these bytes."""
     readings = Readings(INTO.encode())
     listener = readings.listener()
     for piece in said:
@@ -42,7 +42,7 @@ def heard(*said: bytes) -> Readings:
     return readings
 
 
-def test_a_connection_is_heard_in_whatever_pieces_it_comes() -> None:
+def test_a_connection_is_parsed_in_any_pieces() -> None:
     acknowledgement = frame.marshal(commands.Basic.Ack(9, True), 1)
     said = acknowledgement + delivery(5, pieces=[b"x" * 100, b"y" * 50, b""]) + frame.marshal(
         commands.Channel.Close(320, "over", 0, 0), 3
@@ -61,13 +61,13 @@ def test_foreign_messages_do_not_count() -> None:
     assert (readings.doomed(3), readings.doomed(2)) == (2, 0)
 
 
-def test_a_dead_letter_was_sorted_too() -> None:
+def test_a_dead_letter_may_be_sorted() -> None:
     readings = heard(delivery(3), delivery(3, "somebodys.dlx"))
     assert (readings.read(3), readings.again(3), readings.due(3)) == (1, True, 1)
 
 
 def verdict_of(readings: Readings, *ids: bytes, form: Form = Form.INT64, **arrival: bool) -> Verdict:
-    """Message 0 came under these ids."""
+    """The verdict after message 0 came under these ids."""
     account = Account()
     account.readings = readings
     account.owe(form, DUE_MS, DELAY_MS)
@@ -82,19 +82,19 @@ READ, AGAIN, CAME_DUE = delivery(0), delivery(0, again=True), delivery(0, CASCAD
 @pytest.mark.parametrize(
     ("said", "ids", "form", "accounted"),
     [
-        ([READ], [b"17", b"17"], Form.INT64, True),  # whether a row is published twice does not show in readings
+        ([READ], [b"17", b"17"], Form.INT64, True),  # reads do not show a second publish of a row
         ([READ], [b"17", b"18"], Form.INT64, False),
         ([READ, AGAIN], [b"17", b"18"], Form.INT64, True),
         ([READ, AGAIN], [b"17", b"18", b"19"], Form.INT64, False),
-        ([READ, CAME_DUE], [FIRST, b"17"], Form.INT64, True),  # held when it was due
-        ([READ, CAME_DUE, CAME_DUE], [FIRST, SECOND], Form.INT64, False),  # a new name at the end of the cascade
+        ([READ, CAME_DUE], [FIRST, b"17"], Form.INT64, True),  # held at its due instant
+        ([READ, CAME_DUE, CAME_DUE], [FIRST, SECOND], Form.INT64, False),  # a new id at the end of the cascade
         ([READ, CAME_DUE, CAME_DUE], [FIRST, FIRST], Form.INT64, True),
         ([READ, CAME_DUE], [FIRST, FIRST], Form.INT64, True),  # a fault may repeat a publish: G3
         ([READ, AGAIN, CAME_DUE, CAME_DUE], [FIRST, SECOND], Form.INT64, True),
         ([READ, AGAIN, CAME_DUE], [FIRST, SECOND], Form.EPOCH, True),  # the second time it was due at once
     ],
 )
-def test_there_is_no_more_than_was_read(said: list[bytes], ids: list[bytes], form: Form, accounted: bool) -> None:
+def test_reads_limit_the_number_of_ids(said: list[bytes], ids: list[bytes], form: Form, accounted: bool) -> None:
     verdict = verdict_of(heard(*said), *ids, form=form)
     assert bool(verdict.unaccounted) is not accounted
     if not accounted:
@@ -102,7 +102,7 @@ def test_there_is_no_more_than_was_read(said: list[bytes], ids: list[bytes], for
             verdict.assert_kept(repeats=True)
 
 
-def test_only_what_was_delivered_again_may_be_sorted() -> None:
+def test_only_a_redelivered_message_may_be_sorted() -> None:
     verdict_of(heard(READ, AGAIN), b"17", resorted=True).assert_kept()
     with pytest.raises(AssertionError, match="its headers came sorted, and it was never delivered again"):
         verdict_of(heard(READ), b"17", resorted=True).assert_kept(repeats=True)

@@ -1,4 +1,4 @@
-"""When a soak says that every promise was kept, and what it does not let pass."""
+"""The result of a soak: every promise kept, or a report of the broken ones."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def test_broken_promises_are_reported(how: str) -> None:
 
 
 def test_allowed_repeats() -> None:
-    """Copies of what came stand among the strays until their next try; of what was refused, by a fault, too."""
+    """After a fault, copies of messages may wait among the strays, and refused messages may have copies."""
     assert GOOD.kept
     assert replace(GOOD, aside=3, doomed=Doomed(5, [], 2, []), largest_mb=LARGEST_MB).kept
