@@ -104,10 +104,10 @@ async def watch(stack: Stack, ledger: Shown) -> str:
     stack.daemon.reload()
     await stack.daemon.event("mode switched")
 
-    phase("native mode: new delays wait in the broker's cascade; Postgres gives back what it holds")
+    phase("native mode: new delays wait in the broker's cascade; Postgres releases its messages")
     await ledger.publish(COUNT["native"], longest_ms=LONGEST_MS["native"])
     await ledger.all_back(timeout=max(LONGEST_MS.values()) / 1000 + SLACK)
-    phase("auditing what is left parked, beside the daemon")
+    phase("auditing the parked messages, beside the daemon")
     found = await stack.delayer("audit")
     phase("stopping")
     await stack.daemon.stop()
@@ -122,7 +122,7 @@ def show_verdict(verdict: Verdict, console: Console, seconds: float) -> int:
     try:
         verdict.assert_kept()
     except AssertionError as broken:
-        console.print(f"[bold red]✗ not what was promised:[/] {escape(str(broken))}")
+        console.print(f"[bold red]✗ a broken promise:[/] {escape(str(broken))}")
         return 1
     kept = "every message came back exactly once, none early, all of them intact"
     console.print(f"[bold green]✓ {kept}[/] [dim]({seconds:.0f} s)[/]")

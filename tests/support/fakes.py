@@ -313,7 +313,7 @@ class ScriptedLive:
     places: Endpoints = field(default_factory=lambda: Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000))
     now: int = NOW
     width: int = 0
-    """By how much the upper bound of the clock is later than the lower one."""
+    """Milliseconds from the lower bound of the clock to the upper one."""
     limits: Limits = field(default_factory=dict)
     holds_in_store: bool = True
     rates: Mapping[bytes, float] = field(default_factory=dict)

@@ -103,7 +103,7 @@ class Letter(NamedTuple):
 
     @property
     def properties(self) -> bytes:
-        """As published."""
+        """The property bytes as published."""
         table = table_of(self.said)
         return self.head + struct.pack(">I", len(table)) + table + self.tail
 

@@ -21,7 +21,7 @@ ROUTES: tuple[dict[str, object], ...] = (
     {"from": "", "to": "orders.out", "delay_from": ["x-deliver-at", "x-delay"]},
 )
 TOKEN = "only-to-try-it-out"
-"""For the actions of the page."""
+"""The token for the actions of the page."""
 
 
 @dataclass

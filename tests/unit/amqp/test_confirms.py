@@ -129,7 +129,7 @@ async def test_outcomes_known_at_the_timeout() -> None:
     st.lists(st.integers(1, 6), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=40),
 )
-def test_against_a_plain_table(counts: list[int], said: list[tuple[int, bool, bool]]) -> None:
+def test_confirms_in_any_order_match_a_table(counts: list[int], said: list[tuple[int, bool, bool]]) -> None:
     """Every order of confirms gives the same outcomes as a table by number."""
     total = sum(counts)
     table: dict[int, Outcome] = {}

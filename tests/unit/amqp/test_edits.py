@@ -109,7 +109,7 @@ def test_a_delay_that_cannot_be_read_stays_as_it_is() -> None:
 
 
 @given(properties())
-def test_released_again_is_released_once(raw: bytes) -> None:
+def test_a_second_release_changes_nothing_more(raw: bytes) -> None:
     once = released(raw)
     without_user = released(once)
     assert Properties.parse(without_user).spans.keys() == Properties.parse(once).spans.keys()
@@ -258,12 +258,12 @@ def refused(raw: bytes, max_properties: int = MAX) -> tuple[bytes, bytes]:
     return edits.refused(delivered(raw), "why", b"id", max_properties)
 
 
-def test_refused_twice_says_so_once() -> None:
+def test_a_second_refusal_adds_no_headers() -> None:
     once, _ = refused(with_headers(text("a")))
     assert refused(once) == (once, b"id")
 
 
-def test_published_again_and_delivered_it_is_refused_no_more() -> None:
+def test_a_released_retry_loses_the_headers_of_its_refusal() -> None:
     again, _ = refused(with_headers(text("a")))
     assert released(again) == with_headers(text("a"), ADDED)
     with_user = b"\x20\x10" + sized(text("a") + GAINED + text("x-delayer-user-id")) + b"\x05guest"

@@ -48,14 +48,14 @@ def test_the_parser_reads_the_whole_conversation() -> None:
     assert [(one.code, one.text, one.body) for one in back] == [(312, "NO_ROUTE", b"came back"), (312, "NO_ROUTE", b"")]
 
 
-def test_byte_by_byte_and_cut_at_every_byte() -> None:
+def test_a_cut_at_every_byte_gives_the_same_events() -> None:
     for at in range(1, len(WHOLE)):
         assert events_of(WHOLE[:at], WHOLE[at:]) == EXPECTED, f"cut at {at}"
     assert events_of(*(WHOLE[at : at + 1] for at in range(len(WHOLE)))) == EXPECTED
 
 
 @given(st.lists(st.integers(0, len(WHOLE)), max_size=40))
-def test_cut_anywhere(cuts: list[int]) -> None:
+def test_any_cut_gives_the_same_events(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(WHOLE)]
     assert events_of(*(WHOLE[a:b] for a, b in itertools.pairwise(edges))) == EXPECTED
 
@@ -164,7 +164,7 @@ def test_a_large_content_frame_behind_a_delivery_is_not_taken() -> None:
 @given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=4))
 @example([(171, 100)])  # a deprecated method that only clients send: pamqp warns when it reads one
 @settings(max_examples=500)
-def test_damaged_conversation(damage: list[tuple[int, int]]) -> None:
+def test_a_damaged_conversation_raises_protocol_errors_only(damage: list[tuple[int, int]]) -> None:
     wire = bytearray(WHOLE)
     for at, value in damage:
         wire[at] = value

@@ -143,7 +143,7 @@ def test_random_bytes_are_properties_or_malformed(raw: bytes) -> None:
 
 
 @given(properties())
-def test_untouched_is_equal(raw: bytes) -> None:
+def test_an_empty_edit_changes_no_byte(raw: bytes) -> None:
     assert splice(raw) == raw
     assert splice(Properties.parse(raw), remove={b"no such name here"}, remove_prefixes=(b"no such prefix",)) == raw
 

@@ -36,7 +36,7 @@ def row(due_ms: int) -> Due:
 
 
 @pytest.mark.parametrize("wait_ms", [1, 999, 1_000, 60_001, 40 * DAY, 3_650 * DAY])
-def test_there_and_back(wait_ms: int) -> None:
+def test_a_drained_message_comes_back_unchanged(wait_ms: int) -> None:
     due = row(NOW + wait_ms)
     sent = row_into_cascade(due, NAMES, NOW)
     seconds = delay_in_key(sent.routing_key)

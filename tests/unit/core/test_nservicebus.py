@@ -103,7 +103,7 @@ def test_wire_instants_are_read_like_rfc_3339(moment: datetime, day: str, second
         ({DELAY_IN_SECONDS: 3000, TIME_SENT: SENT, DELAYED_UNTIL: "2026-04-29 23:11:26:330982 Z"}, SENT_MS + 3_600_000),
     ],
 )
-def test_when_a_delayed_message_is_due(headers: dict[bytes, object], due_ms: int | None) -> None:
+def test_the_due_instant_of_a_delayed_message(headers: dict[bytes, object], due_ms: int | None) -> None:
     assert delayed_until_ms(headers) == due_ms
 
 
@@ -121,7 +121,7 @@ def test_an_unreadable_header_is_named(headers: dict[bytes, object], named: str)
         delayed_until_ms(headers)
 
 
-def test_how_long_a_message_is_delayed() -> None:
+def test_the_delay_of_a_message_in_seconds() -> None:
     assert delay_seconds({}) is None
     assert delay_seconds({DELAY_IN_SECONDS: 2147483647}) == 2147483647
 

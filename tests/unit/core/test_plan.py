@@ -129,7 +129,7 @@ def named(value: object) -> str:
     ],
     ids=named,
 )
-def test_when_a_message_is_due(asked: DelayRequest, due_ms: int) -> None:
+def test_the_due_instant_of_a_message(asked: DelayRequest, due_ms: int) -> None:
     plan = decide(asked, STORE, NOW)
     assert isinstance(plan, AtOnce if due_ms <= NOW else Park), plan
     assert plan.due_ms == due_ms

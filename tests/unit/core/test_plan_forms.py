@@ -93,7 +93,7 @@ def sent(ago_ms: int) -> str:
         (ask(b"mailerq", timestamp=NOW // 1000 + 9, body=b"no json"), NOW + 9_000),
     ],
 )
-def test_when_a_message_of_another_system_is_due(asked: DelayRequest, due_ms: int) -> None:
+def test_the_due_instant_of_another_systems_message(asked: DelayRequest, due_ms: int) -> None:
     plan = decide(asked, STORE, NOW)
     assert isinstance(plan, AtOnce if due_ms <= NOW else Park), plan
     assert plan.due_ms == due_ms
@@ -248,7 +248,7 @@ def test_a_retry_route_refuses_messages_without_x_death(asked: DelayRequest, rea
         (11, 0.0, 3_272_728), (9999, 0.5, 3_436_364), (9999, 1.0, HOUR_MS),
     ],
 )  # fmt: skip
-def test_how_long_a_retry_waits(retries: int, chance: float, wait: int) -> None:
+def test_the_wait_of_a_retry(retries: int, chance: float, wait: int) -> None:
     assert retry_policy.wait_ms(replace(RETRY, jitter=0.1), retries, chance) == wait
 
 

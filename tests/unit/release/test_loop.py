@@ -296,7 +296,7 @@ PLANS = [
     ("a delay that the queue waited out", ask(delay=HOUR // 2, stamp=OLD), HOUR, TooLate),
     ("a delay that the queue waited out in time", ask(delay=HOUR, stamp=OLD), HOUR, AtOnce),
     ("at once", ask(delay=0), 0, AtOnce),
-    ("the plugin's mark for what was delayed before", ask(delay=-2 * HOUR), HOUR, AtOnce),
+    ("the plugin's mark for a delayed message", ask(delay=-2 * HOUR), HOUR, AtOnce),
     ("no delay at all", ask(), 0, AtOnce),
     ("the timestamp property", ask(timestamp=OLD // 1000), HOUR, TooLate),
     ("the future", ask(deliver_at=NOW + HOUR), 0, Park),

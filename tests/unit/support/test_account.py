@@ -89,10 +89,10 @@ def test_every_id_is_kept(ids: tuple[bytes, bytes]) -> None:
 def test_a_changed_message_is_not_missing() -> None:
     account = Account()
     account.owe(Form.INT32, DUE_MS, DELAY_MS)
-    account.take_changed(0, DUE_MS + 5, "what it looked like")
+    account.take_changed(0, DUE_MS + 5, "sent this, received that")
     verdict = account.verdict({})
     assert (verdict.missing, len(verdict.changed)) == ([], 1)
-    with pytest.raises(AssertionError, match="what it looked like"):
+    with pytest.raises(AssertionError, match="sent this, received that"):
         verdict.assert_kept(repeats=True)
 
 

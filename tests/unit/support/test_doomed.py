@@ -96,7 +96,7 @@ def changes() -> Iterator[tuple[str, Props, bool]]:
         yield f"{name!r} of another: {value}", replace(props, headers=changed), False
     yield "turned", replace(props, headers=tuple(reversed(headers))), True
     yield "by name", by_name(props), True
-    yield "what it gained first", replace(props, headers=headers[own:] + headers[:own]), True
+    yield "gained headers first", replace(props, headers=headers[own:] + headers[:own]), True
 
 
 CHANGES = [pytest.param(changed, hidden, id=name) for name, changed, hidden in changes()]
