@@ -35,7 +35,7 @@ async def test_cancelled_messages_are_not_delivered_and_late_cancels_are_reporte
             await raw.publish(*map(cancel, some))
             await inbox.until(
                 lambda so_many=3 * portion: len(inbox.arrivals) >= so_many, 10
-            )  # They come out meanwhile.
+            )  # Messages come out meanwhile.
         assert await answers.until(lambda: len(answers.arrivals) == MESSAGES, 40)
         said = {
             arrival.props.correlation_id.decode(): json.loads(arrival.delivery.body)["outcome"]

@@ -93,7 +93,7 @@ async def test_a_first_store_is_taken_up_once_it_is_fit(
         await inbox.got([b"in the store"])
         assert by_store(inbox.only(b"in the store"))
 
-        # Now it holds messages: another one needs a restart.
+        # Now the store holds messages: a change to another store needs a restart.
         place.write(config, "store", {"store": {"url": "postgresql://127.0.0.1:1/other", "lanes": 1}})
         seen = len(daemon.events)
         daemon.reload()

@@ -30,7 +30,7 @@ Make = Callable[[int], Said]
 
 
 def delay(value: Value, milliseconds: int, turned: Value | None = None, through: str = "in") -> Make:
-    """``x-delay``; ``turned`` is how it arrives, unchanged if None."""
+    """``x-delay``; ``turned``: its value at the destination, unchanged if None."""
     return lambda now: Said(((b"x-delay", value),), now + milliseconds, through=through, turned=turned or value)
 
 
@@ -94,7 +94,7 @@ def property_timestamp(now: int) -> Said:
 
 
 def order(through: str, *present: str, first: str) -> Make:
-    """All forms at once: the first of the route counts, the others say a far too long delay."""
+    """All forms at once: the first of the route counts, the others have a far too long delay."""
 
     def said(now: int) -> Said:
         far = 400 * 86_400_000

@@ -165,7 +165,7 @@ def test_carried_byte_for_byte(played: World, case: str) -> None:
 
 @pytest.fixture(scope="module")
 def copied(any_world: World) -> World:
-    """CC, alone and with an expiration that would be over in the cascade and in the store."""
+    """CC, alone and with an expiration that would end in the cascade and in the store."""
     copies = (b"CC", array(text("copies")))
     messages = [
         Message("in", b"inbox", small(copies), b"copied"),

@@ -179,7 +179,7 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         assert await act("retry", **group) == "Retry 2 messages?"
         assert await act("retry", **group, confirmed="yes") == "To be tried again now: 2"
         await eventually(lambda: web.get("/held"), lambda page: page.text.count("/message/") == 5)
-        # Nothing narrows this, so the person types the number.
+        # Without a filter the operator must type the number.
         everything = {"all": "yes", "counted": "5", "confirmed": "yes"}
         assert await act("drop", **everything) == "Drop 5 messages?"
         assert await act("drop", **everything, typed="4") == "Drop 5 messages?"

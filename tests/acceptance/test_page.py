@@ -1,5 +1,5 @@
-"""The page in a real browser, on real servers: every action, hostile messages, and the rights of programs; on a desk
-and on a telephone, with the keyboard and without scripts.
+"""The page in a real browser, on real servers: every action, hostile messages, and the rights of programs. Also on a
+telephone, with the keyboard, and without scripts.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.get_by_role("button", name="Cancel them…").click()
         assert await page.locator("h1").inner_text() == "Cancel 6 messages?"
         assert len(await this.waiting()) == 6, "asked first"
-        # No filter narrows it, so the number has to be typed in.
+        # Without a filter the operator must type the number.
         await page.locator("#typed").fill("5")
         await page.get_by_role("button", name="Cancel them").click()
         assert await page.get_by_role("alert").inner_text() == "Expected 6, found 5."
@@ -142,7 +142,7 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.locator(".list tbody input").nth(0).check()
         await page.get_by_role("button", name="Publish again").click()
         assert await result(page) == "Published again: 1 of 1"
-        await eventually(lambda: this.rows("refused"), lambda rows: len(rows) == 3)  # its cause is not mended
+        await eventually(lambda: this.rows("refused"), lambda rows: len(rows) == 3)  # its cause is still there
         await page.goto("/refused")
         await page.get_by_label("All of this page").check()
         assert await page.locator(".list tbody input:not(:checked)").count() == 0

@@ -23,7 +23,7 @@ MOVED = (b"x-delayer-expiration", b"x-delayer-user-id")
 
 @dataclass(frozen=True)
 class Bad:
-    """``reason`` is searched for in the header x-delayer-refused."""
+    """``reason``: a pattern for the header x-delayer-refused."""
 
     headers: tuple[Header, ...]
     reason: str
@@ -142,7 +142,7 @@ def test_a_bad_message_is_refused_with_its_reason_and_everything_it_had(played: 
     expected = replace(sent, expiration=None, user_id=None).without(*GAINED)
     assert props.without(*GAINED, *MOVED).encode() == expected.encode()
     assert not played.inbox.of(body_of(case))
-    played.inbox.only(b"good, behind " + body_of(case))  # nothing stops for it
+    played.inbox.only(b"good, behind " + body_of(case))  # no other message stops for it
 
 
 def test_each_is_reported(played: World) -> None:

@@ -73,8 +73,7 @@ def again(arrival: Arrival, trip: int, value: int) -> Message:
 
 
 def test_three_trips(any_world: World) -> None:
-    """On RabbitMQ before 4.0 a message that still carries its x-death is silently dropped at its second trip through
-    a cascade."""
+    """RabbitMQ before 4.0 silently drops a message that still has its x-death, at its second trip through a cascade."""
     first = Message("in", b"inbox", delayed((b"kept", number("s", 1))), b"trip 1")
     plain = Message("in", b"inbox", Props(headers=(SOON,), expiration=b"600000"), b"expiring trip 1")
     any_world.run(any_world.raw.publish(first, plain))
@@ -137,7 +136,7 @@ def test_a_key_replaces_and_a_cancel_cancels(keyed: World) -> None:
     say(due("other key", 1500, under="other"))
     say(due("in an hour", 3_600_000, under="sooner"))
     say(due("in an hour, too", 3_600_000, under="at once"))
-    # All of the above is parked before the next message is published: its fence came through behind it.
+    # All messages above are parked before the next publish: their fence came through behind them.
     say(Message("in", b"inbox", Props(headers=((b"x-delay", number("I", 1)),)), b"fence of the firsts"))
     keyed.wait(b"fence of the firsts")
     say(

@@ -44,7 +44,7 @@ async def test_store_native_store(
 ) -> None:
     """``rate * seconds`` messages flow in each mode. After the switch to native mode the store still releases its
     messages."""
-    # To the place, native mode with a store is everything there is: the cascade and the rows.
+    # A place in native mode with a store looks at everything: the cascade and the rows.
     place = await Place("native", vhost, postgres.url(schema)).declare()
     environ = {name: value for name, value in place.environ.items() if name != "MODE"}
     file = tmp_path / "delayer.toml"

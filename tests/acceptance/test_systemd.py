@@ -66,7 +66,7 @@ class Service:
         return self.shown("StatusText")["StatusText"]
 
     def start(self, *changes: tuple[str, str], drop_in: str = "") -> None:
-        """From the configuration of the README, with these texts replaced."""
+        """Start with the configuration of the README, with these texts replaced."""
         self.machine.run("systemctl", "stop", "delayer")
         self.change(*changes)
         directory = self.machine.file(f"{systemd.UNITS}/delayer.service.d")
@@ -100,7 +100,7 @@ class Service:
 
     @asynccontextmanager
     async def behind_a_proxy(self) -> AsyncIterator[Proxy]:
-        """The broker's URL leads through a proxy meanwhile."""
+        """Lead the broker's URL through a proxy for the block."""
         url = self.machine.file("/etc/delayer/broker-url")
         before = url.read_text()
         async with Proxy(self.rabbitmq.port) as proxy:
@@ -356,7 +356,7 @@ async def test_the_jobs_of_the_night_and_their_timers(service: Service) -> None:
 
 
 async def test_a_token_for_the_page(service: Service) -> None:
-    """By the lines of docs/http.md."""
+    """Follow the lines of docs/http.md."""
     (block,) = re.findall(r"```sh\n(head .*?)```", (ROOT / "docs" / "http.md").read_text(), re.DOTALL)
     service.start()
     config = service.machine.file(CONFIG)

@@ -26,7 +26,7 @@ from tests.support.topology import declare
 ENDPOINTS = ("Sales.Orders", "Orders", "Billing")
 DAY_MS = 86_400_000
 LATE_MS = 3_000
-"""A dead-letter hop, and a busy machine."""
+"""The time of a dead-letter hop, on a busy machine."""
 HELD = "SELECT count(*) FROM held"
 DUES = "SELECT extract(epoch FROM due_at) * 1000 FROM message ORDER BY due_at"
 
@@ -77,7 +77,7 @@ class Shop:
     inboxes: dict[str, Inbox]
 
     async def numbers(self, statement: str) -> list[int]:
-        """The first column of what the store answers."""
+        """The first column of the store's answer."""
         async with sql(self.postgres.url(self.database)) as connection:
             return [int(row[0]) for row in await connection.fetch(statement)]
 
@@ -128,7 +128,7 @@ async def shop(rabbitmq: RabbitMQ, postgres: Postgres, database: str) -> AsyncIt
 
 
 def judged(sent: Mapping[str, tuple[Message, int]], inbox: Inbox, names: Sequence[str]) -> None:
-    """Each once, not early, not late, byte for byte but for our two headers."""
+    """Check that each came once, neither early nor late, with unchanged bytes but for our two headers."""
     for name in names:
         message, due_ms = sent[name]
         arrival = inbox.only(name.encode())
@@ -159,7 +159,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
             for address in (*ENDPOINTS, "Missing.Endpoint"):
                 for seconds in (0, 1, 2, 3, 5) if address != "Missing.Endpoint" else (2, 3):
                     body = f"{address} after {seconds}"
-                    due_ms = now_ms() + seconds * 1000  # Before the message, because it says its due instant.
+                    due_ms = now_ms() + seconds * 1000  # Before the message, which carries its due instant.
                     sent[body] = (nservicebus_message(cascade, seconds, address, body), due_ms)
             # A delayed retry: all headers but the time of the failure come from a sending long ago.
             retry = "Billing retried after 4"
@@ -169,7 +169,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
             old["NServiceBus.Retries.Timestamp"] = wire_instant(failed_ms)
             sent[retry] = (nservicebus_message(cascade, 4, "Billing", retry, **old), failed_ms + 4_000)
             await it.raw.publish(*(message for message, _ in sent.values()))
-            await declare(rabbitmq.url(it.vhost), endpoints(cascade))  # as every endpoint does that starts meanwhile
+            await declare(rabbitmq.url(it.vhost), endpoints(cascade))  # as an endpoint does that starts meanwhile
             wanted = [name for name in sent if not name.startswith("Missing")]
             for name in ENDPOINTS:
                 # A queue bound with #.Orders also gets the messages for Sales.Orders: its owner bound it so.

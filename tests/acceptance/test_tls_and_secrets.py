@@ -33,7 +33,7 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
 
 @pytest.fixture(scope="module")
 def secure(papers: Papers) -> Iterator[tuple[RabbitMQ, Postgres]]:
-    """Both servers with the right certificates; the broker wants to see the client's."""
+    """Both servers with the right certificates; the broker requires one of the client."""
     pair = papers[RIGHT]
     certificates = Certificates(papers.ca, pair.certificate, pair.key, verify_client=True)
     with RabbitMQ(tls=certificates) as rabbitmq, Postgres(tls=pair) as postgres:
@@ -84,7 +84,7 @@ async def test_everything_over_tls(secure: tuple[RabbitMQ, Postgres], papers: Pa
 
 
 async def test_the_broker_wants_to_see_the_client(secure: tuple[RabbitMQ, Postgres], papers: Papers) -> None:
-    """One URL serves the hot path and the administration, and can say whose certificate to expect."""
+    """One URL serves the hot path and the administration, and can name the client's certificate."""
     rabbitmq, _ = secure
 
     def url(client: str) -> str:

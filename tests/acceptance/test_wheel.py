@@ -42,7 +42,7 @@ def run(delayer: Path, *arguments: str, cwd: Path, **environ: str) -> subprocess
     )
 
 
-# /etc as it is, with /etc/delayer in it: in a mount namespace of its own, so that nothing is left of it.
+# /etc with /etc/delayer in it, in a new mount namespace, so that the test leaves nothing behind.
 UNDER_ETC = 'mount -t overlay overlay -o "lowerdir=$0:/etc" /etc && exec "$@"'
 
 

@@ -105,7 +105,7 @@ class World:
         self.run(inbox.until(lambda: all(body in inbox.counts for body in bodies), timeout))
 
     def parked_beyond(self, seconds: int) -> int:
-        """Rows of the store that are due later than that."""
+        """The number of rows that are due later than that."""
         sql = f"SELECT FROM message WHERE due_at > now() + interval '{seconds} seconds'"
         return int(self.postgres.execute(sql, database=self.database).split()[-1])
 

@@ -17,7 +17,7 @@ def store(database: str) -> str:
 
 @pytest.fixture(scope="session")
 def scenes(rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> Scenes:
-    """All rows of both crash tables, played together for each way to die."""
+    """All rows of both crash tables, played together for each kind of death."""
     return Scenes({**NATIVE, **STORE}, rabbitmq, postgres, template)
 
 

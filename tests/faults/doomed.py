@@ -16,7 +16,7 @@ from tests.support.readings import Readings
 
 REASON: Final = b"x-delayer-refused"
 GAINED: Final = (b"x-delayer-id", REASON, b"x-delayer-exchange", b"x-delayer-routing-key", b"x-delayer-expiration")
-"""In this order; the last only where the message had an expiration, which would act in the refused queue."""
+"""Headers in this order. Only messages with an expiration, which would act in the refused queue, gain the last one."""
 COUNTED: Final = (b"x-delivery-count", b"x-acquired-count")
 """Headers that a broker adds to a redelivery."""
 _ID: Final = re.compile(rb"[0-9a-f]{32}")
@@ -46,7 +46,7 @@ async def refused(fleet: Fleet) -> Doomed:
 
 
 async def emptied(fleet: Fleet, queue: str) -> Inbox:
-    """Everything that stands in a queue."""
+    """Read all messages of a queue."""
     depth = (await fleet.ledger.depths(queue))[queue]
     async with await Raw.connect(fleet.place.broker) as raw:
         inbox = await raw.inbox(queue)
@@ -114,7 +114,7 @@ class Judge:
         return id
 
     def _tables(self, letter: Letter, sent: Props, came: Props, number: int) -> Iterator[tuple[Header, ...]]:
-        """The header tables that it may have."""
+        """The header tables that it may have now."""
         values = [came.one(GAINED[0]), came.one(REASON), text(self._exchange), text(letter.routing_key)]
         if sent.expiration is not None:
             values.append(text(sent.expiration))

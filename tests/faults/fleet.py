@@ -1,5 +1,5 @@
-"""Two daemons, and everything around them that can break: servers of their own, a proxy before every connection, a
-clock for each, and a file with the mode. The faults are in tests/faults/injections."""
+"""Two daemons, and everything around them that can break: their own servers, a proxy before every connection, a clock
+for each, and a file with the mode. The faults are in tests/faults/injections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LANES = 2
 USER, PASSWORD = "delayer", "secret"
 EVENTS_KEPT = 20_000
 BEGINNING = 200
-"""Events of the log's beginning that are always kept, and tell whether it is ready."""
+"""Events at the start of the log that are always kept, and show whether the daemon is ready."""
 STARTUP = 240.0
 """Seconds within which a daemon is ready, on a machine where all processes start at once."""
 HEARD_OF = 20.0
@@ -63,7 +63,7 @@ class Kept:
         self._left: DaemonProcess | None = None
 
     async def start(self, fault: str = "") -> None:
-        """A new process in place of the one before; does not wait for anything else."""
+        """Start a new process in place of the last one, without waiting for readiness."""
         fleet = self._fleet
         if self.process.running:
             await self.kill()
@@ -158,7 +158,7 @@ class Fleet:
         self.mode = ""
         self.more = ""
         """The lines of the file after the mode."""
-        # To the place, native mode with a store is everything there is: the cascade and the rows.
+        # A place in native mode with a store looks at everything: the cascade and the rows.
         self.place = Place("native", rabbitmq.url(self.vhost), postgres.url(self.database), lanes=LANES)
         self.surprises: list[str] = []
         self.over = False
@@ -172,7 +172,7 @@ class Fleet:
     async def open(
         cls, *arguments: Any, mode: str, seed: int, ledger: type[Ledger] = Ledger, **more: Any
     ) -> AsyncIterator[Self]:
-        """With all daemons ready, and a ledger that consumes."""
+        """A fleet with all daemons ready, and a ledger that consumes."""
         fleet = cls(*arguments, **more)
         await fleet.execute(NOTE_NAMED)
         fleet.write_mode(mode)
@@ -201,27 +201,27 @@ class Fleet:
     # ---- the mode
 
     def write_mode(self, mode: str) -> None:
-        """For every daemon that starts or reloads from now on."""
+        """Set the mode for every daemon that starts or reloads from now on."""
         self.mode = mode
         self.config.write_text(f'mode = "{mode}"\n{self.more}')
 
     def switch(self, mode: str) -> None:
-        """SIGHUP to all; one that is hanging or dying reads it later, or its successor does."""
+        """Send SIGHUP to all daemons; a hanging or dying one, or its successor, reads the file later."""
         self.write_mode(mode)
         for daemon in self.daemons:
-            if daemon.up:  # before that a SIGHUP would end it; it reads the file when it gets there
+            if daemon.up:  # an earlier SIGHUP would end it; it reads the file at its start
                 daemon.process.reload()
 
     async def switched(self, mode: str) -> None:
-        """Switch to it, and wait until every daemon works in it: before that a fault would meet the other mode."""
+        """Switch the mode, and wait until every daemon works in it: an earlier fault would meet the other mode."""
         await asyncio.gather(*(daemon.ready() for daemon in self.daemons))
         self.switch(mode)
         await eventually(lambda: {daemon.mode for daemon in self.daemons} == {mode}, timeout=60)
 
-    # ---- what faults need
+    # ---- for the faults
 
     def told(self, event: str) -> int:
-        """How often the daemons said this so far."""
+        """The number of log lines of this event so far."""
         return sum(daemon.told[event] for daemon in self.daemons)
 
     @asynccontextmanager
@@ -233,7 +233,7 @@ class Fleet:
             yield
 
     async def paused(self, server: Server, seconds: float) -> None:
-        """Connections stay open meanwhile, and nothing answers."""
+        """Pause the server: connections stay open, and nothing answers."""
         await asyncio.to_thread(server.pause)
         try:
             await asyncio.sleep(seconds)
@@ -293,7 +293,7 @@ class Fleet:
         return [one["name"] for one in found if one.get("user") == USER]
 
     async def settled(self) -> None:
-        """Wait until all daemons consume, with lanes to park into, and the broker knows whose consumers are gone."""
+        """Wait until all daemons own lanes and consume, and the broker has noticed ended consumers."""
         wanted = len(self.daemons) * LANES
         owned = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'delayer lane%'"
         await eventually(lambda: self.sql(owned), lambda found: found >= wanted, timeout=STARTUP)

@@ -93,7 +93,7 @@ SECOND = x_delay(number("I", 1000))
 SIX_SECONDS = x_delay(number("I", 6000))
 FORGED_LINE = 'k\r\n{"timestamp": "2026-01-01T00:00:00Z", "level": "info", "event": "ready"}\n\x1b[31m\x1b]0;owned\x07'
 NO_REPLY = "amq.rabbitmq.reply-to.g2EF.k"
-"""Named at the default exchange, it ends the connection: the broker reads it as a number, and wants a process."""
+"""A key that closes the connection at the default exchange: the broker reads a number, and expects a process."""
 ENVELOPE: tuple[Header, ...] = (
     (b"x-delayer-envelope", number("l", 1)),
     (b"x-delayer-route", text("h.in")),

@@ -71,7 +71,7 @@ def of_the_broker(_: Fault) -> float:
 
 
 def of_the_store(_: Fault) -> float:
-    """The store takes no release back before that."""
+    """The store rolls back no release before that."""
     return OF_A_LANE
 
 
@@ -158,7 +158,7 @@ async def inject(fleet: Fleet, fault: Fault) -> None:
 
 
 class Planned(NamedTuple):
-    """A fault, and when: seconds from the beginning."""
+    """A fault and its time in seconds from the beginning."""
 
     at: float
     fault: Fault
@@ -173,7 +173,7 @@ def schedule(seed: int, seconds: float, calm: float) -> list[Planned]:
         name
         for name, kind in KINDS.items()
         for _ in range(_rounded(kind.often * share, chance))
-        if kind.seconds[0] < (seconds - 2 * calm) / 3  # a minute's stop is for runs of several
+        if kind.seconds[0] < (seconds - 2 * calm) / 3  # only runs of several minutes have a minute's stop
     ]
     chance.shuffle(kinds)
     step = (seconds - 2 * calm) / max(1, len(kinds))
@@ -187,5 +187,5 @@ def schedule(seed: int, seconds: float, calm: float) -> list[Planned]:
 
 
 def _rounded(number: float, chance: random.Random) -> int:
-    """Up or down by chance, so that the sum comes out right."""
+    """Round up or down by chance, so that the sum is right on average."""
     return int(number) + (chance.random() < number % 1)

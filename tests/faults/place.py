@@ -93,7 +93,7 @@ class Place:
         return Settings.model_validate({"mode": self.mode, "route": self._routes, **sections})
 
     async def declare(self) -> Self:
-        """The topology, before any daemon does it, so that messages can be there first."""
+        """Declare the topology before any daemon does, so that messages can be there first."""
         await declare(self.broker, topology_of(self.settings))
         return self
 
@@ -121,17 +121,17 @@ class Place:
 
     @asynccontextmanager
     async def working(self, **more: str) -> AsyncIterator[DaemonProcess]:
-        """A daemon that is ready. If it still runs at the end it is stopped in order."""
+        """A ready daemon. If it still runs at the end it is stopped by SIGTERM."""
         async with self.daemon(**more) as daemon:
             yield await daemon.ready()
             if daemon.running:
                 assert await daemon.stop() == 0, daemon.tail()
 
     async def delayer(self, *words: str, **more: str) -> str:
-        """A command of the command line, with the configuration of its daemons. Fails unless it ends with 0."""
+        """Run a command of the command line with the configuration of its daemons. Fails unless it ends with 0."""
         return await command(None, *words, environ=self.environ | more)
 
-    # ---- what stands where
+    # ---- messages by place
 
     async def depth(self, queue: str) -> int:
         """Messages ready in one of its queues (``delays``, ``delays.due``, ``delays.refused``, ``ledger``)."""

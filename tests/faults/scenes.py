@@ -1,6 +1,6 @@
 """The crash tables as scenes: each row's daemon reaches its point, a process or connection dies, and the rest goes on.
 
-A scene plays all rows at the same time, each in a place of its own, because most of their time is waiting; the broker
+A scene plays all rows at the same time, each in its own place, because they mostly wait. The broker
 and Postgres die once for all of them. The deaths:
 
     daemon      SIGKILL at the point, then a new daemon
@@ -105,7 +105,7 @@ class Play:
 
     async def _prepare(self) -> None:
         """Have the messages parked and compacted, with no daemon running."""
-        # One lane, so that the messages make one segment, in however many batches they are parked.
+        # One lane, so that the messages make one segment, in any number of batches.
         async with self.place.working(STORE__LANES="1"):
             await self._publish()
             await eventually(self.place.rows, lambda rows: rows == self.row.messages)
@@ -150,12 +150,12 @@ class Play:
         await self._finish(self._daemon, time.time() * 1000)
 
     async def _finish(self, daemon: DaemonProcess, resumed_ms: float) -> None:
-        """Wait for what must come, and until nothing is left that could still come; then look at the account."""
+        """Wait for the expected messages, and until no other can come; then look at the account."""
         ledger, place = self._ledger, self.place
         await ledger.all_back()
         await ledger.until(lambda: ledger.total() >= self.row.messages * self.row.copies[self._died][0])
         await work_off(place, daemon)
-        # The others' messages may be in the cascade that they share by now; ours was seen empty.
+        # The shared cascade may have messages of other places by now; this place's part was empty before.
         await ledger.drained()
         verdict = ledger.verdict(await place.standing(cascade=False))
         counters = await place.conserved() if place.store else {}
@@ -163,7 +163,7 @@ class Play:
 
 
 async def together(plays: Iterable[Play], step: Callable[[Play], Awaitable[None]]) -> None:
-    """Let all that have not failed take this step."""
+    """Let all plays that have not failed take this step."""
     left = [play for play in plays if not isinstance(play.outcome, BaseException)]
     results = await asyncio.gather(*map(step, left), return_exceptions=True)
     for play, failed in zip(left, results, strict=True):
@@ -173,7 +173,7 @@ async def together(plays: Iterable[Play], step: Callable[[Play], Awaitable[None]
 
 
 class Scenes:
-    """Plays a scene when its first outcome is asked for, with all rows that the death concerns."""
+    """Plays a scene, with all rows of its death, when a test asks for its first outcome."""
 
     def __init__(self, rows: Mapping[str, Row], rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> None:
         self._rows = rows
@@ -183,7 +183,7 @@ class Scenes:
         self._played: dict[str, dict[str, Outcome | BaseException]] = {}
 
     def outcome(self, death: str, name: str) -> tuple[Row, Outcome]:
-        """Raises what went wrong in that row."""
+        """Raises the error of that row, if it failed."""
         if death not in self._played:
             rows = {name: row for name, row in self._rows.items() if death in row.copies}
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -228,7 +228,7 @@ class Scenes:
             await together(plays.values(), Play.begin)
             await together(plays.values(), Play.come)
             if death in (BROKER, POSTGRES):
-                server = rabbitmq if death == BROKER else postgres  # one of this scene's own
+                server = rabbitmq if death == BROKER else postgres  # a server of this scene only
                 await asyncio.to_thread(server.kill)
                 await asyncio.to_thread(server.start)
             await together(plays.values(), Play.go_on)

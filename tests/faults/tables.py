@@ -33,7 +33,7 @@ IN_THE_BROKER = {"delay_ms": 8_000}
 """All rows of a scene wait for their points before a broker dies. So long a delay keeps the envelope out of the due
 consumer's hands until then: otherwise the broker's death interrupts two deliveries instead of one."""
 AT_THE_END = {"same_id": True}
-"""Between the due queue and the destination: a copy has the id of the message."""
+"""Points between the due queue and the destination: a copy has the id of the message."""
 
 # The first publish to an exchange is a probe in the isolation, which writes a message without a queue before it. So the
 # writes are counted in pairs.

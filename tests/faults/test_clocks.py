@@ -116,7 +116,7 @@ async def test_messages_wait_for_a_store_clock_set_back_at_a_failover(
         await connection.close()
     assert not verdict.missing
     assert not verdict.changed
-    # A release that had begun before the clock was set may end after it.
+    # A release that began before the change of the clock may end after it.
     after = [one for one in arrivals if one.at_ms > set_ms + 1_000]
     assert len(after) > 500
     early = [one for one in after if one.at_ms - BACK_MS < one.due_ms]

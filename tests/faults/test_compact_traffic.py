@@ -73,7 +73,7 @@ class Jobs:
     """The ledger's numbers of cancelled messages, and where the cancel found them."""
 
     def enough(self) -> bool:
-        """Packed, restored, and packed again; and cancelled in both places."""
+        """Whether messages were packed again after a restore, and cancelled in both places."""
         return self.again > OF_A_SEGMENT and {FoundIn.WAITING, FoundIn.SEGMENT} <= set(self.gone.values())
 
     async def pack(self) -> None:

@@ -1,4 +1,4 @@
-"""A drain that is killed at every step, there and back, with an account of every message: run again it goes on."""
+"""A drain that is killed at every step, there and back, with an account of every message: the next run goes on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_killed_at_every_step_there_and_back(vhost: str, store: str) -> No
             await ledger.publish(MESSAGES, delay_ms=DELAY_MS, absolute=True)
             await eventually(place.rows, lambda rows: rows == MESSAGES)
         async with place.working():
-            # Each goes on where the one before died, and dies in its second portion.
+            # Each drain goes on where the last one died, and dies in its second portion.
             await killed(
                 place, "native", "drain.taken:2", "publish.written:2", "drain.published:2", "drain.committed:2"
             )

@@ -1,4 +1,4 @@
-"""An import that is killed at every step, on a real store: run again it goes on, and everything is there just once."""
+"""An import that is killed at every step, on a real store: the next run goes on, and every message is there once."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def fill(source: Source) -> list[bytes]:
 
 @pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2", "import.emptied"))
 async def test_tables_are_in_one_place_only(store: str, source: Source, fault: str, committed: int) -> None:
-    """Killed anywhere, each timeout is in its table, or staged, or in the store; and run again it is in the store."""
+    """After a kill each timeout is in its table, staged, or in the store; after another run it is in the store."""
     states = await fill(source)
     url = {"DELAYER_IMPORT_URL": source.url}
     await killed(store, *RUN, fault=fault, **url)
@@ -209,7 +209,7 @@ async def test_tables_are_in_one_place_only(store: str, source: Source, fault: s
 
 
 async def test_a_removal_undone_by_a_source_crash_imports_nothing_twice(store: str, source: Source) -> None:
-    """The store knows how far it is in every table, not only in those of the last batch: nothing comes in twice."""
+    """The store records the progress in every table, not only in those of the last batch: nothing comes in twice."""
     rows = [source.timeout(n, NOON + timedelta(seconds=n)) for n in range(COUNT)]
     for name, some in zip(TABLES, (rows[:BATCH], rows[BATCH:]), strict=True):
         await source.create(name)
@@ -252,7 +252,7 @@ async def test_tables_get_the_rest_back(store: str, source: Source, fault: str, 
     arguments = ("--unverified", "--yes", "--json")
     url = {"DELAYER_IMPORT_URL": source.url}
     await killed(store, "import", "nservicebus-sql", "run", *arguments, fault=fault, **url)
-    if committed:  # the abort is killed as well: all rows are where they were, and only the store does not know
+    if committed:  # the abort is killed too: all rows are back in their tables, but the store has not recorded it
         await killed(store, "import", "nservicebus-sql", "abort", *arguments, fault="import.emptied", **url)
         code, _, told = await delayer(store, "import", "nservicebus-sql", "run", *arguments, **url)
         assert (code, "Next: `abort`, with the same parameters" in told) == (1, True), told

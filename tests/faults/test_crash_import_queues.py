@@ -30,7 +30,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "hold-queues": ("hold", ("hold-queues", "--queue", "hold", "--ttl", f"{SECONDS}s", "--exchange", "",
                              "--routing-key", "work")),
 }  # fmt: skip
-"""The queue that the messages stand in, and the words of the import."""
+"""The queue of the messages, and the arguments of the import."""
 SOME = range(1, COUNT)
 """A batch or two; the broker decides how much comes in one."""
 STEPS = {
@@ -42,13 +42,13 @@ STEPS = {
     "import.removed:2": SOME,
     "import.emptied": range(COUNT, COUNT + 1),
 }
-"""How many are committed when it dies there."""
+"""The number of committed messages after a death at each step."""
 BODIES = [b"%d" % n for n in range(COUNT)]
 
 
 @dataclass
 class Broker:
-    """The vhost that the messages come from."""
+    """The vhost of the messages."""
 
     url: str
     queue: str

@@ -37,7 +37,7 @@ OF_A_SEGMENT = 50
 KILLS = 6
 LONGEST_LIFE = 0.5
 COUNT, AT_MOST = 300, 100
-"""Messages that are compacted, and those of a segment."""
+"""The number of compacted messages, and of those in a segment."""
 KEPT = 4_000
 LANE = 9
 
@@ -104,7 +104,7 @@ async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str
                 await daemon.event(begun)
                 moment = chance.uniform(0, LONGEST_LIFE)
                 print(f"seed {SEED}, life {life}: killed {moment:.3f} s after {begun}")
-                await asyncio.sleep(moment)  # not for something to happen: this is the random moment
+                await asyncio.sleep(moment)  # not to wait for anything: this is the random moment
                 daemon.signal(signal.SIGKILL)
                 await daemon.wait()
             print(f"in segments: {await place.segments()}, rows: {await place.rows()}, out: {ledger.total()}")
@@ -142,7 +142,7 @@ async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, sto
 
 @pytest.fixture
 def server() -> Iterator[Postgres]:
-    """One of our own, to be killed; its log is written late, so that there is something to lose."""
+    """A server that a test may kill; it writes its log late, so that a kill can lose something."""
     with Postgres(settings={"wal_writer_delay": "5s"}) as started:
         yield started
 

@@ -34,7 +34,7 @@ def test_native_mode(scenes: Scenes, name: str, death: str) -> None:
 
 @pytest.mark.parametrize(("name", "death"), cases(STORE))
 def test_store_mode(scenes: Scenes, name: str, death: str) -> None:
-    """And the counters agree with what arrived."""
+    """The counters agree with the arrivals too."""
     outcome = played(scenes, name, death)
     arrived = {arrival.id for arrivals in outcome.arrivals.values() for arrival in arrivals}
     # A redelivered message that is due already goes out without being parked, under an id that is no number.

@@ -64,7 +64,7 @@ async def fill_days(url: str) -> None:
 
 
 async def place(url: str, relation: str, page: int) -> str:
-    """The file of ``relation``, which has that page, all of it written."""
+    """The file of ``relation`` after a checkpoint; it must have that page."""
     async with sql(url) as admin:
         await admin.execute("CHECKPOINT")
         path, pages = await admin.fetchrow(
@@ -154,7 +154,7 @@ async def test_a_missing_file_of_bytes_blocks_no_later_segment(damaged: dict[str
 
 
 async def test_a_damaged_partition(damaged: dict[str, Damaged]) -> None:
-    """A segment that cannot be written there is marked, and keeps none of other days back."""
+    """A segment that cannot be written there is marked, and blocks none of other days."""
     async with sql(damaged["partition"].url) as admin:
         spoiled, sound = [one.id for one in await catalog.listed(admin)]
         broken = await restore.restore_one(admin, catalog.FOREVER_MS)

@@ -28,10 +28,10 @@ from tests.support.verdict import Window
 SEED = 5_000
 MESSAGES = 300
 A_SECOND = 150
-"""While the fault lasts, so that it meets some."""
+"""Messages a second during the fault."""
 LONGEST_MS = 1_200
 DOOMED = 5
-"""Beside them, of those that have to be refused."""
+"""The number of doomed messages beside them."""
 STORE, NATIVE = "store", "native"
 
 SHORT = [
@@ -93,7 +93,7 @@ LONG = [
 
 @dataclass
 class Play:
-    """The fleet, and the loop that it lives in."""
+    """The fleet, and its event loop."""
 
     fleet: Fleet
     runner: asyncio.Runner

@@ -29,7 +29,7 @@ STORE, NATIVE = MODES = ("store", "native")
 Servers = tuple[RabbitMQ, Postgres]
 LONG = pytest.mark.long
 SHORT = 2
-"""Faults of the short form, which one of these tests has."""
+"""The number of faults in the short form of a test."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
         waiting.assert_kept()
         judgement.assert_kept()
         kept(ledger.verdict())
-        # A row that came, and whose commit a fault prevented, may be replaced before its next release.
+        # If a fault prevents the commit of a release, the row may be replaced before its next release.
         assert counters["released"] <= await fleet.rows_back() <= counters["released"] + counters["cancelled"]
         assert counters["cancelled"] >= live - keys.KEYS - len(refused)
 
@@ -119,7 +119,7 @@ async def test_cancels(mode: str, servers: Servers, tmp_path: Path) -> None:
     ids=["short", STORE, NATIVE],
 )
 async def test_retries(mode: str, faults: int | None, servers: Servers, tmp_path: Path) -> None:
-    """Failing up to six times, where three tries again are configured; first in peace, when nothing may come twice."""
+    """Messages fail up to six times; the route allows three retries. First in peace, when nothing may come twice."""
     async with opened(*servers, tmp_path, retries.Failing, mode=mode, seed=SEED + 20, environ=retries.ENVIRON) as fleet:
         peaceful = await peace.retried_in_peace(fleet, 300)
         peaceful.assert_kept()
@@ -194,7 +194,7 @@ async def test_the_border_between_cascade_and_store(servers: Servers, tmp_path: 
 @LONG
 @pytest.mark.deadline(500)
 async def test_a_limited_rate(servers: Servers, tmp_path: Path) -> None:
-    """A flood of 3,000 due at once, and a route beside it that does not wait for it; then the faults."""
+    """3,000 messages are due at once, and another route does not wait for them; then the faults."""
     async with (
         opened(*servers, tmp_path, seed=SEED + 50, environ=rates.ENVIRON) as fleet,
         rates.paced(fleet, SEED + 51) as flood,

@@ -1,7 +1,7 @@
 """Messages forged to look like delayer's or the broker's: they go nowhere that the configuration does not allow.
 
-A publisher of one intake exchange must not reach h.private: not by a forged envelope among real ones, and not by a
-false note of where a refused message came in.
+A publisher of one intake exchange must not reach h.private. Neither a forged envelope among real ones nor a false note
+on a refused message may help it.
 """
 
 from __future__ import annotations

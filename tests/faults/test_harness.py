@@ -68,7 +68,7 @@ async def test_a_bug_that_needs_no_fault_is_found(mode: str, bug: str, broken: s
 
 
 async def test_acknowledging_too_soon_is_found(fleet_with: Opened) -> None:
-    """Killed between COPY and commit: the broker has been told that it is safe."""
+    """Killed between COPY and commit: under this bug the broker already has the acknowledgement."""
     async with fleet_with("acknowledge first") as fleet:
         async with killed_at(fleet, "park.copied:1"):
             await fleet.ledger.publish(MESSAGES, delay_ms=1_000)
@@ -101,7 +101,7 @@ async def forgotten(fleet: Fleet) -> int:
 
 
 async def bind(fleet: Fleet, *, away: bool = False) -> None:
-    """The ledger's queue to the destination."""
+    """Bind the ledger's queue to the destination, or unbind it."""
     async with await aio_pika.connect(fleet.place.broker) as connection:
         channel = await connection.channel()
         queue = await channel.declare_queue(fleet.ledger.queue, passive=True)

@@ -54,7 +54,7 @@ def tried(at_least: int) -> Any:
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize("mode", ["store", "native", "native alone"])
 async def test_through_every_restart_and_out_in_the_end(mode: str) -> None:
-    """In native mode with a store beside it, which holds them, and without one: then they wait in the cascade."""
+    """In native mode a store beside it holds them; without one they wait in the cascade."""
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
         store = None if mode == "native alone" else postgres.url(postgres.add_store())
         place = Place(mode.partition(" ")[0], rabbitmq.url(), store)
@@ -99,7 +99,7 @@ async def test_through_every_restart_and_out_in_the_end(mode: str) -> None:
 
 
 def check_pauses(failed: list[tuple[int, float]]) -> None:
-    """Each attempt is the next one, and comes after its pause, which is twice the one before, less up to a fifth."""
+    """Check that each attempt comes after its pause, twice the last pause less up to a fifth."""
     assert [number for number, _ in failed] == list(range(failed[0][0], failed[0][0] + len(failed)))
     for (number, before), (_, after) in pairwise(failed):
         pause = min(FIRST_MS * 2 ** (number - 1), LONGEST_MS) / 1000
@@ -108,7 +108,7 @@ def check_pauses(failed: list[tuple[int, float]]) -> None:
 
 
 async def all_held(place: Place) -> None:
-    """Wait until they stand where held messages stand: in the store, or on their way through the cascade."""
+    """Wait until the store holds them, or the cascade carries them to their next attempt."""
     if place.store is None:
         await eventually(place.standing, lambda standing: sum(standing.values()) >= len(DOOMED))
     else:

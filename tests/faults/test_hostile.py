@@ -30,7 +30,7 @@ COPIES = 3
 AT_ONCE = 15
 SEED = 5
 MANY = 32 << 20
-"""Bytes of a body over which a broker may stand still."""
+"""A broker may pause for a body larger than this, in bytes."""
 
 Cases = Mapping[str, Hostile]
 
@@ -184,7 +184,7 @@ async def test_no_reply_enters_a_queue_of_delayer(rabbitmq: RabbitMQ, vhost_name
     async with scene(STORE, rabbitmq, vhost_name, store) as (place, daemon, villain):
         rabbitmq.api("PUT", f"/api/queues/{vhost_name}/h.answers", {"durable": True})
         queues = [b"delays", b"delays.refused", b"delays.due", STRAYS.encode(), b"delayer.delay-level-00"]
-        for name in queues[2:]:  # of another time, in native mode
+        for name in queues[2:]:  # left over from native mode
             rabbitmq.api("PUT", f"/api/queues/{vhost_name}/{name.decode()}", {"durable": True})
         answers = await villain.raw.inbox("h.answers")
         for queue in (*queues, b"h.answers"):

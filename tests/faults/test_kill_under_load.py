@@ -21,7 +21,7 @@ LONGEST_LIFE = 0.8
 ENDS_SECONDS = 20.0
 """A lane is free 4 s after its owner hangs; the rest is the start of another daemon, on a busy machine."""
 HELD = 50
-"""Messages in hand of a connection that is lost."""
+"""The number of unacknowledged messages of a lost connection."""
 
 
 def place_of(mode: str, vhost: str, store: str) -> Place:
@@ -45,7 +45,7 @@ async def test_killed_at_random_moments(mode: str, vhost: str, store: str) -> No
                 publishing = asyncio.create_task(ledger.publish(portion - portion // 2))
                 moment = chance.uniform(0, LONGEST_LIFE)
                 print(f"seed {SEED}, life {life}: killed {moment:.3f} s after {'start' if life % 3 == 2 else 'ready'}")
-                await asyncio.sleep(moment)  # not for something to happen: this is the random moment
+                await asyncio.sleep(moment)  # not to wait for anything: this is the random moment
                 daemon.signal(signal.SIGKILL)
                 await daemon.wait()
                 await publishing

@@ -1,4 +1,4 @@
-"""Steps of docs/operations.md that no other test takes: a restored backup, and a store whose machine is gone."""
+"""Steps of docs/operations.md that no other test takes: a restored backup, and a store on a lost machine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -
 
 
 async def archive(postgres: Postgres) -> None:
-    """Everything that was written so far is in the archive."""
+    """Wait until the archive has everything written so far."""
     connection = await asyncpg.connect(postgres.url())
     try:
         name = await connection.fetchval("SELECT pg_walfile_name(pg_switch_wal())")

@@ -26,8 +26,7 @@ from tests.support.servers import Postgres, RabbitMQ
 
 SEED = 7_000
 GROWN_MB = 120
-"""How much larger a daemon may be under any load: its prefetch, a few batches, and what the interpreter does not give
-back."""
+"""The most memory that load may add to a daemon: its prefetch, a few batches, and the interpreter's reserve."""
 FACTOR = 10
 """So many times more is sent than the store takes, over the whole overload."""
 TAKEN_AT_MOST = 100_000
@@ -37,11 +36,11 @@ DEEP = 10_000
 FULL = 0.9
 """The part of the rate before the overload that one pass must reach afterwards. That rate is the slowest of three."""
 GIVEN_BACK_SECONDS = 45.0
-"""Far less than the 30 minutes after which RabbitMQ takes a consumer for dead, and closes its channel."""
+"""Far less than the 30 minutes after which RabbitMQ closes the channel of a slow consumer."""
 CONSUMER_TIMEOUT = 60.0
-"""The same of a broker of our own, in seconds: the shortest that the deadlines for the store leave room for."""
+"""The same limit of the test's broker in seconds: the shortest that the deadlines of the store allow."""
 TICK_MS = 1_000
-"""How often its channels look for deliveries that are too old."""
+"""Milliseconds between two looks of its channels for old deliveries."""
 TOO_OLD = "delivery acknowledgement on channel"
 """The broker's log line when it closes a consumer's channel for that; it logs nothing when it cancels a consumer."""
 
@@ -49,7 +48,7 @@ TOO_OLD = "delivery acknowledgement on channel"
 SLOW_PUBLISHES = 40_000
 """Bytes a second of a slow broker: these messages take over a minute, and the largest takes less than 8 s."""
 SLOW = 700_000
-"""Bytes a second that a slow store takes, and gives."""
+"""Bytes a second of a slow store, each way."""
 SLOW_SECONDS = 75.0
 
 
@@ -68,7 +67,7 @@ async def published(raw: Raw, bodies: Sequence[bytes]) -> None:
 
 
 def via(server: RabbitMQ | Postgres, url: str, proxy: Proxy) -> str:
-    """The same place, through a proxy."""
+    """The same URL, through a proxy."""
     name = unquote(url.rpartition("/")[2])
     return server.url(name, port=proxy.port)
 
@@ -116,7 +115,7 @@ async def test_a_slow_broker_stops_releasing_not_parking(
         await ledger.all_back()
         before, parked_before = megabytes(daemon), await parked(place)
         proxy.slow(bytes_per_second=SLOW_PUBLISHES, to_client=False)
-        # So far ahead that none is due when it is read, on a busy machine too: such a message is not parked.
+        # So far ahead that no message is due at its reading, on a busy machine too: due messages are not parked.
         await ledger.publish(8_000, delay_ms=4_000)
         await eventually(lambda: parked(place), lambda count: count == parked_before + 8_000, timeout=60)
         released = ledger.account.back - 100
@@ -197,7 +196,7 @@ async def overloaded(seconds: float, place: Place, proxy: Proxy, ledger: Ledger,
 async def test_a_lost_store_gives_deliveries_back(
     store_is: str, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
 ) -> None:
-    """Everything that was read is back in the queue, and nothing is read again, until the store is there again."""
+    """All prefetched messages go back to the queue, and the daemon reads none until the store is back."""
     async with Proxy(postgres.port) as proxy, AsyncExitStack() as stack:
         place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
         ledger = await stack.enter_async_context(place.ledger(SEED + 2))
@@ -270,7 +269,7 @@ async def test_large_messages_into_a_slow_store_come_once(rabbitmq: RabbitMQ, po
 
 @asynccontextmanager
 async def impatient_broker() -> AsyncIterator[RabbitMQ]:
-    """With a real consumer timeout, and a consumer that runs into it, so that it is known to act."""
+    """A broker with a short consumer timeout."""
     rabbitmq = RabbitMQ(config={"consumer_timeout": int(CONSUMER_TIMEOUT * 1000)})
     try:
         await asyncio.to_thread(rabbitmq.start)

@@ -30,13 +30,13 @@ QUEUE = "h.mute"
 ROUTES = [{"from": "delayer.in", "to": "delayer.out"}, {"from": "h.in", "to": "h.out"}]
 AT_FIRST, LATER = 10, 15
 MOST = 25.0
-"""Seconds that a good message may be late at the most, once: a publish's time, the trial's, and this machine's."""
+"""The largest lateness of a good message, once: the time of a publish, of its probe, and of this machine."""
 AGAIN = 5.0
-"""Seconds that one may be late afterwards."""
+"""The largest lateness afterwards, in seconds."""
 
 
 def furnish(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """A destination beside that of the good ones."""
+    """Declare a destination beside that of the good messages."""
     rabbitmq.api("PUT", f"/api/exchanges/{vhost}/h.out", {"type": "topic", "durable": True})
     at = f"/api/queues/{vhost}/{QUEUE}"
     rabbitmq.api("PUT", at, {"durable": True, "arguments": {"x-queue-type": "quorum"}})

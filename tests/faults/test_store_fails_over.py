@@ -1,4 +1,4 @@
-"""Postgres in trouble of its own: a standby that is not promoted yet, and a disk that is full."""
+"""Problems of Postgres itself: a standby that is not promoted yet, and a full disk."""
 
 from __future__ import annotations
 

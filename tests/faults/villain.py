@@ -249,7 +249,7 @@ async def turned_away(raw: Raw, message: Message, content_class: int = CONTENT_C
 
 
 async def held_rows(place: Place) -> list[tuple[bytes, str]]:
-    """Body and reason of everything that is held in the store."""
+    """Body and reason of every held message in the store."""
     assert place.store
     async with sql(place.store) as connection:
         return [tuple(row) for row in await connection.fetch("SELECT body, reason FROM held")]
@@ -258,7 +258,7 @@ async def held_rows(place: Place) -> list[tuple[bytes, str]]:
 def _said(arrival: Arrival, header: bytes) -> str:
     try:
         values = arrival.props.all(header)
-    except (AssertionError, IndexError):  # broken bytes, refused as they were
+    except (AssertionError, IndexError):  # broken bytes, refused unchanged
         return ""
     return content(values[0]).decode() if values else ""
 

@@ -1,1 +1,1 @@
-"""Features of routes while things break: each has a ledger that uses it, and a rule by which every number is judged."""
+"""Features of routes under faults: each has a ledger that uses it, and a rule that judges every number."""

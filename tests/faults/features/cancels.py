@@ -95,7 +95,7 @@ async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
     tokens = {f"{id}@{due_ms}": NUMBER.unpack(number)[0] for id, due_ms, number in rows}
     code, output = await commanded(fleet, "cancel", "--json", *tokens)
     now_ms = time.time() * 1000
-    # Out of reach of the store: perhaps it was committed, and the answer lost.
+    # The store was out of reach: perhaps it committed the cancel, and the answer was lost.
     found = dict.fromkeys(tokens, "") if code == REACH else json.loads(output)
     for token, where in found.items():
         what = {"": "unknown", "nowhere": "gone"}.get(where, "cancelled")

@@ -1,6 +1,6 @@
-"""Takeovers: everything that is published into another system's cascade arrives, never early, and once but for faults.
+"""Takeovers: every message in another system's cascade arrives, never early, and twice only after a fault.
 
-Some are parked by the daemon; some, while it is away, go their way through the cascade as their owner made it.
+The daemon parks some of them; the others pass the cascade while the daemon is away.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _PAST = (b"x-first-death-", b"x-last-death-")
 
 
 class Foreign(Ledger):
-    """Publishes as an endpoint does. ``by_itself``: arrivals that no daemon had a hand in."""
+    """Publishes as an endpoint does. ``by_itself``: arrivals without any daemon."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more | {"exchange": ENDPOINT})
         self.by_itself = 0
 
     async def declare(self) -> None:
-        """The cascade, and the endpoint bound to it as its owner binds it."""
+        """Declare the cascade, and the endpoint with its owner's binding."""
         endpoint = Topology(
             (Exchange(ENDPOINT, "topic"),), (), (Binding(CASCADE.delivery, ENDPOINT, "exchange", f"#.{ENDPOINT}"),)
         )
@@ -58,7 +58,7 @@ class Foreign(Ledger):
         return letter._replace(routing_key=key, said=[*headers, *shape], kept=[*headers, *shape])
 
     def _compose(self, now_ms: int, delay_ms: int, absolute: bool | None) -> Outgoing:
-        """Delays of whole seconds, two at the least: shorter ones are the cascade's own affair."""
+        """Delays of whole seconds, two at least: the daemon takes over no shorter ones."""
         seconds = 2 + delay_ms // 1000
         one = super()._compose(now_ms, seconds * 1000, absolute=False)
         return one._replace(exchange=CASCADE.entry(seconds).encode())

@@ -20,11 +20,11 @@ from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
 
 LIMIT_MS: Final = 3_000
-"""Longer than native mode is late by its nature."""
+"""More than the usual lateness of native mode."""
 OVERDUE_MS: Final = 10_000
 """A message published so long after its due instant is always held."""
 AWAY_MS: Final = 10_000
-"""Long enough for the daemons to be stopped meanwhile."""
+"""Long enough to stop the daemons before the messages are due."""
 FOUND: Final = 120.0
 """Seconds within which every message is found: a message between two levels of the cascade stands in no queue."""
 ENVIRON: Final = {
@@ -36,7 +36,7 @@ _HELD: Final = "SELECT substring(body FOR 8) FROM held"
 
 
 class Held(NamedTuple):
-    """By number: in the store, and among the strays, where a number may stand twice."""
+    """Held numbers in the store and among the strays; the strays may have a number twice."""
 
     store: Sequence[int]
     strays: Sequence[int]
@@ -73,7 +73,7 @@ def judged(account: Account, held: Collection[int]) -> Judgement:
             if number not in held:
                 lost.append(number)
             continue
-        came_ms, due_ms = arrivals[0].at_ms, arrivals[0].due_ms  # a delay counts from when it is read, however late
+        came_ms, due_ms = arrivals[0].at_ms, arrivals[0].due_ms  # a delay counts from its reading, also from a late one
         if owed.delay_ms < -LIMIT_MS:
             overdue.append(number)
         elif came_ms > due_ms + LIMIT_MS + AFTERMATH_MS and not excused(account, number, came_ms):

@@ -47,7 +47,7 @@ async def meanwhile(*work: Callable[[], Awaitable[object]]) -> AsyncIterator[Non
 
 
 async def keys_waiting(fleet: Fleet, faults: Iterable[Fault]) -> keys.Judgement:
-    """All that was published is taken in, and becomes due while these faults strike."""
+    """The daemons park everything, and it becomes due while these faults strike."""
     ledger = fleet.ledger
     assert isinstance(ledger, keys.Keyed)
     await ledger.publish(keys.KEYS, delay_ms=HOUR_MS)
@@ -76,7 +76,7 @@ async def cancelling(fleet: Fleet) -> AsyncIterator[None]:
 
 
 async def cancelled_in_peace(fleet: Fleet, seconds: float) -> cancels.Judgement:
-    """Without a fault, for so long."""
+    """Publish and cancel for so long without a fault."""
     ledger = fleet.ledger
     assert isinstance(ledger, cancels.Cancelling)
     async with cancelling(fleet), flowing(ledger, 150, longest_ms=3_000):
@@ -91,7 +91,7 @@ async def retried_in_peace(fleet: Fleet, count: int) -> retries.Judgement:
 
 
 async def retried(fleet: Fleet) -> retries.Judgement:
-    """When all have come to their ends."""
+    """The judgement when every message has come to its end."""
     ledger = fleet.ledger
     assert isinstance(ledger, retries.Failing)
     with suppress(AssertionError):  # the judgement names the missing messages
@@ -104,7 +104,7 @@ async def retried(fleet: Fleet) -> retries.Judgement:
 
 
 async def at_rest(fleet: Fleet) -> bool:
-    """Nothing came, and nothing stood anywhere, for a second."""
+    """Whether no message came or stood anywhere for a second."""
     ledger = fleet.ledger
     assert isinstance(ledger, retries.Failing)
     for _ in range(10):

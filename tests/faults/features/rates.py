@@ -1,4 +1,4 @@
-"""Limited rates: in no stretch of time does more of a route come than it may send. Pure, and a second ledger for it."""
+"""Limited rates: a route never sends more than its rate in any stretch of time. A pure rule, and a second ledger."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ENVIRON: Final = {
     )
 }
 JITTER: Final = 2.0
-"""Seconds by which one message may have been held up more than another between the daemon and us."""
+"""The largest difference in seconds between the transport times of two messages."""
 
 
 class Excess(NamedTuple):
-    """Some stretch in which more came than may."""
+    """A stretch of time with too many arrivals."""
 
     messages: int
     seconds: float

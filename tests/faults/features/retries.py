@@ -31,12 +31,12 @@ def fails(number: int) -> int:
 
 
 def pause_ms(retries: int) -> int:
-    """The least that passes before it comes back for the ``retries``-th time."""
+    """The shortest pause before it comes back for the ``retries``-th time."""
     return FIRST_MS * FACTOR ** (retries - 1)
 
 
 def tries(number: int) -> int:
-    """The last of ``x-delayer-retries`` with which it comes to its queue."""
+    """The last value of ``x-delayer-retries`` with which it comes to its queue."""
     return min(fails(number), ATTEMPTS)
 
 

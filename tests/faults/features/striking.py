@@ -27,7 +27,7 @@ from tests.support.servers import Postgres, RabbitMQ
 HEALING: Final = 120.0
 """Seconds that a fault may take longer than it lasts."""
 HANGS: Final = 6.0
-"""Seconds after which the lanes of a daemon that hangs are free."""
+"""Seconds after which the lanes of a hung daemon are free."""
 REACH: Final = 3
 """The exit code of a command that found broker or store out of reach."""
 
@@ -52,7 +52,7 @@ def handful(seed: int, *, daemons: int = 2, adopted: bool = False, store: bool =
 async def opened(
     rabbitmq: RabbitMQ, postgres: Postgres, directory: Path, kind: type[Ledger] = Ledger, **more: Any
 ) -> AsyncIterator[Fleet]:
-    """A fleet whose account knows of the times of faults."""
+    """A fleet whose account knows the times of its faults."""
     async with Fleet.open(rabbitmq, postgres, directory, ledger=kind, **{"mode": "store", **more}) as fleet:
         await fleet.settled()
         fleet.ledger.account.windows = []
@@ -160,7 +160,7 @@ async def due_from_now(fleet: Fleet, seconds: float) -> None:
     at = datetime.fromtimestamp(due_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{due_ms % 1000:03d}Z"
     fleet.ledger.account.reschedule(due_ms)
     while (await commanded(fleet, "reschedule", "--all", "--yes", "--at", at))[0]:
-        pass  # it can be said again
+        pass  # the command can be repeated
 
 
 async def numbers_in(fleet: Fleet, queue: str) -> list[int]:

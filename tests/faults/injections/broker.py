@@ -20,7 +20,7 @@ LOSSES = 50
 A_PORTION = 0.4
 """Seconds within which a consumer beside the daemons gets a message, at ten publishes a second."""
 MOST_LOSSES = 25
-"""So many of them have to have had messages in hand: more than the 20 after which a delivery limit by default acts."""
+"""So many of them must have had messages in hand: more than the default delivery limit of 20."""
 
 NOBODY = "the broker knew of no connection of the daemons"
 
@@ -62,7 +62,7 @@ async def _alarm(fleet: Fleet, fault: Fault, alarm: str, limit: str, low: str, u
 
 
 async def _ctl(fleet: Fleet, *words: str) -> None:
-    """Again if it fails: a node that is busy with other faults may not answer in time."""
+    """Run rabbitmqctl, again after a failure: a node that is busy with other faults may not answer in time."""
     for last in (False, False, True):
         try:
             await asyncio.to_thread(fleet.rabbitmq.ctl, *words)
@@ -74,13 +74,13 @@ async def _ctl(fleet: Fleet, *words: str) -> None:
 
 
 async def connections_closed(fleet: Fleet, fault: Fault) -> None:
-    """By an operator, all of the daemons'."""
+    """An operator closes all connections of the daemons."""
     if not await fleet.close_connections():
         raise Untouched(NOBODY)
 
 
 async def permissions_taken(fleet: Fleet, fault: Fault) -> None:
-    """The daemons' user may do nothing for ``seconds``; its connections are closed so that it is asked again."""
+    """The daemons' user has no rights for ``seconds``; the broker checks them again as its connections are closed."""
     await fleet.permit("^$")
     try:
         if not await fleet.close_connections():
@@ -91,7 +91,7 @@ async def permissions_taken(fleet: Fleet, fault: Fault) -> None:
 
 
 async def destination_deleted(fleet: Fleet, fault: Fault) -> float:
-    """Publishing to it makes the broker close the channel; ``seconds`` later it is there again."""
+    """Delete the exchange: a publish to it closes the channel. ``seconds`` later it is there again."""
     await fleet.settled()
     before, begin_ms = fleet.told("message held"), time.time() * 1000
     async with await aio_pika.connect(fleet.place.broker) as connection:

@@ -14,13 +14,13 @@ from tests.faults.place import eventually, stopped
 from tests.support.memory import out_of_memory
 
 POINT_SECONDS = 8.0
-"""How long a daemon has to come to its fault point, under load; one that does not is killed where it is."""
+"""Seconds for a daemon to reach its fault point under load; after that it is killed anywhere."""
 LANE_SECONDS = 30.0
-"""A daemon that hangs for so long has lost its lanes to the other one, if that lives."""
+"""A daemon that hangs for so long has lost its lanes to the other one, if that one runs."""
 SOME = 20
-"""So many messages in its lanes are there still when it has stopped."""
+"""So many messages in its lanes last until it has stopped."""
 NOTICED_SECONDS = 60.0
-"""Within which it knows, once it goes on."""
+"""Seconds within which it notices the loss, once it goes on."""
 STOP_SECONDS = 10.0
 """The promised limit of a stop."""
 
@@ -51,7 +51,7 @@ async def killed(fleet: Fleet, fault: Fault) -> None:
 
 
 async def without_memory(fleet: Fleet, fault: Fault) -> None:
-    """The kernel kills it for want of memory."""
+    """The kernel kills it because memory is short."""
     daemon = of(fleet, fault)
     async with replaced(daemon, fault):
         await asyncio.to_thread(out_of_memory, daemon.process.pid)
@@ -93,7 +93,7 @@ async def hanging(fleet: Fleet, fault: Fault) -> None:
 
 
 async def _some_rows(fleet: Fleet, daemon: Kept) -> int:
-    """How many messages its lanes have; SOME are enough."""
+    """The number of messages in its lanes, up to SOME."""
     number: int = await fleet.sql(
         "SELECT count(*) FROM (SELECT FROM message WHERE lane IN"
         f" (SELECT number FROM lane WHERE owner LIKE '%:{daemon.process.pid}') LIMIT {SOME}) AS found"
@@ -102,7 +102,7 @@ async def _some_rows(fleet: Fleet, daemon: Kept) -> int:
 
 
 def _losses(daemon: Kept) -> int:
-    """How often it said that a lane is not its own any more."""
+    """The number of its log lines about lost lanes."""
     return daemon.told["lane lost"] + daemon.told["lane connection broken"]
 
 

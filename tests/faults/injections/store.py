@@ -35,7 +35,7 @@ async def stopped(fleet: Fleet, fault: Fault) -> None:
 
 
 async def connections_ended(fleet: Fleet, fault: Fault) -> None:
-    """All connections of the daemons one by one, spread over ``seconds``."""
+    """End all connections of the daemons one by one, spread over ``seconds``."""
     await _end(fleet, OURS, fault.seconds)
 
 
@@ -72,7 +72,7 @@ async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
 
 
 async def disk_full(fleet: Fleet, fault: Fault) -> None:
-    """No table can grow beyond ``detail`` bytes for ``seconds``. It must be more than a file of the WAL has."""
+    """No table can grow beyond ``detail`` bytes for ``seconds``. The limit must exceed the size of a WAL file."""
     before = await _refusals(fleet)
     limit_files(fleet.postgres, int(fault.detail))
     try:
@@ -84,7 +84,7 @@ async def disk_full(fleet: Fleet, fault: Fault) -> None:
 
 
 async def _refusals(fleet: Fleet) -> int:
-    """How often a file could not grow, by the server's log."""
+    """The number of failed file extensions in the server's log."""
     return (await asyncio.to_thread(fleet.postgres.log)).count("File too large")
 
 
