@@ -24,7 +24,7 @@ COPY_COLUMNS = (*envelope.COLUMNS, "id")
 
 
 def broker(place: Place, kind: str, count: int, size: int) -> tuple[float, float]:
-    """Confirmed publishes and consumed messages a second, one queue of that kind, one after the other."""
+    """Confirmed publishes and consumed messages a second, one after the other, through one queue of that kind."""
     queue = f"bench.ceiling.{kind}"
     plain = Plain(place.broker_url)
     try:
@@ -43,8 +43,8 @@ def broker(place: Place, kind: str, count: int, size: int) -> tuple[float, float
 
 
 async def copy(url: str, count: int, size: int, sessions: int) -> float:
-    """Rows a second of binary COPY into a table shaped like one partition, every batch a transaction, through so many
-    sessions side by side. The rows are made beforehand.
+    """Rows a second of binary COPY into a table shaped like one partition, through parallel sessions. Every batch is a
+    transaction, and the rows are made beforehand.
     """
     connections = [await asyncpg.connect(url) for _ in range(sessions)]
     try:

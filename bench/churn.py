@@ -16,7 +16,7 @@ from delayer.core.units import DAY_MS
 from delayer.store.rows import partitions
 
 LOOKS = 60
-"""Over the whole time."""
+"""The number of looks over the whole time."""
 # The text of sql/claim.sql in pg_stat_statements.
 _CLAIMS = """
 SELECT coalesce(sum(calls), 0)::bigint AS calls, coalesce(sum(total_exec_time), 0)::float8 AS ms,
@@ -80,7 +80,7 @@ async def run(bench: Bench) -> None:
     if not watching.cancelled():
         watching.result()  # it ended by a failure, which must not look like a table that does not grow
     report(bench, [steady], **at)
-    # The first rows are out after the longest delay, the last come in that much before the end.
+    # The first rows are out after the longest delay, and the last come in one such delay before the end.
     warm = options.longest_delay + 3
     looks = [look for look in looks if warm <= look.at <= options.churn_seconds + warm]
     settled = [look for look in looks if look.at >= warm + options.churn_seconds * SETTLED] or looks

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 Pids = Callable[[], Iterable[int]]
-"""The processes of one tree, as they are now."""
+"""A function for the current processes of one tree."""
 
 
 def tree(root: int) -> list[int]:
@@ -58,7 +58,7 @@ class Meter:
     def read(self) -> dict[str, float]:
         """CPU seconds by name since the last reading."""
         now = {name: cpu_seconds(pids()) for name, pids in self._trees.items()}
-        used = {name: max(now[name] - self._last.get(name, 0.0), 0.0) for name in now}  # one that ended: 0
+        used = {name: max(now[name] - self._last.get(name, 0.0), 0.0) for name in now}  # an ended tree: 0
         self._last = now
         return used
 
@@ -70,7 +70,7 @@ class Neighbours:
         self._began, self._busy = time.monotonic(), self._others()
 
     def cores(self) -> float:
-        """Cores that they kept busy, on average since this was made."""
+        """The average number of cores that they kept busy so far."""
         return max(self._others() - self._busy, 0.0) / max(time.monotonic() - self._began, 1e-9)
 
     @staticmethod

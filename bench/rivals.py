@@ -2,7 +2,7 @@
 
     python -m bench.rivals kombu '{"url": …}'
 
-They answer with a line of JSON, like bench/traffic.py.
+Their answer is a line of JSON, like that of bench/traffic.py.
 """
 
 from __future__ import annotations

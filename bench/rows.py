@@ -83,7 +83,7 @@ async def put_due(connection: asyncpg.Connection, count: int, size: int, lanes: 
 
 async def put_backlog(url: str, rows: int, size: int, say: Callable[[str], None], lanes: int = 2) -> None:
     """Insert ``rows`` that are due over the coming BACKLOG_DAYS; then do the work of autovacuum."""
-    # Without limits on the time of a statement, on either side: some of these take minutes.
+    # Without limits on the time of a statement, on either side: some statements take minutes.
     more = {"statement_timeout": "0"}
     writers = [await pool.connect_plain(url, "bench", more, command_seconds=None) for _ in range(WRITERS)]
     try:

@@ -33,7 +33,7 @@ class Options:
     churn_rate: int = 5000
 
     def count_of(self, size: int) -> int:
-        """Large messages are fewer, so that a section takes about as long for every size."""
+        """The count for this size: fewer large messages, so that a section takes about as long for every size."""
         return thousands(self.count if size <= 1024 else self.count // 2)
 
 
@@ -89,7 +89,7 @@ class Bench:
         return [pair for pair in pairs if not (self.options.quick and all(pair) and pair[1] != self.options.sizes[0])]
 
     async def place(self, backlog: int = 0) -> Place:
-        """An empty store, or the one with that many rows waiting, which is filled once and kept."""
+        """An empty store, or the one with so many waiting rows, which is filled once and kept."""
         if not backlog:
             return await self.servers.place()
         if self._backlogged is None:

@@ -31,7 +31,7 @@ POSTGRES: Mapping[str, str | int] = {
     "shared_preload_libraries": "pg_stat_statements",
 }
 SEGMENTS = 100
-# RabbitMQ's own default; the rig has a smaller one, which rolls the log over all the time.
+# The default of RabbitMQ; the test setup has a smaller value, which rolls the log over all the time.
 BROKER: Mapping[str, str | int] = {"raft.wal_max_size_bytes": 512 << 20}
 
 
@@ -97,7 +97,7 @@ class Servers:
         return Place(self, mode, url, store_url, config)
 
     async def prepare(self) -> None:
-        """The schema, once; every database is a copy."""
+        """Make the schema once; every database is a copy."""
         await asyncio.to_thread(self.postgres.add_database, TEMPLATE)
         await self._place("store", "/", TEMPLATE).delayer("db", "upgrade")
         await asyncio.to_thread(
@@ -107,8 +107,8 @@ class Servers:
     async def age(self) -> None:
         """Make the database like one that has run for a day: with log segments to use again.
 
-        A new server makes each segment of 16 MB when it is needed, and every commit waits for that: 50 ms every 4 s at
-        5,000 messages a second, which hid everything else in the last percent of the lateness.
+        A new server makes each segment of 16 MB when it is needed, and every commit waits for that. At 5,000 messages a
+        second this took 50 ms every 4 s, and hid everything else in the last percent of the lateness.
         """
         connection = await asyncpg.connect(self.postgres.url())
         try:

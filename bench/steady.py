@@ -1,6 +1,6 @@
-"""The same number in and out every second, with delays of mixed lengths: lateness, CPU a message, memory.
+"""Steady traffic, the same rate in and out, with delays of mixed lengths: lateness, CPU a message, memory.
 
-Nothing is measured before the longest delay has passed: until then more comes in than goes out.
+The measurement begins when the longest delay has passed: before that more comes in than goes out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.traffic import Helper
 
 SIZE = 512
 LEAD_SECONDS = 1.2
-"""For the helpers to start."""
+"""Time for the helpers to start."""
 PATIENCE_SECONDS = 20.0
 TOO_LATE_MS = 1000.0
 """If half of the messages are so late, the machine is too small for that rate."""

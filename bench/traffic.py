@@ -3,8 +3,8 @@
     python -m bench.traffic publish '{"url": …}'
 
 They answer with a line of JSON. Both use as little CPU as possible, because they share the cores with the measured
-programs: the publisher sends prebuilt frames a hundred times a second, the consumer looks for one header with a regular
-expression instead of reading frames.
+programs. The publisher sends prebuilt frames a hundred times a second, and the consumer does not parse frames: it finds
+one header by a regular expression.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.plain import PORTION, Plain, message, portions
 ROOT = Path(__file__).parents[1]
 TICK = 0.01
 CHUNKS = 200
-"""Different writes that the publisher goes round in."""
+"""The number of different writes that the publisher repeats."""
 SMALL_READ = 1 << 14
 ACKNOWLEDGED_TOGETHER = 500
 REST_SECONDS = 0.0005
@@ -186,7 +186,7 @@ def _read(plain: Plain, count: int, patience: float, tally: Tally | None = None)
 
 
 class Helper:
-    """One of the above in a process of its own."""
+    """One of these functions in a process of its own."""
 
     def __init__(self, verb: str, order: dict[str, Any], module: str = "bench.traffic") -> None:
         command = [sys.executable, "-m", module, verb, json.dumps(order)]

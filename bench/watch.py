@@ -1,4 +1,4 @@
-"""Looking at a daemon from outside while it works: the store's counters, the depth of queues."""
+"""The view of a working daemon from outside: the store's counters, the depth of queues."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def follow(
 
 
 class Counters:
-    """The store's counters, since this was opened."""
+    """The store's counters, counted from the opening on."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self.connection = connection

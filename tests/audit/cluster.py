@@ -66,7 +66,7 @@ class Cluster:
         return {"SPARK_CONF_DIR": str(settings)}
 
     def executors(self) -> list[psutil.Process]:
-        """The JVMs that work on tasks now."""
+        """The JVMs of the running executors."""
         found = []
         for pid in self._families[-1].pids():
             try:

@@ -1,6 +1,6 @@
 """One Spark session for a whole run of the tests.
 
-A JVM takes 4 s and half a gigabyte, so only one worker of pytest-xdist should have one: tests/conftest.py gives all
+A JVM takes 4 s and half a gigabyte, so only one worker of pytest-xdist should have one. tests/conftest.py gives all
 tests of this directory to the same worker. Long tests without Spark belong elsewhere.
 """
 

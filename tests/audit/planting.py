@@ -105,7 +105,7 @@ PACKED = [
 
 
 class Planting:
-    """Every violation; :meth:`everything` plants all of them."""
+    """All violations; :meth:`everything` plants them."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
@@ -186,7 +186,7 @@ class Planting:
         return [("integrity", "violation", "lane 1, waiting: the properties cannot be decoded", 1)]
 
     async def _partition(self) -> Findings:
-        """A partition with the name of one day and the bounds of the next: its rows are due outside it, and rows of the
+        """A partition with the name of one day and the bounds of the next. Its rows are due outside it, and rows of the
         day of its name are in the default one."""
         day = await self._connection.fetchval("SELECT (extract(epoch FROM now()) / 86400)::int + 300")
         low, high = bounds_of(day + 1)

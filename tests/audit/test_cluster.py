@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.long, pytest.mark.deadline(400)]
 
 COUNT = 3_000
 SLOW = 40_000
-"""Bytes a second, of about a megabyte."""
+"""Bytes a second; the store has about a megabyte."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Compact, over Spark, and restore from end to end, on a real store; and their command lines."""
+"""Compact over Spark and restore, from end to end on a real store, and their command lines."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ async def test_restore_is_killed(database: str, step: str) -> None:
 
 @pytest.mark.parametrize("step", ["compact.written", "compact.committed"])
 async def test_the_worker_is_killed(spark: SparkSession, database: str, step: str) -> None:
-    """Until Spark gives up: every message is a row or in one segment, and the same command again finishes the work.
+    """Workers die until Spark gives up: every message is a row or in one segment, and another run finishes the work.
     The other steps are those of tests/faults/test_crash_segments.py."""
     async with filled(database, FEW):
         before = await everything(database)

@@ -64,7 +64,7 @@ async def test_the_password_is_not_visible_during_a_job(
     files = [content for place in places for content in contents(place)]
     assert not [text for text in seen if PASSWORD in text]
     assert not [one for one in files if PASSWORD.encode() in one]
-    # The search does find things.
+    # The search works: it finds other words.
     assert any("packing" in text for text in seen)
     assert any(b"packing" in one for one in files)
     assert any("pyspark.daemon" in text for text in processes)

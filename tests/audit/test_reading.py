@@ -1,4 +1,4 @@
-"""The data source, the snapshot and the extract: Spark sees what Postgres has, all of it of one instant."""
+"""The data source, the snapshot and the extract: Spark sees all rows of Postgres, as of one instant."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.support.store import sql
 
 READER = "auditor"
 LATE_MS = 58_000
-"""Not overdue yet; and overdue two seconds later (rules.GRACE_MS)."""
+"""A lateness that counts as overdue two seconds later (rules.GRACE_MS)."""
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ class AdminHand:
         await self._channel.declare_queue(name, durable=True, arguments=dict(arguments or {}))
 
     async def exchange(self, name: str, *, kind: str = "direct", internal: bool = False, to_q: str = "") -> None:
-        """An exchange; the queue ``q`` is bound to it by the key ``to_q``, if there is one."""
+        """Declare an exchange, and bind the queue ``q`` to it by the key ``to_q``, if given."""
         await self._channel.declare_exchange(name, kind, durable=True, internal=internal)
         if to_q:
             await self.bind("q", name, to_q)
@@ -60,7 +60,7 @@ class AdminHand:
         await self._channel.queue_delete(name)
 
     async def drain(self, queue: str) -> list[bytes]:
-        """Take every message that is ready; their bodies."""
+        """Take every ready message. Returns their bodies."""
         found = await self._channel.get_queue(queue, ensure=False)
         taken = []
         while (one := await found.get(no_ack=True, fail=False)) is not None:
@@ -103,7 +103,7 @@ async def relay_to(address: Address) -> AsyncIterator[ReconnectingConnection]:
 
 @dataclass(frozen=True)
 class World:
-    """Everything that a test has; ``publisher`` gives up after :data:`BOUND` seconds."""
+    """The parts of a test; ``publisher`` gives up after :data:`BOUND` seconds."""
 
     publisher: AmqpPublisher
     consumer: AmqpConsumer

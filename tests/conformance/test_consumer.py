@@ -157,13 +157,13 @@ async def test_a_queue_deleted_under_its_consumer(place: Place) -> None:
 
 
 async def test_a_cut_connection(place: Place) -> None:
-    """The subscription is over; a new one gets everything that was not settled."""
+    """The subscription ends; a new one gets all unsettled deliveries."""
     async with reading(place, 6) as (world, subscription):
         found = await take(subscription, 6)
         subscription.ack(found[1].tag, multiple=True)
         await world.network.refuse()
         await until_lost(subscription)
-        subscription.ack(found[-1].tag, multiple=True)  # does nothing
+        subscription.ack(found[-1].tag, multiple=True)  # has no effect
         subscription.stop()
         await subscription.close()
         with pytest.raises(BrokerLost):

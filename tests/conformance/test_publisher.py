@@ -77,7 +77,7 @@ async def test_messages_without_a_token(place: Place) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 9])
 async def test_a_missing_exchange(place: Place, first: int) -> None:
-    """Its messages are returned; the others are confirmed, and there once."""
+    """Messages to it are returned; the others are confirmed, and arrive once."""
     async with place.world("q") as world:
         where = ["missing" if n >= first and n % 3 == first % 3 else "" for n in range(12)]
         for _ in range(2):
@@ -195,7 +195,7 @@ async def test_without_a_connection(place: Place) -> None:
         await world.network.refuse()
         async with asyncio.timeout(BOUND * 3):
             with pytest.raises(BrokerLost):
-                while True:  # until the cut is noticed here too
+                while True:  # until the client notices the cut too
                     await world.publisher.publish([message(1, "q")])
             with pytest.raises(BrokerLost):
                 await world.publisher.publish([message(2, "q")])

@@ -54,7 +54,7 @@ async def far_away(place: Place, round_trip: float) -> AsyncIterator[tuple[World
 
 
 async def refusing(_timeout: float) -> Connection:
-    """In the place of ReconnectingConnection.another: a broker that lets in no second connection."""
+    """A replacement of ReconnectingConnection.another: the broker allows no second connection."""
     raise AccessRefused(530, "connection limit is reached")
 
 

@@ -33,7 +33,7 @@ LONG = [
 
 
 async def broker_says(vhost: str, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-    """One exchange with one binding at a time: is the message routed?"""
+    """Whether the broker routes each message, with one binding at a time."""
     found = {}
     connection = await aio_pika.connect(vhost)
     async with connection, connection.channel(on_return_raises=True) as channel:

@@ -28,7 +28,7 @@ def delayer(vhost: str, database: str) -> Iterator[Run]:
     ours = nothing | {"DELAYER_CONFIG": os.devnull, "DELAYER_BROKER__URL": vhost, "DELAYER_STORE__URL": database}
 
     def run(*arguments: str, expect: int = 0, stdin: bytes = b"", **more: str | None) -> Result:
-        # In a thread: the command has an event loop of its own, and the test may have one too.
+        # In a thread: the command has its own event loop, and the test may have one too.
         call = partial(CliRunner().invoke, cli, arguments, env=ours | more, input=stdin, prog_name="delayer")
         with ThreadPoolExecutor(1) as thread:
             result = thread.submit(call).result(60)

@@ -110,14 +110,14 @@ def patterns_of(mode: str) -> Patterns:
 
 
 def besides(what: str) -> Patterns:
-    """The patterns of the page's table in the row that begins so, without anchors, several of them behind commas."""
+    """The patterns of the page's table in the row that begins with ``what``, without anchors."""
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {what}")]
     cells = [cell.strip() for cell in row.split("|")[2:-1]]
     return Patterns(*(",".join(re.findall("`([^`]+)`", cell)) for cell in cells))
 
 
 def with_besides(whole: Patterns, *more: Patterns) -> Patterns:
-    """The page's patterns with those of rows of its table in them."""
+    """The page's patterns, with those of these rows of its table added."""
     joined = []
     for kind in Patterns._fields:
         added = [one for row in more for one in getattr(row, kind).split(",") if one]

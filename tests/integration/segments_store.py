@@ -16,7 +16,7 @@ from delayer.store.segments.catalog import FOREVER_MS
 from tests.support.store import sql
 
 START_MS = 1_900_000_000_000 // DAY_MS * DAY_MS
-"""The first instant of a day that is far away."""
+"""The first instant of a day in the far future."""
 
 
 @asynccontextmanager

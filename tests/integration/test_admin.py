@@ -212,7 +212,7 @@ async def test_a_lost_connection_is_said_so(rabbitmq: RabbitMQ, vhost: str) -> N
         await admin.depths(["nowhere"])
         await asyncio.to_thread(rabbitmq.ctl, "close_all_connections", "--vhost", urlsplit(vhost).path[1:], "test")
         with pytest.raises(BrokerUnreachable):
-            while True:  # the broker's close travels while we ask
+            while True:  # the broker's close may still be on its way
                 await admin.depths(["nowhere"])
 
 

@@ -58,7 +58,7 @@ async def test_messages_arrive_once_on_time_and_only_at_their_address(vhost: str
         await here.inboxes["orders"].got([b"3 last"])
         assert await here.waiting() == {}
     for body, due_ms in sent.items():
-        # Two clocks' roundings: the broker counts whole milliseconds.
+        # Both clocks round: the broker counts whole milliseconds.
         assert due_ms - 2 <= inbox.only(body).at_ms < due_ms + 2_000, body
     counts = [len(here.inboxes[name].arrivals) for name in ("sales.orders", "orders", "eu.sales.orders")]
     assert counts == [len(sent), 1, 0]
@@ -74,8 +74,8 @@ async def test_the_longest_delays_wait_in_level_27_and_nowhere_else(vhost: str, 
 
 
 async def test_strays_are_set_aside_and_block_no_other_message(vhost: str) -> None:
-    """40 are more than the 32 that a level's dead-letter worker has in flight: without an alternate exchange, the five
-    behind them would never arrive."""
+    """A level's dead-letter worker has at most 32 messages in flight. Without an alternate exchange 40 strays would
+    block the five messages behind them for ever."""
     async with bench(vhost, "delayer", "good") as here:
         strays = here.cascade.strays
         await here.send(0, "nobody", b"bad at once")
@@ -90,7 +90,7 @@ async def test_strays_are_set_aside_and_block_no_other_message(vhost: str) -> No
 
 @pytest.mark.parametrize("exchange", ["delayer.in", ""])
 async def test_messages_that_expire_in_the_intake_queue_are_refused(vhost: str, exchange: str) -> None:
-    """A CC header would route an expired message to its own keys again, were the refused exchange not a fanout."""
+    """The refused exchange is a fanout: otherwise CC would route an expired message to its own keys again."""
     async with await Raw.connect(vhost) as raw, await Admin.connect(vhost) as admin:
         await declare(vhost, intake_topology())
         props = Props(headers=((b"CC", array(text("delays"))),), expiration=b"50", delivery_mode=2)

@@ -167,7 +167,7 @@ async def test_verify_finds_exactly_the_broken_object(
 @pytest.mark.parametrize(
     ("action", "errors"),
     [
-        (unbind_exchange, []),  # AMQP does not tell bindings
+        (unbind_exchange, []),  # AMQP does not list bindings
         (delete_queue, [("error", "queue", OURS.level(5))]),
         (wrong_ttl, [("error", "queue", OURS.level(5))]),
     ],
@@ -197,7 +197,7 @@ async def test_a_policy_that_shortens_delays_is_found(rabbitmq: RabbitMQ, vhost:
     name = quote(urlsplit(vhost).path[1:], safe="")
     harmless = {"pattern": "", "definition": {"alternate-exchange": "x"}, "apply-to": "exchanges", "priority": 9}
     kept: dict[str, object] = {"message-ttl": 500}
-    if rabbitmq.version >= (4, 3):  # earlier ones refuse such a policy
+    if rabbitmq.version >= (4, 3):  # earlier brokers refuse such a policy
         kept |= {"delayed-retry-type": "all", "delayed-retry-min": 1000, "consumer-timeout": 60_000}
     short = {"pattern": "^delays$", "definition": kept, "apply-to": "queues"}
     await asyncio.to_thread(rabbitmq.api, "PUT", f"/api/policies/{name}/harmless", harmless)

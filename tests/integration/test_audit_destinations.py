@@ -24,7 +24,7 @@ def target(exchange: str | bytes, key: str | bytes, first_due_ms: int = 1_000, m
 
 
 async def topology(channel: AbstractChannel) -> None:
-    """Every kind of exchange: bound to queues, to each other in a circle, to alternates that exist and that do not."""
+    """Exchanges of every kind: bound to queues, to each other in a circle, to existing and missing alternates."""
     queue = await channel.declare_queue("somewhere", durable=True)
     last = await channel.declare_exchange("last", "fanout", durable=True)
     await queue.bind(last)

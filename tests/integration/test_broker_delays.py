@@ -22,7 +22,7 @@ HOUR_MS = 3_600_000
 
 
 async def publish(vhost: str, *queues: str, when: int | None = None) -> None:
-    """A message to each queue, which the broker delays by an hour; and the destination, so that `check` misses none."""
+    """Publish a message to each queue, which the broker delays by an hour; and declare the destination for `check`."""
     at = time.time_ns() // 1_000_000 + HOUR_MS if when is None else when
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.out", "topic", durable=True)

@@ -40,7 +40,7 @@ def order(due_ms: int, body: bytes, **more: object) -> Parcel:
 
 
 async def filled(database: str) -> tuple[int, dict[bytes, str]]:
-    """Five messages: one soon, one with a key, one in a segment, one far away, one held. Now, and their names."""
+    """Five messages: one soon, one with a key, one in a segment, one far away, one held. Returns now, and their ids."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
         await place.park(lane, [parcel(now + 20 * DAY_MS, b"packed")], [])

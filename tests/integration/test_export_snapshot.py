@@ -32,7 +32,7 @@ async def now_ms(admin: asyncpg.Connection) -> int:
 
 
 async def fill(admin: asyncpg.Connection) -> set[int]:
-    """Rows, and one segment at the far end. The ids of all."""
+    """Write rows, and one segment at the far end. Returns all ids."""
     due_ms = await now_ms(admin) + 100 * DAY_MS
     await put(admin, rows(WAITING, due_ms))
     await compact(admin, after_ms=due_ms + DAY_MS * 9 // 10)
@@ -50,7 +50,7 @@ async def _restore(admin: asyncpg.Connection) -> None:
 
 
 async def _reschedule(admin: asyncpg.Connection) -> None:
-    """The last become the first."""
+    """Make the last messages the first."""
     last = "(SELECT id FROM message ORDER BY due_at DESC, id DESC LIMIT 400)"
     await admin.execute(f"UPDATE message SET due_at = due_at - interval '50 days' WHERE id IN {last}")
 
@@ -129,7 +129,7 @@ async def _export_beside_a_compaction(database: str, pipe: Path, closing: ExitSt
         file = await asyncio.to_thread(pipe.open, "rb")
         closing.callback(file.close)
         first = await asyncio.to_thread(file.readline)
-        await admin.execute("SET idle_in_transaction_session_timeout = 0")  # This one packs segments meanwhile.
+        await admin.execute("SET idle_in_transaction_session_timeout = 0")  # This session packs segments meanwhile.
         await admin.execute("ALTER SYSTEM SET idle_in_transaction_session_timeout = '200ms'")
         await admin.execute("SELECT pg_reload_conf()")
         try:

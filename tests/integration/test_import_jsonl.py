@@ -1,5 +1,5 @@
-"""Backlogs in files: `delayer export` and `delayer import jsonl`, from one store into another, exact to the byte; and
-the dump of the delayed-message plugin by docs/importing.md, made by a real broker.
+"""Backlogs in files: `delayer export` and `delayer import jsonl`, from one store into another, exact to the byte. A
+real broker makes the dump of the delayed-message plugin by docs/importing.md.
 
 Debian's brokers have no such plugin: a table of the same name and shape replaces its table. The broker's own code makes
 the messages, in the form of its version.
@@ -80,7 +80,7 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
         await place.park(lane, letters(200, place.now_upper_ms(), random.Random(1)), [])
         await compact(admin, after_ms=place.now_upper_ms() + 100 * DAY_MS)
         held = [one._replace(key=one.key and b"held " + one.key) for one in letters(5, 0, random.Random(2))]
-        held[0] = held[0]._replace(token=b"30a6aca3c8ea4ae8a9a83c9bd2a3c2ab")  # as it was published before it was held
+        held[0] = held[0]._replace(token=b"30a6aca3c8ea4ae8a9a83c9bd2a3c2ab")  # the id of a publish before the hold
         await place.hold(
             lane,
             [
@@ -125,7 +125,7 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
 
 
 async def content_unpacked(database: str) -> list[tuple[object, ...]]:
-    """The same of a store whose segments are restored first."""
+    """The content of a store after a restore of all segments."""
     from delayer.store.segments import catalog, restore
 
     async with sql(database) as admin:
@@ -323,7 +323,7 @@ async def test_a_waiting_message_wins_over_an_imported_one_of_its_key(
         ]
         await place.park(lane, new[:1], [])
         await place.park(lane, new[1:], [])
-        await admin.execute("UPDATE message_key SET id = -1 WHERE key = 'order-1'")  # and one that stands for nothing
+        await admin.execute("UPDATE message_key SET id = -1 WHERE key = 'order-1'")  # and one key without a message
         seen = json.loads(delayer("import", "jsonl", "preview", *words, expect=ExitCode.FOUND).stdout)
         assert seen["superseded"] == 1
         assert seen["remarks"][-1] == "line 1: will not be imported: a message waits under its key 'order-0'"

@@ -61,7 +61,7 @@ def nservicebus(n: int, seconds: int, sent_ms: int, **more: Any) -> Props:
 
 @pytest.mark.parametrize("kind", ["nservicebus-v2", "nservicebus-v1"])
 async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str, kind: Any) -> None:
-    """Dotted addresses, one that is a suffix of another, one that does not exist, a delayed retry, no headers."""
+    """Dotted addresses, an address that is a suffix of another, a missing address, a delayed retry, no headers."""
     if kind == "nservicebus-v1" and rabbitmq.version >= (4, 3):
         pytest.skip("RabbitMQ 4.3 refuses x-queue-mode, and with it this cascade")
     cascade = Cascade(kind)
@@ -99,7 +99,7 @@ async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, rabbitmq: Rabb
         assert (row["to_exchange"], row["to_key"]) == (b"", address)
         sent_as = Props() if isinstance(props, bytes) else props.sorted_if(rabbitmq.sorts_headers)
         assert row["properties"] == sent_as.encode()
-        # Never early, and not later than it could be known.
+        # Never early, and not later than the import could know.
         assert began + seconds * 1000 <= row["due_at"] <= ended + seconds * 1000 + 1_000, body
     async with await Admin.connect(vhost) as admin:
         depths = await admin.depths(level.name for level in cascade.levels())
@@ -176,7 +176,7 @@ EASYNETQ = "Shop.Remind, Shop"
 
 
 async def test_hold_queues(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str) -> None:
-    """The families of the field, by their own names and arguments."""
+    """Hold queues of the usual libraries, with their own names and arguments."""
     families = {
         # Laravel, enqueue, MailerQ's powers of two, Symfony, EasyNetQ, the retry pair with its time in the message.
         "default.delay.900000": {**RETRY, "x-message-ttl": 900_000, "x-dead-letter-routing-key": "default"},
@@ -286,7 +286,7 @@ def instant(at_ms: int) -> str:
 
 
 async def test_the_soonest_due_first(delayer: Run, vhost: str, database: str) -> None:
-    """By the levels from the lowest up, and in a level by the bits below it."""
+    """The order is by level from the lowest up, and in a level by the bits below it."""
     delays = [5_000_000, 900, 2_000, 100_001, 800, 70, 100_000, 1_999]
     await publish(vhost, *delays)
     assert json.loads(delayer(*RUN, "--limit", "3").stdout)["parked"] == 3

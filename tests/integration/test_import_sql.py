@@ -112,7 +112,7 @@ def source(request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[Sourc
 
 
 def source_of(kind: str, request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[Source]:
-    """A fresh database there; MariaDB is started when it is first asked for."""
+    """A fresh database there; MariaDB starts at its first use."""
     if kind == "postgresql":
         name = postgres.add_database()
         yield Source("postgresql", postgres.url(name))

@@ -39,7 +39,7 @@ async def test_a_park_takes_few_locks_for_many_keys(database: str) -> None:
 
 @pytest.fixture
 def small_server() -> Iterator[Postgres]:
-    """Postgres's own max_locks_per_transaction, for few connections: a lock table of some thousand."""
+    """A server with the default max_locks_per_transaction and few connections: a lock table of some thousand."""
     with Postgres(settings={"max_connections": 20}) as server:
         yield server
 

@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def restoring(url: str) -> AsyncIterator[tuple[Process, Counters]]:
-    """The store's half of a daemon, and its restoring."""
+    """The part of a daemon that works on the store, with its restoring."""
     counters, stopping = Counters(), asyncio.Event()
     async with running(url) as process:
         task = asyncio.create_task(
@@ -103,7 +103,7 @@ async def test_a_broken_segment_is_logged_once_and_blocks_no_other(database: str
         async with restoring(database) as (daemon, counters):
             await eventually(lambda: len(daemon.publisher.published) >= 200)
             await eventually(lambda: counters.as_dict()["broken_segments"] >= 1)
-            await asyncio.sleep(5 * service.POLL_SECONDS)  # a time in which nothing must happen
+            await asyncio.sleep(5 * service.POLL_SECONDS)  # nothing must happen in this time
             assert counters.as_dict()["broken_segments"] == 1
         async with restoring(database) as (_, later):
             await asyncio.sleep(3 * service.POLL_SECONDS)

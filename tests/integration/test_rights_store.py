@@ -53,7 +53,7 @@ def rights() -> list[Right]:
 
 async def test_an_upgrade_as_the_daemon_is_noticed_and_can_be_undone(store: str, postgres: Postgres) -> None:
     """The role may create tables, so the upgrade succeeds. The page's other statements succeed too, without effect."""
-    del store  # its roles
+    del store  # the fixture makes the roles
     name = "upgraded_by_mistake"
     postgres.execute(f"CREATE DATABASE {name} OWNER {OWNER}")
     try:
@@ -129,7 +129,7 @@ _ROW = (
 
 
 async def prepare(postgres: Postgres) -> None:
-    """A store without partitions, and with two segments as the jobs leave them: one is broken."""
+    """A store without partitions, and with two segments like those of the jobs: one is broken."""
     await asyncio.to_thread(clear, postgres)
     async with sql(postgres.url(DATABASE, user=OWNER)) as owner:
         now_ms = await owner.fetchval("SELECT now()")

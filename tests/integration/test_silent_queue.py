@@ -39,7 +39,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scene:
-    """Queues ``good`` and ``bad``, behind the exchange ``x`` under any key that begins so."""
+    """Queues ``good`` and ``bad``, behind the exchange ``x`` under any key that begins with their name."""
 
     def __init__(self, vhost: str, reconnecting: ReconnectingConnection, isolation: Isolation, hand: AdminHand) -> None:
         self.vhost = vhost
@@ -210,7 +210,7 @@ async def test_a_silent_queue_without_other_publishes(rabbitmq: RabbitMQ, vhost:
 @pytest.mark.long
 @pytest.mark.deadline(60)
 async def test_objections_of_the_broker_are_reported_beside_a_silent_queue(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """A suspect may turn out to be without a route, or its exchange to be gone."""
+    """A probed message may have no route, or its exchange may be gone."""
     async with scene(rabbitmq, vhost, "classic") as it:
         await it.hand.exchange("gone", kind="fanout")
         await it.hand.bind("bad", "gone", "")

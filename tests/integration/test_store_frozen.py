@@ -1,5 +1,5 @@
-"""A process that freezes (SIGSTOP: a paused machine, an overcommitted host) in any work loses its lanes, the upkeep's
-lock, and the locks of its parks.
+"""A process that freezes in any work (SIGSTOP: a paused machine, an overcommitted host) loses its lanes. It also loses
+the upkeep's lock and the locks of its parks.
 """
 
 from __future__ import annotations

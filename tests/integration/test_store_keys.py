@@ -1,4 +1,4 @@
-"""Keys and the law of conservation, under daemons that work at the same time."""
+"""Keys and the law of conservation, with several daemons at work."""
 
 from __future__ import annotations
 

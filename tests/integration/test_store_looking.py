@@ -25,7 +25,7 @@ from tests.support.rows import Row, compact, conserved, everything, put, row, ro
 from tests.support.store import opened, owned, parcel, sql
 
 FAR_MS = START_MS + 900 * DAY_MS
-"""Beyond every partition: in the default one."""
+"""An instant beyond every partition: its rows are in the default one."""
 
 
 def mixed(count: int = 300) -> list[Row]:
@@ -174,7 +174,7 @@ async def test_show_finds_a_message_in_every_place(database: str) -> None:
         await place.hold(lane, [(parcel(now, b"c"), WHY)])
         ids = {one.body: one.id for one in (await waiting(admin)).values()}
         ids |= dict(await admin.fetch("SELECT body, id FROM held"))
-        await compact(admin)  # the one with a key stays
+        await compact(admin)  # the message with a key stays a row
         dues = {b"a": now + DAY_MS, b"b": now + 2 * DAY_MS, b"c": now}
         wheres = {b"a": FoundIn.SEGMENT, b"b": FoundIn.WAITING, b"c": FoundIn.HELD}
         for body, where in wheres.items():

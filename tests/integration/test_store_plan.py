@@ -24,7 +24,7 @@ from tests.support.store import ROOM, opened, owned, parcel, sql
 DAYS = 40
 LANES = 4
 EMPTIED = 60
-"""Further lanes, of daemons that have gone and left nothing."""
+"""Further lanes of ended daemons, without messages."""
 LIMITED = 99
 """The lane of the limited route."""
 FEW, MANY = 20_000, 200_000
@@ -55,7 +55,7 @@ _EMPTIED = "INSERT INTO counter SELECT $1::int + n, '{kind}', 1000 FROM generate
 
 
 async def fill(url: str, waiting: int) -> None:
-    """A store as after some weeks: a backlog, rows that are due, rows beyond the partitions, held rows, and keys."""
+    """Fill a store as after some weeks: a backlog, due rows, rows beyond the partitions, held rows, and keys."""
     async with sql(url) as admin:
         today = await admin.fetchval("SELECT now()") // DAY_MS
         for day in range(today - 1, today + DAYS):
@@ -103,7 +103,7 @@ async def execute(url: str, statement: str, *values: object) -> None:
 
 @pytest.fixture(scope="module", params=["just filled", "analyzed"])
 def stores(server: Postgres, templates: dict[int, str], request: pytest.FixtureRequest) -> dict[int, str]:
-    """Their URLs. The tests share them: a copy for each would take most of their time."""
+    """The URLs of the stores. The tests share them: a copy for each would take most of the time."""
     urls = {waiting: server.url(server.add_database(template=name)) for waiting, name in templates.items()}
     for url in urls.values():
         if request.param == "analyzed":

@@ -1,4 +1,4 @@
-"""Servers that cannot hold a lane are refused by `check` and `run`, and PgBouncer in session mode is not."""
+"""`check` and `run` refuse servers that cannot hold a lane, but not PgBouncer in session mode."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def test_the_next_compaction_finishes_a_dead_one(database: str) -> None:
     """The server knows the places of dead rows: it frees their empty pages, also beside remaining rows with keys."""
     async with scene(database) as it:
         emptied, partly, untouched = (it.today + DAYS_AHEAD + n for n in (1, 2, 3))
-        for day in (partly, untouched):  # first, so that the pages behind them are empty in the end
+        for day in (partly, untouched):  # first, so that the pages after them are empty in the end
             await it.park(day, 1, key=b"%d" % day)
         for day in (emptied, partly):
             await it.park(day)

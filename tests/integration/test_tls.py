@@ -1,4 +1,4 @@
-"""TLS with right and wrong certificates, for each of our clients: the hot path's own AMQP, administration by aio-pika,
+"""TLS with right and wrong certificates, for each of our clients: the hot path's own AMQP, aio-pika for administration,
 the management API, asyncpg, and libpq for bulk reads. A server with a bad certificate receives nothing, least of all a
 password."""
 
@@ -53,7 +53,7 @@ async def by_asyncpg(url: str) -> None:
 
 
 async def by_libpq(url: str) -> None:
-    """The client of `audit --deep`: a library of its own, with libpq's own TLS."""
+    """The client of `audit --deep`: another library, with the TLS of libpq."""
 
     def read() -> None:
         with reading(SecretUrl(url), "", 1 << 20) as connection:

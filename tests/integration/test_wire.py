@@ -1,4 +1,4 @@
-"""The wire against a real broker: refused logins, and reasons that the broker clips."""
+"""The AMQP layer against a real broker: refused logins, and reasons that the broker clips."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ SHOWN = 20
 
 
 async def tell(soak: Soak, console: Console) -> None:
-    """A line now and then, until cancelled."""
+    """Print a line now and then, until cancelled."""
     before = 0
     while True:
         await asyncio.sleep(EVERY)
@@ -71,7 +71,7 @@ def _complain(result: Result, console: Console) -> None:
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """For --json, in the order of the table."""
+    """The figures for --json, in the order of the table."""
     verdict = result.verdict
     return {
         "begun": f"{result.begun:%Y-%m-%d %H:%M} UTC",

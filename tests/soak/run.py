@@ -38,7 +38,7 @@ FAILURES: Final = (
     StartFailed, RuntimeError, AssertionError, OSError, BrokerLost, subprocess.SubprocessError,
     asyncpg.PostgresError, asyncpg.InterfaceError, AMQPError,
 )  # fmt: skip
-"""How causing a fault may fail. TimeoutError is an OSError."""
+"""Errors of a fault that fails. TimeoutError is an OSError."""
 
 
 class Soak:

@@ -20,7 +20,7 @@ WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 45_000}
 of store mode have come back."""
 PORTION: Final[Mapping[str, int]] = {"store": 1_000, "native": 200}
 DOOMED: Final = 5
-"""Beside each portion, of those that have to be refused."""
+"""The number of doomed messages beside each portion."""
 PACE: Final[Mapping[str, float]] = {"store": 0.0, "native": 0.2}
 """Seconds between two portions."""
 LONGEST_MS: Final = 5_000
