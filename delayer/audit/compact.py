@@ -15,7 +15,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
@@ -88,7 +88,7 @@ def _lost(window: CompactionWindow, one: PackedWindow | None, reason: str) -> Pa
     return PackedWindow(window, 0, 0, 0, 0, lost, one.broken, one.messages)
 
 
-async def pack_window(connection: asyncpg.Connection, window: CompactionWindow, rows: int, fewest: int) -> PackedWindow:
+async def pack_window(connection: Connection, window: CompactionWindow, rows: int, fewest: int) -> PackedWindow:
     """Make segments of ``window`` until no row in it can be taken."""
     made: list[Compacted] = []
     ours = Turns(connection, _traffic)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.audit.tasks import SESSION, Turns
 from delayer.core.readable import Say
@@ -91,9 +91,7 @@ def _hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-async def restore_segment(
-    connection: asyncpg.Connection, turns: Turns, entry: SegmentEntry, done: RestoreResult
-) -> None:
+async def restore_segment(connection: Connection, turns: Turns, entry: SegmentEntry, done: RestoreResult) -> None:
     """Restore a segment, and add the result to ``done``. A transaction that lost against another one is tried
     again."""
     try:
@@ -113,7 +111,7 @@ async def restore_segment(
                 done.messages += found.messages
 
 
-async def _restored(connection: asyncpg.Connection, turns: Turns, entry: SegmentEntry) -> Restored | Broken | None:
+async def _restored(connection: Connection, turns: Turns, entry: SegmentEntry) -> Restored | Broken | None:
     """Restore a segment at once, or beside traffic in small portions with pauses, as daemons do. A segment that is due
     soon takes no turn."""
     from delayer.store.segments import restore  # noqa: PLC0415 - pyarrow

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import asyncpg
+from asyncpg import Connection
 
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
@@ -152,7 +152,7 @@ class Turns:
     """The turns of the session behind ``connection``. Beside traffic one session works at a time, and rests after each
     piece for as long as the piece took."""
 
-    def __init__(self, connection: asyncpg.Connection, seen: Traffic) -> None:
+    def __init__(self, connection: Connection, seen: Traffic) -> None:
         self._connection = connection
         self._seen = seen
 
@@ -204,7 +204,7 @@ def _last(work: Callable[[Sequence[T]], Iterable[R]], portion: Sequence[T]) -> I
     return work(portion)
 
 
-async def flush(connection: asyncpg.Connection) -> None:
+async def flush(connection: Connection) -> None:
     """Wait until all that a LAZY session committed is on disk. Raises the driver's errors."""
     await connection.execute("SET synchronous_commit = on")
     # A commit of its own. One that wrote nothing to the log before would not wait: a transaction's id is not enough.

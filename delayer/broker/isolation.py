@@ -30,7 +30,7 @@ from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destinat
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.retry import raise_first
 from delayer.core.errors import BrokerLost
-from delayer.core.hold import NACKED, Outcome, closed_channel, closed_connection, unanswered
+from delayer.core.hold import Outcome, closed_channel, closed_connection, unanswered
 from delayer.core.message import Outgoing, Schedule
 
 log = structlog.get_logger(__name__)
@@ -141,11 +141,8 @@ class Isolation:
             pending.in_doubt.update(case.written - pending.outcomes.keys())
         for index in indexes if own else ():
             one = pending.batch[index]
-            outcome: Outcome = NACKED  # The reader of a direct reply has given up by now.
-            if one.isolated:
-                silent = unanswered(self._timeout, one.exchange, one.routing_key)
-                outcome = silent if index in case.written else NOT_TRIED
-            pending.outcomes.setdefault(index, outcome)
+            silent = unanswered(self._timeout, one.exchange, one.routing_key)
+            pending.outcomes.setdefault(index, silent if index in case.written else NOT_TRIED)
 
     async def _settle(self, case: _Case) -> None:
         """Publish in rounds. Raises BrokerLost.

@@ -25,7 +25,7 @@ from delayer.broker.retry import raise_first
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.hold import Hold, Outcome
-from delayer.core.message import Outgoing, Parcel, Schedule, as_text, is_direct_reply
+from delayer.core.message import Outgoing, Parcel, Schedule, as_text
 
 log = structlog.get_logger(__name__)
 
@@ -121,7 +121,7 @@ class AmqpPublisher:
         ``tried``: the first message for each new exchange was published before. Raises BrokerLost.
         """
         isolation, batch = self._isolation, pending.batch
-        special = [i for i in indexes if batch[i].isolated or _is_reply(batch[i])]
+        special = [index for index in indexes if batch[index].isolated]
         ordinary = _without(indexes, special)
         held, doubtful = isolation.breaker.partition(batch, ordinary) if isolation.breaker.table else ({}, [])
         pending.outcomes |= held
@@ -202,10 +202,6 @@ class AmqpPublisher:
             if self._channel is None or self._channel.closed.done():
                 self._channel = await self._reconnecting.confirming_channel(connection, self._timeout * SHARED_FRACTION)
             return self._channel
-
-
-def _is_reply(one: Outgoing) -> bool:
-    return not one.exchange and is_direct_reply(one.exchange, one.routing_key)
 
 
 def _without(indexes: Sequence[int], others: Collection[int]) -> Sequence[int]:

@@ -21,6 +21,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management
 from delayer.broker.verify import bindings_from, policies_of
+from delayer.core.message import is_direct_reply
 from delayer.core.topology import Binding
 
 
@@ -265,7 +266,6 @@ PATIENCE: Final = 10.0
 """Seconds for each question."""
 MOST_EXCHANGES: Final = 1_000
 """Exchanges on the ways from one destination."""
-_DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to."
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +373,7 @@ class _Inquiry:
         return sorted(found, key=lambda one: one.targets[0].first_due_ms)
 
     def _askable(self, name: bytes, targets: tuple[CheckedTarget, ...], *, is_queue: bool) -> list[_Question]:
-        if is_queue and name.startswith(_DIRECT_REPLY):
+        if is_queue and is_direct_reply(b"", name):
             self._all(
                 targets, RouteVerdict(Verdict.UNKNOWN, "a direct reply works only while the requester stays connected")
             )

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-import asyncpg
 import click
+from asyncpg import Connection
 
 from delayer.amqp.address import Address
 from delayer.amqp.edits import ROOM, Endpoints, into_cascade
@@ -198,13 +198,7 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tu
 
 
 async def _portions_out(
-    connection: asyncpg.Connection,
-    publisher: AmqpPublisher,
-    settings: Settings,
-    log_id: int,
-    say: Say,
-    *,
-    keys_too: bool,
+    connection: Connection, publisher: AmqpPublisher, settings: Settings, log_id: int, say: Say, *, keys_too: bool
 ) -> tuple[int, int]:
     done = 0
     left: set[int] = set()
@@ -226,9 +220,7 @@ async def _portions_out(
     return done, len(left)
 
 
-async def _publish(
-    connection: asyncpg.Connection, rows: Sequence[Due], publisher: AmqpPublisher, settings: Settings
-) -> None:
+async def _publish(connection: Connection, rows: Sequence[Due], publisher: AmqpPublisher, settings: Settings) -> None:
     now_ms = await connection.fetchval("SELECT clock_timestamp()")
     due_queue = settings.native.due_queue.encode()
     names = Endpoints(cascade_of(settings), due_queue, b"", publisher.max_properties)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import asyncpg
 import click
+from asyncpg import Connection
 
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
@@ -84,7 +84,7 @@ def list_(
     url = store_url(settings)
     tokens = messages_of(url, names)
 
-    async def look(connection: asyncpg.Connection) -> tuple[listing.FoundPage, list[Entry]]:
+    async def look(connection: Connection) -> tuple[listing.FoundPage, list[Entry]]:
         if tokens:
             entries, broken = await listing.named(connection, [one for one in tokens.values() if one is not None])
             return listing.FoundPage([one.place for one in entries], {}, None, bounded=False, broken=broken), entries

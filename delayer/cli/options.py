@@ -16,8 +16,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import asyncpg
 import click
+from asyncpg import Connection
 
 from delayer.amqp.reading import message_id, raw
 from delayer.cli.errors import ExitCode, Misused
@@ -84,7 +84,7 @@ def joined(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
-def ask_store(url: str, doing: str, question: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
+def ask_store(url: str, doing: str, question: Callable[[Connection], Awaitable[T]]) -> T:
     """The answer to one question about the store. ``doing``: the operation that an error names. Raises StoreLost,
     BadStoreUrl, SchemaOutdated."""
 

@@ -171,14 +171,12 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
     raise Misused(f"no route comes from exchange {quoted(name)}; expected one of {known}")
 
 
-def prepared(
-    route: RouteTable, intake_queue: str, key: str, body: bytes, headers: Mapping[str, Scalar]
-) -> MessageToSend:
+def prepared(route: RouteTable, intake: str, key: str, body: bytes, headers: Mapping[str, Scalar]) -> MessageToSend:
     """The message without its delay. A message straight to the intake queue has that queue's name as its routing key.
     A header then contains the key of the destination."""
     message = MessageToSend(route.from_, key, body, dict(headers))
     if not route.from_:
-        message.routing_key = intake_queue
+        message.routing_key = intake
         if key:
             message.headers.setdefault("x-delay-routing-key", key)
     if len(message.routing_key.encode()) > 255:

@@ -21,6 +21,7 @@ from delayer.config.errors import ConfigError, Problem
 from delayer.config.model import Settings, Table
 from delayer.config.topology import without_effect
 from delayer.core.errors import BrokerLost, StoreLost
+from delayer.daemon.live_settings import rates_of
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
@@ -87,6 +88,7 @@ class Reload:
             self._daemon.start_lanes(wanted)
         elif wanted.mode == "store":
             await self._daemon.lanes.wait_usable(10.0)
+        await self._daemon.lanes.limit(rates_of(wanted))
 
 
 def live_part(old: Settings, new: Settings) -> Settings:

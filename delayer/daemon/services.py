@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -15,6 +16,8 @@ log = structlog.get_logger(__name__)
 GRACE: Final = 6.5
 """Seconds for the parts to settle messages in flight after an order to stop. A stop takes ten at most:
 CUT_OFF, the closing (wiring.py), the end of the loop (app.py) and the log come on top."""
+FIRST_SHARE: Final = 0.7
+"""The part of it after which the last parts stop too, if others still run: they settle in the rest."""
 CUT_OFF: Final = 0.5
 """Seconds for a cancelled part to end; after that it ends with the process."""
 
@@ -42,7 +45,8 @@ class ServiceGroup:
     def add(self, name: str, part: Part, *, last: bool = False) -> None:
         """Start a part; parts may be added while others run.
 
-        The others settle with the help of the ``last`` parts, so those stop when every other part has stopped.
+        The others settle with the help of the ``last`` parts, so those stop when every other part has stopped, or has
+        used up its share of the grace.
         """
         task = asyncio.create_task(part(self._settled if last else self.stopping), name=name)
         (self._last if last else self._parts).add(task)
@@ -59,19 +63,21 @@ class ServiceGroup:
             self._changed.clear()
             self._collect()
         self.stop()
-        try:
-            async with asyncio.timeout(self._grace):
+        began = asyncio.get_running_loop().time()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(began + self._grace * FIRST_SHARE):
                 await self._ended(self._parts)
-                self._settled.set()
+        self._settled.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(began + self._grace):
+                await self._ended(self._parts)
                 await self._ended(self._last)
-        except TimeoutError:
-            self._settled.set()
-            self._collect()
-            for task in self._parts | self._last:
+        self._collect()
+        if late := self._parts | self._last:
+            for task in late:
                 log.error("stop forced", part=task.get_name(), after_seconds=self._grace)
                 task.cancel()
-            if late := self._parts | self._last:
-                await asyncio.wait(late, timeout=CUT_OFF)
+            await asyncio.wait(late, timeout=CUT_OFF)
             self._collect()
         for further in self._failures[1:]:
             log.error("part failed too", reason=repr(further))

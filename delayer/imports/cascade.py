@@ -114,6 +114,6 @@ class CascadeLevels(Queues):
 
     async def readers(self, admin: Admin) -> list[Reader]:
         up = [
-            LevelReader(self.cascade, number, self.to_exchange, self.due_queue) for number in range(self.lowest, LEVELS)
+            LevelReader(self.cascade, level, self.to_exchange, self.due_queue) for level in range(self.lowest, LEVELS)
         ]
         return [*up, *reversed(up[:-1])]

@@ -19,7 +19,7 @@ from delayer.amqp.properties import Properties, changed, encode_headers, entry, 
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Confirmed
-from delayer.core.message import Outgoing, as_text
+from delayer.core.message import Outgoing, as_text, is_direct_reply
 
 log = structlog.get_logger(__name__)
 
@@ -36,9 +36,9 @@ class CancelToAnswer(NamedTuple):
 
 
 def asked(properties: Properties, key: bytes) -> CancelToAnswer | None:
-    """The reply that a cancel asks for; None without a ``reply_to``."""
+    """The reply that a cancel asks for; None without a ``reply_to``, and for a direct one, which is no queue."""
     reply_to = properties.short("reply_to")
-    if not reply_to:
+    if not reply_to or is_direct_reply(b"", reply_to):
         return None
     correlation_id = properties.short("correlation_id") or properties.short("message_id")
     return CancelToAnswer(key, reply_to, correlation_id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from typing import Final, TypeVar
@@ -25,7 +25,7 @@ from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold
-from delayer.core.message import LaneRow, Parcel
+from delayer.core.message import LaneRow, LaneTable, Parcel
 from delayer.core.segment import Restoration
 from delayer.release.loop import LaneRelease
 
@@ -261,10 +261,7 @@ class LaneManager:
 
     async def _take_share(self, store: Store, stopping: asyncio.Event) -> None:
         """Raises StoreLost."""
-        look = await store.look()
-        if missing := set(self._live.rates if self._live else ()) - set(look.routes):
-            await store.add_routes(missing)
-            look = await store.look()
+        look = await self._routed(store, self._live.rates if self._live else ())
         ordinary = [lane.number for lane in look.lanes if lane.route is None]
         if not ordinary:
             raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
@@ -286,6 +283,19 @@ class LaneManager:
                 if number in free and (lane := await store.take(number)) is not None:
                     ours.append(lane)
                     self._begin(lane, stopping)
+
+    async def limit(self, routes: Collection[bytes]) -> None:
+        """Make a lane for each of these routes before its limit counts, if the store is connected. Raises StoreLost."""
+        if self._store is not None:
+            await self._routed(self._store, routes)
+
+    async def _routed(self, store: Store, routes: Collection[bytes]) -> LaneTable:
+        """Look, and make the lanes of these routes that are not there yet. Raises StoreLost."""
+        look = await store.look()
+        if missing := set(routes) - set(look.routes):
+            await store.add_routes(missing)
+            look = await store.look()
+        return look
 
     def _begin(self, lane: Lane, stopping: asyncio.Event) -> None:
         release = self._release(lane)

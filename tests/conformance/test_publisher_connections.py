@@ -31,8 +31,6 @@ from tests.faults.place import eventually
 from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due, kind_of
 from tests.support.proxy import Proxy
 
-NO_REPLIES = ("garbage", "g2EF.k", "g1h2AA==.x", "!!.x")
-
 
 def poisonous(token: object) -> Outgoing:
     """A message with a number that Erlang does not have. No broker accepts it, but an import may bring it."""
@@ -121,19 +119,6 @@ async def test_a_message_that_ends_the_connection_is_identified(place: Place, ah
         assert max(copies) <= 10
         assert copies[0] + copies[1] + copies[2] >= 80
         await eventually(lambda: reconnecting.connects, lambda connects: connects == 2)
-
-
-async def test_direct_replies_end_no_connection(place: Place) -> None:
-    replies = [message(f"r{n}", f"amq.rabbitmq.reply-to.{key}") for n, key in enumerate(NO_REPLIES)]
-    good = [message(n, "q") for n in range(10)]
-    async with place.world("q") as world, relay_to(place.address) as reconnecting:
-        publisher = AmqpPublisher(reconnecting)
-        for _ in range(2):
-            outcomes = await publisher.publish([*replies, *good])
-            assert outcomes[len(replies) :] == [CONFIRMED] * len(good)
-            assert CONFIRMED not in outcomes[: len(replies)]
-        assert reconnecting.connects == 1
-        assert len(await world.hand.drain("q")) == 2 * len(good)
 
 
 async def test_isolated_messages_end_no_other_connection(place: Place) -> None:

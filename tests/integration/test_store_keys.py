@@ -150,6 +150,7 @@ async def test_a_claim_that_loses_a_deadlock_takes_nothing_and_the_next_one_goes
         await other.execute("DELETE FROM message WHERE body = '0'")  # the claim has it, and waits for the row above
         await other.execute("COMMIT")
         assert await claiming == []
+        assert lane.cursor.more, "the next claim begins at once"
         rows = await lane.windows[0].claim(MANY, ROOM)
         assert bodies(rows) == [b"2"]
         await lane.windows[0].settle(rows, [])

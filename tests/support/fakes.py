@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -295,6 +295,9 @@ class ScriptedStore:
 
     def leave(self) -> None:
         return
+
+    async def add_routes(self, routes: Collection[bytes]) -> None:
+        self.routes |= {len(self.routes) + 1 + at: route for at, route in enumerate(sorted(routes))}
 
     async def maintain(self) -> None:
         self.maintained += 1

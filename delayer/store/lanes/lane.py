@@ -62,6 +62,7 @@ class PostgresWindow:
                 claim = await self._claim_once(connection, limit, max_bytes)
             except asyncpg.DeadlockDetectedError:
                 # Against a park that replaces several keyed messages at once. It wins; the next claim is our turn.
+                self._forget()
                 await connection.execute("ROLLBACK")
                 return []
             if claim.rows and self._clock.monotonic() - began > KEEPALIVE_SECONDS:

@@ -4,7 +4,7 @@ the successful reloads."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import pytest
@@ -34,6 +34,7 @@ class StubDaemon:
         self.settings = now
         self.lanes = self
         self._failures = failures
+        self.limited: list[tuple[set[bytes], Settings]] = []
 
     def _fail(self, where: str) -> None:
         if where in self._failures:
@@ -41,6 +42,9 @@ class StubDaemon:
 
     async def wait_usable(self, _seconds: float) -> None:
         self._fail("lanes")
+
+    async def limit(self, routes: Collection[bytes]) -> None:
+        self.limited.append((set(routes), self.settings))
 
     async def declare(self, _wanted: Settings) -> None:
         self._fail("broker")
@@ -90,6 +94,21 @@ async def test_a_refused_reload_does_not_change_the_settings(failures: dict[str,
     assert daemon.settings.mode == "native"
     assert line.said[0] == "reloading"
     assert line.said[1].startswith("reloaded mode native; the last reload was refused: ")
+
+
+async def test_a_limited_route_has_its_lane_before_its_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delayer.daemon.app.logs.configure", lambda *_: None)  # its effect would outlive the test
+    old, stopping = settings(store=STORE), asyncio.Event()
+    daemon = StubDaemon(old)
+    route = {"from": "slow", "to": "out", "max_rate": 5}
+    reload, line = reloading(daemon, lambda: settings(store=STORE, route=[route]))
+    reload.request()
+    running = asyncio.create_task(reload.run(stopping))
+    await until(lambda: len(line.said) == 2)
+    stopping.set()
+    await running
+    assert daemon.limited == [({b"slow"}, old)]
+    assert daemon.settings.routes[0].max_rate == 5
 
 
 async def test_requests_during_a_reload_cause_one_more_reload(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,11 @@ def test_a_reply_has_the_correlation_id_or_message_id_of_its_cancel() -> None:
         assert outcome.content == b"too late"
 
 
+@pytest.mark.parametrize("reply_to", [b"", b"amq.rabbitmq.reply-to.g2EF.k"], ids=["none", "a direct one"])
+def test_no_reply_without_a_queue_for_it(reply_to: bytes) -> None:
+    assert replies.asked(Properties.parse(cancel(1, b"k", reply_to).properties), b"k") is None
+
+
 class Parking:
     """A store with messages under these keys."""
 
