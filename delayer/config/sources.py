@@ -68,7 +68,7 @@ class SettingsSource(PydanticBaseSettingsSource):
     """One source: its raw values, the name of the place of each, and its mistakes."""
 
     def __init__(self) -> None:
-        super().__init__(Layers)
+        super().__init__(BaseSettings)
         self.values: dict[str, Any] = {}
         self.problems: list[Problem] = []
 
@@ -184,17 +184,21 @@ class Flags(Texts):
         self.problems += [unknown_key("flag --set", name, name, names) for name in given if name not in names]
 
 
-class Layers(BaseSettings):
+def merged_values(sources: tuple[SettingsSource, ...]) -> dict[str, Any]:
     """The merged raw values of all sources, before they are validated as Settings."""
 
-    model_config = SettingsConfigDict(extra="allow", hide_input_in_errors=True)
+    class Layers(BaseSettings):
+        model_config = SettingsConfigDict(extra="allow", hide_input_in_errors=True)
 
-    def __init__(self, sources: tuple[SettingsSource, ...]) -> None:
-        super().__init__(_build_sources=(sources, {}))
+        @classmethod
+        def settings_customise_sources(cls, *_: object, **__: object) -> tuple[SettingsSource, ...]:
+            return sources
 
-    @classmethod
-    def _settings_log_debug(cls, states: dict[str, dict[str, Any]]) -> None:
-        """PYDANTIC_SETTINGS_DEBUG would log the values, passwords included."""
+        @classmethod
+        def _settings_log_debug(cls, states: dict[str, dict[str, Any]]) -> None:
+            """PYDANTIC_SETTINGS_DEBUG would log the values, passwords included."""
+
+    return Layers().model_extra or {}
 
 
 class MergedSettings:
@@ -203,8 +207,7 @@ class MergedSettings:
     def __init__(self, *sources: SettingsSource) -> None:
         """``sources``: the one with the highest priority first."""
         self._sources = sources
-        layers = Layers(sources)
-        self.values: dict[str, Any] = layers.model_extra or {}
+        self.values = merged_values(sources)
         self.problems = [problem for source in reversed(sources) for problem in source.problems]
         self._contents: dict[Key, str] = {}
 
