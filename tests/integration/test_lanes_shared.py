@@ -133,7 +133,7 @@ async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -
         await eventually(lambda: len(one.publisher.published) == 50)
 
 
-async def test_rows_that_nobody_announced_are_found_by_the_scan(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_scan_finds_unannounced_rows(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delayer.store.lanes.lane.FIRST_SCAN_SECONDS", 0.2)
     monkeypatch.setattr("delayer.store.lanes.lane.LONGEST_SLEEP", 0.5)
     await migrated(database)
@@ -151,15 +151,15 @@ async def test_rows_that_nobody_announced_are_found_by_the_scan(database: str, m
 DUE_MS = 1_000
 
 
-async def test_a_claim_that_waits_for_somebodys_lock_holds_up_only_what_was_parked_before(
+async def test_a_claim_that_waits_for_a_lock_delays_only_earlier_parks(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("delayer.release.loop.BEHIND_SECONDS", 0.3)
     await migrated(database)
-    async with running(database) as daemon, sql(database) as somebody:
+    async with running(database) as daemon, sql(database) as locker:
         await daemon.lanes.park([parcel(daemon.now_upper_ms() + DUE_MS, b"locked")], [])
-        async with somebody.transaction():
-            assert len(await somebody.fetch("SELECT id FROM message FOR UPDATE")) == 1
+        async with locker.transaction():
+            assert len(await locker.fetch("SELECT id FROM message FOR UPDATE")) == 1
             await eventually(lambda: any(release.behind for _, release in daemon.lanes._releases.values()))
             for body in (b"one", b"two", b"three"):
                 await daemon.lanes.park([parcel(daemon.now_upper_ms(), body)], [])
