@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.place import Place
+from tests.acceptance.own_vhost import OwnVhost
 from tests.acceptance.world import MODES, World, secret_store_url, world
 from tests.integration.cli import delayer
 from tests.support.servers import Postgres, RabbitMQ
@@ -65,8 +65,8 @@ def notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notices
 
 
 @pytest.fixture
-def place(rabbitmq: RabbitMQ) -> Iterator[Place]:
+def place(rabbitmq: RabbitMQ) -> Iterator[OwnVhost]:
     """A fresh vhost with a destination, for a daemon of the test's own."""
     vhost = rabbitmq.add_vhost()
-    yield Place.furnished(rabbitmq, vhost)
+    yield OwnVhost.furnished(rabbitmq, vhost)
     rabbitmq.drop_vhost(vhost)

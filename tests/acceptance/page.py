@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.place import Place
+from tests.acceptance.own_vhost import OwnVhost
 from tests.support.daemon import answered
 from tests.support.raw import Inbox, Raw
 from tests.support.web import Web
@@ -87,7 +87,7 @@ async def chromium() -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def shown(place: Place, store: str, tmp_path: Path) -> AsyncIterator[Shown]:
+async def shown(place: OwnVhost, store: str, tmp_path: Path) -> AsyncIterator[Shown]:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
     environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": TOKEN}

@@ -10,9 +10,9 @@ from collections import Counter
 
 import pytest
 
-from tests.acceptance.place import Place, cancel, delayed
-from tests.faults.place import eventually
+from tests.acceptance.own_vhost import OwnVhost, cancel, delayed
 from tests.support.daemon import DaemonProcess
+from tests.support.place import eventually
 
 MESSAGES = 600
 WINDOW_MS = 3_000
@@ -20,7 +20,7 @@ WINDOW_MS = 3_000
 
 
 @pytest.mark.deadline(120)
-async def test_cancelled_messages_are_not_delivered_and_late_cancels_are_reported(place: Place, store: str) -> None:
+async def test_cancelled_messages_are_not_delivered_and_late_cancels_are_reported(place: OwnVhost, store: str) -> None:
     place.things.queue("answers")
     environ = place.environ("store", store)
     chance = random.Random(20)
@@ -55,7 +55,7 @@ async def test_cancelled_messages_are_not_delivered_and_late_cancels_are_reporte
         assert set(delivered) == late, "the messages with a late cancel are delivered, and no others"
 
 
-async def test_cancels_without_a_waiting_message_or_a_reader(place: Place, store: str) -> None:
+async def test_cancels_without_a_waiting_message_or_a_reader(place: OwnVhost, store: str) -> None:
     place.things.queue("answers")
     async with place.working(place.environ("store", store)) as (daemon, raw, inbox):
         answers = await raw.inbox("answers")

@@ -17,10 +17,10 @@ from urllib.parse import quote
 import pytest
 
 from tests.acceptance.conftest import Notices
-from tests.acceptance.place import Place, delayed
+from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.acceptance.world import Things, assert_no_secret, secret_store_url
-from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess, answered, command
+from tests.support.place import eventually
 from tests.support.proxy import Proxy
 from tests.support.raw import Message, Props, Raw, text
 from tests.support.servers import Postgres, RabbitMQ
@@ -43,7 +43,7 @@ MANY = 2000
     ids=["missing", "newer"],
 )
 async def test_a_store_with_another_schema_is_an_error_with_a_next_step(
-    place: Place, postgres: Postgres, schema: str, store: str, change: str, reason: str, next_step: str
+    place: OwnVhost, postgres: Postgres, schema: str, store: str, change: str, reason: str, next_step: str
 ) -> None:
     postgres.execute(change, database=schema)
     async with DaemonProcess(place.environ("store", store)) as daemon:
@@ -58,7 +58,7 @@ async def test_a_store_with_another_schema_is_an_error_with_a_next_step(
 
 @pytest.mark.parametrize("server", ["broker", "store"])
 async def test_a_refused_login_is_one_error_with_the_next_step(
-    place: Place, postgres: Postgres, schema: str, server: str
+    place: OwnVhost, postgres: Postgres, schema: str, server: str
 ) -> None:
     urls = {"broker": place.rabbitmq.url(place.vhost), "store": postgres.url(schema)}
     urls[server] = re.sub("//[^@]*@", "//nobody:Sesame@", urls[server])
@@ -74,7 +74,7 @@ async def test_a_refused_login_is_one_error_with_the_next_step(
 
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_a_queue_of_another_kind_is_an_error_that_names_it(
-    place: Place, postgres: Postgres, schema: str, mode: str
+    place: OwnVhost, postgres: Postgres, schema: str, mode: str
 ) -> None:
     place.things.queue("delays")
     store = secret_store_url(postgres, schema) if mode == "store" else ""
@@ -90,7 +90,7 @@ async def test_a_queue_of_another_kind_is_an_error_that_names_it(
 @pytest.mark.parametrize("mode", ["store", "native"])
 @pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT])
 async def test_stopping_with_messages_in_flight(
-    place: Place, postgres: Postgres, schema: str, mode: str, order: signal.Signals
+    place: OwnVhost, postgres: Postgres, schema: str, mode: str, order: signal.Signals
 ) -> None:
     """The daemon stops in time, with exit code 0. A stop is no fault: nothing is lost, and nothing comes twice."""
     environ = place.environ(mode, secret_store_url(postgres, schema) if mode == "store" else "")
@@ -141,7 +141,7 @@ async def test_repeated_stop_signals_do_not_change_the_end() -> None:
 
 
 async def test_a_spare_process_is_ready_and_says_that_it_has_no_lane(
-    place: Place, postgres: Postgres, schema: str, notices: Notices
+    place: OwnVhost, postgres: Postgres, schema: str, notices: Notices
 ) -> None:
     """systemd would end a process that never reports READY; this one waits until another process ends."""
     postgres.execute("DELETE FROM lane WHERE number > 1", database=schema)
@@ -180,7 +180,7 @@ async def test_the_daemon_outlasts_late_and_lost_servers(servers: tuple[RabbitMQ
     schema = await in_thread(postgres.add_store)
     await in_thread(postgres.stop)
     url = rabbitmq.url("/", user="delayer:Sesame.Broker%2F1")
-    environ = Place(rabbitmq, "/", Things(rabbitmq, "/"), url).environ("store", secret_store_url(postgres, schema))
+    environ = OwnVhost(rabbitmq, "/", Things(rabbitmq, "/"), url).environ("store", secret_store_url(postgres, schema))
     sent: list[bytes] = []
 
     async def send(raw: Raw, name: str) -> None:
@@ -193,7 +193,7 @@ async def test_the_daemon_outlasts_late_and_lost_servers(servers: tuple[RabbitMQ
         await daemon.event("store unreachable")
         await in_thread(rabbitmq.start)
         # The daemon's user comes last: the daemon also retries after a refused password.
-        Place.furnished(rabbitmq, "/")
+        OwnVhost.furnished(rabbitmq, "/")
         await daemon.event("broker connected", timeout=60)
         assert not [event for event in daemon.events if event["event"] == "ready"]
         await in_thread(postgres.start)
@@ -228,7 +228,7 @@ async def test_the_daemon_outlasts_late_and_lost_servers(servers: tuple[RabbitMQ
         assert {one["event"] for one in daemon.events if one["level"] in ("error", "critical")} <= {"broker refused"}
 
 
-def close_connections(place: Place) -> list[str]:
+def close_connections(place: OwnVhost) -> list[str]:
     """Close the daemon's connections that the management API knows; it learns of new ones a little later."""
     found = [
         one["name"]
@@ -240,7 +240,9 @@ def close_connections(place: Place) -> list[str]:
     return found
 
 
-async def test_a_topology_change_does_not_stop_a_running_daemon(place: Place, postgres: Postgres, schema: str) -> None:
+async def test_a_topology_change_does_not_stop_a_running_daemon(
+    place: OwnVhost, postgres: Postgres, schema: str
+) -> None:
     """An operator replaced a queue by one of another kind, and the connections are lost. Parked messages are released,
     and consuming goes on when the queue is right again."""
     theirs = [{"exchange": "theirs", "type": "topic", "queue": "theirs"}]
@@ -271,7 +273,7 @@ async def test_a_hung_server_does_not_delay_the_stop(servers: tuple[RabbitMQ, Po
     rabbitmq, postgres = servers
     await asyncio.gather(asyncio.to_thread(rabbitmq.start), asyncio.to_thread(postgres.start))
     schema = await asyncio.to_thread(postgres.add_store)
-    place = Place.furnished(rabbitmq, "/")
+    place = OwnVhost.furnished(rabbitmq, "/")
     environ = place.environ("store", postgres.url(schema)) | {"BROKER__URL": rabbitmq.url("/")}
     for hanging in (rabbitmq, postgres):
         async with DaemonProcess(environ) as daemon:
@@ -288,7 +290,7 @@ async def test_a_hung_server_does_not_delay_the_stop(servers: tuple[RabbitMQ, Po
 
 
 @pytest.mark.words
-async def test_a_key_without_its_store_stops_no_other_message_in_native_mode(place: Place) -> None:
+async def test_a_key_without_its_store_stops_no_other_message_in_native_mode(place: OwnVhost) -> None:
     """The store is configured and out of reach: a message that needs it is refused with that reason, the rest flows."""
     environ = place.environ("native", "postgresql://nobody@127.0.0.1:1/nowhere")
     keyed = delayed("with a key", 100, under="k")
@@ -302,7 +304,7 @@ async def test_a_key_without_its_store_stops_no_other_message_in_native_mode(pla
 
 
 async def test_keys_that_wait_at_the_start_find_their_store_in_native_mode(
-    place: Place, postgres: Postgres, schema: str
+    place: OwnVhost, postgres: Postgres, schema: str
 ) -> None:
     """With a slow store the intake is ready long before the lanes."""
     keyed = [delayed(f"key {n}", 100, under=f"key {n}") for n in range(50)]
@@ -324,12 +326,12 @@ REFUSED = 400
 """Messages, each with a line of its own in the log: together three times the size of a pipe."""
 
 
-async def bound(place: Place) -> bool:
+async def bound(place: OwnVhost) -> bool:
     bindings = await asyncio.to_thread(place.rabbitmq.api, "GET", f"/api/bindings/{quote(place.vhost, safe='')}")
     return any(one["source"] == "in" for one in bindings)
 
 
-async def test_an_unread_log_stops_no_message(place: Place) -> None:
+async def test_an_unread_log_stops_no_message(place: OwnVhost) -> None:
     outlet, inlet = os.pipe()
     environ = {"HTTP__LISTEN": "", "LOG__FORMAT": "json"} | place.environ("native")
     daemon = await asyncio.create_subprocess_exec(
@@ -358,7 +360,7 @@ async def test_an_unread_log_stops_no_message(place: Place) -> None:
         os.close(inlet)
 
 
-async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_path: Path) -> None:
+async def test_rates_and_lateness_and_watching(place: OwnVhost, store: str, tmp_path: Path) -> None:
     config = tmp_path / "delayer.toml"
     environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0"}
     async with place.working(environ) as (daemon, raw, inbox):
@@ -393,7 +395,7 @@ async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize("mode", ["store", "native"])
-async def test_a_message_after_an_idle_minute_is_on_time(place: Place, store: str, mode: str) -> None:
+async def test_a_message_after_an_idle_minute_is_on_time(place: OwnVhost, store: str, mode: str) -> None:
     async with place.working(place.environ(mode, store)) as (daemon, raw, inbox):
         sent_ms = time.time() * 1000
         await raw.publish(delayed("soon", 2_000), delayed("far", 68_000))

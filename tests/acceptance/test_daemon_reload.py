@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.conftest import Notices
-from tests.acceptance.place import Place, delayed
+from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.acceptance.world import STORE_SECRET, assert_no_secret, secret_store_url
-from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
+from tests.support.place import eventually
 from tests.support.raw import Arrival, Inbox, content
 from tests.support.servers import Postgres
 
@@ -27,7 +27,7 @@ def check_all(inbox: Inbox, bodies: list[bytes]) -> None:
         assert arrival.at_ms >= arrival.due_ms
 
 
-async def test_a_bad_file_changes_nothing(place: Place, store: str, tmp_path: Path) -> None:
+async def test_a_bad_file_changes_nothing(place: OwnVhost, store: str, tmp_path: Path) -> None:
     config, sections = tmp_path / "delayer.toml", {"store": {"url": store}}
     place.write(config, "store", sections)
     async with place.working(config=config) as (daemon, raw, inbox):
@@ -68,7 +68,7 @@ async def test_a_bad_file_changes_nothing(place: Place, store: str, tmp_path: Pa
 
 
 async def test_a_first_store_is_taken_up_once_it_is_fit(
-    place: Place, postgres: Postgres, empty_database: str, schema: str, tmp_path: Path
+    place: OwnVhost, postgres: Postgres, empty_database: str, schema: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
@@ -105,7 +105,7 @@ async def test_a_first_store_is_taken_up_once_it_is_fit(
         assert_no_secret(daemon)
 
 
-async def test_park_beyond_splits_short_from_long(place: Place, store: str, tmp_path: Path) -> None:
+async def test_park_beyond_splits_short_from_long(place: OwnVhost, store: str, tmp_path: Path) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store, "park_beyond": "1500ms"}})
     async with place.working(config=config) as (daemon, raw, inbox):
@@ -127,7 +127,7 @@ async def test_park_beyond_splits_short_from_long(place: Place, store: str, tmp_
 
 @pytest.mark.parametrize("first", ["native", "store"])
 async def test_native_mode_beside_a_store(
-    place: Place, postgres: Postgres, schema: str, tmp_path: Path, first: str
+    place: OwnVhost, postgres: Postgres, schema: str, tmp_path: Path, first: str
 ) -> None:
     """Keys work, parked messages are released, and unroutable ones are held in the store: from the start on, or after
     a switch."""
@@ -160,7 +160,7 @@ async def test_native_mode_beside_a_store(
 
 
 async def test_systemd_hears_the_end_of_a_reload_when_it_is_in_force(
-    place: Place, store: str, tmp_path: Path, notices: Notices
+    place: OwnVhost, store: str, tmp_path: Path, notices: Notices
 ) -> None:
     """`systemctl reload` waits for this notification."""
     config = tmp_path / "delayer.toml"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.place import Place
-from tests.faults.place import eventually
+from tests.acceptance.own_vhost import OwnVhost
 from tests.support.daemon import answered, command
+from tests.support.place import eventually
 from tests.support.raw import Message, Props, number, text
 
 COUNT = 700
@@ -29,7 +29,7 @@ async def listed(config: Path) -> dict[str, Any]:
 
 
 @pytest.mark.deadline(150)
-async def test_into_the_cascade_and_back(place: Place, store: str, tmp_path: Path) -> None:
+async def test_into_the_cascade_and_back(place: OwnVhost, store: str, tmp_path: Path) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
     async with place.working(config=config) as (daemon, raw, inbox):

@@ -11,9 +11,9 @@ import pytest
 from delayer.core.lines import Line, write
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Queue, Topology, arguments
-from tests.faults.place import eventually
 from tests.integration.cli import Run
 from tests.support.daemon import DaemonProcess
+from tests.support.place import eventually
 from tests.support.raw import Message, Props, Raw, array, number, text
 from tests.support.store import sql
 from tests.support.topology import declare

@@ -24,8 +24,8 @@ from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade
 from delayer.core.topology import Queue, Topology, arguments
 from tests.acceptance.test_takeover import by_kombu, endpoints, nservicebus_message, tasks_of_celery
-from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE, DaemonProcess
+from tests.support.place import eventually
 from tests.support.raw import Arrival, Message, Props, Raw, array, now_ms, number, text, wire_instant
 from tests.support.servers import RabbitMQ
 from tests.support.topology import declare

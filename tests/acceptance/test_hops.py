@@ -19,8 +19,8 @@ import delayer
 from delayer.config.loading import load
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
-from tests.acceptance.place import Place, delayed
-from tests.faults.place import eventually
+from tests.acceptance.own_vhost import OwnVhost, delayed
+from tests.support.place import eventually
 from tests.support.raw import Raw
 from tests.support.servers import Postgres, RabbitMQ
 
@@ -63,7 +63,7 @@ async def test_a_plain_message_crosses_few_modules(
     rabbitmq: RabbitMQ, postgres: Postgres, schema: str, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vhost = rabbitmq.add_vhost()
-    place = Place.furnished(rabbitmq, vhost)
+    place = OwnVhost.furnished(rabbitmq, vhost)
     environ = place.environ(mode, postgres.url(schema) if mode == "store" else "")
     daemon = Daemon(load(None, {f"DELAYER_{name}": value for name, value in environ.items()}, {}), Notifier())
     queues = 2 if mode == "native" else 1

@@ -8,10 +8,10 @@ import time
 
 import psutil
 
-from tests.acceptance.place import Place, delayed
+from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER
-from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
+from tests.support.place import eventually
 from tests.support.raw import Message, Props, number, text
 from tests.support.servers import Postgres
 from tests.support.web import Web
@@ -21,7 +21,7 @@ HOUR = 3_600_000
 GROUPS = (("in.queue", "q.a"), ("in.queue", "q.b"), ("in.missing", "m"))
 
 
-async def test_metrics_count_the_messages(place: Place, store: str) -> None:
+async def test_metrics_count_the_messages(place: OwnVhost, store: str) -> None:
     async with place.working(place.environ("store", store) | ANY_PORT) as (daemon, raw, inbox):
         web = await Web.of(daemon)
         soon = [delayed(f"soon {n}", 300 + n) for n in range(100)]
@@ -62,7 +62,7 @@ async def test_metrics_count_the_messages(place: Place, store: str) -> None:
         assert not [one for one in daemon.events if one["level"] == "error"]
 
 
-async def test_health(place: Place, store: str) -> None:
+async def test_health(place: OwnVhost, store: str) -> None:
     async with DaemonProcess(place.environ("store", store) | ANY_PORT) as daemon:
         web = await Web.of(await daemon.ready())
         assert (await web.get("/health/live")).json == {"alive": True, "reasons": []}
@@ -82,7 +82,7 @@ async def test_health(place: Place, store: str) -> None:
         await eventually(ready, lambda status: status == 200)
 
 
-async def test_the_store_is_a_condition_in_store_mode_only(place: Place) -> None:
+async def test_the_store_is_a_condition_in_store_mode_only(place: OwnVhost) -> None:
     with Postgres() as postgres:
         name = postgres.add_store()
         for mode, status in (("store", 503), ("native", 200)):
@@ -103,7 +103,7 @@ async def test_the_store_is_a_condition_in_store_mode_only(place: Place) -> None
                 assert await daemon.stop() == 0
 
 
-async def test_without_a_store_the_log_names_the_author_of_a_drop(place: Place) -> None:
+async def test_without_a_store_the_log_names_the_author_of_a_drop(place: OwnVhost) -> None:
     """Without a store there is no audit log. The daemon's stderr is its log, and holds nothing but events."""
     token = "a-token-for-this-test-alone"
     environ = place.environ("native") | ANY_PORT | {"HTTP__TOKEN": token}
@@ -124,7 +124,7 @@ async def test_without_a_store_the_log_names_the_author_of_a_drop(place: Place) 
         assert daemon.stray_lines == []
 
 
-async def test_a_program_with_the_token_finds_a_message(place: Place, store: str) -> None:
+async def test_a_program_with_the_token_finds_a_message(place: OwnVhost, store: str) -> None:
     token = "a-token-for-this-test-alone"
     allowed = {"Authorization": f"Bearer {token}"}
     environ = place.environ("store", store) | ANY_PORT | {"HTTP__TOKEN": token}
@@ -155,7 +155,7 @@ async def test_a_program_with_the_token_finds_a_message(place: Place, store: str
         assert (await web.get("/message/m-2")).headers["location"] == "/waiting?message_id=m-2"
 
 
-async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(place: Place, store: str) -> None:
+async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(place: OwnVhost, store: str) -> None:
     token = "open-sesame-open-sesame"
     environ = place.environ("store", store) | ANY_PORT | {"HTTP__TOKEN": token}
     async with place.working(environ) as (daemon, raw, _):
@@ -188,7 +188,7 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         assert await act("drop", tu="missing") == "Not understood"
 
 
-async def test_off_is_off(place: Place, store: str) -> None:
+async def test_off_is_off(place: OwnVhost, store: str) -> None:
     async with DaemonProcess(place.environ("store", store) | {"HTTP__LISTEN": ""}) as daemon:
         await daemon.ready()
         assert not [one for one in daemon.events if one["event"].startswith("http")]
@@ -196,7 +196,7 @@ async def test_off_is_off(place: Place, store: str) -> None:
         assert not [line for line in lines if line.status == psutil.CONN_LISTEN]
 
 
-async def test_an_open_client_does_not_delay_a_stop(place: Place, store: str) -> None:
+async def test_an_open_client_does_not_delay_a_stop(place: OwnVhost, store: str) -> None:
     """Silent connections, half of a request, and a client that never reads its answer."""
     async with DaemonProcess(place.environ("store", store) | ANY_PORT) as daemon:
         web = await Web.of(await daemon.ready())

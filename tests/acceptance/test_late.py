@@ -16,11 +16,11 @@ from typing import Any
 import asyncpg
 import pytest
 
-from tests.acceptance.place import Place, cancel, delayed, unreadable
+from tests.acceptance.own_vhost import OwnVhost, cancel, delayed, unreadable
 from tests.faults.features.rates import RATE, excess
-from tests.faults.place import eventually
 from tests.support import reworded
 from tests.support.daemon import DaemonProcess, answered, command
+from tests.support.place import eventually
 from tests.support.raw import Inbox, Message, Props, Raw, number
 
 ROUTES = [
@@ -31,7 +31,7 @@ ROUTES = [
 ]
 
 
-def environ(place: Place, mode: str, store: str = "") -> dict[str, str]:
+def environ(place: OwnVhost, mode: str, store: str = "") -> dict[str, str]:
     return place.environ(mode, store) | {"ROUTE": json.dumps(ROUTES)}
 
 
@@ -45,7 +45,7 @@ async def aside(config: Path, kind: str) -> list[dict[str, Any]]:
     return list((await answered(config, kind, "list"))["messages"])
 
 
-async def test_messages_late_after_an_outage_are_held_by_late_limit(place: Place, store: str, tmp_path: Any) -> None:
+async def test_messages_late_after_an_outage_are_held_by_late_limit(place: OwnVhost, store: str, tmp_path: Any) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
     async with await place.raw() as raw:
@@ -89,7 +89,7 @@ async def _overdue_ms(config: Path) -> int:
 LIMITED = [{"from": "in.slow", "to": "out", "max_rate": RATE}, {"from": "in", "to": "out"}]
 
 
-async def test_a_limited_route_keeps_its_rate_and_delays_no_other_route(place: Place, store: str) -> None:
+async def test_a_limited_route_keeps_its_rate_and_delays_no_other_route(place: OwnVhost, store: str) -> None:
     """At the start 600 messages are overdue on a route of 100 a second; another route's messages pass them."""
     limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
     async with await place.raw() as raw:
@@ -115,7 +115,7 @@ async def test_a_limited_route_keeps_its_rate_and_delays_no_other_route(place: P
 ORDINARY_LANES = 4
 
 
-async def test_a_limit_holds_for_three_daemons_together(place: Place, store: str) -> None:
+async def test_a_limit_holds_for_three_daemons_together(place: OwnVhost, store: str) -> None:
     """The owner of the route's lane is killed in the middle, and another daemon goes on with its own token bucket."""
     limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
     async with await place.raw() as raw, AsyncExitStack() as stack:
@@ -159,7 +159,7 @@ SELECT now() - interval '1 minute', {REST} FROM message, generate_series(1, $1::
 
 @pytest.mark.long
 @pytest.mark.deadline(300)
-async def test_a_million_overdue_messages_of_a_limited_route_delay_no_other_route(place: Place, store: str) -> None:
+async def test_a_million_overdue_messages_of_a_limited_route_delay_no_other_route(place: OwnVhost, store: str) -> None:
     limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
 
     async def lateness_ms(raw: Raw, inbox: Inbox) -> float:
@@ -206,7 +206,7 @@ async def come_back(config: Path, *, rewording: bool) -> None:
 
 
 @pytest.mark.parametrize("rewording", REWORDED)
-async def test_with_a_store(place: Place, store: str, tmp_path: Path, rewording: bool) -> None:
+async def test_with_a_store(place: OwnVhost, store: str, tmp_path: Path, rewording: bool) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
     place.things.queue("answers")
@@ -244,7 +244,7 @@ async def test_with_a_store(place: Place, store: str, tmp_path: Path, rewording:
 
 
 @pytest.mark.parametrize("rewording", REWORDED)
-async def test_in_native_mode(place: Place, tmp_path: Path, rewording: bool) -> None:
+async def test_in_native_mode(place: OwnVhost, tmp_path: Path, rewording: bool) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
     program = reworded.PROGRAM if rewording else None

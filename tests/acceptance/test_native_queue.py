@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.place import Place, delayed
-from tests.faults.place import eventually
+from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.support.daemon import DaemonProcess, answered
+from tests.support.place import eventually
 from tests.support.servers import RabbitMQ
 
 HOUR_MS = 3_600_000
 
 
-def file(place: Place, path: Path, strategy: str) -> Path:
+def file(place: OwnVhost, path: Path, strategy: str) -> Path:
     sections: Mapping[str, Mapping[str, str]] = {
         "native": {"strategy": strategy},
         "broker": {"url": place.url, "management_url": place.rabbitmq.management_url},
@@ -26,7 +26,7 @@ def file(place: Place, path: Path, strategy: str) -> Path:
     return path / f"{strategy}.toml"
 
 
-async def test_auto_chooses_the_strategy_that_the_broker_supports(place: Place, tmp_path: Path) -> None:
+async def test_auto_chooses_the_strategy_that_the_broker_supports(place: OwnVhost, tmp_path: Path) -> None:
     config = file(place, tmp_path, "auto")
     async with place.working(config=config) as (daemon, raw, inbox):
         chosen = await daemon.event("native strategy")
@@ -42,7 +42,7 @@ async def test_auto_chooses_the_strategy_that_the_broker_supports(place: Place, 
         assert await daemon.stop() == 0
 
 
-async def test_the_strategy_queue_says_why_it_cannot_start(place: Place, tmp_path: Path) -> None:
+async def test_the_strategy_queue_says_why_it_cannot_start(place: OwnVhost, tmp_path: Path) -> None:
     if place.rabbitmq.delays_messages:
         pytest.skip("this broker can")
     async with DaemonProcess({}, config=file(place, tmp_path, "queue")) as daemon:
@@ -53,7 +53,7 @@ async def test_the_strategy_queue_says_why_it_cannot_start(place: Place, tmp_pat
 
 @pytest.mark.parametrize(("before", "after"), [("cascade", "queue"), ("queue", "cascade")])
 async def test_a_change_of_the_strategy_loses_nothing_and_nothing_is_early(
-    delaying: RabbitMQ, place: Place, tmp_path: Path, before: str, after: str
+    delaying: RabbitMQ, place: OwnVhost, tmp_path: Path, before: str, after: str
 ) -> None:
     async with await place.raw() as raw:
         inbox = await raw.inbox("inbox")
@@ -74,7 +74,9 @@ async def test_a_change_of_the_strategy_loses_nothing_and_nothing_is_early(
             assert (await daemon.event("stopped"))["released"] + first["released"] == 100
 
 
-async def test_messages_waiting_in_the_due_queue_are_counted(delaying: RabbitMQ, place: Place, tmp_path: Path) -> None:
+async def test_messages_waiting_in_the_due_queue_are_counted(
+    delaying: RabbitMQ, place: OwnVhost, tmp_path: Path
+) -> None:
     config = file(place, tmp_path, "queue")
     place.things.exchange("missing")
     async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
@@ -92,7 +94,7 @@ async def test_messages_waiting_in_the_due_queue_are_counted(delaying: RabbitMQ,
         assert await daemon.stop() == 0
 
 
-def ready(place: Place, queue: str) -> int:
+def ready(place: OwnVhost, queue: str) -> int:
     """The number of ready messages, asked from the broker."""
     listed = place.rabbitmq.ctl("list_queues", "-p", place.vhost, "name", "messages")
     return next(int(line.split()[1]) for line in listed.splitlines() if line.split()[:1] == [queue])

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.acceptance.own_vhost import OwnVhost, delayed, unreadable
 from tests.acceptance.page import HOUR, NEEDS_CHROMIUM, PAGES, TOKEN, result, shown
-from tests.acceptance.place import Place, delayed, unreadable
-from tests.faults.place import eventually
+from tests.support.place import eventually
 from tests.support.raw import Message, Props, number, text
 
 pytestmark = NEEDS_CHROMIUM
@@ -35,7 +35,7 @@ HOSTILE = [
 
 
 @pytest.mark.words
-async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
+async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", (5 + n) * HOUR) for n in range(8)))
         await this.raw.publish(*(delayed(f"lost {n}", 100, through="in.missing") for n in range(3)))
@@ -160,7 +160,7 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         assert await page.get_by_role("button", name="Cancel").count() == 0
 
 
-async def test_enter_and_mistakes(place: Place, store: str, tmp_path: Path) -> None:
+async def test_enter_and_mistakes(place: OwnVhost, store: str, tmp_path: Path) -> None:
     """Enter in a field starts the action of the field, but none that cannot be undone; a mistake costs nothing."""
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", (5 + n) * HOUR) for n in range(2)))
@@ -218,7 +218,7 @@ async def test_enter_and_mistakes(place: Place, store: str, tmp_path: Path) -> N
         assert len(await this.acts()) == 4
 
 
-async def test_content_of_messages_is_shown_as_text(place: Place, store: str, tmp_path: Path) -> None:
+async def test_content_of_messages_is_shown_as_text(place: OwnVhost, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         for evil in HOSTILE:
             name = evil.encode()[:200]
@@ -270,7 +270,7 @@ async def test_content_of_messages_is_shown_as_text(place: Place, store: str, tm
         assert policy.startswith("default-src 'none'")
 
 
-async def test_programs_act_only_with_the_token_in_a_header(place: Place, store: str, tmp_path: Path) -> None:
+async def test_programs_act_only_with_the_token_in_a_header(place: OwnVhost, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", 5 * HOUR) for n in range(3)))
         rows = await eventually(this.waiting, lambda rows: len(rows) == 3)
@@ -310,7 +310,7 @@ async def test_programs_act_only_with_the_token_in_a_header(place: Place, store:
         assert await asyncio.to_thread(this.config.read_text)
 
 
-async def test_the_page_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path: Path) -> None:
+async def test_the_page_fits_a_desk_and_a_telephone(place: OwnVhost, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"order {n}", 20_000 + n * n * 900) for n in range(1500)))
         await this.raw.publish(*(delayed(f"lost {n}", 100, through="in.missing") for n in range(4)))
@@ -358,7 +358,7 @@ async def _pressed(page: Any) -> None:
         assert await page.locator(".choice [aria-pressed=true]").count() == 1
 
 
-async def test_with_the_keyboard_and_without_scripts(place: Place, store: str, tmp_path: Path) -> None:
+async def test_with_the_keyboard_and_without_scripts(place: OwnVhost, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", 5 * HOUR) for n in range(2)))
         await eventually(this.waiting, lambda rows: len(rows) == 2)
@@ -403,7 +403,7 @@ async def test_with_the_keyboard_and_without_scripts(place: Place, store: str, t
         assert await this.waiting() == []
 
 
-async def test_the_figures_move_by_themselves(place: Place, store: str, tmp_path: Path) -> None:
+async def test_the_figures_move_by_themselves(place: OwnVhost, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         page = await this.tab()
         await page.goto("/")

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.acceptance.place import Place
-from tests.faults.place import eventually
+from tests.acceptance.own_vhost import OwnVhost
 from tests.integration.cli import Run
 from tests.support.daemon import DaemonProcess
+from tests.support.place import eventually
 
 PAGE = Path(__file__).parents[2] / "docs" / "publishers.md"
 PIKA, AIO_PIKA = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
@@ -27,7 +27,7 @@ async def run(example: str, url: str) -> str:
     return output.decode()
 
 
-async def test_the_python_examples_send_replace_and_cancel(place: Place, store: str, delayer: Run) -> None:
+async def test_the_python_examples_send_replace_and_cancel(place: OwnVhost, store: str, delayer: Run) -> None:
     environ = place.environ("store", store) | {"ROUTE": json.dumps([{"from": "delayer.in", "to": "delayer.out"}])}
     async with DaemonProcess(environ) as daemon:
         await daemon.ready()

@@ -11,7 +11,7 @@ import pytest
 from delayer.core.errors import BrokerLost
 from tests.acceptance.test_fidelity import FULL
 from tests.acceptance.world import MODES, NATIVE, STORE, World
-from tests.faults.place import eventually
+from tests.support.place import eventually
 from tests.support.raw import VOID, Header, Message, Props, Raw, Value, array, content, number, table, text
 
 PLAIN = Props(delivery_mode=2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.acceptance.place import delayed as due
+from tests.acceptance.own_vhost import delayed as due
 from tests.acceptance.world import STORE, World
 from tests.support.raw import Arrival, Header, Message, Props, Value, now_ms, number, text
 

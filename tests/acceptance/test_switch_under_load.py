@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.place import Place
 from tests.support.daemon import DaemonProcess
 from tests.support.flow import flowing
+from tests.support.place import Place
 from tests.support.servers import Postgres
 
 SEED = 2_007

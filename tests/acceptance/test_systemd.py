@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.place import delayed
+from tests.acceptance.own_vhost import delayed
 from tests.acceptance.world import Things, secret_broker_url, secret_store_url
-from tests.faults.place import eventually
 from tests.support import ports, systemd
+from tests.support.place import eventually
 from tests.support.proxy import Proxy
 from tests.support.raw import Raw
 from tests.support.servers import Postgres, RabbitMQ

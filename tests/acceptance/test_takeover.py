@@ -16,8 +16,8 @@ import pytest
 from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, Cascade, Kind, routing_key
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
-from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess
+from tests.support.place import eventually
 from tests.support.raw import Inbox, Message, Props, Raw, now_ms, number, text, wire_instant
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import sql

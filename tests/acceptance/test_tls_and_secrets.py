@@ -15,7 +15,7 @@ import pytest
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ConnectionLost
 from delayer.broker.admin import Admin
-from tests.acceptance.place import Place, delayed
+from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, secret_store_url
 from tests.support.daemon import EXECUTABLE, DaemonProcess
 from tests.support.ledger import Ledger
@@ -135,7 +135,7 @@ def assert_clean(text: str) -> None:
     assert not found, f"{found} in {text}"
 
 
-async def test_passwords_are_nowhere(place: Place, schema: str, postgres: Postgres, tmp_path: Path) -> None:
+async def test_passwords_are_nowhere(place: OwnVhost, schema: str, postgres: Postgres, tmp_path: Path) -> None:
     """No process arguments, server logs, connection lists, reports or logs contain them, also after the servers refuse
     them."""
     config = tmp_path / "delayer.toml"

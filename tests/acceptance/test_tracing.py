@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.place import Place, delayed
+from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.support.raw import Message, text
 
 otlp = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="the extra otel")
@@ -52,7 +52,7 @@ def sent(body: str, *headers: tuple[bytes, Any]) -> Message:
 
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_a_traced_message_has_a_span_for_its_wait_and_one_for_its_release(
-    mode: str, place: Place, store: str, monkeypatch: pytest.MonkeyPatch
+    mode: str, place: OwnVhost, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with collector() as (url, spans):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
@@ -69,7 +69,9 @@ async def test_a_traced_message_has_a_span_for_its_wait_and_one_for_its_release(
         assert (release.start_time_unix_nano - wait.start_time_unix_nano) // 1_000_000 >= DELAY_MS
 
 
-async def test_an_absent_collector_changes_nothing(place: Place, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_absent_collector_changes_nothing(
+    place: OwnVhost, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     async with place.working(place.environ("store", store)) as (daemon, raw, inbox):
         await raw.publish(sent("traced", TRACED), sent("odd", (b"traceparent", text("?"))))

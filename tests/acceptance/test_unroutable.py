@@ -13,10 +13,10 @@ from delayer.amqp import edits
 from delayer.core.cascade import delivery_binding
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
-from tests.acceptance.place import Place, delayed
+from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.acceptance.world import STORE, USER, World, secret_broker_url
-from tests.faults.place import eventually
 from tests.support.daemon import DaemonProcess, answered, command
+from tests.support.place import eventually
 from tests.support.raw import Message, Props, number, text
 
 GOOD = 200
@@ -131,7 +131,7 @@ async def strays(config: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.words
-async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place, tmp_path: Path) -> None:
+async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: OwnVhost, tmp_path: Path) -> None:
     """The binding of the due queue is gone: the message is visible as a stray, and an operator can retry it."""
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
@@ -151,7 +151,7 @@ async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place,
         assert await daemon.stop() == 0
 
 
-async def test_after_ten_attempts_a_message_waits_for_an_operator(place: Place, tmp_path: Path) -> None:
+async def test_after_ten_attempts_a_message_waits_for_an_operator(place: OwnVhost, tmp_path: Path) -> None:
     """Nine attempts were made before it leaves the cascade. Then an operator retries it, and it is delivered."""
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})

@@ -18,8 +18,8 @@ from pyspark.sql import SparkSession
 from delayer.audit import compact, restore
 from delayer.core.units import DAY_MS
 from delayer.store.postgres import PostgresStore
-from tests.faults.place import eventually
 from tests.support import rows
+from tests.support.place import eventually
 from tests.support.store import opened, owned, parcel, sql
 
 WEEK_MS = 7 * DAY_MS

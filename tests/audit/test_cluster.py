@@ -15,8 +15,8 @@ from delayer.cli import submit
 from tests.audit.cluster import Cluster
 from tests.audit.compacting import FEW, command, everything, filled, lawful, stopped, until_quiet
 from tests.audit.test_reading import execute, fill, pack
-from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE
+from tests.support.place import eventually
 from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 

@@ -16,7 +16,7 @@ from delayer.store.admin import actions
 from delayer.store.rows.partitions import name_of
 from delayer.store.segments import catalog, restore
 from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, everything, filled, lawful, pack, run_delayer
-from tests.faults.place import compact_all
+from tests.support.place import compact_all
 from tests.support.store import blocked, owned, parcel, sql
 
 pytestmark = pytest.mark.deadline(300)

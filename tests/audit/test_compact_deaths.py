@@ -27,7 +27,7 @@ from tests.audit.compacting import (
     until_quiet,
     until_stopped,
 )
-from tests.faults.place import compact_all, eventually
+from tests.support.place import compact_all, eventually
 from tests.support.store import sql
 
 pytestmark = pytest.mark.deadline(300)

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from tests.audit.test_reading import fill
-from tests.faults.place import eventually
 from tests.support.daemon import EXECUTABLE
+from tests.support.place import eventually
 
 pytestmark = pytest.mark.deadline(300)
 

@@ -14,7 +14,7 @@ from delayer.audit.extract import HeldSnapshot
 from delayer.core.secret import SecretUrl
 from tests.audit.test_job import audit, violated
 from tests.audit.test_reading import execute, fetch, fill
-from tests.faults.place import eventually
+from tests.support.place import eventually
 from tests.support.postgres import Postgres
 from tests.support.postgres_kinds import Standby
 from tests.support.rows import put, row

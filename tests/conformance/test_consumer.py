@@ -23,7 +23,7 @@ from tests.conformance.broker_world import (
     until_published,
     until_subscribed,
 )
-from tests.faults.place import eventually
+from tests.support.place import eventually
 
 A_READ = 256_000
 """The most bytes that uvloop reads from a socket at once."""

@@ -27,8 +27,8 @@ from delayer.core.hold import CONFIRMED, HoldKind, Outcome
 from delayer.core.message import Outgoing
 from delayer.release.loop import LaneRelease
 from tests.conformance.broker_world import Place, World, codes, message, publish_all, relay_to
-from tests.faults.place import eventually
 from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due, kind_of
+from tests.support.place import eventually
 from tests.support.proxy import Proxy
 
 

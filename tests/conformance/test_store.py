@@ -12,8 +12,8 @@ from delayer.core.message import WINDOW_MS, KeyGroup, Parcel, Target
 from delayer.core.segment import Restored
 from delayer.store import postgres
 from delayer.store.admin import importing
-from tests.faults.place import compact_all
 from tests.support.fakes import WHY
+from tests.support.place import compact_all
 from tests.support.store import (
     MANY,
     ROOM,

@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import asyncpg
 
-from tests.faults.place import Place, eventually
 from tests.support.daemon import DaemonProcess
 from tests.support.ledger import Ledger
 from tests.support.odd import Clock, program
+from tests.support.place import Place, eventually
 from tests.support.processes import Server
 from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ

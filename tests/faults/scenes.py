@@ -23,9 +23,9 @@ from typing import Literal
 import uvloop
 
 from delayer.core.errors import BrokerLost
-from tests.faults.place import Place, eventually, killed_by_fault, stopped
 from tests.support.daemon import DaemonProcess
 from tests.support.ledger import Arrival, Verdict
+from tests.support.place import Place, eventually, killed_by_fault, stopped
 from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ
 

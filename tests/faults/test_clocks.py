@@ -11,9 +11,9 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from tests.faults.place import Place, eventually
 from tests.support.daemon import DaemonProcess
 from tests.support.odd import Clock, program
+from tests.support.place import Place, eventually
 from tests.support.servers import Postgres
 
 SEED = 8_000

@@ -18,9 +18,9 @@ import pytest
 from delayer.audit import compact, restore, tasks
 from delayer.store.admin import actions
 from delayer.store.admin.detail import FoundIn
-from tests.faults.place import Place, eventually
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
+from tests.support.place import Place, eventually
 from tests.support.rows import everything
 from tests.support.store import sql
 

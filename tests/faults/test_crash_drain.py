@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.faults.place import Place, eventually
+from tests.support.place import Place, eventually
 
 SEED = 70_000
 MESSAGES = 600

@@ -16,8 +16,8 @@ from delayer.core.importing import ImportBatch, Left
 from delayer.core.topology import Queue, Topology, arguments
 from delayer.imports import queues
 from delayer.imports.queues import Queues
-from tests.faults.place import eventually
 from tests.faults.test_crash_import import BATCH, COUNT, delayer, killed, parked, report
+from tests.support.place import eventually
 from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw
 from tests.support.topology import declare

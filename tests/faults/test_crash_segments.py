@@ -21,12 +21,12 @@ from delayer.core.units import DAY_MS
 from delayer.store import pool
 from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
-from tests.faults.place import Place, eventually, stopped
 from tests.faults.scenes import Scenes, check, work_off
 from tests.faults.tables import PACKED, RESTORE, cases
 from tests.integration.segments_store import START_MS
 from tests.integration.segments_store import store as store_of
 from tests.support.fakes import NOW
+from tests.support.place import Place, eventually, stopped
 from tests.support.postgres import Postgres
 from tests.support.rows import compact, conserved, everything, packed, put, rows, waiting, without_lanes
 from tests.support.store import sql

@@ -8,9 +8,9 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.faults.place import Place, eventually
 from tests.faults.scenes import BROKER_CUT, DAEMON, Outcome, Scenes, check
 from tests.faults.tables import NATIVE, STORE, cases
+from tests.support.place import Place, eventually
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 

@@ -15,8 +15,8 @@ import pytest
 
 from delayer.core.cascade import Cascade, routing_key
 from tests.faults.hostile import ENVELOPE
-from tests.faults.place import Place, eventually
 from tests.faults.villain import STRAYS
+from tests.support.place import Place, eventually
 from tests.support.raw import Header, Message, Props, Raw, array, number, table, text
 from tests.support.servers import RabbitMQ
 from tests.support.store import sql

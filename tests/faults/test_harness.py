@@ -14,8 +14,8 @@ import pytest
 from tests.faults.doomed import refused
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, schedule
-from tests.faults.place import eventually
 from tests.support.ledger import Ledger
+from tests.support.place import eventually
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.verdict import Verdict
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.place import Place, eventually
 from tests.faults.villain import delay_header, held_rows
 from tests.support.daemon import DaemonProcess
+from tests.support.place import Place, eventually
 from tests.support.raw import VOID, Message, Props, Raw
 from tests.support.servers import Postgres, RabbitMQ
 

@@ -16,10 +16,10 @@ import pytest
 
 from tests.faults import hostile
 from tests.faults.hostile import CASES, FRAME, LARGEST, MODES, ROOMY, SILENT, STORE, Hostile
-from tests.faults.place import Place
 from tests.faults.villain import MUTE, ROUTES, STRAYS, Villain, assert_no_forged_line, delay_header, furnish
 from tests.support.daemon import DaemonProcess
 from tests.support.ledger import Ledger
+from tests.support.place import Place
 from tests.support.raw import Message, Props, text
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.silent import silent

@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.faults.place import Place, eventually, stopped
 from tests.faults.scenes import work_off
+from tests.support.place import Place, eventually, stopped
 
 MESSAGES = 20_000
 KILLS = 7

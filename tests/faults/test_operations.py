@@ -12,9 +12,9 @@ import asyncpg
 import pytest
 
 from delayer.amqp.reading import iso
-from tests.faults.place import Place, eventually
 from tests.faults.villain import held_rows
 from tests.support import ports
+from tests.support.place import Place, eventually
 from tests.support.postgres import SUPERUSER
 from tests.support.postgres_kinds import Standby
 from tests.support.processes import make_directory, remove_directory

@@ -16,10 +16,10 @@ import pytest
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
 from delayer.store.admin.stats import overview
-from tests.faults.place import Place, eventually
 from tests.soak.result import LARGEST_MB
 from tests.support.daemon import DaemonProcess
 from tests.support.ledger import Ledger
+from tests.support.place import Place, eventually
 from tests.support.proxy import Proxy
 from tests.support.raw import Message, Props, Raw, number
 from tests.support.servers import Postgres, RabbitMQ

@@ -11,9 +11,9 @@ from collections.abc import Collection
 
 import pytest
 
-from tests.faults.place import Place, eventually
 from tests.faults.villain import delay_header
 from tests.support.daemon import DaemonProcess
+from tests.support.place import Place, eventually
 from tests.support.raw import Inbox, Message, Props, Raw
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.silent import silent

@@ -13,8 +13,8 @@ import pytest
 
 from delayer.store import servers
 from delayer.store.errors import StoreUnfit
-from tests.faults.place import Place, eventually
 from tests.support.flow import flowing
+from tests.support.place import Place, eventually
 from tests.support.postgres_kinds import SmallDisk, Standby
 from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ, StartFailed

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from delayer.core.errors import BrokerLost
 from tests.faults.hostile import EMPTY, FORGED_LINE, IMPERSONATOR, NATIVE, STORE, End, Hostile
-from tests.faults.place import Place, eventually
 from tests.support import reworded
+from tests.support.place import Place, eventually
 from tests.support.raw import Arrival, Header, Inbox, Message, Props, Raw, content, number
 from tests.support.servers import RabbitMQ
 from tests.support.store import sql

@@ -10,7 +10,7 @@ import pytest
 from delayer.broker.admin import Admin
 from delayer.core.cascade import CASCADE_KINDS, MAX_SECONDS, Cascade, delivery_binding, intake_topology, routing_key
 from delayer.core.topology import Queue, Topology, arguments
-from tests.faults.place import eventually
+from tests.support.place import eventually
 from tests.support.raw import Inbox, Message, Props, Raw, array, now_ms, text
 from tests.support.topology import bound, declare
 

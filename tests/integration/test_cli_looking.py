@@ -22,8 +22,8 @@ from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.units import DAY_MS
 from delayer.intake import set_aside
 from delayer.store.admin import detail
-from tests.faults.place import eventually
 from tests.integration.cli import Run, channel_to, ids, said, take
+from tests.support.place import eventually
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.rows import compact, conserved, waiting
 from tests.support.servers import RabbitMQ

@@ -19,11 +19,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from delayer.amqp.properties import Properties
 from delayer.imports import sql as sources
 from delayer.imports.databases import database_url
-from tests.faults.place import eventually
 from tests.integration.cli import Run
 from tests.integration.test_import_jsonl import other_store
 from tests.support.daemon import EXECUTABLE
 from tests.support.mariadb import MariaDB
+from tests.support.place import eventually
 from tests.support.rows import conserved
 from tests.support.servers import Postgres
 from tests.support.store import sql

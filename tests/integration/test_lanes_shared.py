@@ -13,10 +13,10 @@ import asyncpg
 import pytest
 
 from delayer.store.admin.setup import raise_lanes
-from tests.faults.place import Place, eventually
 from tests.integration.lanes_shared import Process, migrated, running
 from tests.support.daemon import DaemonProcess
 from tests.support.flow import flowing
+from tests.support.place import Place, eventually
 from tests.support.store import opened, parcel, sql, taken
 
 BALANCED_SECONDS = 10.0

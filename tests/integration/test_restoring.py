@@ -18,8 +18,8 @@ from delayer.release import restore as service
 from delayer.release.restore import SegmentRestorer
 from delayer.store.admin.stats import overview
 from delayer.store.rows import partitions
-from tests.faults.place import compact_all, eventually
 from tests.integration.lanes_shared import Process, running
+from tests.support.place import compact_all, eventually
 from tests.support.store import cut, opened, owned, parcel, sql
 
 HOUR_MS = 3_600_000

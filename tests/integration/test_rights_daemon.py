@@ -20,7 +20,6 @@ from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
-from tests.faults.place import eventually
 from tests.integration.rights import (
     DATABASE,
     MODES,
@@ -36,6 +35,7 @@ from tests.integration.rights import (
 )
 from tests.support.daemon import DaemonProcess, command
 from tests.support.ledger import Ledger
+from tests.support.place import eventually
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import sql

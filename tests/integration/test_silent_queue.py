@@ -21,8 +21,8 @@ from delayer.core.hold import CONFIRMED, HoldKind, Outcome, unanswered
 from delayer.core.message import Outgoing
 from tests.conformance.broker_world import AdminHand, codes, message, relay_to
 from tests.conformance.test_publisher_connections import refusing
-from tests.faults.place import eventually
 from tests.support.fakes import kind_of
+from tests.support.place import eventually
 from tests.support.servers import RabbitMQ
 from tests.support.silent import silent
 

@@ -18,9 +18,9 @@ from delayer.store.admin import actions, audit_log, detail, draining, listing
 from delayer.store.admin.actions import NewDue, cancel, reschedule
 from delayer.store.admin.detail import FoundIn
 from delayer.store.segments import catalog, restore
-from tests.faults.place import eventually
 from tests.integration.segments_store import START_MS, restore_all, store
 from tests.support.fakes import LATE, WHY
+from tests.support.place import eventually
 from tests.support.rows import compact, conserved, everything, put, row, rows, waiting
 from tests.support.store import MANY, ROOM, blocked, opened, owned, parcel, release_all, sql
 

@@ -19,7 +19,7 @@ import pytest
 from delayer.store import pool
 from delayer.store.lanes import locks
 from delayer.store.rows import partitions
-from tests.faults.place import eventually
+from tests.support.place import eventually
 from tests.support.store import blocked, opened, owned, parcel, release_all, sql, taken
 
 CLAIMING = """

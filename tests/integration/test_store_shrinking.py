@@ -15,9 +15,9 @@ from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAYS_AHEAD, name_of
 from delayer.store.segments import compact
-from tests.faults.place import compact_all, eventually
 from tests.integration.segments_store import apart
 from tests.support.logged import capture_logs
+from tests.support.place import compact_all, eventually
 from tests.support.postgres import Postgres
 from tests.support.store import bodies, opened, owned, parcel, release_all, sql
 

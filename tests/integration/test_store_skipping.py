@@ -9,8 +9,8 @@ import pytest
 
 from delayer.store.admin import setup
 from delayer.store.admin.setup import FAR, skip_ids
-from tests.faults.place import eventually
 from tests.integration.cli import Run
+from tests.support.place import eventually
 from tests.support.store import opened, owned, parcel, sql
 
 WAITS = """

@@ -8,8 +8,8 @@ from delayer.core import horizon
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import RESTORED_MS, overview, restored_ms
-from tests.faults.place import compact_all
 from tests.support.fakes import WHY
+from tests.support.place import compact_all
 from tests.support.store import MANY, ROOM, opened, owned, parcel, sql
 
 

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 
 from tests.faults.features.striking import commanded, excused, stopped
 from tests.faults.fleet import Fleet
-from tests.faults.place import eventually
 from tests.support.account import AFTERMATH_MS, Account
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
+from tests.support.place import eventually
 
 LIMIT_MS: Final = 3_000
 """More than the usual lateness of native mode."""

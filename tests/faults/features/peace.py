@@ -15,10 +15,10 @@ from tests.faults.fault import Fault
 from tests.faults.features import cancels, keys, rates, retries
 from tests.faults.features.striking import due_from_now, nothing_left, numbers_in, strike, taken_in
 from tests.faults.fleet import Fleet
-from tests.faults.place import eventually
 from tests.support.flow import flowing
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
+from tests.support.place import eventually
 
 HOUR_MS: Final = 3_600_000
 SEED: Final = 7_500

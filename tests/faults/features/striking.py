@@ -16,12 +16,12 @@ from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.injections.daemons import LANE_SECONDS
 from tests.faults.kinds import inject
-from tests.faults.place import eventually
 from tests.support.account import Account, Window
 from tests.support.daemon import PROGRAM
 from tests.support.flow import flowing
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
+from tests.support.place import eventually
 from tests.support.servers import Postgres, RabbitMQ
 
 HEALING: Final = 120.0

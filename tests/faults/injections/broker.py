@@ -13,7 +13,7 @@ from delayer.amqp.connection import Connection
 from delayer.core.errors import BrokerLost
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import USER, Fleet
-from tests.faults.place import eventually
+from tests.support.place import eventually
 from tests.support.proxy import Proxy
 
 LOSSES = 50

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, suppress
 from delayer.store.errors import DRIVER_ERRORS
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet, Kept
-from tests.faults.place import eventually, stopped
 from tests.support.memory import out_of_memory
+from tests.support.place import eventually, stopped
 
 POINT_SECONDS = 8.0
 """Seconds for a daemon to reach its fault point under load; after that it is killed anywhere."""

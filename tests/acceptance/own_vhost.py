@@ -18,7 +18,7 @@ ROUTES = ({"from": "in", "to": "out"}, {"from": "in.queue", "to": ""}, {"from": 
 
 
 @dataclass
-class Place:
+class OwnVhost:
     """Exchange ``out``, behind it queue ``inbox``."""
 
     rabbitmq: RabbitMQ
