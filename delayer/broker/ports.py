@@ -13,7 +13,7 @@ from delayer.core.plan import Policy
 from delayer.core.segment import Restoration
 
 
-class Window(Protocol):
+class Claimer(Protocol):
     """One claim of a lane: an open transaction with the rows that it took."""
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
@@ -48,7 +48,7 @@ class Lane(Protocol):
         """Whether every connection of the lane is open, as far as the daemon knows."""
 
     @property
-    def windows(self) -> Sequence[Window]:
+    def claimers(self) -> Sequence[Claimer]:
         """The claims that can be open at once. One is made after the other."""
 
     def sleep_hint(self) -> float:

@@ -15,7 +15,7 @@ import structlog
 from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.broker.ports import Heartbeat, Lane, LivePolicy, Window
+from delayer.broker.ports import Claimer, Heartbeat, Lane, LivePolicy
 from delayer.broker.publisher import AmqpPublisher, report_held
 from delayer.broker.retry import Backoff, raise_first, take_failures
 from delayer.core.counters import Counters
@@ -74,7 +74,7 @@ class LaneRelease:
         """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane."""
         name = f"lane {self._lane.number}"
         beat = partial(self._heartbeat.beat, name)
-        loops = {asyncio.create_task(self._run_window(window, beat, stopping)) for window in self._lane.windows}
+        loops = {asyncio.create_task(self._run_claimer(claimer, beat, stopping)) for claimer in self._lane.claimers}
         try:
             await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             self.leaving = True
@@ -96,8 +96,8 @@ class LaneRelease:
                 log.warning("lane given up", lane=self._lane.number, reason=str(failure))
         raise_first(failures, unless=(LaneLost, StoreLost))
 
-    async def _run_window(self, window: Window, beat: Callable[[], None], stopping: asyncio.Event) -> None:
-        """Claim, publish and settle on one window. The loop that holds ``_turn`` feeds the watchdog; the work of the
+    async def _run_claimer(self, claimer: Claimer, beat: Callable[[], None], stopping: asyncio.Event) -> None:
+        """Claim, publish and settle by one claimer. The loop that holds ``_turn`` feeds the watchdog; the work of the
         other loop has deadlines. Raises LaneLost, StoreLost."""
         retry = Backoff(stopping, beat, lambda: self.leaving)
         failed = False
@@ -105,14 +105,14 @@ class LaneRelease:
             async with self._turn:
                 if failed:
                     await retry.pause()
-                rows = await self._next_claim(window, retry, beat, stopping)
+                rows = await self._next_claim(claimer, retry, beat, stopping)
                 if not rows:
                     return
                 before = self._written
                 written = self._written = asyncio.Event()
             failed = False
             try:
-                await self._publish_and_settle(window, rows, before, written)
+                await self._publish_and_settle(claimer, rows, before, written)
             except BrokerLost as lost:
                 log.warning("release interrupted", lane=self._lane.number, reason=str(lost))
                 failed = True
@@ -120,7 +120,7 @@ class LaneRelease:
                 retry.succeeded()
 
     async def _next_claim(
-        self, window: Window, retry: Backoff, beat: Callable[[], None], stopping: asyncio.Event
+        self, claimer: Claimer, retry: Backoff, beat: Callable[[], None], stopping: asyncio.Event
     ) -> list[Due]:
         """Rest until there is something to claim, and claim it. No rows: this release is over.
 
@@ -137,11 +137,11 @@ class LaneRelease:
                 await self._lane.wait(min(seconds, SLICE_SECONDS))
                 continue
             self._busy_since = self._busy_since or time.monotonic()
-            if rows := await self._claim(window):
+            if rows := await self._claim(claimer):
                 return rows
         return []
 
-    async def _claim(self, window: Window) -> list[Due]:
+    async def _claim(self, claimer: Claimer) -> list[Due]:
         """Claim a portion; of a limited route, one row for each token. Without a token, sleep, and claim nothing."""
         limit = min(CLAIM_MESSAGES, self._publisher.batch_limit)
         route, now = self._lane.route, time.monotonic()
@@ -156,7 +156,7 @@ class LaneRelease:
                 await asyncio.sleep(min(wait, SLICE_SECONDS))
                 return []
             limit = bucket.take(limit, now)
-        rows = await window.claim(limit, CLAIM_BYTES)
+        rows = await claimer.claim(limit, CLAIM_BYTES)
         if bucket is not None:
             bucket.give_back(limit - len(rows))
         if rows:
@@ -165,7 +165,7 @@ class LaneRelease:
         return rows
 
     async def _publish_and_settle(
-        self, window: Window, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
+        self, claimer: Claimer, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
     ) -> None:
         """Publish each message when it is due, after the previous claim was written (``before``); settle the claim."""
         try:
@@ -181,12 +181,12 @@ class LaneRelease:
         except BaseException:
             # All rows go back, confirmed ones too (they are repeated), and also after a cancellation: to settle a part
             # of a claim needs a second transaction.
-            await window.give_up()
+            await claimer.give_up()
             raise
         finally:
             written.set()
         began = time.monotonic()
-        await window.settle(released, held)
+        await claimer.settle(released, held)
         self._counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, None if row.attempts else row.due_ms) for row in sendable]
         self._counters.settled(messages, outcomes, schedule, now_ms)

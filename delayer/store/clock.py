@@ -56,7 +56,7 @@ def better(kept: Sample, new: Sample) -> tuple[Sample, bool]:
     """The better sample, and whether the server's clock was stepped. After a step the new sample counts, whatever its
     width."""
     old, fresh = bounds(kept, new.after), bounds(new, new.after)
-    if fresh.lower > old.upper or fresh.upper < old.lower:
+    if fresh.lower > old.upper + 0.001 or fresh.upper < old.lower - 0.001:  # Floats round these to 0.00025 ms.
         return new, True
     narrower = fresh.upper - fresh.lower <= old.upper - old.lower
     return (new if narrower else kept), False

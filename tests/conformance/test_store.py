@@ -46,11 +46,11 @@ async def test_a_message_comes_out_unchanged(database: str, key: bytes | None) -
         empty = Parcel(due_ms, b"", b"", b"", Target(b"", b""), b"", b"", None)
         big = parcel(due_ms, body=bytes(range(256)) * 12_000, properties=b"\xff" * 70_000)
         await store.park(lane, [every, empty, big], [])
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         assert [due.parcel for due in rows] == [every, empty, big]
         assert [(due.due_ms, due.attempts, due.sound) for due in rows] == [(due_ms, 0, True)] * 3
         assert len({due.id for due in rows}) == 3
-        await lane.windows[0].settle(rows, [])
+        await lane.claimers[0].settle(rows, [])
         assert await release_all(lane) == []
 
 
@@ -69,8 +69,8 @@ async def test_a_batch_is_bounded_by_count_and_by_bytes_but_takes_one(database: 
         bounds = [(2, ROOM), (2, ROOM), (MANY, 1), (MANY, 1500), (MANY, 1), (2, ROOM)]
         sizes = []
         for limit, max_bytes in bounds:
-            rows = await lane.windows[0].claim(limit, max_bytes)
-            await lane.windows[0].settle(rows, [])
+            rows = await lane.claimers[0].claim(limit, max_bytes)
+            await lane.claimers[0].settle(rows, [])
             sizes.append(len(rows))
             if len(rows) == limit:
                 assert lane.sleep_hint() == 0.0
@@ -83,14 +83,14 @@ async def test_never_early_and_not_missed(database: str) -> None:
         await release_all(lane)
         due_ms = store.now_upper_ms() + 400
         await store.park(lane, [parcel(due_ms)], [])
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         if not rows:  # else this machine stood still for 300 ms
             assert lane.sleep_hint() <= 0.4
             rows = await claim_when_due(lane)
             assert lane.sleep_hint() >= 0.4
         assert store.now_upper_ms() >= due_ms - WINDOW_MS
         assert len(rows) == 1
-        await lane.windows[0].settle(rows, [])
+        await lane.claimers[0].settle(rows, [])
         assert lane.sleep_hint() == 60.0
 
 
@@ -101,11 +101,11 @@ async def test_a_claim_leaves_rows_due_after_its_window(database: str) -> None:
         await store.park(lane, [parcel(first_ms + 7 * n) for n in range(60)], [])
         claimed, early = 0, []
         while claimed < 60:
-            rows = await lane.windows[0].claim(MANY, ROOM)
+            rows = await lane.claimers[0].claim(MANY, ROOM)
             now_ms = store.now_upper_ms()  # an upper bound: the store's clock shows no more
             early += [due.due_ms - now_ms for due in rows if due.due_ms > now_ms + WINDOW_MS]
             claimed += len(rows)
-            await lane.windows[0].settle(rows, [])
+            await lane.claimers[0].settle(rows, [])
         assert early == []
 
 
@@ -117,15 +117,15 @@ async def test_wait_ends_when_something_nearer_is_parked(database: str) -> None:
         await store.park(lane, [parcel(store.now_upper_ms() + 20)], [])
         await sleeper
         assert len(await claim_when_due(lane)) == 1
-        await lane.windows[0].give_up()
+        await lane.claimers[0].give_up()
 
 
 async def test_settling_less_than_was_claimed_settles_nothing(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms()) for _ in range(3)], [])
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         with pytest.raises(ValueError, match="claimed 3"):
-            await lane.windows[0].settle(rows[:1], [])
+            await lane.claimers[0].settle(rows[:1], [])
         assert len(await release_all(lane)) == 3
 
 
@@ -152,7 +152,7 @@ async def test_a_lane_is_taken_when_its_owner_is_gone(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one, 2) as [with_rows, _]:
         await one.park(with_rows, [parcel(one.now_upper_ms() - 1, b"orphan")], [])
         assert await two.take(with_rows.number) is None
-        await with_rows.windows[0].claim(MANY, ROOM)
+        await with_rows.claimers[0].claim(MANY, ROOM)
         await with_rows.close()
         await with_rows.close()
         assert not with_rows.owned
@@ -189,9 +189,9 @@ async def test_messages_of_a_route_with_a_lane_go_there(database: str) -> None:
             await one.park(lane, mixed, [])
             await sleeper
             assert bodies(await claim_when_due(theirs)) == [b"1", b"3", b"5"]
-            await theirs.windows[0].give_up()
+            await theirs.claimers[0].give_up()
             assert bodies(await claim_when_due(lane)) == [b"0", b"2", b"4"]
-            await lane.windows[0].give_up()
+            await lane.claimers[0].give_up()
             await one.park(lane, [parcel(now + 60_000, b"6", route=b"limited", key=b"k")], [])
             taken_out = await one.park(lane, [], [b"k"])
             assert taken_out == {b"k"}
@@ -226,10 +226,10 @@ async def test_a_lost_lane_takes_nothing(database: str) -> None:
                 await one.hold(lane, [(parcel(one.now_upper_ms()), WHY)])
             with pytest.raises(LaneLost):
                 lane.sleep_hint()
-            for doing in (lane.windows[0].claim(1, 1), lane.windows[0].settle([], [])):
+            for doing in (lane.claimers[0].claim(1, 1), lane.claimers[0].settle([], [])):
                 with pytest.raises(LaneLost):
                     await doing
-            await lane.windows[0].give_up()
+            await lane.claimers[0].give_up()
             await lane.wait(10.0)
             assert await release_all(theirs) == []
 
@@ -260,21 +260,21 @@ async def test_a_claim_shortened_by_a_cancel_hides_nothing(database: str, limit:
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now - 9 + n, b"%d" % n, key=None if n else b"k") for n in range(8)], [])
         await store.park(other, [parcel(now, key=b"l")], [])
-        in_flight = await other.windows[0].claim(MANY, ROOM)
+        in_flight = await other.claimers[0].claim(MANY, ROOM)
         cancelling = asyncio.create_task(store.park(other, [], [b"k", b"l"]))
         await asyncio.wait([cancelling], timeout=0.2)
-        claiming = asyncio.create_task(lane.windows[0].claim(limit, ROOM))
+        claiming = asyncio.create_task(lane.claimers[0].claim(limit, ROOM))
         done, _ = await asyncio.wait([claiming], timeout=0.2)
         assert not done
-        await other.windows[0].settle(in_flight, [])
+        await other.claimers[0].settle(in_flight, [])
         rows = await claiming
         assert b"0" not in bodies(rows)
         await cancelling
-        await lane.windows[0].settle(rows, [])
+        await lane.claimers[0].settle(rows, [])
         while len(rows) < 7:
             assert lane.sleep_hint() == 0.0
-            rows += (more := await lane.windows[0].claim(limit, ROOM))
-            await lane.windows[0].settle(more, [])
+            rows += (more := await lane.claimers[0].claim(limit, ROOM))
+            await lane.claimers[0].settle(more, [])
         assert bodies(rows) == [b"%d" % n for n in range(1, 8)]
 
 
@@ -282,12 +282,12 @@ async def test_a_cancel_waits_for_the_release_in_flight(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms(), b"old", key=b"k")], [])
         for gives_up in (True, False):
-            rows = await lane.windows[0].claim(MANY, ROOM)
+            rows = await lane.claimers[0].claim(MANY, ROOM)
             assert bodies(rows) == [b"old"]
             replacing = asyncio.create_task(store.park(lane, [parcel(store.now_upper_ms(), b"old", key=b"k")], []))
             done, _ = await asyncio.wait([replacing], timeout=0.2)
             assert not done
-            await (lane.windows[0].give_up() if gives_up else lane.windows[0].settle(rows, []))
+            await (lane.claimers[0].give_up() if gives_up else lane.claimers[0].settle(rows, []))
             await replacing
         assert bodies(await release_all(lane)) == [b"old"]
 
@@ -302,7 +302,7 @@ async def test_a_restore_wakes_the_sleeping_lane(database: str) -> None:
         await store.restore(store.now_upper_ms())
         await sleeper
         assert bodies(await claim_when_due(lane)) == [b"late"]
-        await lane.windows[0].give_up()
+        await lane.claimers[0].give_up()
 
 
 async def test_two_daemons_restore_each_segment_once(database: str) -> None:

@@ -302,11 +302,11 @@ async def test_an_act_against_a_release_in_flight(
         for settled, expected in ((True, FoundIn.NOWHERE), (False, FoundIn.WAITING)):
             await place.park(lane, [parcel(place.now_upper_ms())], [])
             [one] = await waiting(admin)
-            claimed = await lane.windows[0].claim(MANY, ROOM)
+            claimed = await lane.claimers[0].claim(MANY, ROOM)
             async with sql(database) as other:
                 acting = asyncio.create_task(act(other, [one]))
                 await blocked(admin, "%DELETE FROM message AS m%")
-                await (lane.windows[0].settle(claimed, []) if settled else lane.windows[0].give_up())
+                await (lane.claimers[0].settle(claimed, []) if settled else lane.claimers[0].give_up())
                 assert await acting == {one: expected}
         assert await release_all(lane) == []
         assert await conserved(admin) == NO_ONE | {"parked": 2, "released": 1, "cancelled": cancelled}
@@ -319,10 +319,10 @@ async def test_a_claim_waits_for_a_move_and_leaves_it(database: str) -> None:
         ids = {one.body: one.id for one in (await waiting(admin)).values()}
         async with other.transaction():
             await reschedule(other, [ids[b"moved"]], when=NewDue(by_ms=3 * DAY_MS))
-            claims = asyncio.create_task(lane.windows[0].claim(MANY, ROOM))
+            claims = asyncio.create_task(lane.claimers[0].claim(MANY, ROOM))
             await blocked(admin, "%DELETE FROM message AS m%USING (%")
         claimed = await claims
         assert [due.id for due in claimed] == [ids[b"stays"]]
-        await lane.windows[0].settle(claimed, [])
+        await lane.claimers[0].settle(claimed, [])
         assert (await waiting(admin)).keys() == {ids[b"moved"]}
         await conserved(admin)

@@ -31,7 +31,7 @@ async def main(url):
     lane = await store.take(1)
     print("ready", flush=True)
     sys.stdin.readline()
-    await lane.windows[0].claim(1000, 16 << 20)
+    await lane.claimers[0].claim(1000, 16 << 20)
 
 asyncio.run(main(*sys.argv[1:]))
 """

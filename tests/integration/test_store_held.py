@@ -32,8 +32,8 @@ async def test_a_held_message_wakes_a_sleeping_lane(database: str) -> None:
         sleeper = asyncio.create_task(lane.wait(3600.0))
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"held"), WHY)])
         await sleeper
-        assert bodies(await lane.windows[0].claim(MANY, ROOM)) == [b"held"]
-        await lane.windows[0].give_up()
+        assert bodies(await lane.claimers[0].claim(MANY, ROOM)) == [b"held"]
+        await lane.claimers[0].give_up()
 
 
 @pytest.mark.usefixtures("soon")
@@ -45,9 +45,9 @@ async def test_a_held_message_keeps_the_id_of_its_publish(database: str) -> None
             tokens: dict[bytes, bytes] = {}
             while len(tokens) < 2:
                 await lane.wait(lane.sleep_hint())
-                rows = await lane.windows[0].claim(MANY, ROOM)
+                rows = await lane.claimers[0].claim(MANY, ROOM)
                 tokens |= {row.parcel.body: row.parcel.token for row in rows if row.sound}
-                await lane.windows[0].settle([], [(row, WHY) for row in rows])
+                await lane.claimers[0].settle([], [(row, WHY) for row in rows])
             assert tokens == {b"before": before.token, b"never": b""}
 
 
@@ -58,15 +58,15 @@ async def test_a_message_held_during_a_look_at_retries_is_retried(
     async with opened(database) as store, owned(store) as [lane]:
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"first"), WHY)])
         await lane.wait(3600.0)
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         assert bodies(rows) == [b"first"]
         monkeypatch.setattr(statements, "NEXT_RETRY", SLOWLY)
-        settling = asyncio.create_task(lane.windows[0].settle(rows, []))
+        settling = asyncio.create_task(lane.claimers[0].settle(rows, []))
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"second"), WHY)])
         await settling
         await lane.wait(3600.0)
-        assert bodies(await lane.windows[0].claim(MANY, ROOM)) == [b"second"]
-        await lane.windows[0].give_up()
+        assert bodies(await lane.claimers[0].claim(MANY, ROOM)) == [b"second"]
+        await lane.claimers[0].give_up()
 
 
 @pytest.mark.usefixtures("soon")
@@ -79,18 +79,18 @@ async def test_a_retry_by_hand_is_never_early(database: str) -> None:
         ids = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
         assert await actions.retry_held(admin, ids, await audit_log.begin(admin, "test", "held retry", {})) == 2
         await lane.wait(3600.0)
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         assert bodies(rows) == [b"now"]
-        await lane.windows[0].settle(rows, [])
+        await lane.claimers[0].settle(rows, [])
         assert (await admin.fetchval("SELECT retry_at FROM held")) == month
         await reschedule(admin, ids[1:], when=NewDue(by_ms=-1000))
         assert tuple(await admin.fetchrow("SELECT due_at, retry_at FROM held")) == (month - 1000, month - 1000)
         soon = store.now_upper_ms() + 200
         await reschedule(admin, ids[1:], when=NewDue(at_ms=soon))
         await lane.wait(3600.0)
-        [row] = await lane.windows[0].claim(MANY, ROOM)
+        [row] = await lane.claimers[0].claim(MANY, ROOM)
         assert (row.parcel.body, row.due_ms) == (b"in a month", soon)
-        await lane.windows[0].give_up()
+        await lane.claimers[0].give_up()
 
 
 async def test_after_a_retry_by_hand_the_pauses_begin_anew(database: str) -> None:
@@ -101,8 +101,8 @@ async def test_after_a_retry_by_hand_the_pauses_begin_anew(database: str) -> Non
         id = await admin.fetchval("SELECT id FROM held")
         assert await actions.retry_held(admin, [id], await audit_log.begin(admin, "test", "held retry", {})) == 1
         await lane.wait(3600.0)
-        rows = await lane.windows[0].claim(MANY, ROOM)
-        await lane.windows[0].settle([], [(due, NO_CONFIRM) for due in rows])
+        rows = await lane.claimers[0].claim(MANY, ROOM)
+        await lane.claimers[0].settle([], [(due, NO_CONFIRM) for due in rows])
         assert await admin.fetchval("SELECT retry_at - now() < interval '21 seconds' FROM held")
 
 
@@ -127,11 +127,11 @@ async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.
         came: list[bytes] = []
         turns = 0
         while len(came) < BACKLOG + HELD:
-            rows = await lane.windows[0].claim(MANY, SMALL_ROOM)
+            rows = await lane.claimers[0].claim(MANY, SMALL_ROOM)
             assert sum(map(len, bodies(rows))) <= SMALL_ROOM + size, "at most one more than there is room for"
             came += bodies(rows)
             turns += 1
-            await lane.windows[0].settle(rows, [])
+            await lane.claimers[0].settle(rows, [])
         held = [place for place, body in enumerate(came) if body.startswith(b"held")]
         assert len(held) == HELD
         assert held[-1] < BACKLOG // 2, "and not behind all the others"
@@ -141,8 +141,8 @@ async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.
 async def test_held_rows_come_again_until_they_are_released(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
-        rows = await lane.windows[0].claim(MANY, ROOM)
-        await lane.windows[0].settle(rows[:1], [(due, WHY) for due in rows[1:]])
+        rows = await lane.claimers[0].claim(MANY, ROOM)
+        await lane.claimers[0].settle(rows[:1], [(due, WHY) for due in rows[1:]])
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"3"), NO_CONFIRM)])
         pauses = (
             "SELECT (extract(epoch FROM retry_at - now()) / 5)::int, attempts, kind, reason, may_be_delivered, isolated"
@@ -157,14 +157,14 @@ async def test_held_rows_come_again_until_they_are_released(database: str) -> No
         await lane.scan()
         await store.park(lane, [parcel(store.now_upper_ms() - 1, b"fresh")], [])
         assert lane.sleep_hint() == 0.0
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         assert [(due.parcel.body, due.attempts) for due in rows] == [(b"1", 1), (b"2", 1), (b"3", 1)]
         assert [due.hold for due in rows] == [WHY, WHY, NO_CONFIRM]
         closed = Hold(HoldKind.CLOSED_CONNECTION, "so", may_be_delivered=True, isolated=True)
-        await lane.windows[0].settle(rows[:1], [(due, closed) for due in rows[1:]])
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        await lane.claimers[0].settle(rows[:1], [(due, closed) for due in rows[1:]])
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         assert [(due.parcel.body, due.attempts, due.hold) for due in rows] == [(b"fresh", 0, None)]
-        await lane.windows[0].settle(rows, [])
+        await lane.claimers[0].settle(rows, [])
         held = await admin.fetch(
             "SELECT attempts, kind, reason, may_be_delivered, isolated,"
             " (extract(epoch FROM retry_at - now()) / 10)::int FROM held"
@@ -192,8 +192,8 @@ async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
             for limit, few in ((50, 5), (1, 1)):
                 claims = []
                 for _ in range(4):
-                    claims.append([due.attempts for due in await lane.windows[0].claim(limit, ROOM)])
-                    await lane.windows[0].give_up()
+                    claims.append([due.attempts for due in await lane.claimers[0].claim(limit, ROOM)])
+                    await lane.claimers[0].give_up()
                 assert claims == [[1] * few, [0] * limit] * 2
 
 
@@ -206,11 +206,11 @@ async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str)
             await other.fetch("SELECT FROM held FOR UPDATE")
             for _ in range(3):
                 await lane.wait(lane.sleep_hint())
-                assert await lane.windows[0].claim(MANY, ROOM) == []
+                assert await lane.claimers[0].claim(MANY, ROOM) == []
                 assert 0.5 < lane.sleep_hint() <= 1.1
             await store.park(lane, [parcel(store.now_upper_ms(), b"fresh")], [])
             assert bodies(await claim_when_due(lane)) == [b"fresh"], "waiting messages do not wait for locked ones"
-            await lane.windows[0].give_up()
+            await lane.claimers[0].give_up()
             assert bodies(await release_all(lane)) == [b"fresh"]
         assert bodies(await claim_when_due(lane)) == [b"held"]
-        await lane.windows[0].give_up()
+        await lane.claimers[0].give_up()

@@ -29,8 +29,8 @@ async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold:
     """The lane does not retry it."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms(), key=key) for key in (b"k", b"l")], [])
-        rows = await lane.windows[0].claim(MANY, ROOM)
-        await lane.windows[0].settle([], [(row, hold) for row in rows])
+        rows = await lane.claimers[0].claim(MANY, ROOM)
+        await lane.claimers[0].settle([], [(row, hold) for row in rows])
         of_l = next(row.id for row in rows if row.parcel.key == b"l")
         assert await store.park(lane, [], [b"k"]) == {b"k"}
         assert await actions.cancel(admin, [of_l]) == {of_l: FoundIn.HELD}
@@ -43,10 +43,10 @@ async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold:
 async def test_a_key_that_was_overtaken_while_it_was_released_stays_with_the_new_one(database: str) -> None:
     async with opened(database) as store, owned(store, 2) as [lane, other], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms(), b"old", key=b"k")], [])
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         replacing = asyncio.create_task(store.park(other, [parcel(store.now_upper_ms(), b"new", key=b"k")], []))
         await blocked(admin, "%")
-        await lane.windows[0].settle(rows, [])
+        await lane.claimers[0].settle(rows, [])
         await replacing
         assert await admin.fetchval("SELECT lane FROM message_key") == other.number
         assert len(await release_all(other)) == 1
@@ -56,10 +56,10 @@ async def test_a_key_that_was_overtaken_while_it_was_released_stays_with_the_new
 async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms(), key=b"k")], [])
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         cancelling = asyncio.create_task(store.park(lane, [], [b"k"]))
         await blocked(admin, "%")
-        await lane.windows[0].settle([], [(rows[0], WHY)])
+        await lane.claimers[0].settle([], [(rows[0], WHY)])
         await cancelling
         assert await admin.fetchval("SELECT count(*) FROM held") == 0
 
@@ -98,13 +98,13 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
                     case 5:
                         await move_some(database, chance.randrange(-1_000, 1_000))
                     case 6:
-                        await lane.windows[0].claim(chance.randrange(1, 40), ROOM)
-                        await lane.windows[0].give_up()
+                        await lane.claimers[0].claim(chance.randrange(1, 40), ROOM)
+                        await lane.claimers[0].give_up()
                     case _:
-                        rows = await lane.windows[0].claim(chance.randrange(1, 40), ROOM)
+                        rows = await lane.claimers[0].claim(chance.randrange(1, 40), ROOM)
                         split = chance.randrange(len(rows) + 1)
                         released += split
-                        await lane.windows[0].settle(rows[:split], [(due, WHY) for due in rows[split:]])
+                        await lane.claimers[0].settle(rows[:split], [(due, WHY) for due in rows[split:]])
                 if chance.random() < 0.1:
                     async with sql(database) as hand:
                         await hand.execute(HURRY)
@@ -145,12 +145,12 @@ async def test_a_claim_that_loses_a_deadlock_takes_nothing_and_the_next_one_goes
         await other.execute("SET deadlock_timeout = '1min'")  # so that the claim detects the deadlock, and loses
         await other.execute("BEGIN")
         await other.execute("DELETE FROM message WHERE body = '1'")
-        claiming = asyncio.create_task(lane.windows[0].claim(MANY, ROOM))
+        claiming = asyncio.create_task(lane.claimers[0].claim(MANY, ROOM))
         await blocked(admin, "%")
         await other.execute("DELETE FROM message WHERE body = '0'")  # the claim has it, and waits for the row above
         await other.execute("COMMIT")
         assert await claiming == []
         assert lane.cursor.more, "the next claim begins at once"
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         assert bodies(rows) == [b"2"]
-        await lane.windows[0].settle(rows, [])
+        await lane.claimers[0].settle(rows, [])

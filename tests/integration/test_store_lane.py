@@ -42,16 +42,16 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
     async with opened(database) as one, opened(database) as two, owned(one) as [lane]:
         now = one.now_upper_ms()
         await one.park(lane, [parcel(now - n, b"%d" % n) for n in range(3)], [])
-        rows = await lane.windows[0].claim(2, ROOM)
+        rows = await lane.claimers[0].claim(2, ROOM)
         sleeping = asyncio.create_task(lane.wait(50.0))
         await cut(database, application_of(lane.number))
         await sleeping
         assert not lane.owned
         with pytest.raises(LaneLost):
-            await lane.windows[0].settle(rows, [])
-        await lane.windows[0].give_up()
+            await lane.claimers[0].settle(rows, [])
+        await lane.claimers[0].give_up()
         with pytest.raises(LaneLost):
-            await lane.windows[0].claim(2, ROOM)
+            await lane.claimers[0].claim(2, ROOM)
         with pytest.raises(LaneLost):
             await one.park(lane, [parcel(one.now_upper_ms())], [])
         assert bodies(await release_from(two, lane.number)) == [b"2", b"1", b"0"]
@@ -60,12 +60,12 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
 async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
     async with opened(database, idle_timeout=2.0, transaction_timeout=4.0) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms())], [])
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         await lane.wait(3.5)
         assert lane.owned, "its broker is slow, and the process lives"
         await lane.wait(30.0)
         with pytest.raises(LaneLost):
-            await lane.windows[0].settle(rows, [])
+            await lane.claimers[0].settle(rows, [])
         assert len(await release_from(store, lane.number)) == 1
 
 
@@ -78,7 +78,7 @@ async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(datab
             await store.park(lane, [parcel(store.now_upper_ms(), bytes(1_000_000))], [])
             proxy.slow(delay=0.3)  # for each of some sixteen pieces
             with pytest.raises(LaneLost):
-                await lane.windows[0].claim(MANY, ROOM)
+                await lane.claimers[0].claim(MANY, ROOM)
             proxy.resume()
         assert len(await release_from(other, lane.number)) == 1
 
@@ -134,7 +134,7 @@ async def test_a_stepped_clock_moves_the_watermark_to_the_beginning(database: st
         await admin.execute("UPDATE message SET due_at = now() - interval '1 minute'")
         lane._clock.observe(lane._clock.monotonic(), store.now_upper_ms() - 5_000_000.0, lane._clock.monotonic())
         assert bodies(await claim_when_due(lane)) == [b"hidden"]
-        await lane.windows[0].give_up()
+        await lane.claimers[0].give_up()
 
 
 async def test_damaged_rows_are_not_sound(database: str) -> None:
@@ -152,14 +152,14 @@ async def test_damaged_rows_are_not_sound(database: str) -> None:
             ]
         ):
             await admin.execute(f"UPDATE message SET {damage} WHERE body = '{n}'")
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         assert [due.sound for due in rows] == [False] * 6 + [True]
-        await lane.windows[0].settle(rows[6:], [(due, WHY) for due in rows[:6]])
+        await lane.claimers[0].settle(rows[6:], [(due, WHY) for due in rows[:6]])
         await admin.execute("UPDATE held SET retry_at = now()")
         await lane.scan()
         rows = await claim_when_due(lane)
         assert [due.sound for due in rows] == [False] * 6, "moving a row must not heal its checksum"
-        await lane.windows[0].give_up()
+        await lane.claimers[0].give_up()
 
 
 async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
@@ -167,7 +167,7 @@ async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
         await one.park(lane, [parcel(one.now_upper_ms())], [])
         async with blocker.transaction():
             await blocker.execute("SELECT FROM message FOR UPDATE")
-            claiming = asyncio.create_task(lane.windows[0].claim(MANY, ROOM))
+            claiming = asyncio.create_task(lane.claimers[0].claim(MANY, ROOM))
             async with sql(database) as admin:
                 while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
                     pass
@@ -181,12 +181,12 @@ async def test_a_refused_statement_is_not_the_end_of_the_lane(database: str) -> 
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms())], [])
         await admin.execute("ALTER TABLE counter RENAME TO elsewhere")
-        rows = await lane.windows[0].claim(MANY, ROOM)
+        rows = await lane.claimers[0].claim(MANY, ROOM)
         with pytest.raises(StoreLost) as caught:
-            await lane.windows[0].settle(rows, [])
+            await lane.claimers[0].settle(rows, [])
         assert not isinstance(caught.value, LaneLost)
         assert isinstance(caught.value.__cause__, asyncpg.UndefinedTableError)
-        await lane.windows[0].give_up()
+        await lane.claimers[0].give_up()
         with pytest.raises(StoreLost):
             await store.park(lane, [parcel(store.now_upper_ms())], [])
         await admin.execute("ALTER TABLE elsewhere RENAME TO counter")
@@ -204,7 +204,7 @@ async def test_the_next_owner_starts_at_the_last_watermark(database: str) -> Non
         async with owned(store) as [lane]:
             assert await release_all(lane) == [], "written without a note, and before the watermark"
             assert bodies(await claim_when_due(lane)) == [b"hidden"], "found by the first look back"
-            await lane.windows[0].give_up()
+            await lane.claimers[0].give_up()
 
 
 async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str, monkey
         with monkeypatch.context() as patch:
             patch.setattr(envelope, "read", None)
             with pytest.raises(TypeError):
-                await lane.windows[0].claim(MANY, ROOM)
+                await lane.claimers[0].claim(MANY, ROOM)
         assert not lane.owned
         assert len(await release_from(two, lane.number)) == 1
 
@@ -225,16 +225,16 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
             lanes = await free_lanes(store, 2)
             for lane in lanes:
                 await store.park(lane, [parcel(store.now_upper_ms(), b"%d" % n) for n in range(3)], [])
-            rows = await lanes[0].windows[0].claim(2, ROOM)
+            rows = await lanes[0].claimers[0].claim(2, ROOM)
             server.kill()
             for lane in lanes:
                 await lane.wait(30.0)
                 assert not lane.owned
                 with pytest.raises(LaneLost):
-                    await lane.windows[0].settle(rows, [])
+                    await lane.claimers[0].settle(rows, [])
                 with pytest.raises(LaneLost):
                     await store.park(lane, [parcel(store.now_upper_ms())], [])
-                await lane.windows[0].give_up()
+                await lane.claimers[0].give_up()
                 await lane.close()
             for doing in (store.look(), store.take(1), store.maintain()):
                 with pytest.raises(StoreLost):
@@ -245,7 +245,7 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
             assert {lane.number for lane in again} == {lane.number for lane in lanes}
             for lane in again:
                 assert bodies(await release_all(lane)) == [b"0", b"1", b"2"]
-                rows = await lane.windows[0].claim(MANY, ROOM)
+                rows = await lane.claimers[0].claim(MANY, ROOM)
                 assert rows == []
                 await lane.close()
 
@@ -276,7 +276,7 @@ async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> Non
 
 async def test_the_next_claim_begins_behind_an_open_one_and_neither_waits(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
-        first, second = lane.windows
+        first, second = lane.claimers
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now - 5, b"%d" % n) for n in range(5)], [])
         a = await first.claim(3, ROOM)
@@ -299,12 +299,12 @@ async def test_a_row_beyond_the_horizon_is_claimed_when_it_is_due(
         await store.park(lane, [parcel(due_ms - 980), parcel(due_ms, b"far")], [])
         assert len(await release_all(lane)) == 1, "now the lane has forgotten that a row was parked"
         async with asyncio.timeout(5.0):
-            while not (rows := await lane.windows[0].claim(MANY, ROOM)):
+            while not (rows := await lane.claimers[0].claim(MANY, ROOM)):
                 while (seconds := lane.sleep_hint()) > 0.0:
                     await lane.wait(min(seconds, 0.05))
         assert bodies(rows) == [b"far"]
         assert store.now_lower_ms() < due_ms + 500
-        await lane.windows[0].settle(rows, [])
+        await lane.claimers[0].settle(rows, [])
 
 
 @pytest.mark.parametrize("back_ms", [0, 5, 60_000])
@@ -312,7 +312,7 @@ async def test_a_row_that_is_parked_among_those_of_an_open_claim_is_claimed_besi
     database: str, back_ms: int
 ) -> None:
     async with opened(database) as store, owned(store) as [lane]:
-        first, second = lane.windows
+        first, second = lane.claimers
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now - n, b"%d" % n) for n in range(9, 0, -1)], [])
         a = await first.claim(MANY, ROOM)
@@ -335,11 +335,11 @@ async def test_rows_of_a_claim_that_is_given_up_are_claimed_again_after_the_next
     async with opened(database) as store, owned(store) as [lane]:
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now - 9 + n, b"%d" % n) for n in range(6)], [])
-        rows = [await lane.windows[0].claim(3, ROOM), await lane.windows[1].claim(MANY, ROOM)]
+        rows = [await lane.claimers[0].claim(3, ROOM), await lane.claimers[1].claim(MANY, ROOM)]
         settling, giving = (0, 1) if first_settles else (1, 0)
-        await lane.windows[settling].settle(rows[settling], [])
+        await lane.claimers[settling].settle(rows[settling], [])
         assert lane.watermark <= rows[giving][0].due_ms
-        await lane.windows[giving].give_up()
+        await lane.claimers[giving].give_up()
         assert lane.sleep_hint() == 0.0
         assert await release_all(lane) == rows[giving]
 
@@ -348,10 +348,10 @@ async def test_the_rows_of_open_claims_stay_behind_the_written_watermark(databas
     async with opened(database) as store, owned(store) as [lane]:
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now - 60_000 + n, b"%d" % n) for n in range(6)], [])
-        a, b = await lane.windows[0].claim(3, ROOM), await lane.windows[1].claim(MANY, ROOM)
-        await lane.windows[1].settle(b, [])
+        a, b = await lane.claimers[0].claim(3, ROOM), await lane.claimers[1].claim(MANY, ROOM)
+        await lane.claimers[1].settle(b, [])
         assert lane.watermark <= a[0].due_ms
-        await lane.windows[0].settle(a, [])
+        await lane.claimers[0].settle(a, [])
         assert lane.watermark == b[-1].due_ms
 
 
@@ -362,27 +362,27 @@ async def test_the_loss_of_either_connection_ends_the_lane_and_an_open_claim_set
     async with opened(database) as one, opened(database) as two, owned(one) as [lane], sql(database) as admin:
         now = one.now_upper_ms()
         await one.park(lane, [parcel(now - 9 + n, b"%d" % n) for n in range(6)], [])
-        windows = lane.windows if cut_first else lane.windows[::-1]
-        rows = [await windows[0].claim(3, ROOM), await windows[1].claim(MANY, ROOM)]
+        claimers = lane.claimers if cut_first else lane.claimers[::-1]
+        rows = [await claimers[0].claim(3, ROOM), await claimers[1].claim(MANY, ROOM)]
         sleeping = asyncio.create_task(lane.wait(50.0))
-        pid = windows[0].connection.get_server_pid()
+        pid = claimers[0].connection.get_server_pid()
         assert await admin.fetchval("SELECT pg_terminate_backend($1, 5000)", pid)
         await sleeping
         assert not lane.owned
         with pytest.raises(LaneLost):
             lane.sleep_hint()
         with pytest.raises(LaneLost):
-            await windows[0].settle(rows[0], [])
+            await claimers[0].settle(rows[0], [])
         if cut_first:
             adopted = await taken(two, lane.number)
-            claiming = asyncio.create_task(adopted.windows[0].claim(MANY, ROOM))
+            claiming = asyncio.create_task(adopted.claimers[0].claim(MANY, ROOM))
             await blocked(admin, "%DELETE FROM message AS m%USING (%")
-            await windows[1].settle(rows[1], [])
+            await claimers[1].settle(rows[1], [])
             assert await claiming == rows[0]
-            await adopted.windows[0].settle(rows[0], [])
+            await adopted.claimers[0].settle(rows[0], [])
             await adopted.close()
         else:
-            await windows[1].settle(rows[1], [])
+            await claimers[1].settle(rows[1], [])
             await lane.close()
             assert await release_from(two, lane.number) == rows[0]
         assert (await conserved(admin))["released"] == 6
@@ -394,17 +394,17 @@ async def test_a_claim_waits_for_a_cancel_that_is_rolled_back_and_takes_its_row_
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as other:
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now - 9 + n, b"%d" % n) for n in range(6)], [])
-        a = await lane.windows[0].claim(3, ROOM)
+        a = await lane.claimers[0].claim(3, ROOM)
         with suppress(ZeroDivisionError):
             async with other.transaction():
                 await other.execute("DELETE FROM message WHERE body = '4'")
-                claiming = asyncio.create_task(lane.windows[1].claim(MANY, ROOM))
+                claiming = asyncio.create_task(lane.claimers[1].claim(MANY, ROOM))
                 await blocked(admin, "%DELETE FROM message AS m%USING (%")
-                await lane.windows[0].settle(a, [])
+                await lane.claimers[0].settle(a, [])
                 raise ZeroDivisionError
         b = await claiming
         assert bodies(b) == [b"3", b"4", b"5"]
-        await lane.windows[1].settle(b, [])
+        await lane.claimers[1].settle(b, [])
 
 
 async def test_held_rows_are_in_one_open_claim_only_and_are_not_passed_over(database: str) -> None:
@@ -412,7 +412,7 @@ async def test_held_rows_are_in_one_open_claim_only_and_are_not_passed_over(data
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"%d" % n), WHY) for n in range(20)])
         await admin.execute("UPDATE held SET retry_at = now()")
         await lane.scan()
-        first, second = lane.windows
+        first, second = lane.claimers
         a = await first.claim(100, ROOM)
         assert len(a) == 10
         assert await second.claim(100, ROOM) == []

@@ -133,15 +133,15 @@ Step = Callable[[PostgresStore, PostgresLane], Awaitable[object]]
 async def releasing(_: PostgresStore, lane: PostgresLane) -> None:
     """A claim of held rows, and a full one of waiting rows; one of each is held."""
     for size in (50, 500):
-        rows = await lane.windows[0].claim(500, ROOM)
+        rows = await lane.claimers[0].claim(500, ROOM)
         assert len(rows) == size and all((due.attempts > 0) == (size == 50) for due in rows)
-        await lane.windows[0].settle(rows[1:], [(rows[0], WHY)])
+        await lane.claimers[0].settle(rows[1:], [(rows[0], WHY)])
 
 
 async def released(_: PostgresStore, lane: PostgresLane) -> None:
     """Release everything due, to the last empty claim, and ask for the next sleep."""
-    while rows := await lane.windows[0].claim(500, ROOM):
-        await lane.windows[0].settle(rows, [])
+    while rows := await lane.claimers[0].claim(500, ROOM):
+        await lane.claimers[0].settle(rows, [])
     assert lane.sleep_hint() > 0.0
 
 

@@ -95,7 +95,7 @@ async def test_restored_messages_are_released(database: str) -> None:
             assert await release_all(one) == []
             await restore_all(admin)
             released = await claim_when_due(one)
-            await one.windows[0].settle(released, [])
+            await one.claimers[0].settle(released, [])
             assert [due.parcel.body for due in released] == [b"4", b"3", b"2", b"1", b"0"]
             assert sorted(due.id for due in released) == ids
             assert all(due.sound for due in released)

@@ -55,7 +55,7 @@ async def test_pgbouncer_in_session_mode_holds_lanes(url: str) -> None:
     async with opened(url, idle_timeout=7.0) as store, owned(store, 2) as [lane, _]:
         await store.park(lane, [parcel(store.now_upper_ms(), key=b"key")], [])
         assert len(await release_all(lane)) == 1
-        async with lane.windows[0].locked_connection("test") as connection:
+        async with lane.claimers[0].locked_connection("test") as connection:
             assert await connection.fetchval("SHOW idle_session_timeout") == "7s"
         other = await PostgresStore.connect(url)
         assert await other.take(lane.number) is None

@@ -50,7 +50,7 @@ STEERED = ("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mer
 @asynccontextmanager
 async def sessions(store: PostgresStore, lane: PostgresLane) -> AsyncIterator[dict[str, asyncpg.Connection]]:
     """The connection of the lane, and the only one of a pool with one parker."""
-    async with lane.windows[0].locked_connection("test") as of_lane, pool.borrowed(store._pool) as of_pool:
+    async with lane.claimers[0].locked_connection("test") as of_lane, pool.borrowed(store._pool) as of_pool:
         yield {"lane": of_lane, "pool": of_pool}
 
 
@@ -61,14 +61,14 @@ async def work(store: PostgresStore, lane: PostgresLane) -> None:
         await store.park(lane, [parcel(store.now_upper_ms() + n * DAY_MS, key=b"new %d" % n)], cancels)
         await store.park(lane, [parcel(store.now_upper_ms() + n * DAY_MS)], [])
         for size in (3, 30):
-            rows = await lane.windows[0].claim(30, ROOM)
+            rows = await lane.claimers[0].claim(30, ROOM)
             assert len(rows) == size and all((due.attempts > 0) == (size == 3) for due in rows)
-            await lane.windows[0].settle(rows[1:-1], [(rows[0], WHY), (rows[-1], WHY)])
+            await lane.claimers[0].settle(rows[1:-1], [(rows[0], WHY), (rows[-1], WHY)])
         await lane.scan()
     while lane.sleep_hint() == 0.0:
-        await lane.windows[0].settle(await lane.windows[0].claim(1000, ROOM), [])
+        await lane.claimers[0].settle(await lane.claimers[0].claim(1000, ROOM), [])
     for _ in range(TIMES):
-        assert await lane.windows[0].claim(1000, ROOM) == []
+        assert await lane.claimers[0].claim(1000, ROOM) == []
 
 
 async def plans_made(url: str) -> dict[str, dict[str, tuple[int, int]]]:

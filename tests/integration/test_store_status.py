@@ -22,8 +22,8 @@ async def test_an_overview_shows_lanes_counters_and_the_next_due_instant(databas
                 far, [parcel(now + 900 * DAY_MS), parcel(now + 30 * DAY_MS), parcel(now + 800 * DAY_MS)], []
             )
             await store.hold(far, [(parcel(now), WHY)])
-            rows = await near.windows[0].claim(MANY, ROOM)
-            await near.windows[0].settle(rows, [])
+            rows = await near.claimers[0].claim(MANY, ROOM)
+            await near.claimers[0].settle(rows, [])
             whole = await overview(database)
             assert [lane.number for lane in whole.lanes] == [empty.number, near.number, far.number, last.number]
             assert {(lane.owner, lane.alive) for lane in whole.lanes} == {("another", True)}

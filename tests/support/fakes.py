@@ -166,7 +166,7 @@ class ScriptedHolder:
 
 
 class ScriptedLane:
-    """A lane with one window. Its claims come from a script, and it notes how the caller settles them."""
+    """A lane with one claimer. Its claims come from a script, and it notes how the caller settles them."""
 
     def __init__(self, number: int = 1, claims: Iterable[Sequence[Due] | Exception] = (), hint: float = 3600.0) -> None:
         self.number = number
@@ -179,7 +179,7 @@ class ScriptedLane:
         self.settled: list[tuple[list[Due], list[tuple[Due, str]]]] = []
         self.closed = asyncio.Event()
         self.sleeping = asyncio.Event()
-        self.windows = [self]
+        self.claimers = [self]
         self._claims = deque(claims)
         self._woken = asyncio.Event()
 

@@ -63,7 +63,7 @@ async def claim_when_due(lane: Lane, limit: int = MANY, max_bytes: int = ROOM) -
     """Sleep as a release loop does, until a claim returns rows."""
     while True:
         await lane.wait(lane.sleep_hint())
-        rows = await lane.windows[0].claim(limit, max_bytes)
+        rows = await lane.claimers[0].claim(limit, max_bytes)
         if rows:
             return rows
 
@@ -71,8 +71,8 @@ async def claim_when_due(lane: Lane, limit: int = MANY, max_bytes: int = ROOM) -
 async def release_all(lane: Lane) -> list[Due]:
     """Release every due row."""
     released: list[Due] = []
-    while rows := await lane.windows[0].claim(MANY, ROOM):
-        await lane.windows[0].settle(rows, [])
+    while rows := await lane.claimers[0].claim(MANY, ROOM):
+        await lane.claimers[0].settle(rows, [])
         released += rows
     return released
 

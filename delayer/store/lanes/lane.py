@@ -1,6 +1,6 @@
 """A lane: a partition of the waiting messages that this process owns while its connections live.
 
-A lane has two connections, its windows. The first holds the lane's advisory lock. Each can have one claim open, so that
+A lane has two connections, its claimers. The first has the lane's advisory lock. Each can have one claim open, so that
 the next claim begins while the last one is published and settled. The loss of either connection ends the lane. A claim
 that is still open then on the other one may settle: its rows are locked, so the lane's next owner waits for it.
 """
@@ -39,8 +39,8 @@ HORIZON_MS: Final = 61_000
 """How far a claim looks ahead for the next row. Without one the lane claims again at that instant."""
 
 
-class PostgresWindow:
-    """Satisfies broker.ports.Window: one of the two connections of a lane, and the claim that is open on it."""
+class PostgresClaimer:
+    """Satisfies broker.ports.Claimer: one of the two connections of a lane, and the claim that is open on it."""
 
     def __init__(self, lane: PostgresLane, connection: Connection, clock: StoreClock) -> None:
         self.connection = connection
@@ -259,7 +259,7 @@ class PostgresLane:
         self.number = number
         self.route = route
         self.epoch = epoch
-        self.windows = [PostgresWindow(self, connection, clock) for connection in connections]
+        self.claimers = [PostgresClaimer(self, connection, clock) for connection in connections]
         self.cursor = cursor
         self.release_seconds = release_seconds
         self.closed = False
@@ -275,7 +275,7 @@ class PostgresLane:
 
     @property
     def owned(self) -> bool:
-        return not self.closed and not any(window.connection.is_closed() for window in self.windows)
+        return not self.closed and not any(claimer.connection.is_closed() for claimer in self.claimers)
 
     def check_owned(self, doing: str) -> None:
         """Raises LaneLost if a connection of the lane is gone."""
@@ -284,7 +284,7 @@ class PostgresLane:
 
     def claimed_after(self, place: RowPlace) -> list[int]:
         """The messages after ``place`` that an open claim has: another claim would wait for it."""
-        open_claims = [window.opened for window in self.windows if window.opened is not None]
+        open_claims = [claimer.opened for claimer in self.claimers if claimer.opened is not None]
         return [
             due.id
             for claim in open_claims
@@ -296,7 +296,7 @@ class PostgresLane:
     @property
     def watermark(self) -> int:
         """A due instant before which the lane has no rows, also if all of its open claims are rolled back."""
-        starts = [window.opened.start[0] for window in self.windows if window.opened is not None]
+        starts = [claimer.opened.start[0] for claimer in self.claimers if claimer.opened is not None]
         return min(self.cursor.place[0], self._clock.now_lower_ms(), *starts)
 
     def sleep_hint(self) -> float:
@@ -326,7 +326,7 @@ class PostgresLane:
         self.cursor.woken.set()
         self._scanner.cancel()
         await asyncio.wait([self._keeper, self._scanner])
-        first = self.windows[0]
+        first = self.claimers[0]
         if self.owned and not first.turn.locked() and not first.connection.is_in_transaction():
             try:
                 async with first.locked_connection("close") as connection:
@@ -334,9 +334,9 @@ class PostgresLane:
             except StoreLost as error:
                 log.warning("lane connection broken", lane=self.number, error=str(error))
         self.closed = True
-        for window in self.windows:
-            window.opened = None
-        await asyncio.gather(*(pool.close(window.connection) for window in self.windows))
+        for claimer in self.claimers:
+            claimer.opened = None
+        await asyncio.gather(*(pool.close(claimer.connection) for claimer in self.claimers))
 
     async def _keep(self) -> None:
         """Keep the sessions from their idle timeout, by asking for the store's time.
@@ -345,19 +345,19 @@ class PostgresLane:
         broker may confirm slowly, but only for ``release_seconds``.
         """
         while not await self._closed_within(KEEPALIVE_SECONDS) and self.owned:
-            for window in self.windows:
-                await self._keep_alive(window)
+            for claimer in self.claimers:
+                await self._keep_alive(claimer)
             if self.cursor.clock_stepped:
                 self.cursor.woken.set()
 
-    async def _keep_alive(self, window: PostgresWindow) -> None:
-        if window.turn.locked() or self._clock.monotonic() > window.kept_alive_until:
+    async def _keep_alive(self, claimer: PostgresClaimer) -> None:
+        if claimer.turn.locked() or self._clock.monotonic() > claimer.kept_alive_until:
             return
         try:
-            async with window.locked_connection("keep alive") as connection:
+            async with claimer.locked_connection("keep alive") as connection:
                 await pool.sample(connection, self._clock, timeout=5 * KEEPALIVE_SECONDS)
                 # Only the connection with the lock writes: another process may have the lane when it is gone.
-                if window is self.windows[0] and not connection.is_in_transaction():
+                if claimer is self.claimers[0] and not connection.is_in_transaction():
                     await self._write_watermark(connection)
         except StoreLost as error:
             log.warning("lane connection broken", lane=self.number, error=str(error))

@@ -69,7 +69,7 @@ async def test_messages_leave_at_their_instant_and_held_rows_first() -> None:
 async def test_the_next_claim_overlaps_with_the_publish_of_the_last() -> None:
     publisher = Gated()
     it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]), publisher)
-    it.lane.windows *= 2
+    it.lane.claimers *= 2
     async with running(it):
         await publisher.asked.wait()
         await until(lambda: it.lane.events == ["claim", "claim"])
