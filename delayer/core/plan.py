@@ -2,7 +2,7 @@
 
     decide(request, route, policy, now_ms) -> EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse | Retry
 
-Start here to understand the system: this module decides, and all other modules carry out its decisions.
+Start here to understand the system: this module decides the way of a new message, and other modules carry it out.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Route:
     consulted: frozenset[bytes] = field(init=False, repr=False, compare=False)
     """The headers that a plan reads, ``named`` ones among them. The daemon decodes no others."""
     sagas: bool = field(init=False, repr=False, compare=False)
-    """Whether it reads NServiceBus timeouts. They name a destination, and a saga (a workflow) may cancel its own."""
+    """Whether it reads NServiceBus timeouts. Each names its destination. A saga (a workflow) can cancel its own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple((form, source_of(form)) for form in self.delay_from))
@@ -92,10 +92,10 @@ class Policy:
     """The part of the configuration that decisions depend on. A reload replaces the whole value.
 
     Messages must not go to ``own_queues`` and ``own_exchanges``, which are delayer's own. A client could otherwise
-    block a cascade level for all messages, or put an envelope with a destination of its own into the due queue.
+    block a cascade level for all messages, or put an envelope with any destination into the due queue.
 
-    ``publishing`` is False while the broker accepts no publishes. In store mode all messages are parked then, so that
-    no message waits behind others that cannot be published.
+    ``publishing`` is False while the broker accepts no publishes. In store mode every message to deliver is parked,
+    so none waits behind others that cannot be published.
 
     Messages that are due within ``keep_ms`` are kept in memory: to park them would make them late, and the cascade
     counts whole seconds.
@@ -119,8 +119,8 @@ class Unacceptable(Exception):
 
 
 class EnterCascade(NamedTuple):
-    """Publish to where the broker keeps the message for ``seconds``: the TTL cascade, or the due queue of RabbitMQ 4.4.
-    After the cascade the daemon keeps it for ``rest_ms`` more. ``undelayed``: it asked for no delay."""
+    """Publish to the TTL cascade, or to the due queue of RabbitMQ 4.4: the broker keeps the message for ``seconds``.
+    After that the daemon keeps it for ``rest_ms`` more. ``undelayed``: it asked for no delay."""
 
     due_ms: int
     seconds: int
@@ -130,7 +130,7 @@ class EnterCascade(NamedTuple):
 
 
 class Park(NamedTuple):
-    """Write to the store. A message with a ``key`` replaces the waiting one of that key."""
+    """Write to the store. A message with a ``key`` replaces the waiting or held message of that key."""
 
     due_ms: int
     target: Target
@@ -165,7 +165,7 @@ class TooLate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Delete the waiting message of this key, or those of this group of keys. The cancel itself is not delivered."""
+    """Delete the waiting or held message of this key, or those of this group of keys. The cancel is not delivered."""
 
     key: bytes | KeyGroup
     undelayed = False
@@ -183,7 +183,7 @@ Plan = EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse
 
 
 class Retry(NamedTuple):
-    """Note the failure in a dead letter, and follow the plan for its way back."""
+    """Write the failure into the dead letter, and follow ``plan`` for it."""
 
     failed: FailedAttempt
     plan: Plan
@@ -195,7 +195,7 @@ def decide(
     """The plan for one message. ``route`` is that of its exchange; None: the exchange has none.
 
     A delay counts from ``now_ms``: the upper bound of the clock when the message was read, so it is never too short. A
-    message is due by ``now_lower_ms``, the lower bound of the clock now, so nothing is early. None: the same.
+    message is due once ``now_lower_ms``, the lower bound of the clock, reaches its instant. None: ``now_ms``.
     """
     try:
         return _decide(request, route, policy, now_ms, now_ms if now_lower_ms is None else now_lower_ms)
@@ -220,7 +220,7 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
     if KEY in headers:
-        # A message that is due at once is parked too: only the store can delete exactly the waiting one.
+        # A message that is due at once is parked too: only the store can delete the message that it replaces.
         return Park(due_ms, target, key_of(KEY, request, policy), found is None)
     if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms:
         key = nservicebus.timeout_key(headers, request.message_id, due_ms)
@@ -258,7 +258,7 @@ def _placed(
 def _retried(
     request: DelayRequest, route: Route, retry: RetryPolicy, policy: Policy, *, now_ms: int, now_lower_ms: int
 ) -> Retry:
-    """Send a dead letter back to the queue that dead-lettered it, or, if exhausted, to the queue for those."""
+    """Send a dead letter back to the queue that dead-lettered it, or to ``retry.exhausted`` after its last retry."""
     try:
         failed = failure(request.headers, retry)
     except NoFailure as none:
@@ -308,10 +308,10 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
     else:
         timeout = _of_timeout(nservicebus.timeout_address, headers) if route.sagas and not route.routing_key else None
         routing_key = route.routing_key or timeout or request.routing_key
-        if routing_key.startswith((b"0.", b"1.")):  # Perhaps another cascade's prefix; the message's key follows.
+        if routing_key.startswith((b"0.", b"1.")):  # It may be another cascade's prefix before the key.
             routing_key = strip_prefix(routing_key)
     exchange, by = route.to, EXCHANGE
-    # RabbitMQ 4 has no valid reply for a longer name of a missing exchange: it ends the whole connection.
+    # RabbitMQ 4 ends the whole connection for a missing exchange with a longer name than NAME_BYTES.
     if EXCHANGE in headers:
         exchange = _short_string(by, headers[EXCHANGE], NAME_BYTES)
     elif route.exchange_from_reply_to and request.reply_to:
@@ -332,8 +332,8 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
 def _checked(
     exchange: bytes, routing_key: bytes, source: bytes, own_queues: frozenset[bytes], own_exchanges: frozenset[bytes]
 ) -> Target:
-    """The target. Raises Unacceptable if the message would return at once and for ever, enter delayer's own queues, or
-    end our connection."""
+    """The target. Raises Unacceptable if the message would loop without end, enter delayer's own queues, or end our
+    connection."""
     if exchange != b"" and exchange == source:
         where = "back into the intake queue"
     elif exchange != b"" and exchange in own_exchanges:
@@ -341,7 +341,7 @@ def _checked(
     elif exchange == b"" and routing_key in own_queues:
         where = "into delayer's own queues"
     elif is_direct_reply(exchange, routing_key):
-        # Up to RabbitMQ 4.x an invalid key of this kind ends the connection, with all publishes in flight. A valid one
+        # Up to RabbitMQ 4.x an invalid key of this kind ends the connection and every publish on it. A valid one
         # is delivered, but the broker reports it as unroutable.
         where = "to a direct reply, not to a queue"
     else:
