@@ -17,7 +17,7 @@ GRACE: Final = 6.5
 """Seconds for the parts to settle messages in flight after an order to stop. A stop takes ten at most:
 CUT_OFF, the closing (wiring.py), the end of the loop (app.py) and the log come on top."""
 FIRST_SHARE: Final = 0.7
-"""The part of it after which the last parts stop too, if others still run: they settle in the rest."""
+"""The share of GRACE after which the last parts stop too, if others still run: they settle in the rest."""
 CUT_OFF: Final = 0.5
 """Seconds for a cancelled part to end; after that it ends with the process."""
 
@@ -30,7 +30,7 @@ class ServiceGroup:
 
     def __init__(self, grace: float = GRACE) -> None:
         self.stopping = asyncio.Event()
-        self._settled = asyncio.Event()
+        self._stop_last = asyncio.Event()
         self._grace = grace
         self._parts: set[asyncio.Task[None]] = set()
         self._last: set[asyncio.Task[None]] = set()
@@ -48,12 +48,12 @@ class ServiceGroup:
         The others settle with the help of the ``last`` parts, so those stop when every other part has stopped, or has
         used up its share of the grace.
         """
-        task = asyncio.create_task(part(self._settled if last else self.stopping), name=name)
+        task = asyncio.create_task(part(self._stop_last if last else self.stopping), name=name)
         (self._last if last else self._parts).add(task)
         task.add_done_callback(lambda _: self._changed.set())
 
     async def run(self) -> None:
-        """Return when every part has stopped. Raises the first failure of a part, after stopping the others.
+        """Wait for :meth:`stop` or a failure, then for every part to stop. Raises the first failure of a part.
 
         Parts that have not stopped when the grace is over are cancelled. The broker requeues their deliveries, and the
         store rolls their transactions back, as after a crash.
@@ -67,7 +67,7 @@ class ServiceGroup:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(began + self._grace * FIRST_SHARE):
                 await self._ended(self._parts)
-        self._settled.set()
+        self._stop_last.set()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(began + self._grace):
                 await self._ended(self._parts)

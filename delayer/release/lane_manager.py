@@ -228,10 +228,7 @@ class LaneManager:
                 throttle.reset()
             if self.out_of_reach.is_set():
                 await retry.pause()
-            stop = asyncio.create_task(stopping.wait(), name="stopping")
-            loops = [stop, *self._releases]
-            await asyncio.wait(loops, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
+            await first_set(stopping, seconds=POLL_SECONDS)  # A lane that fails at once is taken once a second.
             self._collect()
 
     async def _look(self, number: int, stopping: asyncio.Event) -> None:
@@ -302,6 +299,7 @@ class LaneManager:
         route = {} if lane.route is None else {"route": lane.route}
         log.info("lane taken", lane=lane.number, **route)
         loop = asyncio.create_task(release.run(stopping), name=f"release lane {lane.number}")
+        loop.add_done_callback(lambda _: self._forget(lane))
         self._releases[loop] = lane, release
         if lane.route is None:
             self._lanes.append(lane)
@@ -312,7 +310,7 @@ class LaneManager:
         return [lane for lane, release in self._releases.values() if lane.owned and not release.leaving]
 
     def _drop(self, lanes: Sequence[Lane], reason: str) -> None:
-        """Tell their loops to end, after the open release."""
+        """Tell their loops to end after the open claims."""
         for lane, release in list(self._releases.values()):
             if lane in lanes:
                 log.info("lane dropped", lane=lane.number, reason=reason)
@@ -342,7 +340,7 @@ class LaneManager:
     def _start_upkeep(self, store: Store, look: int) -> None:
         """Start the upkeep. It runs beside the looks: it may wait for locks, and the lanes must not wait for it.
 
-        Raises what the last round failed of.
+        Raises the failure of the last round.
         """
         if self._upkeep is not None and self._upkeep.done():
             last, self._upkeep = self._upkeep, None

@@ -43,8 +43,7 @@ each of a lane's two claims needs at most CLAIM_BYTES and one message of memory.
 
 
 class LaneRelease:
-    """The release of one lane. It has a loop for each of the lane's windows, which are transactions of the store: while
-    one publishes and settles, the other claims."""
+    """The release of one lane. It has a loop for each claimer: while one publishes and settles, the other claims."""
 
     def __init__(
         self, lane: Lane, publisher: AmqpPublisher, live: LivePolicy, *, heartbeat: Heartbeat, counters: Counters
@@ -63,7 +62,7 @@ class LaneRelease:
 
     @property
     def behind(self) -> bool:
-        """Whether this lane does not keep up: due rows have waited for BEHIND_SECONDS."""
+        """Whether this lane does not keep up: it has had due rows for BEHIND_SECONDS without a pause."""
         return self._busy_since is not None and time.monotonic() - self._busy_since > BEHIND_SECONDS
 
     def leave(self) -> None:
@@ -97,8 +96,8 @@ class LaneRelease:
         raise_first(failures, unless=(LaneLost, StoreLost))
 
     async def _run_claimer(self, claimer: Claimer, beat: Callable[[], None], stopping: asyncio.Event) -> None:
-        """Claim, publish and settle by one claimer. The loop that holds ``_turn`` feeds the watchdog; the work of the
-        other loop has deadlines. Raises LaneLost, StoreLost."""
+        """Claim, publish and settle by one claimer. The loop that waits for a claim feeds the watchdog; all other
+        work has deadlines. Raises LaneLost, StoreLost."""
         retry = Backoff(stopping, beat, lambda: self.leaving)
         failed = False
         while not (self.leaving or stopping.is_set()):

@@ -38,6 +38,23 @@ from tests.support.store import (
 )
 
 
+async def test_a_settle_behind_a_rollback_loses_its_claim(database: str) -> None:
+    """Without its transaction it would commit each statement by itself."""
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_upper_ms(), b"one")], [])
+        claimer = lane.claimers[0]
+        rows = await claimer.claim(MANY, ROOM)
+        with pytest.raises(StoreLost):
+            async with claimer.locked_connection("test") as connection:
+                settling = asyncio.create_task(claimer.settle(rows, []))
+                await asyncio.sleep(0)
+                await connection.execute("SELECT 1 / 0")
+        with pytest.raises(LaneLost):
+            await settling
+        assert await admin.fetchval("SELECT count(*) FROM message") == 1
+        assert not await admin.fetchval("SELECT count(*) FROM counter WHERE kind = 'released'")
+
+
 async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one) as [lane]:
         now = one.now_upper_ms()

@@ -3,13 +3,13 @@ SQL.
 
 A claim takes the rows that are due within the *window*. The *place* is a due instant and an id, before which the lane
 has no rows but those of open claims. Claims begin there, so they never read dead index entries again, which slow other
-Postgres queues down. The place moves at four moments:
+Postgres queues down. The place moves at these moments:
 
 - claim: to the last row that was taken. After an empty claim: to the next row, or to the lower bound of the store's
   clock if that is sooner.
 - note: back to a row that was put before it. A note during a claim is kept until the claim is made.
 - rollback: back to the place where the claim began.
-- scan: once a minute the lane is read from its beginning, on another connection, for unannounced rows.
+- scan: back to an unannounced row. Once a minute another connection reads the lane from its beginning.
 
 The lane writes a watermark into its row every few seconds, for the next owner: the due instant of this place, or of an
 open claim's beginning.
@@ -26,7 +26,7 @@ from delayer.store.lanes.notify import WAITING
 
 NEVER_MS: Final = 1 << 60
 LOCKED_MS: Final = 1_000
-"""How long a claim leaves held rows alone that another transaction has locked: no event says when they are free."""
+"""How long claims take no held rows after another transaction had them locked: no event says when they are free."""
 LEAD_MS: Final = 40
 """A claim begins this long before its first message is due. The claim itself takes as long on a busy machine."""
 
@@ -45,10 +45,10 @@ class ReleaseCursor:
         self.woken = asyncio.Event()
         """Set when something is due sooner than was known."""
         self.place: RowPlace = (NEVER_MS, 0)
-        self.noted = NEVER_MS  # The soonest row noted since the last claim began.
+        self.noted = NEVER_MS  # The soonest row noted, or given back, since the last claim began.
         self.retry_ms = NEVER_MS  # The soonest retry of a held row.
         self.more = True
-        """Whether rows may be due already: the last claim was full, or was rolled back."""
+        """Whether to claim at once: the last claim may have left due rows, or was rolled back."""
         self.retrying = False
         """Whether an open claim has held rows: the others take none."""
         self._next = NEVER_MS  # The due instant of the first row after the last claim, or the horizon of that claim.
@@ -79,7 +79,7 @@ class ReleaseCursor:
         self.noted = NEVER_MS
 
     def held_turn(self) -> bool | None:
-        """Whether it is the turn of held rows. None if no held row is to be retried."""
+        """Take the next turn: whether it is that of held rows. None if no retry is due."""
         if self.next_retry_ms() > self._clock.now_upper_ms():
             return None
         self._held_turn = not self._held_turn
@@ -135,8 +135,10 @@ class ReleaseCursor:
         (self.note_parked if kind == WAITING else self.note_held)(at_ms)
 
     def scanned(self, watermark: int, first_ms: int | None, retry_ms: int | None) -> None:
-        """A scan that began at ``watermark`` found the lane's first waiting row, and its first retry."""
-        if first_ms is not None and first_ms < min(watermark, self.place[0]):
+        """A scan of the lane found its first waiting row and its first retry. ``watermark``: that of the scan's start,
+        before which no claim has rows."""
+        place_ms = self.place[0]
+        if first_ms is not None and (first_ms < min(watermark, place_ms) or place_ms <= first_ms < self._next):
             self.note_parked(first_ms)
         if retry_ms is not None:
             self.note_held(retry_ms)

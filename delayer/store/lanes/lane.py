@@ -1,4 +1,4 @@
-"""A lane: a partition of the waiting messages that this process owns while its connections live.
+"""A lane: a part of the waiting and held messages that this process owns while its connections live.
 
 A lane has two connections, its claimers. The first has the lane's advisory lock. Each can have one claim open, so that
 the next claim begins while the last one is published and settled. The loss of either connection ends the lane. A claim
@@ -32,11 +32,11 @@ from delayer.store.rows import envelope, keys
 log = structlog.get_logger()
 
 KEEPALIVE_SECONDS: Final = 1.0
-WRITE_SECONDS: Final = 5.0
+WATERMARK_SECONDS: Final = 5.0
 FIRST_SCAN_SECONDS: Final = 5.0
 LONGEST_SLEEP: Final = 60.0
 HORIZON_MS: Final = 61_000
-"""How far a claim looks ahead for the next row. Without one the lane claims again at that instant."""
+"""How far a claim looks ahead for the next row. If there is none, the lane claims again at that instant."""
 
 
 class PostgresClaimer:
@@ -61,7 +61,7 @@ class PostgresClaimer:
             try:
                 claim = await self._claim_once(connection, limit, max_bytes)
             except asyncpg.DeadlockDetectedError:
-                # Against a park that replaces several keyed messages at once. It wins; the next claim is our turn.
+                # Against a park that replaces several keyed messages at once. The park wins, and the lane claims again.
                 self._forget()
                 await connection.execute("ROLLBACK")
                 return []
@@ -115,8 +115,8 @@ class PostgresClaimer:
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
-            # A cancel may have removed a row while the claim waited for its lock, so more rows may follow. And the
-            # store's clock, by which the rows are published, may have been set.
+            # Not full: a cancel may have removed rows while the claim waited for a lock, so more may follow. The last
+            # row is not due yet: ask for the store's clock too, which may have been set.
             asked = clock.monotonic()
             next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, claimed)
             clock.observe(asked, server_ms, clock.monotonic())
@@ -138,6 +138,8 @@ class PostgresClaimer:
             await self.give_up()
             raise ValueError(f"claimed {len(claim.rows)}, settled {len(released)} released and {len(held)} held")
         async with self.locked_connection("settle") as connection:
+            if self.opened is not claim:  # A statement that kept the session alive failed while we waited for it.
+                raise LaneLost(f"lane {lane.number}: its release was rolled back")
             retry_ms = await self._write_results(connection, claim, released, held)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
@@ -149,8 +151,8 @@ class PostgresClaimer:
     async def _write_results(
         self, connection: Connection, claim: Claim, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]
     ) -> int:
-        """Write what became of the claim, in its open transaction: held rows, keys, counters last. Returns when the
-        first of the held rows is retried.
+        """Write what became of the claim, in its open transaction: held rows, keys, counters last. Returns the
+        instant of the first retry.
 
         The rows that waited are deleted already; those that were held before (``attempts`` is not 0) still stand in
         held.
@@ -170,7 +172,7 @@ class PostgresClaimer:
         return min(retry_ms, await self._find_next_retry(connection)) if claim.retries else retry_ms
 
     async def _find_next_retry(self, connection: Connection) -> int:
-        """Ask when a held row is retried next, as this transaction leaves them."""
+        """Ask for the lane's next retry, as this transaction leaves the held rows, and set it in the cursor."""
         cursor = self._lane.cursor
         soonest, cursor.retry_ms = cursor.retry_ms, NEVER_MS
         try:
@@ -192,7 +194,7 @@ class PostgresClaimer:
 
     @asynccontextmanager
     async def locked_connection(self, doing: str) -> AsyncIterator[Connection]:
-        """The connection, for one caller at a time. Raises LaneLost when it is gone, StoreLost when the store refused.
+        """The connection, for one caller at a time. Raises LaneLost if one of the two is gone, else StoreLost.
 
         After a failure the transaction is rolled back. If that is uncertain, the connection is cut, and the server
         rolls back. Otherwise the next transaction would commit deletions that it does not know of.
@@ -283,7 +285,7 @@ class PostgresLane:
             raise LaneLost(f"lane {self.number}: {doing}: one of its connections is gone")
 
     def claimed_after(self, place: RowPlace) -> list[int]:
-        """The messages after ``place`` that an open claim has: another claim would wait for it."""
+        """The messages after ``place`` that open claims have: another claim would wait for them."""
         open_claims = [claimer.opened for claimer in self.claimers if claimer.opened is not None]
         return [
             due.id
@@ -345,8 +347,7 @@ class PostgresLane:
         broker may confirm slowly, but only for ``release_seconds``.
         """
         while not await self._closed_within(KEEPALIVE_SECONDS) and self.owned:
-            for claimer in self.claimers:
-                await self._keep_alive(claimer)
+            await asyncio.gather(*map(self._keep_alive, self.claimers))
             if self.cursor.clock_stepped:
                 self.cursor.woken.set()
 
@@ -365,9 +366,10 @@ class PostgresLane:
     async def _write_watermark(self, connection: Connection, *, at_once: bool = False) -> None:
         """Write the watermark for the next owner. Not now, if a park holds the row: there is no hurry."""
         now, watermark = self._clock.monotonic(), self.watermark
-        if (at_once or now >= self._watermark_at + WRITE_SECONDS) and self._last_watermark != watermark:
-            self._last_watermark, self._watermark_at = watermark, now
-            await connection.execute(statements.WRITE_WATERMARK, self.number, watermark)
+        if (at_once or now >= self._watermark_at + WATERMARK_SECONDS) and self._last_watermark != watermark:
+            written = await connection.execute(statements.WRITE_WATERMARK, self.number, watermark) != "UPDATE 0"
+            self._watermark_at = now
+            self._last_watermark = watermark if written else None
 
     async def _scan_on(self) -> None:
         pause = FIRST_SCAN_SECONDS
@@ -400,10 +402,10 @@ class Claim:
     start: RowPlace
     """The place where this claim began. The next claim begins there if this one is rolled back."""
     next_start: RowPlace
-    """The place where the next claim begins after a commit."""
+    """The place where the next claim begins while this one is open."""
     rows: list[Due]
     retries: bool = False
-    """Whether some of the rows were held before."""
+    """Whether the rows were held before."""
 
 
 async def _hold(connection: Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> int:

@@ -37,9 +37,10 @@ def cursor() -> ReleaseCursor:
         (lambda it: it.notified(HELD, SOON_MS), SOON_MS),
         (lambda it: it.note_held(SOON_MS), SOON_MS),
         (lambda it: it.scanned(NOW_MS, NOW_MS - 5, SOON_MS), NOW_MS - 5 - LEAD_MS),
-        (lambda it: it.scanned(NOW_MS, NOW_MS, None), HORIZON_MS - LEAD_MS),
+        (lambda it: it.scanned(NOW_MS, SOON_MS, None), SOON_MS - LEAD_MS),
+        (lambda it: it.scanned(NOW_MS - 9, NOW_MS - 5, None), HORIZON_MS - LEAD_MS),
     ],
-    ids=["nothing", "park", "far park", "notified", "notified of held", "held", "unannounced", "announced"],
+    ids=["nothing", "park", "far park", "notified", "of held", "held", "unannounced", "unannounced, later", "claimed"],
 )
 def test_the_next_claim_begins_at_the_soonest_row(
     cursor: ReleaseCursor, happens: Callable[[ReleaseCursor], None], wake_ms: int
