@@ -138,7 +138,7 @@ class ReleaseCursor:
         """A scan of the lane found its first waiting row and its first retry. ``watermark``: that of the scan's start,
         before which no claim has rows."""
         place_ms = self.place[0]
-        if first_ms is not None and (first_ms < min(watermark, place_ms) or place_ms <= first_ms < self._next):
+        if first_ms is not None and (first_ms < min(watermark, place_ms) or place_ms < first_ms < self._next):
             self.note_parked(first_ms)
         if retry_ms is not None:
             self.note_held(retry_ms)
