@@ -14,6 +14,7 @@ import pytest
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from click.testing import CliRunner, Result
 
+from delayer.amqp.edits import COUNTED
 from delayer.cli.main import cli
 from tests.support.logged import logging_as_it_was
 
@@ -47,8 +48,8 @@ async def channel_to(url: str) -> AsyncIterator[AbstractChannel]:
 
 
 def said(message: AbstractIncomingMessage) -> dict[str, object]:
-    """The publisher's headers, without the count that a quorum queue adds from RabbitMQ 4.0 on."""
-    return {name: value for name, value in message.headers.items() if name != "x-delivery-count"}
+    """The publisher's headers, without the counts that a quorum queue adds to what it delivers again."""
+    return {name: value for name, value in message.headers.items() if name.encode() not in COUNTED}
 
 
 async def take(url: str, queue: str) -> list[AbstractIncomingMessage]:
