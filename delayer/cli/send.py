@@ -213,6 +213,6 @@ def _said(message: MessageToSend, message_id: str, now_ms: int) -> str:
     if CANCEL in message.headers:
         return f"Sent {what} to {where}; asks to cancel the message under key {quoted(str(message.headers[CANCEL]))}."
     if message.due_ms is None:
-        return f"Sent {what} to {where}; its own header says when it is due."
+        return f"Sent {what} to {where}; its due instant depends on its own header."
     about = f"in {duration_in_words((message.due_ms - now_ms) / 1000)}" if message.due_ms > now_ms else "now"
     return f"Sent {what} to {where}; due {iso(message.due_ms)} ({about})."

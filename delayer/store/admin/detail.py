@@ -51,7 +51,7 @@ def absent(name: Token | str, found: FoundIn) -> str:
         advice = " If it was rescheduled, try the part before the @."
         if name.due_ms is None:
             advice = " A message_id or key that is a number needs --message-id or --delay-key, as of `delayer list`."
-    return f"{name} is not in the store: it was delivered, cancelled, replaced or never parked.{advice}"
+    return f"{name} is not in the store: it was delivered, cancelled, replaced, refused, or never parked.{advice}"
 
 
 class HeldState(NamedTuple):
