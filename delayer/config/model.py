@@ -204,7 +204,7 @@ class RefusedTable(Table):
 
 
 class HttpTable(Table):
-    """Changes over HTTP need the ``token``; without one nobody can change anything there. Away from loopback, readers
+    """Changes over HTTP need the ``token``; without one the page changes nothing. Away from loopback, readers
     need it too, unless the page is ``open``. ``metrics_listen`` serves health and metrics only."""
 
     listen: values.Listen = "127.0.0.1:9419"

@@ -88,7 +88,7 @@ class Reload:
             self._daemon.start_lanes(wanted)
         elif wanted.mode == "store":
             await self._daemon.lanes.wait_usable(10.0)
-        await self._daemon.lanes.limit(rates_of(wanted))
+            await self._daemon.lanes.limit(rates_of(wanted))
 
 
 def live_part(old: Settings, new: Settings) -> Settings:

@@ -44,6 +44,7 @@ class StubDaemon:
         self._fail("lanes")
 
     async def limit(self, routes: Collection[bytes]) -> None:
+        self._fail("lanes")
         self.limited.append((set(routes), self.settings))
 
     async def declare(self, _wanted: Settings) -> None:
@@ -109,6 +110,17 @@ async def test_a_limited_route_has_its_lane_before_its_limit_counts(monkeypatch:
     await running
     assert daemon.limited == [({b"slow"}, old)]
     assert daemon.settings.routes[0].max_rate == 5
+
+
+async def test_native_mode_reloads_while_its_store_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delayer.daemon.app.logs.configure", lambda *_: None)  # its effect would outlive the test
+    native = settings(mode="native", store=STORE)
+    reload, line = reloading(StubDaemon(native, lanes=StoreLost("no answer")), lambda: native)
+    reload.request()
+    running = asyncio.create_task(reload.run(stopping := asyncio.Event()))
+    await until(lambda: line.said == ["reloading", "reloaded mode native"])
+    stopping.set()
+    await running
 
 
 async def test_requests_during_a_reload_cause_one_more_reload(monkeypatch: pytest.MonkeyPatch) -> None:
