@@ -282,7 +282,7 @@ def test_claimed_rows_are_still_waiting(spark: SparkSession, database: str, work
         async with opened(database) as store, owned(store, 1) as [lane]:
             now = store.now_upper_ms()
             await store.park(lane, [parcel(now - n) for n in range(10)], [])
-            assert len(await lane.windows[0].claim(MANY, ROOM)) == 10
+            assert len(await lane.claimers[0].claim(MANY, ROOM)) == 10
             await asyncio.to_thread(take, spark, database, work)
             return await asyncio.to_thread(messages(spark).count)
 
