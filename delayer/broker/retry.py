@@ -59,13 +59,10 @@ async def first_set(*events: asyncio.Event, seconds: float | None = None) -> lis
 class Backoff:
     """The count of failures in a row, and the pauses after them. Pauses feed the watchdog by ``beat``."""
 
-    def __init__(
-        self, stopping: asyncio.Event, beat: Callable[[], None], leaving: Callable[[], bool] = lambda: False
-    ) -> None:
-        """``leaving``: called once a second; True ends the pause, also if the process does not stop."""
-        self._leaving = leaving
-        self._stopping = stopping
-        self._beat = beat
+    def __init__(self, beat: Callable[[], None], *ends: asyncio.Event) -> None:
+        """Each of the events ``ends`` ends a pause."""
+        self.beat = beat
+        self._ends = ends
         self._failures = 0
 
     def succeeded(self) -> None:
@@ -73,7 +70,7 @@ class Backoff:
         self._failures = 0
 
     async def pause(self) -> None:
-        """Sleep for the pause after so many failures in a row. Returns at once when the process stops.
+        """Sleep for the pause after so many failures in a row, or until one of the events is set.
 
         Call this after the ``except`` block. It collects garbage, so that batches in reference cycles are freed.
         """
@@ -83,9 +80,9 @@ class Backoff:
         await self.wait(seconds)
 
     async def wait(self, seconds: float) -> None:
-        """Sleep for ``seconds``. Returns at once when the process stops."""
-        while seconds > 0 and not self._stopping.is_set() and not self._leaving():
-            self._beat()
+        """Sleep for ``seconds``, or until one of the events is set."""
+        while seconds > 0 and not any(end.is_set() for end in self._ends):
+            self.beat()
             step = min(seconds, 1.0)
             seconds -= step
-            await first_set(self._stopping, seconds=step)
+            await first_set(*self._ends, seconds=step)

@@ -365,9 +365,9 @@ class QueueConsumer:
         self._forget = partial(heartbeat.forget, intake.queue)
         self.consuming = asyncio.Event()
 
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Consume; after a loss, wait a little longer each time and begin again. Returns when stopping is set."""
-        retry, throttle = Backoff(stopping, self._beat), LogThrottle()
+    async def run(self, stopping: asyncio.Event, backoff: Callable[..., Backoff] = Backoff) -> None:
+        """Consume; after a loss, pause by ``backoff`` and begin again. Returns when stopping is set."""
+        retry, throttle = backoff(self._beat, stopping), LogThrottle()
         while not (stopping.is_set() or self._handler.over):
             interrupted = False
             try:

@@ -69,6 +69,8 @@ class LaneManager:
         counters: Counters,
         connection: ReconnectingConnection | None = None,
         broker: Callable[[], str] = str,
+        poll_seconds: float = POLL_SECONDS,
+        away_seconds: float = AWAY_SECONDS,
     ) -> None:
         """``connection``: to the broker that the lanes publish to. ``broker``: its mark (store/lanes/locks.py)."""
         self.configured = False
@@ -84,6 +86,8 @@ class LaneManager:
         self._connection = connection
         self._live: LivePolicy | None = None
         self._broker = broker
+        self._poll_seconds = poll_seconds
+        self._away_seconds = away_seconds
         self._away_since: float | None = None
         self._connect: Callable[[], Awaitable[Store]] | None = None
         self._store: Store | None = None
@@ -208,7 +212,7 @@ class LaneManager:
 
     async def _look_on(self, stopping: asyncio.Event) -> None:
         beat = partial(self._heartbeat.beat, "lanes")
-        retry, throttle = Backoff(stopping, beat), LogThrottle()
+        retry, throttle = Backoff(beat, stopping), LogThrottle()
         for number in count():
             if stopping.is_set():
                 return
@@ -228,7 +232,7 @@ class LaneManager:
                 throttle.reset()
             if self.out_of_reach.is_set():
                 await retry.pause()
-            await first_set(stopping, seconds=POLL_SECONDS)  # A lane that fails at once is taken once a second.
+            await first_set(stopping, seconds=self._poll_seconds)  # A lane that fails at once is taken once a second.
             self._collect()
 
     async def _look(self, number: int, stopping: asyncio.Event) -> None:
@@ -248,13 +252,13 @@ class LaneManager:
             self._start_upkeep(self._store, number)
 
     def _away(self) -> bool:
-        """Whether the broker has been out of reach for AWAY_SECONDS."""
+        """Whether the broker has been out of reach for ``away_seconds``."""
         now = time.monotonic()
         if self._connection is None or self._connection.current is not None:
             self._away_since = None
             return False
         self._away_since = self._away_since or now
-        return now - self._away_since >= AWAY_SECONDS
+        return now - self._away_since >= self._away_seconds
 
     async def _take_share(self, store: Store, stopping: asyncio.Event) -> None:
         """Raises StoreLost."""
@@ -307,7 +311,7 @@ class LaneManager:
 
     def _lanes_held(self) -> list[Lane]:
         """The lanes that are ours to keep, in the order in which they were taken."""
-        return [lane for lane, release in self._releases.values() if lane.owned and not release.leaving]
+        return [lane for lane, release in self._releases.values() if lane.owned and not release.leaving.is_set()]
 
     def _drop(self, lanes: Sequence[Lane], reason: str) -> None:
         """Tell their loops to end after the open claims."""

@@ -33,8 +33,6 @@ SLICE_SECONDS: Final = 1.0
 BEHIND_SECONDS: Final = 2.0
 """Seconds after which a lane that has not taken all due rows counts as behind. A broker that begins a new log file
 confirms nothing for one second."""
-
-
 CLAIM_MESSAGES: Final = 1000
 CLAIM_BYTES: Final = 256 << 10
 """The bounds of one claim. Its messages must be confirmed well within the publisher's deadline, and come from the store
@@ -54,7 +52,7 @@ class LaneRelease:
         self._publisher = publisher
         self._heartbeat = heartbeat
         self._counters = counters
-        self.leaving = False
+        self.leaving = asyncio.Event()
         self._busy_since: float | None = None
         self._turn = asyncio.Lock()
         self._written = asyncio.Event()  # The messages of the latest claim are written to the broker.
@@ -67,16 +65,20 @@ class LaneRelease:
 
     def leave(self) -> None:
         """Ask only this release to end. Its loops notice that within SLICE_SECONDS and finish their open claims."""
-        self.leaving = True
+        self.leaving.set()
 
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane."""
+    async def run(self, stopping: asyncio.Event, backoff: Callable[..., Backoff] = Backoff) -> None:
+        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane.
+
+        After the loss of the broker the release pauses by ``backoff``.
+        """
         name = f"lane {self._lane.number}"
         beat = partial(self._heartbeat.beat, name)
-        loops = {asyncio.create_task(self._run_claimer(claimer, beat, stopping)) for claimer in self._lane.claimers}
+        retries = [(claimer, backoff(beat, stopping, self.leaving)) for claimer in self._lane.claimers]
+        loops = {asyncio.create_task(self._run_claimer(claimer, retry, stopping)) for claimer, retry in retries}
         try:
             await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-            self.leaving = True
+            self.leave()
             await asyncio.wait(loops)
         finally:
             for loop in loops:
@@ -95,16 +97,15 @@ class LaneRelease:
                 log.warning("lane given up", lane=self._lane.number, reason=str(failure))
         raise_first(failures, unless=(LaneLost, StoreLost))
 
-    async def _run_claimer(self, claimer: Claimer, beat: Callable[[], None], stopping: asyncio.Event) -> None:
+    async def _run_claimer(self, claimer: Claimer, retry: Backoff, stopping: asyncio.Event) -> None:
         """Claim, publish and settle by one claimer. The loop that waits for a claim feeds the watchdog; all other
         work has deadlines. Raises LaneLost, StoreLost."""
-        retry = Backoff(stopping, beat, lambda: self.leaving)
         failed = False
-        while not (self.leaving or stopping.is_set()):
+        while not (self.leaving.is_set() or stopping.is_set()):
             async with self._turn:
                 if failed:
                     await retry.pause()
-                rows = await self._next_claim(claimer, retry, beat, stopping)
+                rows = await self._next_claim(claimer, retry, stopping)
                 if not rows:
                     return
                 before = self._written
@@ -118,15 +119,13 @@ class LaneRelease:
             else:
                 retry.succeeded()
 
-    async def _next_claim(
-        self, claimer: Claimer, retry: Backoff, beat: Callable[[], None], stopping: asyncio.Event
-    ) -> list[Due]:
+    async def _next_claim(self, claimer: Claimer, retry: Backoff, stopping: asyncio.Event) -> list[Due]:
         """Rest until there is something to claim, and claim it. No rows: this release is over.
 
         Raises LaneLost, StoreLost.
         """
-        while not (self.leaving or stopping.is_set()):
-            beat()
+        while not (self.leaving.is_set() or stopping.is_set()):
+            retry.beat()
             if not self._publisher.ready:
                 # A claim now would only keep a transaction open until its idle timeout ends it.
                 await retry.wait(SLICE_SECONDS)

@@ -65,7 +65,7 @@ class SegmentRestorer:
 
     async def _work(self, stopping: asyncio.Event) -> None:
         # The watchdog watches the traffic, which goes on without restores. Each statement here has its own deadline.
-        retry = Backoff(stopping, lambda: None)
+        retry = Backoff(lambda: None, stopping)
         while not stopping.is_set():
             await self._lanes.ready.wait()
             try:

@@ -288,7 +288,7 @@ class ScriptedStore:
             raise self.failure
         if number in self.ours | self.others:
             return None
-        lane = ScriptedLane(number)
+        lane = ScriptedLane(number, hint=0.005)
         lane.route = self.routes[number]
         self.made.append(lane)
         return lane

@@ -161,11 +161,11 @@ def test_pauses_double_up_to_the_longest() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 async def test_a_pause_ends_when_told_to_stop(before: bool) -> None:
-    stopping, beats = asyncio.Event(), list[int]()
+    stopping, leaving, beats = asyncio.Event(), asyncio.Event(), list[int]()
     beat: Callable[[], None] = lambda: beats.append(1)  # noqa: E731
     if before:
         stopping.set()
-    waiting = asyncio.create_task(Backoff(stopping, beat).wait(3600))
+    waiting = asyncio.create_task(Backoff(beat, leaving, stopping).wait(3600))
     await asyncio.sleep(0)
     stopping.set()
     await waiting

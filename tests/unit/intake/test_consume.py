@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,6 +72,18 @@ class Carrier(Handler):
         self.gates |= {tag: asyncio.Event() for tag in tags}
 
 
+class Quick(Backoff):
+    """Pauses take no time; the list has their seconds."""
+
+    def __init__(self, waited: list[float], *about: Any) -> None:
+        super().__init__(*about)
+        self._waited = waited
+
+    async def wait(self, seconds: float) -> None:
+        self._waited.append(seconds)
+        await asyncio.sleep(0)
+
+
 class Scene:
     def __init__(
         self,
@@ -80,13 +95,18 @@ class Scene:
         self.consumer = ScriptedConsumer(*subscriptions)
         self.heartbeat = Heartbeat()
         self.stopping = asyncio.Event()
+        self.waited: list[float] = []
         intake = Intake("delays", 100, in_flight=in_flight)
         self.session = QueueConsumer(
             intake, self.consumer, self.carrier, prepare=prepare or ready, heartbeat=self.heartbeat
         )
 
     def start(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self.session.run(self.stopping))
+        return asyncio.create_task(self.session.run(self.stopping, partial(Quick, self.waited)))
+
+    def attempts(self) -> list[int]:
+        """The attempt number of each pause."""
+        return [int(math.log2(seconds / 0.1)) for seconds in self.waited]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
@@ -99,19 +119,6 @@ class Scene:
 
 async def ready() -> None:
     """The broker and the store are ready."""
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Pauses take no time; the list has their attempt numbers."""
-    attempts: list[int] = []
-
-    def pause(attempt: int, _: float) -> float:
-        attempts.append(attempt)
-        return 0.0001
-
-    monkeypatch.setattr("delayer.broker.retry.pause", pause)
-    return attempts
 
 
 async def test_batches_are_read_carried_and_acknowledged() -> None:
@@ -231,7 +238,7 @@ async def test_a_forced_stop_ends_batches_in_flight() -> None:
     assert subscription.events == ["ack 2", "closed"]  # a forced stop still acknowledges accepted messages
 
 
-async def test_pauses_grow_until_a_batch_is_accepted(quick: list[int]) -> None:
+async def test_pauses_grow_until_a_batch_is_accepted() -> None:
     """A read is no success: a batch that always fails must not come back without a pause."""
     fails = [ScriptedSubscription([batch(1)]) for _ in range(4)]
     good = ScriptedSubscription([batch(1), BrokerLost("cut")])
@@ -242,10 +249,10 @@ async def test_pauses_grow_until_a_batch_is_accepted(quick: list[int]) -> None:
         await until(lambda: "closed" in fails[3].events)
         it.carrier.failures.clear()
         await last.read.wait()
-    assert quick == [0, 1, 2, 3, 0]
+    assert it.attempts() == [0, 1, 2, 3, 0]
 
 
-async def test_messages_without_room_do_not_lengthen_the_pause(quick: list[int]) -> None:
+async def test_messages_without_room_do_not_lengthen_the_pause() -> None:
     """If other messages were accepted, the next pause is the first one again; else it grows."""
     subscriptions = [ScriptedSubscription([batch(1)]) for _ in range(4)]
     it = Scene(*subscriptions)
@@ -258,8 +265,8 @@ async def test_messages_without_room_do_not_lengthen_the_pause(quick: list[int])
 
     it.carrier.carry = carry  # type: ignore[method-assign]
     async with it.running():
-        await until(lambda: len(quick) >= 4)
-    assert quick[:4] == [0, 1, 0, 0]
+        await until(lambda: len(it.waited) >= 4)
+    assert it.attempts()[:4] == [0, 1, 0, 0]
 
 
 async def test_an_overrun_subscription_ends_in_order_and_begins_again() -> None:
@@ -335,7 +342,7 @@ async def test_a_pause_frees_reference_cycles() -> None:
     assert reference() is not None
     stopping = asyncio.Event()
     stopping.set()
-    await Backoff(stopping, lambda: None).pause()
+    await Backoff(lambda: None, stopping).pause()
     assert reference() is None
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import pytest
-
 from delayer.amqp.properties import entry, int64, long_string
 from delayer.core.cascade import Cascade, Kind, routing_key
 from delayer.core.counters import Counters
@@ -71,11 +69,6 @@ class Scene:
         await subscription.read.wait()
         self.stopping.set()
         await task
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
 
 
 async def test_broken_bytes_are_parked_as_they_are() -> None:

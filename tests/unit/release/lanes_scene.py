@@ -8,23 +8,13 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from delayer.broker.ports import Lane
 from delayer.core.counters import Counters
-from delayer.release import lane_manager as module
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import LaneRelease
 from tests.support.fakes import Heartbeat, ScriptedLive, ScriptedPublisher, ScriptedStore
 
 Connect = Callable[[], Awaitable[Any]]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr("delayer.release.loop.SLICE_SECONDS", 0.005)
-    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
 
 
 class Scene:
@@ -44,6 +34,8 @@ class Scene:
             counters=self.counters,
             connection=self.connection,  # type: ignore[arg-type]
             broker=lambda: "ours",
+            poll_seconds=0.001,
+            away_seconds=0.01,
         )
         self.lanes.configure(connect or at_once, ScriptedLive())
         self.running = asyncio.create_task(self.lanes.run(self.stopping))

@@ -13,9 +13,7 @@ from delayer.core.message import Parcel
 from delayer.release import lane_manager as module
 from delayer.release.lane_manager import LaneManager, share
 from tests.support.fakes import NOW, WHY, Heartbeat, LaneTable, ScriptedStore, due, until
-from tests.unit.release.lanes_scene import at_work, quick, scene
-
-__all__ = ["quick"]
+from tests.unit.release.lanes_scene import at_work, scene
 
 
 async def test_lanes_are_taken_released_from_and_dropped() -> None:
@@ -177,7 +175,7 @@ def test_shares_add_up_and_differ_by_one_at_most(lanes: int, live: int) -> None:
 async def test_a_store_without_lanes_is_logged() -> None:
     with capture_logs() as logs:
         async with scene(ScriptedStore(0)) as it:
-            await until(lambda: it.store.looks > 3)
+            await until(lambda: it.store.looks > 1)
     [told] = [one for one in logs if one["event"] == "store refused"]
     assert (told["log_level"], told["reason"], told["next_step"]) == (
         "error", "the store has no lanes", "run `delayer db upgrade`",
@@ -223,9 +221,8 @@ async def test_the_wait_for_a_silent_store_is_limited() -> None:
         silence.set()
 
 
-async def test_the_daemon_waits_for_lanes_dropped_without_a_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_daemon_waits_for_lanes_dropped_without_a_broker() -> None:
     """The first look with a broker takes the lanes again, and messages with keys may come before it."""
-    monkeypatch.setattr(module, "AWAY_SECONDS", 0.01)
     async with at_work() as it:
         it.connection.current = None
         await until(lambda: not it.lanes.usable)

@@ -11,14 +11,14 @@ import pytest
 
 from delayer.amqp.channel import seconds_until_due
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
+from delayer.broker.retry import Backoff
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned, too_late
 from delayer.core.message import Outgoing, Schedule
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate
-from delayer.release import loop as module
-from delayer.release.loop import LaneRelease, prepared
+from delayer.release.loop import SLICE_SECONDS, LaneRelease, prepared
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 from tests.support.planning import decide
 
@@ -174,15 +174,19 @@ async def running(it: Scene) -> AsyncIterator[None]:
     await task
 
 
-async def test_the_loop_beats_while_it_sleeps_and_stops_within_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLICE_SECONDS", 0.002)
-    stopping = asyncio.Event()
+async def test_the_loop_beats_while_it_sleeps_and_stops_within_a_slice() -> None:
+    stopping, slept = asyncio.Event(), list[float]()
     it = Scene(ScriptedLane(hint=3600.0))
-    task = asyncio.create_task(it.release.run(stopping))
-    await until(lambda: len(it.heartbeat.beats) >= 5)
-    assert it.lane.events == []
-    stopping.set()
-    await task
+
+    async def wait(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 5:
+            stopping.set()
+
+    it.lane.wait = wait  # type: ignore[method-assign]
+    await it.release.run(stopping)
+    assert slept == [SLICE_SECONDS] * len(it.heartbeat.beats) == [SLICE_SECONDS] * 5
+    assert it.lane.events == ["release"]
 
 
 @pytest.mark.parametrize("loss", [LaneLost("another process's"), StoreLost("gone")])
@@ -223,17 +227,15 @@ class Gated(ScriptedPublisher):
         return await super().publish(batch)
 
 
-async def test_a_lane_is_behind_until_it_took_all_that_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEHIND_SECONDS", 0.0)
+async def test_a_lane_is_behind_until_it_took_all_that_was_due() -> None:
     publisher = Gated()
     it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]), publisher)
     assert not it.release.behind
     async with running(it):
         await publisher.asked.wait()
-        assert it.release.behind
-        monkeypatch.setattr(module, "BEHIND_SECONDS", 60.0)
         assert not it.release.behind
         it.release._busy_since -= 3600.0
+        assert it.release.behind
         publisher.asked.clear()
         publisher.gate.set()
         await until(lambda: publisher.batches == 1)
@@ -242,15 +244,18 @@ async def test_a_lane_is_behind_until_it_took_all_that_was_due(monkeypatch: pyte
         assert it.release.behind, "behind since its first turn: the second followed without a rest"
         publisher.gate.set()
         await it.lane.sleeping.wait()
-        monkeypatch.setattr(module, "BEHIND_SECONDS", -1.0)
         assert not it.release.behind
 
 
-async def test_a_loop_leaves_during_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 600.0)
+class LongPauses(Backoff):
+    async def pause(self) -> None:
+        await self.wait(600.0)
+
+
+async def test_a_loop_leaves_during_a_long_pause() -> None:
     publisher = ScriptedPublisher({b"k": BrokerLost("gone")})
     it = Scene(ScriptedLane(claims=[[due(1)]]), publisher)
-    task = asyncio.create_task(it.release.run(asyncio.Event()))
+    task = asyncio.create_task(it.release.run(asyncio.Event(), LongPauses))
     await until(lambda: "give up" in it.lane.events)
     it.release.leave()
     async with asyncio.timeout(10.0):
