@@ -205,11 +205,11 @@ class Connection(asyncio.Protocol):
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 
-    async def close(self) -> None:
-        """Send the close, wait for the broker's answer (at most 5 s), and for the end of the socket. Idempotent."""
+    async def close(self, seconds: float = _CLOSE_SECONDS) -> None:
+        """Send the close, wait ``seconds`` for the broker's answer, and for the end of the socket. Idempotent."""
         self.abandon()
         try:
-            await asyncio.wait({self._gone}, timeout=_CLOSE_SECONDS)
+            await asyncio.wait({self._gone}, timeout=seconds)
         finally:
             self._abort()
         await asyncio.shield(self._gone)

@@ -29,8 +29,9 @@ class FlowControl:
     """The buffered bytes of one subscription, or of all that share a connection. Sharing subscriptions delay each other
     anyway, and have one bound together."""
 
-    def __init__(self, room: int = BUFFER_BYTES) -> None:
+    def __init__(self, room: int = BUFFER_BYTES, unread: float = UNREAD) -> None:
         self._room = room
+        self._unread_seconds = unread
         self.buffered = 0
         self._waiting: set[AmqpSubscription] = set()
         self._listening: list[int] = []
@@ -49,7 +50,7 @@ class FlowControl:
             self.paused.add(socket)
             socket.pause_reading()
             if self._unread is None:
-                self._unread = asyncio.get_running_loop().call_later(UNREAD, self._for_too_long)
+                self._unread = asyncio.get_running_loop().call_later(self._unread_seconds, self._for_too_long)
 
     def went(self, size: int) -> None:
         """Count ``size`` bytes as taken."""
@@ -89,7 +90,7 @@ class FlowControl:
     def _for_too_long(self) -> None:
         self._unread = None
         for one in tuple(self._waiting):
-            one.let_go()
+            one.let_go(self._unread_seconds)
 
 
 ENOUGH: Final = 10
@@ -323,13 +324,13 @@ class AmqpSubscription:
         self._flow_control.came(self, self._connection, size)
         self._arrived.set()
 
-    def let_go(self) -> None:
-        """End the subscription, if it can begin again: its deliveries filled the buffer for too long. They return to
+    def let_go(self, seconds: float) -> None:
+        """End the subscription, if it can begin again: its deliveries filled the buffer for ``seconds``. They return to
         their queue when the channel closes, and the next subscription reads less ahead."""
         if self._adaptive_prefetch is None or not self._buffer:
             return
         self._adaptive_prefetch.full(len(self._buffer))
-        log.warning("deliveries given back", queue=self._queue, seconds=UNREAD, read_ahead=len(self._buffer))
+        log.warning("deliveries given back", queue=self._queue, seconds=seconds, read_ahead=len(self._buffer))
         self.overrun = True
         self.stop()
         self._arrived.set()

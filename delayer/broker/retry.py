@@ -75,9 +75,8 @@ class Backoff:
         Call this after the ``except`` block. It collects garbage, so that batches in reference cycles are freed.
         """
         gc.collect()
-        seconds = pause(self._failures, random.random())
         self._failures += 1
-        await self.wait(seconds)
+        await self.wait(pause(self._failures - 1, random.random()))
 
     async def wait(self, seconds: float) -> None:
         """Sleep for ``seconds``, or until one of the events is set."""

@@ -219,23 +219,22 @@ async def test_stopping_with_a_full_buffer(place: Place) -> None:
         assert sorted(int(body.rstrip(b"\0")) for body in left) == list(range(1, 32))
 
 
-async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place) -> None:
     """The connection stays, and nothing is lost or repeated. With small messages the prefetch grows again."""
     size, bound = 1 << 16, 1 << 18
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
         await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
-        adaptive, flow_control = AdaptivePrefetch(bound), FlowControl(bound)
+        adaptive, flow_control = AdaptivePrefetch(bound), FlowControl(bound, 0.3)
         reader = AmqpConsumer(reconnecting, adaptive_prefetch=adaptive, flow_control=flow_control)
-        with monkeypatch.context() as patch:
-            patch.setattr("delayer.broker.consumer.UNREAD", 0.3)
-            first = await reader.subscribe("q", 32)
-            assert first.prefetch == 32
-            carried = await take(first, 1)
-            connection = await reconnecting.connection(30)
-            await eventually(lambda: first.overrun)
-        # From here on the limit is the usual one: on a busy machine the second subscription could also overrun 0.3 s.
+        first = await reader.subscribe("q", 32)
+        assert first.prefetch == 32
+        carried = await take(first, 1)
+        connection = await reconnecting.connection(30)
+        await eventually(lambda: first.overrun)
         assert await first.next_batch(32, GATHER) == []
         assert not flow_control.paused
+        # With the usual limit: on a busy machine the second subscription could also overrun 0.3 s.
+        reader = AmqpConsumer(reconnecting, adaptive_prefetch=adaptive, flow_control=FlowControl(bound))
         first.ack(carried[0].tag, multiple=True)
         await first.close()
         second = await reader.subscribe("q", 32)

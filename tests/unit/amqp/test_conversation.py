@@ -30,11 +30,10 @@ from tests.unit.amqp.scripted import (
 )
 
 
-async def test_close_does_not_hang_on_a_dead_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.amqp.connection._CLOSE_SECONDS", 0.05)
+async def test_close_does_not_hang_on_a_dead_peer() -> None:
     async with scripted() as script:
         connection, peer = await script.connect()
-        await connection.close()
+        await connection.close(0.05)
         await peer.hung_up()
 
 

@@ -36,7 +36,7 @@ class Waiting:
         self.bytes -= size
         self.flow.went(size)
 
-    def let_go(self) -> None:
+    def let_go(self, seconds: float = 0.0) -> None:
         size, self.bytes = self.bytes, 0
         self.flow.emptied(self, size)
 

@@ -23,7 +23,7 @@ from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.core.retry_policy import RetryPolicy
 from delayer.intake import replies
 from delayer.intake.consume import Dispatch, Session
-from delayer.intake.handle import BatchPlan, Classified, IntakeHandler, batch_plan, classify
+from delayer.intake.handle import PARK_BYTES, BatchPlan, Classified, IntakeHandler, batch_plan, classify
 from delayer.intake.holding import MessageHolder
 from delayer.intake.refusals import with_short
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
@@ -381,15 +381,14 @@ def asks(tag: int, delay_ms: int, **more: float) -> Delivery:
     return delivery(tag, says(b"x-delay", delay_ms), body=b"%d" % tag)._replace(**more)
 
 
-async def test_parcels_wait_for_company_and_a_full_park_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.intake.handle.PARK_MESSAGES", 3)
-    monkeypatch.setattr("delayer.intake.handle.GATHER_MS", 10_000)  # A busy machine may take 50 ms for these lines.
-    it = Gathered()
-    await it.take(asks(1, 50_000))
-    await it.take(asks(2, 50_000))
-    assert it.parks == []
-    await it.take(asks(3, 50_000))
-    assert it.parks == [[b"1", b"2", b"3"]]
+async def test_parcels_wait_for_company_and_a_full_park_does_not() -> None:
+    it, bodies = Gathered(), [bytes(PARK_BYTES // part) for part in (4, 4, 2)]
+    batch = [asks(tag, 50_000)._replace(body=body) for tag, body in enumerate(bodies, 1)]
+    it.session.acks.read(batch)
+    for one in batch:  # No other task runs meanwhile, so the timer of the first one cannot end.
+        it.handler.take([one])
+    await it.session.settled()
+    assert it.parks == [bodies]
     await it.take(asks(4, 50_000))
     it.handler.flush()
     await it.session.settled()
