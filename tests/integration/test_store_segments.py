@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from itertools import pairwise
-from typing import Any
 
 import asyncpg
 import pytest
@@ -16,15 +14,14 @@ import pytest
 from delayer.audit.compact import CompactionPlan, numbers, pack_window
 from delayer.core.segment import Broken, Restored, SegmentBroken
 from delayer.core.units import DAY_MS
-from delayer.store import statements
 from delayer.store.rows import partitions
-from delayer.store.segments import catalog, packing, restore
+from delayer.store.segments import catalog, restore
 from delayer.store.segments import compact as compacting
 from delayer.store.segments.catalog import FOREVER_MS
 from delayer.store.segments.compact import CompactionWindow
 from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.support.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
-from tests.support.store import claim_when_due, opened, owned, parcel, release_all, sql
+from tests.support.store import blocked, claim_when_due, opened, owned, parcel, release_all, sql
 
 
 def strange() -> list[Row]:
@@ -187,17 +184,16 @@ async def test_rows_with_a_key_stay(database: str) -> None:
         await conserved(admin)
 
 
-async def test_large_rows_stay(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_rows_stay(database: str) -> None:
     """In every position: first, between others, last, and alone."""
     async with store(database) as admin:
-        sizes = [1000, 10, 501, 500, 499, 2000]
-        rows_ = [row(n, START_MS + n, body=b"x" * size) for n, size in enumerate(sizes)]
-        monkeypatch.setattr(compacting, "LARGEST", 500 + len(rows_[0].properties))
-        await put(admin, rows_)
+        most = compacting.LARGEST - len(row(0, START_MS).properties)
+        sizes = [most + 2, 10, most + 1, most, most - 1, most + 3]
+        await put(admin, [row(n, START_MS + n, body=b"x" * size) for n, size in enumerate(sizes)])
         before = await everything(admin)
         [made] = await compact(admin)
         assert made.messages == 3
-        assert sorted(len(one.body) for one in (await waiting(admin)).values()) == [501, 1000, 2000]
+        assert sorted(len(one.body) for one in (await waiting(admin)).values()) == [most + 1, most + 2, most + 3]
         assert await compact(admin) == []
         assert await everything(admin) == before
         await conserved(admin)
@@ -262,63 +258,42 @@ async def test_a_segment_is_bounded_by_bytes_but_takes_one(database: str) -> Non
         await conserved(admin)
 
 
-async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_partition_that_is_attached_during_a_restore_breaks_no_segment(database: str) -> None:
     """Rows of a day without a partition are routed to the default one, which rejects them after the attach."""
-    halfway, attached = asyncio.Event(), asyncio.Event()
-    real = restore._records
-
-    async def records(*args: Any) -> AsyncIterator[tuple[Any, ...]]:
-        async for number, one in enumerated(real(*args)):
-            if number == 150:
-                halfway.set()
-                await attached.wait()
-            yield one
-
-    async with store(database, 1) as admin, sql(database) as other:
+    async with store(database, 1) as admin, sql(database) as other, sql(database) as locker:
         first = START_MS // DAY_MS
         late = [row(1000 + n, START_MS + DAY_MS + n) for n in range(10)]
         await put(admin, [row(n, START_MS + n, body=b"x" * 10_000) for n in range(1, 200)] + late)
         await compact(admin)
-        with monkeypatch.context() as patched:
-            patched.setattr(restore, "_records", records)
+        async with locker.transaction():
+            await locker.execute(f"LOCK TABLE {partitions.name_of(first)} IN SHARE MODE")
             restoring = asyncio.create_task(restore.restore_one(admin, FOREVER_MS, portion_bytes=20_000))
-            await halfway.wait()
+            await blocked(other, "COPY%")
             assert await partitions.make(other, first + 1, first - 10) is partitions.PartitionResult.DONE
-            attached.set()
-            with pytest.raises(asyncpg.CheckViolationError):
-                await restoring
+        with pytest.raises(asyncpg.CheckViolationError):
+            await restoring
         assert [type(one) for one in await restore_all(admin)] == [Restored]
         assert len(await waiting(admin)) == 209
 
 
-async def enumerated(source: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]]:
-    number = 0
-    async for one in source:
-        yield number, one
-        number += 1
-
-
+@pytest.mark.parametrize(
+    ("event", "step", "error"),
+    [
+        ("INSERT ON segment", "NEW.packed := NEW.packed || '?'; RETURN NEW", "the bytes changed"),
+        ("INSERT ON segment", "NEW.messages := 19; RETURN NEW", "expected 19 messages, found 20"),
+        ("DELETE ON message", "RETURN CASE WHEN OLD.id > 1 THEN OLD END", "20 messages packed, but DELETE 19"),
+    ],
+)
 async def test_a_segment_that_does_not_read_back_is_not_committed(
-    database: str, monkeypatch: pytest.MonkeyPatch
+    database: str, event: str, step: str, error: str
 ) -> None:
-    good = packing.pack
     async with store(database) as admin:
         await put(admin, rows(20, START_MS))
         before = await everything(admin)
-        with monkeypatch.context() as patch:
-            patch.setattr(packing, "pack", lambda table: (one := good(table))._replace(packed=one.packed[:-1] + b"?"))
-            with pytest.raises(SegmentBroken, match="the bytes changed"):
-                await compact(admin)
-            patch.setattr(packing, "pack", lambda table: good(table)._replace(messages=19))
-            with pytest.raises(SegmentBroken, match="expected 19 messages, found 20"):
-                await compact(admin)
-        with monkeypatch.context() as patch:
-            read = statements.read
-            patch.setattr(statements, "read", lambda name: read(name) + " AND id > 1" * (name == "delete_run"))
-            with pytest.raises(RuntimeError, match="20 messages packed, but DELETE 19"):
-                await compact(admin)
+        await admin.execute(f"CREATE FUNCTION spoil() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN {step}; END$$")
+        await admin.execute(f"CREATE TRIGGER spoil BEFORE {event} FOR EACH ROW EXECUTE FUNCTION spoil()")
+        with pytest.raises((SegmentBroken, RuntimeError), match=error):
+            await compact(admin)
         assert await waiting(admin) == before
         assert await catalog.listed(admin) == []
         assert (await conserved(admin))["compacted"] == 0
