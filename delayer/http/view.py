@@ -98,21 +98,21 @@ class Snapshot(Generic[T]):
         return None if self.error else self.value
 
 
+@dataclass(eq=False, repr=False)
 class Cached(Generic[T]):
     """One look, repeated at most every ``seconds``. A look that runs for more than ``late`` seconds is an error.
 
-    A look that succeeds is not repeated before ``duty`` times its duration have passed. A look that fails is repeated
+    A look that succeeds is not repeated before 20 times its duration have passed. A look that fails is repeated
     after ``seconds``: a server that did not answer may be back.
     """
 
-    def __init__(
-        self, look: Callable[[], Awaitable[T]], seconds: float, name: str, late: float = 5.0, duty: int = 20
-    ) -> None:
-        self._look = look
-        self._seconds = seconds
-        self._name = name
-        self._late = late
-        self._duty = duty
+    look: Callable[[], Awaitable[T]]
+    seconds: float
+    name: str
+    late: float = 5.0
+    now: Callable[[], float] = monotonic
+
+    def __post_init__(self) -> None:
         self._began: float | None = None
         self._forgotten = False
         self._value: T | None = None
@@ -123,15 +123,15 @@ class Cached(Generic[T]):
 
     async def get(self, patience: float = 3.0) -> Snapshot[T]:
         """A fresh result, or the last one if the look takes more than ``patience`` seconds."""
-        if monotonic() >= self._again_at and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._refresh(), name=f"look at {self._name}")
+        if self.now() >= self._again_at and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._refresh(), name=f"look at {self.name}")
         if self._task is not None:
             await asyncio.wait([self._task], timeout=patience)
             if self._task.done():
                 self._task.result()  # It raises a bug.
-        now = monotonic()
+        now = self.now()
         waits = 0.0 if self._began is None else now - self._began
-        error = self._error or (f"no answer for {waits:.0f} s" if waits > self._late else "")
+        error = self._error or (f"no answer for {waits:.0f} s" if waits > self.late else "")
         return Snapshot(self._value, error, None if self._seen_at is None else now - self._seen_at)
 
     def forget(self) -> None:
@@ -140,18 +140,18 @@ class Cached(Generic[T]):
         self._forgotten = True
 
     async def _refresh(self) -> None:
-        self._began = began = monotonic()
+        self._began = began = self.now()
         self._forgotten = False
-        pause = self._seconds
+        pause = self.seconds
         try:
-            self._value = await self._look()
-            self._error, self._seen_at = "", monotonic()
-            pause = max(pause, self._duty * (self._seen_at - began))
+            self._value = await self.look()
+            self._error, self._seen_at = "", self.now()
+            pause = max(pause, 20 * (self._seen_at - began))
         except (BrokerLost, TimeoutError, *STORE_ERRORS) as error:
             self._error = str(error) or type(error).__name__
         finally:
             self._began = None
-        self._again_at = 0.0 if self._forgotten else monotonic() + pause
+        self._again_at = 0.0 if self._forgotten else self.now() + pause
 
     async def close(self) -> None:
         if self._task is not None:

@@ -4,7 +4,7 @@ the successful reloads."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
 import pytest
@@ -17,8 +17,15 @@ from delayer.daemon.app import Reload, changed, live_part
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
 from tests.support.fakes import until
+from tests.support.logged import logging_as_it_was
 
 STORE = {"url": "postgresql://localhost/one"}
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    with logging_as_it_was():
+        yield
 
 
 def settings(**tables: Any) -> Settings:
@@ -97,8 +104,7 @@ async def test_a_refused_reload_does_not_change_the_settings(failures: dict[str,
     assert line.said[1].startswith("reloaded mode native; the last reload was refused: ")
 
 
-async def test_a_limited_route_has_its_lane_before_its_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.daemon.app.logs.configure", lambda *_: None)  # its effect would outlive the test
+async def test_a_limited_route_has_its_lane_before_its_limit_counts() -> None:
     old, stopping = settings(store=STORE), asyncio.Event()
     daemon = StubDaemon(old)
     route = {"from": "slow", "to": "out", "max_rate": 5}
@@ -112,8 +118,7 @@ async def test_a_limited_route_has_its_lane_before_its_limit_counts(monkeypatch:
     assert daemon.settings.routes[0].max_rate == 5
 
 
-async def test_native_mode_reloads_while_its_store_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.daemon.app.logs.configure", lambda *_: None)  # its effect would outlive the test
+async def test_native_mode_reloads_while_its_store_is_out_of_reach() -> None:
     native = settings(mode="native", store=STORE)
     reload, line = reloading(StubDaemon(native, lanes=StoreLost("no answer")), lambda: native)
     reload.request()
@@ -123,8 +128,7 @@ async def test_native_mode_reloads_while_its_store_is_out_of_reach(monkeypatch: 
     await running
 
 
-async def test_requests_during_a_reload_cause_one_more_reload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.daemon.app.logs.configure", lambda *_: None)  # its effect would outlive the test
+async def test_requests_during_a_reload_cause_one_more_reload() -> None:
     loads: list[int] = []
 
     def load() -> Settings:

@@ -13,8 +13,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from delayer.daemon import systemd as module
-from delayer.daemon.systemd import Notifier, Watchdog, trouble
+from delayer.daemon.systemd import LONGEST_ROUND, Notifier, Watchdog, trouble
 from tests.support.fakes import until
 
 
@@ -161,27 +160,20 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
-
-
 async def test_no_watchdog_is_fed_without_an_interval() -> None:
     line = Line(None)
     await Watchdog(line).feed(asyncio.Event())
     assert line.fed == 0
 
 
-async def test_the_watchdog_is_fed_while_every_loop_moves(clock: Clock) -> None:
-    line, stopping = Line(0.0001), asyncio.Event()
-    watched = Watchdog(line)
+async def test_the_watchdog_is_fed_while_every_loop_moves() -> None:
+    line, clock, stopping = Line(0.0001), Clock(), asyncio.Event()
+    watched = Watchdog(line, clock.monotonic)
     watched.beat("delays")
     watched.beat("lane 1")
     task = asyncio.create_task(watched.feed(stopping))
     await until(lambda: line.fed >= 2)
-    clock.now += module.LONGEST_ROUND
+    clock.now += LONGEST_ROUND
     watched.beat("delays")
     await until(lambda: line.fed >= 4)
     with capture_logs() as logs:
@@ -198,17 +190,17 @@ async def test_the_watchdog_is_fed_while_every_loop_moves(clock: Clock) -> None:
     await task
 
 
-async def test_an_ended_loop_does_not_stop_the_feeding(clock: Clock) -> None:
-    line, stopping = Line(0.0001), asyncio.Event()
-    watched = Watchdog(line)
+async def test_an_ended_loop_does_not_stop_the_feeding() -> None:
+    line, clock, stopping = Line(0.0001), Clock(), asyncio.Event()
+    watched = Watchdog(line, clock.monotonic)
     watched.beat("lane 1")
     watched.forget("lane 1")
     watched.forget("lane 2")
-    clock.now += 10 * module.LONGEST_ROUND
+    clock.now += 10 * LONGEST_ROUND
     task = asyncio.create_task(watched.feed(stopping))
     await until(lambda: line.fed >= 2)
     watched.beat("lane 1")  # a loop of that name may begin again
-    clock.now += module.LONGEST_ROUND + 1
+    clock.now += LONGEST_ROUND + 1
     with capture_logs() as logs:
         await until(lambda: bool(logs))
     stopping.set()

@@ -7,20 +7,21 @@ import asyncio
 import pytest
 
 from delayer.core.errors import StoreLost
-from delayer.http import view
 from delayer.http.view import Cached
 
 
 class World:
     """A clock, and a slow source to query."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now = 1000.0
         self.takes = 0.0
         self.fails = False
         self.looks = 0
         self.hold: asyncio.Event | None = None
-        monkeypatch.setattr(view, "monotonic", lambda: self.now)
+
+    def cached(self, seconds: float) -> Cached[int]:
+        return Cached(self.look, seconds, "source", now=lambda: self.now)
 
     async def look(self) -> int:
         self.looks += 1
@@ -32,17 +33,13 @@ class World:
         return self.looks
 
 
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(monkeypatch)
-
-
 @pytest.mark.parametrize(
     ("takes", "fails", "pause"), [(0.01, False, 2.0), (1.0, False, 20.0), (0.01, True, 2.0), (10.0, True, 2.0)]
 )
-async def test_the_pause_before_the_next_query(world: World, takes: float, fails: bool, pause: float) -> None:
+async def test_the_pause_before_the_next_query(takes: float, fails: bool, pause: float) -> None:
     """A slow source is queried less often. A failed query is repeated soon, even after a slow failure."""
-    cached = Cached(world.look, 2.0, "store")
+    world = World()
+    cached = world.cached(2.0)
     world.takes, world.fails = takes, fails
     await cached.get()
     world.now += pause - 0.1
@@ -53,8 +50,9 @@ async def test_the_pause_before_the_next_query(world: World, takes: float, fails
     assert (await cached.get()).fresh == 2
 
 
-async def test_an_unanswered_query_is_not_fresh(world: World) -> None:
-    cached = Cached(world.look, 2.0, "store", late=5.0)
+async def test_an_unanswered_query_is_not_fresh() -> None:
+    world = World()
+    cached = world.cached(2.0)
     assert (await cached.get()).fresh == 1
     world.now += 3
     world.hold = asyncio.Event()
@@ -66,8 +64,9 @@ async def test_an_unanswered_query_is_not_fresh(world: World) -> None:
     assert (await cached.get()).fresh == 2
 
 
-async def test_a_query_begun_before_a_change_is_repeated(world: World) -> None:
-    cached = Cached(world.look, 20.0, "queues")
+async def test_a_query_begun_before_a_change_is_repeated() -> None:
+    world = World()
+    cached = world.cached(20.0)
     world.hold = asyncio.Event()
     await cached.get(patience=0.01)
     cached.forget()
