@@ -37,8 +37,6 @@ AGAIN: Final = 5.0
 """Seconds until the next attempt to listen at a port that is taken."""
 AT_ONCE: Final = 128
 """The most connections and requests at a time. The server answers 503 to further ones."""
-KEEP_ALIVE_SECONDS: Final = 5
-"""Seconds that a connection may stay open between two requests."""
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
 HttpHandler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
@@ -124,9 +122,9 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
 class HttpPart:
     """One HTTP server of this daemon: at ``listen``, or with ``metrics_only`` at ``metrics_listen``."""
 
-    def __init__(self, inside: DaemonPort, *, metrics_only: bool = False) -> None:
+    def __init__(self, inside: DaemonPort, *, metrics_only: bool = False, again: float = AGAIN) -> None:
         http = inside.settings.http
-        self._inside, self._metrics_only = inside, metrics_only
+        self._inside, self._metrics_only, self._again = inside, metrics_only, again
         self._listen = http.metrics_listen if metrics_only else http.listen
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -140,7 +138,7 @@ class HttpPart:
                 if throttle.should_log(reason, asyncio.get_running_loop().time()):
                     log.error("http not served", listen=self._listen, reason=reason)
                 try:
-                    await asyncio.wait_for(stopping.wait(), AGAIN)
+                    await asyncio.wait_for(stopping.wait(), self._again)
                 except TimeoutError:
                     continue
 
@@ -186,7 +184,6 @@ def _config(app: Any) -> uvicorn.Config:
         server_header=False,
         limit_concurrency=AT_ONCE,
         backlog=AT_ONCE,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=1,
     )
 

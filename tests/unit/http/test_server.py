@@ -18,6 +18,8 @@ from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, RefusedRow, State
+from tests.support.fakes import until
+from tests.support.logged import capture_logs
 from tests.support.web import Web
 from tests.unit.http.states import state
 
@@ -57,25 +59,13 @@ class Inside:
 @asynccontextmanager
 async def served(inside: Inside, *, metrics_only: bool = False) -> AsyncIterator[Web]:
     """Serve until the end of the block, at a port of the system's choice."""
-    told: asyncio.Queue[str] = asyncio.Queue()
-
-    class Log:
-        def info(self, _event: str, *, addresses: list[str]) -> None:
-            told.put_nowait(addresses[0])
-
-        def warning(self, _event: str, *, addresses: list[str], reason: str) -> None:
-            told.put_nowait(f"{addresses[0]} {reason}")
-
-        def error(self, _event: str, *, reason: str, **_: Any) -> None:
-            told.put_nowait(reason)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "log", Log())
-        patch.setattr(server, "AGAIN", 0.05)
-        stopping = asyncio.Event()
-        part = asyncio.create_task(HttpPart(inside, metrics_only=metrics_only).run(stopping))
+    stopping = asyncio.Event()
+    with capture_logs() as logs:
+        part = asyncio.create_task(HttpPart(inside, metrics_only=metrics_only, again=0.05).run(stopping))
+        await until(lambda: bool(logs))
+        told = (*logs[0].get("addresses", ()), logs[0].get("reason", ""))
         try:
-            yield Web(await told.get())
+            yield Web(" ".join(told).strip())
         finally:
             stopping.set()
             async with asyncio.timeout(20):
@@ -246,8 +236,7 @@ async def opened(web: Web, said: bytes = b"") -> tuple[asyncio.StreamReader, asy
     return reader, writer
 
 
-async def test_a_quiet_connection_ends_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 1)
+async def test_a_quiet_connection_ends_after_its_answer() -> None:
     async with served(Inside()) as web:
         reader, writer = await opened(web, b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(10):
