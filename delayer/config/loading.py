@@ -43,8 +43,8 @@ _EXPECTED = {
 _BOUNDS = {"ge": "at least", "le": "at most"}
 
 
-def config_file(config: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """The file to read: ``config`` (--config), else ``DELAYER_CONFIG``, else /etc/delayer/delayer.toml if it exists.
+def config_file(config: Path | None, environ: Mapping[str, str], system: Path = SYSTEM_FILE) -> Path | None:
+    """The file to read: ``config`` (--config), else ``DELAYER_CONFIG``, else ``system`` if it exists.
 
     None: there is no file.
     """
@@ -53,9 +53,9 @@ def config_file(config: Path | None, environ: Mapping[str, str]) -> Path | None:
     if environ.get("DELAYER_CONFIG"):
         return Path(environ["DELAYER_CONFIG"])
     try:
-        return SYSTEM_FILE if SYSTEM_FILE.exists() else None
+        return system if system.exists() else None
     except PermissionError:
-        return SYSTEM_FILE  # The directory is closed to us, and reading the file reports that.
+        return system  # The directory is closed to us, and reading the file reports that.
 
 
 def load(

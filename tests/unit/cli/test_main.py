@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import ssl
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import asyncpg
@@ -13,16 +17,13 @@ from click.testing import CliRunner, Result
 
 import delayer
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
-from delayer.cli import importing
 from delayer.cli.errors import ExitCode, failure
 from delayer.cli.main import cli
 from delayer.cli.send import MessageToSend, ask, prepared
-from delayer.config import loading
 from delayer.config.errors import ConfigError, Expected, Problem
-from delayer.config.model import RouteTable, Settings
+from delayer.config.model import RouteTable
 from delayer.config.texts import instant_ms
 from delayer.core.errors import StoreLost, certificate_advice
-from delayer.daemon import app
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
 from tests.support.logged import logging_as_it_was
 
@@ -34,10 +35,9 @@ VERBS = [
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No configuration of this machine, and logging as it was."""
-    monkeypatch.setattr(loading, "SYSTEM_FILE", tmp_path / "none.toml")
-    monkeypatch.delenv("DELAYER_CONFIG", raising=False)
+    monkeypatch.setenv("DELAYER_CONFIG", os.devnull)
     with logging_as_it_was():
         yield
 
@@ -262,20 +262,26 @@ def test_a_header_of_the_user_gives_the_delay() -> None:
 
 
 def test_the_shortcuts_change_the_settings() -> None:
-    seen: list[Settings] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "run_daemon", lambda load: seen.append(load()))
-        words = "--set mode=store --mode native --broker-url amqp://a --store-url postgresql://b run"
-        call(*words.split())
-    assert (seen[0].mode, str(seen[0].broker.url), seen[0].store_url) == ("native", "amqp://a", "postgresql://b")
+    words = "--set mode=store --mode native --broker-url amqp://a --store-url postgresql://b run"
+    with cli.make_context("delayer", words.split()) as context:
+        context.invoke(cli.callback, **context.params)
+        seen = context.obj.settings()
+    assert (seen.mode, str(seen.broker.url), seen.store_url) == ("native", "amqp://a", "postgresql://b")
 
 
-def test_an_interrupted_import_names_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_an_interrupted_import_names_the_next_step(tmp_path: Path) -> None:
+    """The store answers nothing, and Ctrl-C ends the wait."""
 
-    monkeypatch.setattr(importing, "_with", interrupted)
-    done = call("import", "jsonl", "run", str(tmp_path / "backlog.jsonl"), "--yes")
+    def interrupt() -> None:
+        with store.accept()[0] as connection:
+            os.kill(os.getpid(), signal.SIGINT)
+            while connection.recv(4096):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as store, ThreadPoolExecutor(1) as thread:
+        thread.submit(interrupt)
+        url = f"postgresql://127.0.0.1:{store.getsockname()[1]}/d"
+        done = call("--store-url", url, "import", "jsonl", "run", str(tmp_path / "backlog.jsonl"), "--yes")
     assert done.exit_code == 130
     assert "the same command, which goes on where it stopped" in done.stderr
     assert "Traceback" not in done.output

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from delayer.config import loading
 from delayer.config.errors import ConfigError
 from delayer.config.loading import config_file, load
 from delayer.config.model import DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
@@ -18,12 +18,8 @@ from delayer.config.values import duration_ms
 from delayer.daemon.app import changed
 
 ROOT = Path(__file__).parents[3]
+NO_FILE = Path(os.devnull)
 DAY_MS = 86_400_000
-
-
-@pytest.fixture(autouse=True)
-def _no_system_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SYSTEM_FILE", tmp_path / "etc" / "delayer.toml")
 
 
 def write(path: Path, text: str) -> Path:
@@ -86,15 +82,15 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
     }  # fmt: skip
     text = some_file if key[1:] and key[1].endswith("_file") else texts.get(key, "another")
     base = {"DELAYER_BROKER__CERT_FILE": some_file} if key[-1] == "key_file" else {}
-    plain = load(None, base, {})
-    by_environment = load(None, base | {env_name(key): text}, {})
-    assert by_environment == load(None, base, {".".join(key): text})
+    plain = load(NO_FILE, base, {})
+    by_environment = load(NO_FILE, base | {env_name(key): text}, {})
+    assert by_environment == load(NO_FILE, base, {".".join(key): text})
     assert ".".join(key) in changed(plain, by_environment)
 
 
 def test_a_table_as_json_and_one_of_its_keys_beside_it() -> None:
     environ = {"DELAYER_INTAKE": '{"queue": "q", "prefetch": 7}', "DELAYER_INTAKE__PREFETCH": "8"}
-    settings = load(None, environ, {})
+    settings = load(NO_FILE, environ, {})
     assert (settings.intake.queue, settings.intake.prefetch) == ("q", 8)
 
 
@@ -106,17 +102,16 @@ def test_routes_of_a_later_layer_replace_all_earlier_ones(tmp_path: Path) -> Non
     assert (route.from_, route.to, route.default_delay_ms) == ("c", "d", 300_000)
 
 
-def test_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_file(tmp_path: Path) -> None:
     system = tmp_path / "system.toml"
-    monkeypatch.setattr(loading, "SYSTEM_FILE", system)
     environ = {"DELAYER_CONFIG": "/of/the/environment"}
-    assert config_file(None, {}) is None
-    assert config_file(None, {"DELAYER_CONFIG": ""}) is None
+    assert config_file(None, {}, system) is None
+    assert config_file(None, {"DELAYER_CONFIG": ""}, system) is None
     write(system, 'mode = "native"')
-    assert config_file(None, {}) == system
-    assert load(None, {}, {}).mode == "native"
-    assert config_file(None, environ) == Path("/of/the/environment")
-    assert config_file(Path("/given"), environ) == Path("/given")
+    assert config_file(None, {}, system) == system
+    assert config_file(None, environ, system) == Path("/of/the/environment")
+    assert config_file(Path("/given"), environ, system) == Path("/given")
+    assert load(None, {"DELAYER_CONFIG": str(system)}, {}).mode == "native"
 
 
 def test_foreign_environment_variables_are_ignored() -> None:
@@ -128,7 +123,7 @@ def test_foreign_environment_variables_are_ignored() -> None:
         "DELAYER_FAULT": "park.copied",
         "PATH": "/bin",
     }
-    assert load(None, environ, {}) == load(None, {}, {})
+    assert load(NO_FILE, environ, {}) == load(NO_FILE, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +138,7 @@ def test_foreign_environment_variables_are_ignored() -> None:
 def test_native_mode_has_a_store_only_if_one_is_configured(
     mode: str, flags: dict[str, str], expected: str | None
 ) -> None:
-    assert load(None, {"DELAYER_MODE": mode}, flags).store_url == expected
+    assert load(NO_FILE, {"DELAYER_MODE": mode}, flags).store_url == expected
 
 
 def test_urls_from_files(tmp_path: Path) -> None:
@@ -185,15 +180,15 @@ def test_broker_url_carries_tls_and_heartbeat() -> None:
 
 
 def test_parameters_of_the_url_win() -> None:
-    assert load(None, {}, {"broker.url": "amqp://h?heartbeat=3"}).broker_url == "amqp://h?heartbeat=3"
+    assert load(NO_FILE, {}, {"broker.url": "amqp://h?heartbeat=3"}).broker_url == "amqp://h?heartbeat=3"
 
 
 def test_tls_files_are_read_with_the_configuration(tmp_path: Path) -> None:
     """Loading the configuration checks the certificate; a later reconnect would be too late for an error."""
     ca = write(tmp_path / "ca.pem", "not a certificate")
     with pytest.raises(ConfigError, match="cafile to be a readable PEM file"):
-        load(None, {}, {"broker.url": "amqps://h", "broker.ca_file": str(ca)})
-    assert load(None, {}, {"broker.url": "amqp://h", "broker.ca_file": str(ca)}).broker.ca_file == str(ca)
+        load(NO_FILE, {}, {"broker.url": "amqps://h", "broker.ca_file": str(ca)})
+    assert load(NO_FILE, {}, {"broker.url": "amqp://h", "broker.ca_file": str(ca)}).broker.ca_file == str(ca)
 
 
 def test_no_password_in_any_text_of_the_settings() -> None:
@@ -202,7 +197,7 @@ def test_no_password_in_any_text_of_the_settings() -> None:
         "broker.management_url": "http://user:hunter2@h",
         "store.url": "postgresql://user:hunter2@h/d?password=hunter2",
     }
-    settings = load(None, {}, flags)
+    settings = load(NO_FILE, {}, flags)
     for text in (repr(settings), str(settings), f"{settings.broker}", repr(settings.store), str(settings.model_dump())):
         assert "hunter2" not in text
         assert "user" in text
@@ -212,7 +207,7 @@ def test_no_password_in_any_text_of_the_settings() -> None:
 
 def test_the_shipped_file_loads_and_has_the_defaults() -> None:
     shipped = load(ROOT / "config" / "delayer.toml", {}, {})
-    assert changed(load(None, {}, {}), shipped) == ["store.url"], (
+    assert changed(load(NO_FILE, {}, {}), shipped) == ["store.url"], (
         "it names the default store, so that native mode would have one too"
     )
 
@@ -244,7 +239,7 @@ def test_the_shipped_file_loads_with_its_comments_opened() -> None:
         "\n".join(line for line in opened.splitlines() if line.split(" = ")[0] in keys_of(RouteTable))
     )
     assert set(table) == set(keys_of(RouteTable)) - {"retry"}
-    assert RouteTable.model_validate(table) == load(None, {}, {}).routes[0]
+    assert RouteTable.model_validate(table) == load(NO_FILE, {}, {}).routes[0]
 
 
 def test_the_commented_tables_are_valid_and_have_every_key(tmp_path: Path) -> None:
@@ -265,12 +260,12 @@ def test_the_commented_tables_are_valid_and_have_every_key(tmp_path: Path) -> No
 def test_the_examples_are_valid(file: Path) -> None:
     settings = load(file, {}, {})
     assert settings.mode == "store"
-    assert settings != load(None, {}, {"store.url": "postgresql://localhost/delayer"})
+    assert settings != load(NO_FILE, {}, {"store.url": "postgresql://localhost/delayer"})
 
 
 def test_a_token_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
     file = write(tmp_path / "token", "open-sesame-open-sesame\n")
-    settings = load(None, {}, {"http.token_file": str(file)})
+    settings = load(NO_FILE, {}, {"http.token_file": str(file)})
     assert settings.http.token is not None
     assert settings.http.token.reveal() == "open-sesame-open-sesame"
     assert "sesame" not in f"{settings!r} {settings.http.token} {settings.model_dump()}"

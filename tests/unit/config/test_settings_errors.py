@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from delayer.config import loading
 from delayer.config.errors import ConfigError, Problem
 from delayer.config.loading import load
 from delayer.core.readable import mask
 
-
-@pytest.fixture(autouse=True)
-def _no_system_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SYSTEM_FILE", tmp_path / "none.toml")
+NO_FILE = Path(os.devnull)
 
 
 def problems(config: Path | None, environ: dict[str, str], flags: dict[str, str]) -> tuple[Problem, ...]:
@@ -234,7 +231,7 @@ def test_no_such_file(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_variable(name: str, hint: str) -> None:
-    (problem,) = problems(None, {name: "hunter2"}, {})
+    (problem,) = problems(NO_FILE, {name: "hunter2"}, {})
     assert (problem.source, problem.found, problem.hint) == (f"environment variable {name}", UNKNOWN, hint)
 
 
@@ -251,7 +248,7 @@ def test_unknown_variable(name: str, hint: str) -> None:
     ],
 )
 def test_a_mistake_of_a_flag_names_it(flag: str, key: str, value: str) -> None:
-    (problem,) = problems(None, {}, {key: value})
+    (problem,) = problems(NO_FILE, {}, {key: value})
     assert (problem.source, problem.key) == (f"flag {flag}", key)
 
 
@@ -272,12 +269,12 @@ SECRETS = [
 
 @pytest.mark.parametrize("flags", SECRETS, ids=str)
 def test_no_error_shows_a_secret(flags: dict[str, str], tmp_path: Path) -> None:
-    everything = [*problems(None, {}, flags)]
+    everything = [*problems(NO_FILE, {}, flags)]
     file = tmp_path / "secret"
     for key, value in flags.items():
         if key in ("broker.url", "store.url", "http.token"):
             file.write_text(value)
-            everything += problems(None, {}, {f"{key}_file": str(file)})
+            everything += problems(NO_FILE, {}, {f"{key}_file": str(file)})
     text = "\n".join(str(one) + repr(one) for one in everything)
     assert "hunter2" not in text
     assert "ter2" not in text
@@ -286,7 +283,7 @@ def test_no_error_shows_a_secret(flags: dict[str, str], tmp_path: Path) -> None:
 def test_the_source_of_a_bad_url_in_a_file_is_that_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("nonsense")
-    (problem,) = problems(None, {}, {"broker.url_file": str(file)})
+    (problem,) = problems(NO_FILE, {}, {"broker.url_file": str(file)})
     assert (problem.source, problem.key) == (str(file), "broker.url")
 
 
@@ -309,7 +306,7 @@ def test_mask(text: str, masked: str) -> None:
 
 @pytest.mark.parametrize("place", ["host:99999", "host:0", "[::1]:65536", "host:123456"])
 def test_the_error_for_an_invalid_port_names_the_port(place: str) -> None:
-    (problem,) = problems(None, {}, {"broker.url": f"amqp://me:secret@{place}/"})
+    (problem,) = problems(NO_FILE, {}, {"broker.url": f"amqp://me:secret@{place}/"})
     assert "a port is a number from 1 to 65535" in problem.expected
     assert "password are written" not in problem.expected
     assert "secret" not in str(problem)
@@ -318,19 +315,19 @@ def test_the_error_for_an_invalid_port_names_the_port(place: str) -> None:
 @pytest.mark.parametrize("password", ["12/3", "pa/ss", "1#2", "a#b", "1/2@3"])
 @pytest.mark.parametrize(("key", "scheme"), [("broker.url", "amqp"), ("store.url", "postgresql")])
 def test_the_error_for_an_unescaped_password_says_how_to_escape_it(key: str, scheme: str, password: str) -> None:
-    (problem,) = problems(None, {}, {key: f"{scheme}://me:{password}@host/name"})
+    (problem,) = problems(NO_FILE, {}, {key: f"{scheme}://me:{password}@host/name"})
     assert "a password are written %2F %40 %3A %23" in problem.expected
     assert password not in str(problem)
 
 
 def test_an_at_sign_in_a_vhost_is_escaped_as_well() -> None:
     """An unescaped @ could belong to the password. Then the host and the user would be parts of the password."""
-    (problem,) = problems(None, {}, {"broker.url": "amqp://me:se@cr/et@host"})
+    (problem,) = problems(NO_FILE, {}, {"broker.url": "amqp://me:se@cr/et@host"})
     assert problem.expected.endswith("%2F %40 %3A %23; so is an @ behind the host, %40")
-    assert load(None, {}, {"broker.url": "amqp://me:secret@host/a%40b"}).broker_url.startswith(
+    assert load(NO_FILE, {}, {"broker.url": "amqp://me:secret@host/a%40b"}).broker_url.startswith(
         "amqp://me:secret@host/a%40b"
     )
-    assert load(None, {}, {"store.url": "postgresql://host/d?user=me@azure"}).store_url is not None
+    assert load(NO_FILE, {}, {"store.url": "postgresql://host/d?user=me@azure"}).store_url is not None
 
 
 def test_the_debug_log_of_the_library_shows_no_secret(
@@ -338,5 +335,5 @@ def test_the_debug_log_of_the_library_shows_no_secret(
 ) -> None:
     monkeypatch.setenv("PYDANTIC_SETTINGS_DEBUG", "1")
     caplog.set_level("DEBUG", "pydantic_settings")
-    load(None, {}, {"broker.url": "amqp://u:hunter2@h"})
+    load(NO_FILE, {}, {"broker.url": "amqp://u:hunter2@h"})
     assert "hunter2" not in caplog.text + "".join(capfd.readouterr())
