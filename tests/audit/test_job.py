@@ -19,12 +19,12 @@ from click.testing import CliRunner
 from pyspark.sql import SparkSession
 
 from delayer.audit import job, rules, source
-from delayer.audit import spark as sessions
 from delayer.audit.findings import AuditReport
 from delayer.audit.tasks import StageWatcher
 from delayer.cli import submit
 from delayer.cli.main import cli
 from delayer.core.secret import SecretUrl
+from tests.audit.test_job_parts import java
 from tests.audit.test_reading import execute, fill, load, pack, take
 from tests.support.daemon import EXECUTABLE
 
@@ -203,9 +203,10 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
     ids=lambda value: "" if isinstance(value, int | str) else value[0],
 )
 def test_bad_options_are_reported_before_spark_starts(
-    arguments: list[str], code: int, told: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], code: int, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sessions, "session", lambda *_, **__: pytest.fail("Spark was started"))
+    java(tmp_path, 'openjdk version "17.0.1"')  # Spark cannot start with it.
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     url = "postgresql://u:hunter2@127.0.0.1:1/d"
     result = CliRunner().invoke(cli, ["--store-url", url, "audit", "--deep", *arguments], prog_name="delayer")
     assert (result.exit_code, told in result.output) == (code, True), result.output
