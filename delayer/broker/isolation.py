@@ -36,9 +36,8 @@ from delayer.core.message import Outgoing, Schedule
 log = structlog.get_logger(__name__)
 
 PROBE_SECONDS: Final = 2.0
-"""The timeout of a destination's probe. The broker itself has three quarters of it."""
-SHORT_PROBE_SECONDS: Final = 1.0
-"""The same if every probed destination is suspect, because the whole batch waits."""
+"""The timeout of a destination's probe. The broker itself has three quarters of it. If every probed destination is
+suspect, the timeout is half of this, because the whole batch waits."""
 CONNECT_SECONDS: Final = 2.0
 """For the second connection. Also the longest wait of a batch for messages that may end a connection."""
 OPEN_SECONDS: Final = 5.0
@@ -94,8 +93,8 @@ class _Case:
 class Isolation:
     """One isolation for all publishers of a process. ``reconnecting`` is theirs, and opens the second connection."""
 
-    def __init__(self, reconnecting: ReconnectingConnection, *, timeout: float) -> None:
-        """``timeout``: seconds that a publish waits for its confirms. Only the text of a hold uses it."""
+    def __init__(self, reconnecting: ReconnectingConnection, *, timeout: float, probing: float = PROBE_SECONDS) -> None:
+        """Seconds that a publish (``timeout``, for the text of a hold) and a probe (``probing``) wait for confirms."""
         self.breaker = CircuitBreaker()
         self.exchanges: set[bytes] = set()
         """Exchanges that accepted a publish. A missing exchange closes the channel, which leaves others in doubt."""
@@ -104,6 +103,7 @@ class Isolation:
         come together."""
         self._reconnecting = reconnecting
         self._timeout = timeout
+        self._probing = probing
         self._connection: Connection | None = None
         self._idle_channels: list[Channel] = []
         """Channels of the second connection that earlier rounds left open: another one costs two round trips."""
@@ -165,7 +165,7 @@ class Isolation:
                     probing = bool(fresh)
                     # Distinct tokens, because a return names only the token.
                     some = list({batch[index].token: index for index in reversed(ready[:size])}.values())[::-1]
-                    lost = await self._published(case, connection, some, min(PROBE_SECONDS, case.until - _now()))
+                    lost = await self._published(case, connection, some, min(self._probing, case.until - _now()))
             if isinstance(lost, ConnectionLost) and not (case.alone and len(some) == 1):
                 probing, size = False, 1 if case.alone else SMALL_PORTION
                 case.alone = True
@@ -184,7 +184,7 @@ class Isolation:
     async def _probe(self, case: _Case, connection: Connection, groups: dict[Destination, list[int]]) -> _Loss | None:
         """Publish the first message of each group on a channel of its own, and hold the groups of silent destinations.
         Returns the connection's loss, or None. A silence counts only if the broker answered early in this round."""
-        patience = SHORT_PROBE_SECONDS if all(self.breaker.suspects(one) for one in groups) else PROBE_SECONDS
+        patience = self._probing / 2 if all(self.breaker.suspects(one) for one in groups) else self._probing
         seconds = min(patience, case.until - MARGIN_SECONDS - _now())
         case.probed.update(groups)
         before = {one: self.breaker.table.get(one) for one in groups}

@@ -86,6 +86,11 @@ class AdminHand:
             rule = {"exchange": topic[0], "write": topic[1], "read": ".*"}
             await asyncio.to_thread(self._broker.api, "PUT", f"/api/topic-permissions/{at}", rule)
 
+    async def limit_connections(self, most: int) -> None:
+        """Let the vhost have so many connections."""
+        at = f"/api/vhost-limits/{quote(self._vhost, safe='')}/max-connections"
+        await asyncio.to_thread(self._broker.api, "PUT", at, {"value": most})
+
     async def alarm(self, on: bool) -> None:
         """Set or clear a resource alarm, which blocks every publisher."""
         await asyncio.to_thread(self._broker.ctl, "set_vm_memory_high_watermark", "0.0000001" if on else "0.4")

@@ -8,7 +8,6 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from unittest.mock import AsyncMock
 
 import pytest
 
@@ -16,7 +15,6 @@ from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.edits import ID
-from delayer.amqp.errors import AccessRefused
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation
@@ -29,7 +27,7 @@ from delayer.release.loop import LaneRelease
 from tests.conformance.broker_world import Place, World, codes, message, publish_all, relay_to
 from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due, kind_of
 from tests.support.place import eventually
-from tests.support.proxy import Proxy
+from tests.support.proxy import Proxy, deaf
 
 
 def poisonous(token: object) -> Outgoing:
@@ -49,11 +47,6 @@ async def far_away(place: Place, round_trip: float) -> AsyncIterator[tuple[World
         async with relay_to(place.behind(proxy)) as reconnecting:
             await reconnecting.connection(30)
             yield world, reconnecting
-
-
-async def refusing(_timeout: float) -> Connection:
-    """A replacement of ReconnectingConnection.another: the broker allows no second connection."""
-    raise AccessRefused(530, "connection limit is reached")
 
 
 async def all_released(connection: Connection) -> None:
@@ -137,12 +130,13 @@ async def test_isolated_messages_end_no_other_connection(place: Place) -> None:
         assert len(await world.hand.drain("q")) == 150
 
 
-async def test_without_a_second_connection(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_second_connection(place: Place) -> None:
     """The isolation uses the publishers' own connection: every outcome is exact. A known poisonous message is held
     without a try."""
     batch = [message(0, "q"), poisonous(1), message(2, "q")]
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
-        monkeypatch.setattr(reconnecting, "another", refusing)
+        await reconnecting.connection(30)
+        await world.hand.limit_connections(4)  # this one, and three of the world
         publisher = AmqpPublisher(reconnecting, confirm_timeout=4.0)
         assert codes(await publisher.publish(batch)) == [CONFIRMED, 541, CONFIRMED]
         assert set(await world.hand.drain("q")) == {b"0", b"2"}
@@ -152,24 +146,22 @@ async def test_without_a_second_connection(place: Place, monkeypatch: pytest.Mon
         assert reconnecting.connects == connects
 
 
-async def test_a_second_connection_that_opens_no_channel_is_replaced(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_second_connection_that_opens_no_channel_is_replaced(place: Place) -> None:
     async with (
         place.world("q") as world,
-        Proxy(place.broker.port) as silent,
-        relay_to(place.behind(silent)) as behind,
-        relay_to(place.address) as reconnecting,
+        Proxy(place.broker.port) as proxy,
+        relay_to(place.behind(proxy)) as reconnecting,
     ):
-        await behind.connection(30)
-        silent.stall(to_client=False)
-        with monkeypatch.context() as first:
-            first.setattr(reconnecting, "another", behind.connection)
-            publisher = AmqpPublisher(reconnecting)
-            with pytest.raises(BrokerLost):
-                await publisher.publish([message(1, "q")])
+        await reconnecting.connection(30)
+        publisher = AmqpPublisher(reconnecting)
+        # The second connection opens the first channel.
+        proxy.overhears = lambda sent: proxy.stall() if b"\0\x14\0\x0a" in sent else None
+        with pytest.raises(BrokerLost):
+            await publisher.publish([message(1, "q")])
+        proxy.overhears = deaf
+        proxy.resume()
         assert await publisher.publish([message(2, "q")]) == [CONFIRMED]
-        assert reconnecting.connects == 1
+        assert (reconnecting.connects, proxy.accepted) == (1, 3)
         assert await world.hand.drain("q") == [b"2"]
 
 
@@ -229,13 +221,12 @@ async def test_a_relay_closes_before_its_first_connection() -> None:
     await reconnecting.close()
 
 
-async def test_the_end_of_the_keeper_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_the_keeper_is_heard() -> None:
     """The keeper retries only after losses. Any other error ends it, so every caller must get that error."""
-    monkeypatch.setattr("delayer.broker.connection.Connection.open", AsyncMock(side_effect=ZeroDivisionError))
-    async with relay_to(Address.parse("amqp://localhost/")) as reconnecting:
+    async with relay_to(None) as reconnecting:  # type: ignore[arg-type]
         with pytest.raises(BrokerLost):
             await reconnecting.connection(0.05)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(AttributeError):
             await reconnecting.connection(0.05)
 
 

@@ -10,9 +10,7 @@ from itertools import count
 import aio_pika
 import pytest
 
-from delayer.amqp import handshake
 from delayer.amqp.address import Address
-from delayer.broker import isolation as module
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import AmqpPublisher
@@ -20,7 +18,6 @@ from delayer.core.errors import BrokerLost
 from delayer.core.hold import CONFIRMED, HoldKind, Outcome, unanswered
 from delayer.core.message import Outgoing
 from tests.conformance.broker_world import AdminHand, codes, message, relay_to
-from tests.conformance.test_publisher_connections import refusing
 from tests.support.fakes import kind_of
 from tests.support.place import eventually
 from tests.support.servers import RabbitMQ
@@ -30,12 +27,6 @@ WAIT = 4.0
 """Seconds that these publishers wait for confirms."""
 KINDS = (pytest.param("classic", marks=pytest.mark.long), "quorum")
 OTHER_KINDS = ("classic", pytest.param("quorum", marks=pytest.mark.long))
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PROBE_SECONDS", 1.0)
-    monkeypatch.setattr(module, "SHORT_PROBE_SECONDS", 0.5)
 
 
 class Scene:
@@ -65,7 +56,7 @@ async def scene(rabbitmq: RabbitMQ, url: str, kind: str) -> AsyncIterator[Scene]
             await hand.queue(name, {"x-queue-type": kind})
             await hand.bind(name, "x", f"{name}.#")
         await reconnecting.connection(30)
-        yield Scene(address.vhost, reconnecting, Isolation(reconnecting, timeout=WAIT), hand)
+        yield Scene(address.vhost, reconnecting, Isolation(reconnecting, timeout=WAIT, probing=1.0), hand)
 
 
 async def until_settled(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> tuple[list[Outcome], int]:
@@ -170,19 +161,27 @@ async def test_always_new_keys_delay_no_good_message(rabbitmq: RabbitMQ, vhost: 
                 assert loop.time() - began < WAIT
 
 
+@asynccontextmanager
+async def few_channels(rabbitmq: RabbitMQ, most: int) -> AsyncIterator[None]:
+    """Connections that the broker opens meanwhile have so many channels at most."""
+    rabbitmq.ctl("eval", f"application:set_env(rabbit, channel_max, {most}).")
+    try:
+        yield
+    finally:
+        rabbitmq.ctl("eval", "application:set_env(rabbit, channel_max, 2047).")
+
+
 @pytest.mark.long
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize(("channels", "apart"), [(12, True), (24, False)], ids=["a second connection", "one for all"])
 async def test_more_probes_than_channels_end_no_connection(
-    rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch, channels: int, apart: bool
+    rabbitmq: RabbitMQ, vhost: str, channels: int, apart: bool
 ) -> None:
     """Probes without a free channel get their verdict in a later turn, and no connection ends. The same holds when the
     broker allows no second connection, and the probes use the publishers' own."""
-    agree = handshake.agree
-    monkeypatch.setattr(handshake, "agree", lambda *about: agree(*about)._replace(channel_max=channels))
-    async with scene(rabbitmq, vhost, "classic") as it:
+    async with few_channels(rabbitmq, channels), scene(rabbitmq, vhost, "classic") as it:
         if not apart:
-            monkeypatch.setattr(it.reconnecting, "another", refusing)
+            await it.hand.limit_connections(2)  # the publishers' and ours
         publisher, bad = it.publisher(), range(0, 45, 3)
         batch = mixed(45, bad, lambda n: f".{n}")
         async with silent(rabbitmq, it.vhost, "bad"):
