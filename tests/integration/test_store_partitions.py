@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from delayer.core.units import DAY_MS
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import PartitionResult, name_of
@@ -14,6 +12,12 @@ from tests.support.store import bodies, opened, owned, parcel, release_all, sql
 
 BY_DAY = "SELECT floor(extract(epoch FROM due_at) / 86400)::int AS day, count(*) AS n FROM {} GROUP BY 1"
 COUNT = "SELECT tableoid::regclass::text AS name, count(*) AS n FROM message GROUP BY 1 ORDER BY 1"
+FILL = """
+INSERT INTO message (due_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,
+                     properties, body)
+SELECT statement_timestamp() + interval '500 days', 0, 1, 1, '', '', '', '', '', '', ''
+FROM generate_series(1, $1::int)
+"""
 
 
 async def test_rows_stand_in_the_partition_of_their_day(database: str) -> None:
@@ -62,16 +66,11 @@ async def test_a_new_partition_takes_its_rows_from_the_default_one(database: str
         assert await admin.fetchval("SELECT count(*) FROM message") == 2
 
 
-async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partitions, "MOVED_AT_MOST", 1)
+async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        now = store.now_upper_ms()
-        today = now // DAY_MS
-        far = now + 401 * DAY_MS
-        await store.park(lane, [parcel(far), parcel(far)], [])
-        assert await partitions.make(admin, far // DAY_MS, today) is PartitionResult.NOT_NOW
+        today = store.now_upper_ms() // DAY_MS
+        await admin.execute(FILL, partitions.MOVED_AT_MOST + 1)
+        assert await partitions.make(admin, today + 500, today) is PartitionResult.NOT_NOW
         await admin.execute(
             "UPDATE message SET due_at = statement_timestamp() WHERE id = (SELECT min(id) FROM message)"
         )
@@ -98,25 +97,21 @@ async def test_partitions_are_not_waited_for(database: str) -> None:
         assert [tuple(row) for row in await admin.fetch(COUNT)] == [("message_default", 400)]
 
 
-async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partitions, "PARK_SECONDS", 600.0)
-    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        now = store.now_upper_ms()
-        batch = [parcel(now + day * DAY_MS) for day in range(partitions.MADE_AT_ONCE + 4)]
+async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(database: str) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        today, days = store.now_upper_ms() // DAY_MS, partitions.Days(())
+        wanted = range(today, today + partitions.MADE_AT_ONCE + 4)
         with capture_logs() as logged:
-            await store.park(lane, batch, [])
+            await days.ensure(admin, wanted, today, 0.0, 600.0)
         assert logged[-1] == {
             "event": "partition not made",
             "log_level": "warning",
             "days": 4,
             "reason": "no time for more; the next parks go on",
         }
-        assert await admin.fetchval("SELECT count(*) FROM message_default") == 4
-        await store.park(lane, batch, [])
-        assert await admin.fetchval("SELECT count(*) FROM message_default") == 0
-        assert await admin.fetchval("SELECT count(*) FROM message") == 2 * len(batch)
+        assert await partitions.existing(admin) == set(wanted[:-4])
+        await days.ensure(admin, wanted, today, 0.0, 600.0)
+        assert await partitions.existing(admin) == set(wanted)
 
 
 async def test_drops_skip_locked_partitions(database: str) -> None:
@@ -133,27 +128,14 @@ async def test_drops_skip_locked_partitions(database: str) -> None:
         assert await partitions.drop_passed(admin, today) == [name_of(today - n) for n in (7, 6, 5)]
 
 
-FILL = """
-INSERT INTO message (due_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,
-                     properties, body)
-SELECT statement_timestamp() + interval '500 days', 0, 1, 1, '', '', '', '', '', '', ''
-FROM generate_series(1, $1::int)
-"""
-
-
-async def test_a_slow_default_partition_is_left_alone_without_a_lock(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partitions, "READ_SECONDS", 0.001)
-    async with opened(database) as store, owned(store) as [lane], sql(database) as reader, sql(database) as admin:
+async def test_a_slow_default_partition_is_left_alone_without_a_lock(database: str) -> None:
+    async with opened(database) as store, sql(database) as reader, sql(database) as admin:
         await admin.execute(FILL, 50_000)
         today = store.now_upper_ms() // DAY_MS
         async with reader.transaction():
             await reader.fetch("SELECT FROM message_default LIMIT 1")  # a lock would wait, and give another reason
             with capture_logs() as logged:
-                for first in range(1, 31, 10):
-                    dues = [(today + day) * DAY_MS for day in range(first, first + 10)]
-                    await store.park(lane, [parcel(due) for due in dues], [])
+                assert await partitions.make(admin, today + 1, today, 0.001) is PartitionResult.SLOW
             assert await partitions.existing(admin) == set()
         [entry] = logged
         assert (entry["reason"], entry["partition"]) == (
@@ -161,33 +143,37 @@ async def test_a_slow_default_partition_is_left_alone_without_a_lock(
             name_of(today + 1),
         )
         assert "VACUUM FULL" in entry["next_step"]
-        assert await admin.fetchval("SELECT count(*) FROM message") == 50_030
 
 
-async def test_moving_rows_under_the_lock_is_bounded(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitions, "HELD_SECONDS", 0.02)
+SLEEP = """
+CREATE FUNCTION sleep() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM pg_sleep(1); RETURN OLD; END$$;
+CREATE TRIGGER sleep BEFORE DELETE ON message_default FOR EACH ROW EXECUTE FUNCTION sleep()
+"""
+
+
+async def test_moving_rows_under_the_lock_is_bounded(database: str) -> None:
     async with opened(database) as store, sql(database) as admin:
-        await admin.execute(FILL, 30_000)
+        await admin.execute(FILL, 9)
+        await admin.execute(SLEEP)
         today = store.now_upper_ms() // DAY_MS
         with capture_logs() as logged:
             assert await partitions.make(admin, today + 500, today) is PartitionResult.NOT_NOW
-        assert logged[0]["reason"] == "moving that day's 30000 rows takes longer than 0.02 s"
+        assert logged[0]["reason"] == "moving that day's 9 rows takes longer than 2 s"
         assert await partitions.existing(admin) == set()
-        assert await admin.fetchval("SELECT count(*) FROM ONLY message_default") == 30_000
+        assert await admin.fetchval("SELECT count(*) FROM ONLY message_default") == 9
         assert await admin.fetchval("SHOW statement_timeout") == "30s"
 
 
-async def test_upkeep_remembers_failures(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitions, "READ_SECONDS", 0.001)
-    async with opened(database) as store, sql(database) as admin:
-        await admin.execute(FILL, 50_000)
+async def test_upkeep_remembers_failures(database: str) -> None:
+    async with opened(database) as store, sql(database) as reader, sql(database) as admin:
         today, days = store.now_upper_ms() // DAY_MS, partitions.Days(())
         with capture_logs() as logged:
-            for minute in range(16):
-                await partitions.make_ahead(admin, today, days, minute * 60.0)
-        assert len(logged) == 2, "after 0 and 15 minutes"
-        monkeypatch.setattr(partitions, "READ_SECONDS", 10.0)
-        await partitions.make_ahead(admin, today, days, 31 * 60.0)
+            async with reader.transaction():
+                await reader.fetch("SELECT FROM message_default")
+                for second in range(0, 120, 10):
+                    await partitions.make_ahead(admin, today, days, float(second))
+        assert len(logged) == 2, "after 0 and 60 seconds"
+        await partitions.make_ahead(admin, today, days, 120.0)
         assert await partitions.existing(admin) == set(range(today, today + 8))
 
 

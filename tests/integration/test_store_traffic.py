@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import asyncpg
 import pytest
@@ -33,21 +32,15 @@ async def test_an_idle_store_has_no_traffic(database: str) -> None:
         assert not await Traffic().look(admin)
 
 
-async def test_a_daemon_with_nothing_to_do_is_no_traffic(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(traffic, "time", SimpleNamespace(monotonic=lambda: now))
+async def test_a_daemon_with_nothing_to_do_is_no_traffic(database: str) -> None:
     async with daemon(database) as (store, lane), sql(database) as admin:
         seen = Traffic()
-        assert await seen.look(admin), "the first look knows no rate"
-        now += 2.0
-        assert not await seen.look(admin)
+        assert await seen.look(admin, 0.0), "the first look knows no rate"
+        assert not await seen.look(admin, 2.0)
         await store.park(lane, [parcel(store.now_upper_ms() + 60_000) for _ in range(100)], [])
-        now += 0.5
-        assert not await seen.look(admin), "looked at once a second"
-        now += 0.5
-        assert await seen.look(admin)
-        now += 3.0
-        assert not await seen.look(admin)
+        assert not await seen.look(admin, 2.5), "looked at once a second"
+        assert await seen.look(admin, 3.0)
+        assert not await seen.look(admin, 6.0)
 
 
 async def test_a_turn_goes_with_its_session(database: str) -> None:

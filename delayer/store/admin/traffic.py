@@ -19,9 +19,9 @@ class Traffic:
         self._at = 0.0
         self._passed: int | None = None
 
-    async def look(self, connection: Connection) -> bool:
+    async def look(self, connection: Connection, now: float | None = None) -> bool:
         """Once a second at most: are lanes owned, and do 50 messages a second pass? Raises the driver's errors."""
-        now = time.monotonic()
+        now = time.monotonic() if now is None else now
         if self._passed is not None and now - self._at < 1.0:
             return self.busy
         _, lanes, passed = await connection.fetchrow(statements.read("traffic"))

@@ -115,7 +115,7 @@ class PartitionResult(Enum):
     """The default partition takes too long to read for any day."""
 
 
-async def make(connection: Connection, day: int, today: int) -> PartitionResult:
+async def make(connection: Connection, day: int, today: int, read_seconds: float = READ_SECONDS) -> PartitionResult:
     """Make the partition of ``day`` if it is missing. Why it could not be made is logged.
 
     Raises the driver's errors if they end the connection.
@@ -128,7 +128,7 @@ async def make(connection: Connection, day: int, today: int) -> PartitionResult:
             if day in await existing(connection):
                 return PartitionResult.DONE
             # A caller that made several may have begun the day before.
-            await _attach(connection, day, max(today, await connection.fetchval(_TODAY)))
+            await _attach(connection, day, max(today, await connection.fetchval(_TODAY)), read_seconds)
     except _NotNow as error:
         log.warning("partition not made", extra={"partition": name_of(day), "reason": str(error), "next_step": _STAY})
         return PartitionResult.NOT_NOW
@@ -157,10 +157,11 @@ class _NotNow(Exception):
     """This day's partition cannot be made at present."""
 
 
-async def _attach(connection: Connection, day: int, today: int) -> None:
+async def _attach(connection: Connection, day: int, today: int, read_seconds: float) -> None:
     name, (low, high) = name_of(day), bounds_of(day)
     range_ = f"due_at >= '{low}' AND due_at < '{high}'"
     await connection.execute("SET LOCAL lock_timeout = '500ms'")
+    await bound(connection, read_seconds)
     waiting = await _read(connection, range_)
     _check_rows(waiting, day, today)
     # From here on the traffic waits behind us while we wait for the releases that are under way.
@@ -191,7 +192,6 @@ async def bound(connection: Connection, seconds: float) -> None:
 
 async def _read(connection: Connection, range_: str) -> int:
     """Count the default partition's rows of a day: without a lock, but row by row and alone, as attaching reads it."""
-    await bound(connection, READ_SECONDS)
     await connection.execute("SET LOCAL enable_indexonlyscan = off; SET LOCAL max_parallel_workers_per_gather = 0")
     return int(await connection.fetchval(f"SELECT count(*) FILTER (WHERE {range_}) FROM message_default"))
 
