@@ -14,11 +14,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
-import pytest
 
-from delayer.store import pool
-from delayer.store.lanes import locks
-from delayer.store.rows import partitions
+from delayer.store.clock import StoreClock
+from delayer.store.lanes.locks import LaneLocks
+from delayer.store.rows.partitions import Days, keep_up
 from tests.support.place import eventually
 from tests.support.store import blocked, opened, owned, parcel, release_all, sql, taken
 
@@ -55,6 +54,7 @@ async def main(url, doing):
 
 asyncio.run(main(*sys.argv[1:]))
 """
+TIMEOUT = "SHOW idle_session_timeout"
 TAKES_SECONDS = 8.0
 """Seconds from the freeze to the new owner: the timeout, the kernel's timer granularity, and a busy machine."""
 
@@ -123,38 +123,38 @@ async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lan
         await lane.close()
 
 
-async def test_a_silent_session_of_the_upkeep_ends(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class Asking(Days):
+    """Asks for the timeout, and makes no partition."""
+
+    seen: str | None = None
+
+    async def ensure(self, connection: asyncpg.Connection, *_: Any, **__: Any) -> None:
+        self.seen = await connection.fetchval(TIMEOUT)
+
+
+async def test_a_silent_session_of_the_upkeep_ends(database: str) -> None:
     """The upkeep holds its lock between statements."""
-    seen, make_ahead = [], partitions.make_ahead
-
-    async def noted(connection: asyncpg.Connection, *more: Any) -> None:
-        seen.append(await connection.fetchval("SHOW idle_session_timeout"))
-        await make_ahead(connection, *more)
-
-    monkeypatch.setattr(partitions, "make_ahead", noted)
-    async with opened(database, parkers=1) as store:
-        await store.maintain()
-        assert seen == ["15s"]
-        async with pool.borrowed(store._pool) as connection:
-            assert await connection.fetchval("SHOW idle_session_timeout") == "0", "a park may come after an hour"
-        async with sql(database) as other:
-            await other.execute("SELECT pg_advisory_lock('message'::regclass::oid::int, 2)")
-            await store.maintain()
-            assert seen == ["15s"]
-            async with pool.borrowed(store._pool) as connection:
-                assert await connection.fetchval("SHOW idle_session_timeout") == "0"
+    async with sql(database) as one, sql(database) as other:
+        await keep_up(one, StoreClock(), days := Asking(()))
+        assert days.seen == "15s"
+        assert await one.fetchval(TIMEOUT) == "0", "a park may come after an hour"
+        await other.execute("SELECT pg_advisory_lock('message'::regclass::oid::int, 2)")
+        await keep_up(one, StoreClock(), days := Asking(()))
+        assert days.seen is None
+        assert await one.fetchval(TIMEOUT) == "0"
 
 
-async def test_a_park_that_froze_in_its_copy_is_ended(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_park_that_froze_in_its_copy_is_ended(database: str) -> None:
     copies = (
         "SELECT wait_event FROM pg_stat_activity"
         " WHERE datname = current_database() AND query LIKE 'COPY%' AND state = 'active'"
     )
-    async with opened(database) as store, sql(database) as admin, child(COPYING, database, "park") as parking:
+    locks = LaneLocks(database, None, StoreClock(), owner="test", idle=4.0, releasing=10.0)
+    async with sql(database) as admin, child(COPYING, database, "park") as parking:
         await eventually(lambda: admin.fetchval(copies), lambda found: found == "ClientRead")
         os.kill(parking.pid, signal.SIGSTOP)
-        await store.look()
+        await locks.look()
         assert await admin.fetchval(copies) == "ClientRead", "it may be slow"
-        monkeypatch.setattr(locks, "FROZEN_SECONDS", 0.0)
-        await store.look()
+        await locks.look(frozen=0.0)
         await eventually(lambda: admin.fetchval(copies), lambda found: found is None)
+    locks.leave()

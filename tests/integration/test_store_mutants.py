@@ -16,9 +16,11 @@ import pytest
 from delayer.core.message import WINDOW_MS
 from delayer.core.units import DAY_MS
 from delayer.store import postgres
+from delayer.store.clock import StoreClock
+from delayer.store.lanes.locks import LaneLocks
 from delayer.store.rows import keys, partitions
 from tests.support.rows import put, row
-from tests.support.store import blocked, opened, owned, parcel, release_all, sql
+from tests.support.store import blocked, opened, parcel, release_all, sql
 
 
 @asynccontextmanager
@@ -63,18 +65,21 @@ async def test_a_released_message_does_not_take_the_key_of_a_newer_one(database:
         assert await admin.fetchval("SELECT count(*) FROM message_key") == 0
 
 
-async def test_the_next_owner_begins_no_later_than_the_stores_clock(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store's time is known to two seconds here: a cursor at the later bound would hide rows due until then."""
+class RoughClock(StoreClock):
+    """Knows the store's time to two seconds."""
+
+    def observe(self, before: float, server_ms: float, after: float) -> None:
+        super().observe(before - 2.0, server_ms, after)
+
+
+async def test_the_next_owner_begins_no_later_than_the_stores_clock(database: str) -> None:
+    """A cursor at the later bound of the store's time would hide rows due until then."""
+    locks = LaneLocks(database, None, RoughClock(), owner="test", idle=4.0, releasing=10.0)
     async with opened(database) as store, sql(database) as admin:
-        clock = store._clock
-        monkeypatch.setattr(clock, "observe", lambda *_: None)
-        assert clock._sample is not None
-        clock._sample = clock._sample._replace(before=clock._sample.before - 2.0)
-        async with owned(store) as [lane]:
-            await store.park(lane, [parcel(round(time.time() * 1000) + WINDOW_MS // 2)], [])
-            assert len(await release_all(lane)) == 1
-            number = lane.number
-        watermark, now = await admin.fetchrow("SELECT watermark, now() FROM lane WHERE number = $1", number)
+        lane = await locks.take(1)
+        assert lane is not None
+        await store.park(lane, [parcel(round(time.time() * 1000) + WINDOW_MS - 5)], [])
+        assert len(await release_all(lane)) == 1
+        await lane.close()
+        watermark, now = await admin.fetchrow("SELECT watermark, now() FROM lane WHERE number = 1")
         assert now - 60_000 < watermark <= now

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from delayer.store.admin import setup
+from delayer.core.errors import StoreLost
 from delayer.store.admin.setup import FAR, skip_ids
 from tests.integration.cli import Run
 from tests.support.place import eventually
@@ -73,16 +73,11 @@ async def test_a_skip_beside_daemons_never_goes_back(delayer: Run, database: str
     assert firsts == sorted(set(firsts))
 
 
-async def test_beside_a_long_transaction_others_get_their_numbers(
-    delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setup, "LOCK_SECONDS", 0.2)
-    monkeypatch.setattr(setup, "PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(setup, "TRIES", 100)
+async def test_beside_a_long_transaction_others_get_their_numbers(database: str) -> None:
     async with sql(database) as long, sql(database) as other, sql(database) as admin:
         async with long.transaction():
             before = await long.fetchval("SELECT nextval('message_id')")
-            skips = asyncio.create_task(skip_ids(database, 1000))
+            skips = asyncio.create_task(skip_ids(database, 1000, tries=100, pause=0.1))
             for _ in range(2):
                 await eventually(lambda: admin.fetchval(WAITS))
                 await other.fetchval("SELECT nextval('message_id')", timeout=5.0)
@@ -90,9 +85,9 @@ async def test_beside_a_long_transaction_others_get_their_numbers(
         assert await skips > before + 1000
         async with long.transaction():
             await long.execute("SELECT nextval('message_id')")
-            monkeypatch.setattr(setup, "TRIES", 2)
-            in_vain = delayer("db", "skip-ids", expect=3)
-    assert "nothing is changed" in in_vain.stderr and "run this again" in in_vain.stderr
+            with pytest.raises(StoreLost) as in_vain:
+                await skip_ids(database, 1000, tries=2, pause=0.1)
+    assert "nothing is changed" in in_vain.value.advice and "run this again" in in_vain.value.advice
 
 
 async def test_missing_rights_are_reported(delayer: Run, empty_database: str) -> None:

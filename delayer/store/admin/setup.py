@@ -62,7 +62,7 @@ _WAY_OUT: Final = (
 )
 
 
-async def skip_ids(url: str, by: int) -> int:
+async def skip_ids(url: str, by: int, *, tries: int = TRIES, pause: float = PAUSE_SECONDS) -> int:
     """Leave out ``by`` numbers; the number that the next message gets at the least. Safe beside daemons, and to repeat.
 
     Raises StoreLost, BadStoreUrl, SchemaOutdated.
@@ -70,10 +70,10 @@ async def skip_ids(url: str, by: int) -> int:
     try:
         async with opened(url, "delayer skip-ids", "move the ids on") as connection:
             await check(connection)
-            for _ in range(TRIES - 1):
+            for _ in range(tries - 1):
                 with suppress(*IN_THE_WAY):
                     return await _skip(connection, by)
-                await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(pause)
             return await _skip(connection, by)
     except StoreLost as error:
         if isinstance(error.__cause__, IN_THE_WAY):

@@ -239,12 +239,12 @@ class Census:
         return found
 
 
-async def take_census(connection: Connection) -> Census:
-    """Count, on one snapshot. Raises the driver's errors."""
+async def take_census(connection: Connection, most: int = 2_000) -> Census:
+    """Count, on one snapshot, from ``most`` pages of a partition at most. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         await connection.execute("SET LOCAL statement_timeout = '10s'")
         now_ms = await connection.fetchval("SELECT now()")
-        sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms))
+        sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms), most)
         counts = corrected(sampled, certain, waiting(await counters(connection)))
         near = await _due_soon(connection, now_ms)
         if near is not None and sampled:
@@ -256,7 +256,7 @@ async def take_census(connection: Connection) -> Census:
     return Census(now_ms, counts, exact=not sampled, held=held)
 
 
-async def _in_partitions(connection: Connection, bounds: list[int], most: int = 2_000) -> tuple[Counts, Counts]:
+async def _in_partitions(connection: Connection, bounds: list[int], most: int) -> tuple[Counts, Counts]:
     """The counts of whole partitions, from samples of at most ``most`` pages; and the number of rows counted."""
     sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
     each = min(max(PAGES // max(len(sizes), 1), FEWEST), most)
