@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import asyncpg
-import pytest
 
 from delayer.broker.ports import Lane
 from delayer.core.units import DAY_MS
@@ -41,19 +40,14 @@ class Scene(NamedTuple):
     async def empty(self) -> None:
         await self.admin.execute("DELETE FROM message")
 
-    async def shrink(self, *days: int) -> compact.ShrinkResult:
-        return await compact.shrink(self.url, set(days), self.today)
+    async def shrink(self, *days: int, **more: int) -> compact.ShrinkResult:
+        return await compact.shrink(self.url, set(days), self.today, lambda _done, _of: None, **more)
 
 
 @asynccontextmanager
 async def scene(url: str) -> AsyncIterator[Scene]:
     async with opened(url) as store, owned(store) as [lane], sql(url) as admin, sql(url) as other:
         yield Scene(url, store, lane, admin, other, store.now_upper_ms() // DAY_MS)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "PAUSE_SECONDS", 0.0)
 
 
 async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> None:
@@ -155,10 +149,7 @@ async def test_dropping_gives_way_and_dead_rows_are_vacuumed_all_the_same(databa
         assert (await it.shrink()).dropped == (name_of(day),)
 
 
-async def test_a_partition_under_vacuum_is_left_for_the_next_time(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compact, "VACUUM_LOCK_MS", 1)
+async def test_a_partition_under_vacuum_is_left_for_the_next_time(database: str) -> None:
     async with scene(database) as it:
         day = it.today + 20
         await it.park(day)
@@ -166,7 +157,7 @@ async def test_a_partition_under_vacuum_is_left_for_the_next_time(
         async with it.other.transaction():
             await it.other.execute(f"LOCK TABLE {name_of(day)} IN SHARE UPDATE EXCLUSIVE MODE")  # a VACUUM's
             with capture_logs() as logged:
-                shrunk = await it.shrink(day)
+                shrunk = await it.shrink(day, lock_ms=1)
         assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((), (), (name_of(day),))
         assert [(entry["event"], entry["partition"]) for entry in logged] == [("partition not vacuumed", name_of(day))]
         assert (await it.shrink(day)).vacuumed == (name_of(day),)

@@ -214,7 +214,7 @@ async def size(connection: Connection) -> int:
 
 
 async def shrink(
-    url: str, touched: Collection[int], today: int, say: Callable[[int, int], None] = lambda _done, _of: None
+    url: str, touched: Collection[int], today: int, say: Callable[[int, int], None], lock_ms: int = VACUUM_LOCK_MS
 ) -> ShrinkResult:
     """Vacuum the partitions of the days ``touched`` (from 1970), and later ones with many dead rows. Drop all that are
     empty and later than the days that upkeep makes ahead of ``today``. ``say`` hears the number of finished partitions,
@@ -225,13 +225,13 @@ async def shrink(
     connection = await pool.connect_plain(url, "delayer shrink", {"statement_timeout": "0"}, command_seconds=None)
     try:
         with translated("shrink"):
-            return await _shrink(connection, touched, today, say)
+            return await _shrink(connection, touched, today, say, lock_ms)
     finally:
         await pool.close(connection)
 
 
 async def _shrink(
-    connection: Connection, touched: Collection[int], today: int, say: Callable[[int, int], None]
+    connection: Connection, touched: Collection[int], today: int, say: Callable[[int, int], None], lock_ms: int
 ) -> ShrinkResult:
     before = await size(connection)
     names = {day: name_of(day) for day in await existing(connection)}
@@ -253,7 +253,7 @@ async def _shrink(
             dropped.append(name)
             continue
         await connection.execute(f"SET vacuum_cost_delay = {COST_DELAY_MS if busy else 0}")
-        clean = await _vacuum(connection, name)
+        clean = await _vacuum(connection, name, lock_ms)
         if name in empty and await _drop(connection, name, TRIES, PAUSE_SECONDS if busy else 0.0):
             dropped.append(name)
         else:
@@ -274,9 +274,9 @@ async def _empty(connection: Connection, name: str) -> bool:
         return False
 
 
-async def _vacuum(connection: Connection, name: str) -> bool:
+async def _vacuum(connection: Connection, name: str, lock_ms: int) -> bool:
     """Whether ``name`` was vacuumed to some purpose, or is gone."""
-    await connection.execute(f"SET lock_timeout = '{VACUUM_LOCK_MS}ms'")
+    await connection.execute(f"SET lock_timeout = '{lock_ms}ms'")
     try:
         await connection.execute(f"VACUUM (TRUNCATE, ANALYZE) {name}")
     except asyncpg.UndefinedTableError:
