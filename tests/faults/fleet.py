@@ -213,10 +213,18 @@ class Fleet:
                 daemon.process.reload()
 
     async def switched(self, mode: str) -> None:
-        """Switch the mode, and wait until every daemon works in it: an earlier fault would meet the other mode."""
+        """Switch the mode, and wait until every daemon works in it: an earlier fault would meet the other mode. Ask
+        again after a refusal: a daemon whose broker has just come back may refuse."""
         await asyncio.gather(*(daemon.ready() for daemon in self.daemons))
-        self.switch(mode)
-        await eventually(lambda: {daemon.mode for daemon in self.daemons} == {mode}, timeout=60)
+        refused = -1
+
+        def working() -> bool:
+            nonlocal refused
+            if refused != (refused := self.told("reload refused")):
+                self.switch(mode)
+            return {daemon.mode for daemon in self.daemons} == {mode}
+
+        await eventually(working, timeout=60)
 
     # ---- for the faults
 
