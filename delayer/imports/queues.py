@@ -87,9 +87,6 @@ class DoubtfulMessages:
 
 
 BATCH: Final = 1_000
-PREFETCH: Final = 2 * BATCH
-KEPT: Final = 50_000
-"""The most messages that a reader leaves unacknowledged in front of others. The broker gets them back at the end."""
 END_SECONDS: Final = 10.0
 """Seconds for the broker to end a consumer. Its answer proves that it has heard all acknowledgements."""
 _UNHEARD: Final = "the connection broke, and committed messages may still be in it"
@@ -124,6 +121,9 @@ class Queues(ABC):
     meant: ImportSelection
     now: Callable[[], Awaitable[int]]
     management_url: str | None = None
+    prefetch: int = 2 * BATCH
+    kept: int = 50_000
+    """The most messages that stay unacknowledged in front of others. The broker gets them back at the end."""
 
     def __post_init__(self) -> None:
         self._doubt = DoubtfulMessages(falling=self.falling)
@@ -348,7 +348,7 @@ class Queues(ABC):
             if self._reconnecting is None:
                 self._reconnecting = ReconnectingConnection(address_of(self.url), NAME, heartbeat=HEARTBEAT)
                 self._reconnecting.start()
-            prefetch = PREFETCH + (KEPT if self.meant.cutoff_ms is not None else 0)
+            prefetch = self.prefetch + (self.kept if self.meant.cutoff_ms is not None else 0)
             self._subscription = await AmqpConsumer(self._reconnecting).subscribe(self._reader.queue, prefetch)
         except BrokerLost as lost:
             raise SourceLost(str(lost)) from lost
@@ -362,12 +362,12 @@ class Queues(ABC):
                 if some := await subscription.next_batch(min(BATCH, self._unread), 0.05):
                     self._unread -= len(some)
                     return some
-                if self._kept >= KEPT or not await self._ready():
+                if self._kept >= self.kept or not await self._ready():
                     break
         except BrokerLost as lost:
             raise SourceLost(str(lost)) from lost
         if self._unread > 0 and (unseen := min(await self._ready(), self._unread)):
-            self._left[self._reader.queue][Left.BEHIND if self._kept >= KEPT else Left.UNGIVEN] += unseen
+            self._left[self._reader.queue][Left.BEHIND if self._kept >= self.kept else Left.UNGIVEN] += unseen
         await self._leave()
         self._at += 1
         return []

@@ -106,6 +106,7 @@ class SqlTimeouts:
     endpoint: str | None = None
     replies: Sequence[Rewrite] = ()
     overdue_too: bool = False
+    soon_ms: int = SOON_MS
 
     def __post_init__(self) -> None:
         self.patterns = self.patterns or TABLES[self.name]
@@ -143,7 +144,7 @@ class SqlTimeouts:
                     survey.remarks.append("these are messages that the interrupted run staged and did not remove yet")
                 if survey.messages or unfinished.phase is Phase.RUNNING:
                     return survey
-            pick = await self._pick(connection)
+            pick = await self._pick(connection, self.soon_ms)
             shares = await self._shares(connection, tables, pick)
             meant = 0
             for one in tables:
@@ -233,7 +234,7 @@ class SqlTimeouts:
             if count := await self._count(connection, self._staged):
                 raise CountMismatch(f"{count} staged timeouts are left")
             await self._drop(connection)
-            pick = await self._pick(connection)
+            pick = await self._pick(connection, self.soon_ms)
             for one in await self._tables(connection, ""):
                 await self._leave_others(connection, one, pick, left)
         return left.left
@@ -284,7 +285,7 @@ class SqlTimeouts:
             await connection.execute(DropTable(one.staged))
         await connection.commit()
 
-    async def _pick(self, connection: AsyncConnection, ahead_ms: int = SOON_MS) -> RowFilter:
+    async def _pick(self, connection: AsyncConnection, ahead_ms: int) -> RowFilter:
         """The filter of the chosen rows. By the database's clock none of them is due within ``ahead_ms``."""
         after = None
         if not self.overdue_too:
@@ -310,16 +311,16 @@ class SqlTimeouts:
     async def _move(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
         """Move the chosen rows in one transaction. A timeout manager reads without locks and sees all of them until the
         commit. So none of them may be due by then."""
-        ahead_ms = SOON_MS
+        ahead_ms = self.soon_ms
         for _ in range(3):
             began = time.monotonic()
             moved = await self._moved(connection, tables, await self._pick(connection, ahead_ms))
             took_ms = int((time.monotonic() - began) * 1000)
-            if self.overdue_too or took_ms <= ahead_ms - SOON_MS // 2:
+            if self.overdue_too or took_ms <= ahead_ms - self.soon_ms // 2:
                 await connection.commit()
                 return moved
             await connection.rollback()
-            ahead_ms = SOON_MS + 3 * took_ms
+            ahead_ms = self.soon_ms + 3 * took_ms
         raise ImportImpossible(
             "the move of the timeouts took too long 3 times, because some would be due before its end: nothing is "
             "moved. Next: take fewer at a time (--limit, --table), or stop the timeout managers and say --overdue-too"

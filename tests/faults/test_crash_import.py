@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -53,9 +53,11 @@ def write(path: Path) -> list[bytes]:
     return bodies
 
 
-async def delayer(store: str, *arguments: str, fault: str = "", **more: str) -> tuple[int, str, str]:
+async def delayer(
+    store: str, *arguments: str, fault: str = "", at_stop: Callable[[], None] | None = None, **more: str
+) -> tuple[int, str, str]:
     """Run a command: its exit code, output and errors. Only a command with a fault gets its own process: a new
-    interpreter takes a second."""
+    interpreter takes a second. ``at_stop`` is called while a fault stops the command, which then goes on."""
     nothing = {name: None for name in os.environ if name.startswith("DELAYER_")}
     environ = {"DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": store, **more}
     if not fault:
@@ -67,6 +69,10 @@ async def delayer(store: str, *arguments: str, fault: str = "", **more: str) -> 
         sys.executable, "-c", PROGRAM, *arguments, env=whole | {"DELAYER_FAULT": fault},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
+    if at_stop is not None:
+        await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        at_stop()
+        process.send_signal(signal.SIGCONT)
     out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()

@@ -3,21 +3,24 @@ message is in the store or in its queue, once, and the report is true."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
 
 from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.importing import ImportBatch, Left
+from delayer.core.importing import ImportSelection, Left
 from delayer.core.topology import Queue, Topology, arguments
-from delayer.imports import queues
-from delayer.imports.queues import Queues
+from delayer.core.units import DAY_MS
+from delayer.imports.brokers import Destinations
+from delayer.imports.hold_queues import HoldQueues
+from delayer.imports.state_machine import run
+from delayer.store.admin.importing import ImportStore
 from tests.faults.test_crash_import import BATCH, COUNT, delayer, killed, parked, report
 from tests.support.place import eventually
+from tests.support.proxy import Proxy
 from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw
 from tests.support.topology import declare
@@ -78,14 +81,6 @@ class Broker:
 
 
 Import = tuple[Broker, tuple[str, ...]]
-Remove = Callable[[Queues, ImportBatch], Awaitable[None]]
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "BATCH", BATCH)
-    monkeypatch.setattr(queues, "PREFETCH", 2 * BATCH)
-    monkeypatch.setattr(queues, "END_SECONDS", 1.0)
 
 
 @pytest.fixture(params=SOURCES)
@@ -137,36 +132,24 @@ async def test_abort_instead(store: str, source: Import, fault: str) -> None:
     assert sorted([*here, *await broker.bodies()]) == sorted(BODIES)
 
 
-def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Cut the connection between the commit of that batch and its acknowledgements."""
-    real: Remove = Queues.remove
-    batches = []
-
-    async def remove(self: Queues, batch: ImportBatch) -> None:
-        batches.append(batch)
-        if len(batches) == number:
-            assert self._subscription is not None
-            self._subscription._connection._transport.abort()  # type: ignore[union-attr]
-            await asyncio.wait([self._subscription._channel.closed])
-        await real(self, batch)
-
-    monkeypatch.setattr(Queues, "remove", remove)
-
-
 @pytest.mark.parametrize(
     "number", [pytest.param(2, id="in the middle", marks=pytest.mark.long), pytest.param(3, id="the last batch")]
 )
-async def test_cut_behind_a_commit(store: str, source: Import, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+async def test_cut_behind_a_commit(
+    store: str, source: Import, rabbitmq: RabbitMQ, vhost_name: str, number: int
+) -> None:
+    """The connection is cut while a batch is in hand. Its commit works, but the broker hears no acknowledgement."""
     broker, words = source
-    url = await broker.fill()
-    with monkeypatch.context() as patch:
-        cut_at(patch, number)
-        code, _, told = await delayer(store, *said(words, "run"), **url)
-    assert (code, "committed messages may still be in it" in told) == (3, True), told
-    await eventually(broker.depth, lambda depth: depth >= COUNT - (number - 1) * BATCH)
-    assert (await report(store, *said(words, "run"), **url))["parked"] == COUNT
-    assert await parked(store) == sorted(BODIES)
-    await eventually(broker.depth, lambda depth: depth == 0)
+    async with Proxy(rabbitmq.port) as proxy:
+        broker.url = rabbitmq.url(vhost_name, port=proxy.port)
+        url = await broker.fill()
+        fault = f"import.taken:{number}:stop"
+        code, _, told = await delayer(store, *said(words, "run"), fault=fault, at_stop=proxy.cut, **url)
+        assert (code, "committed messages may still be in it" in told) == (3, True), told
+        await eventually(broker.depth, lambda depth: depth >= COUNT - (number - 1) * BATCH)
+        assert (await report(store, *said(words, "run"), **url))["parked"] == COUNT
+        assert await parked(store) == sorted(BODIES)
+        await eventually(broker.depth, lambda depth: depth == 0)
 
 
 @pytest.mark.long
@@ -181,18 +164,18 @@ async def test_messages_that_fell_a_level_before_the_run_continues(store: str, v
     assert set(Counter(await parked(store)).values()) == {1}
 
 
-async def test_messages_behind_too_many_others_are_reported(
-    store: str, rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_messages_behind_too_many_others_are_reported(store: str, rabbitmq: RabbitMQ, vhost: str) -> None:
     """Messages due before the cutoff stand in front, and the run does not see the message behind them."""
-    monkeypatch.setattr(queues, "KEPT", 30)
-    monkeypatch.setattr(queues, "PREFETCH", 10)
-    broker, words = Broker(vhost, "hold"), SOURCES["hold-queues"][1]
-    url = await broker.fill(expiration=b"40000000")
+    broker = Broker(vhost, "hold")
+    await broker.fill(expiration=b"40000000")
     async with await Raw.connect(vhost) as raw:
         await raw.publish(Message("", b"hold", Props(message_id=b"behind", delivery_mode=2), b"behind"))
-    more = ("--ttl", "3650d", "--cutoff", "2031-01-31T08:00:00Z")
-    urls = url | {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
-    done = await report(store, *said(words, "run", *more), **urls, expect=1)
-    assert done["left"] == {Left.BEHIND: COUNT + 1 - 40, "due before the cutoff": 40}
+    async with ImportStore.open(store) as book:
+        source = HoldQueues(
+            url=vhost, management_url=rabbitmq.management_url, patterns=["hold"], ttl_ms=3650 * DAY_MS,
+            meant=ImportSelection(cutoff_ms=1_927_612_800_000), now=book.now_ms, prefetch=10, kept=30,
+        )  # fmt: skip
+        done = await run(source, book, Destinations(vhost, None, verified=False), "me", lambda *_: None)
+        await source.close()
+    assert done.left == {Left.BEHIND: COUNT + 1 - 40, "due before the cutoff": 40}
     assert await broker.depth() == COUNT + 1

@@ -22,12 +22,15 @@ import asyncpg
 import pytest
 
 from delayer.cli.errors import ExitCode
-from delayer.core import importing
 from delayer.core.hold import Hold, HoldKind
+from delayer.core.importing import ImportSelection
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Exchange, Topology
 from delayer.core.units import DAY_MS
-from delayer.imports import files
+from delayer.imports.brokers import Destinations
+from delayer.imports.files import DelayedExchange
+from delayer.imports.state_machine import ImportImpossible, run
+from delayer.store.admin.importing import ImportStore
 from tests.integration.cli import Run
 from tests.integration.test_export_snapshot import hold
 from tests.support.daemon import EXECUTABLE
@@ -233,28 +236,25 @@ async def test_a_full_disk_keeps_no_part_of_an_export(delayer: Run, database: st
     assert "No such file or directory" in delayer("export", str(elsewhere), expect=ExitCode.USAGE).stderr
 
 
-async def test_a_file_changed_during_an_import_brings_nothing(
-    delayer: Run, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_changed_during_an_import_brings_nothing(database: str, tmp_path: Path) -> None:
     """Only the bodies change: positions and due instants stay the same."""
     file = tmp_path / "dump"
 
-    def line(body: bytes) -> bytes:
-        return b" ".join((b"4000000000000", *map(base64.b64encode, (b"v", b"x", b"q", b"\x10\0\2", body)))) + b"\n"
+    def write(body: bytes) -> None:
+        line = b" ".join((b"4000000000000", *map(base64.b64encode, (b"v", b"x", b"q", b"\x10\0\2", body)))) + b"\n"
+        file.write_bytes(line * 5 + b"5\n")
 
-    file.write_bytes(line(b"good") * 5 + b"5\n")
-    real = files.FileSource.resume
+    def say(step: str, *_: int | None) -> None:
+        if step == "importing":
+            write(b"evil")
 
-    async def resume(self: files.FileSource, run: importing.Run) -> None:
-        await real(self, run)
-        file.write_bytes(line(b"evil") * 5 + b"5\n")
-
-    words = ("import", "delayed-exchange", "run", str(file), "--vhost", "v", "--unverified", "--yes")
-    with monkeypatch.context() as patch:
-        patch.setattr(files.FileSource, "resume", resume)
-        assert "it changed since it was staged" in delayer(*words, expect=ExitCode.FOUND).stderr
-    assert "begun with other parameters (sha256" in delayer(*words, expect=ExitCode.FOUND).stderr
-    async with sql(database) as admin:
+    write(b"good")
+    async with ImportStore.open(database) as book, sql(database) as admin:
+        for why in ("it changed since it was staged", r"begun with other parameters \(sha256"):
+            source = DelayedExchange(path=file, notes=book, meant=ImportSelection(), vhost=b"v")
+            with pytest.raises(ImportImpossible, match=why):
+                await run(source, book, Destinations("", None, verified=False), "me", say)
+            await source.close()
         assert await admin.fetchval("SELECT count(*) FROM message") == 0
 
 

@@ -17,8 +17,9 @@ from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from delayer.amqp.properties import Properties
-from delayer.imports import sql as sources
+from delayer.core import importing
 from delayer.imports.databases import database_url
+from delayer.imports.sql import SqlTimeouts
 from tests.integration.cli import Run
 from tests.integration.test_import_jsonl import other_store
 from tests.support.daemon import EXECUTABLE
@@ -138,18 +139,17 @@ def run_of(delayer: Run, source: Source, *more: str) -> Callable[..., Any]:
 
 
 @pytest.mark.words
-async def test_all_tables_into_the_store(
-    delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every matching timeout is imported once, with its due instant and bytes; the rest stays in its table."""
-    monkeypatch.setattr(sources, "READ_BYTES", 300)
+async def test_all_tables_into_the_store(delayer: Run, database: str, source: Source) -> None:
+    """Every matching timeout is imported once, with its due instant and bytes; the rest stays in its table. Only one
+    row of each table at a time fits into memory."""
     for name in ("Sales_TimeoutData", "Mail_Out_TimeoutData", "Orders"):
         await source.create(name)
     soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None)
     exact = NOON + timedelta(microseconds=1) if source.kind == "postgresql" else NOON
     sales = [source.timeout(n, NOON - timedelta(minutes=n % 5), f"sales.{n % 3}@HOST{n}") for n in range(30)]
+    sales[7]["State"] = b"x" * 9_000_000
     special = [
-        source.timeout(100, exact, "exact"),
+        source.timeout(100, exact, "exact", State=b"y" * 9_000_000),
         source.timeout(101, NOON, "no-state", State=None),
         source.timeout(102, NOON, "empty", State=b"", Headers="{}"),
         source.timeout(103, datetime(9999, 12, 31, 23, 59, 59), "never"),  # noqa: DTZ001
@@ -243,34 +243,40 @@ async def test_limit_and_cutoff_bound_a_run(delayer: Run, database: str, source:
     assert "no table matches C_*" in report
 
 
-async def test_a_long_move_takes_no_timeout_due_before_its_end(
-    delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SLOW = {
+    "postgresql": [
+        """CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql
+        AS 'BEGIN PERFORM pg_sleep(1.2); RETURN old; END'""",
+        """CREATE TRIGGER slow BEFORE DELETE ON "Sales_TimeoutData" FOR EACH ROW
+        WHEN (old."Time" < now() + interval '1 day') EXECUTE FUNCTION slow()""",
+    ],
+    "mysql": [
+        """CREATE TRIGGER slow BEFORE DELETE ON Sales_TimeoutData FOR EACH ROW
+        DO sleep(IF(old.Time < now() + INTERVAL 1 DAY, 1.2, 0))"""
+    ],
+}
+"""A row that is due soon is slow to move."""
+
+
+async def test_a_long_move_takes_no_timeout_due_before_its_end(source: Source) -> None:
     """A timeout manager reads without locks, so it sees rows until the move commits, and takes the due ones. It may
     also store timeouts meanwhile. The import makes the move again, with a later limit."""
     await source.create("Sales_TimeoutData")
-    monkeypatch.setattr(sources, "SOON_MS", 3_000)
+    async with source.connected() as connection:
+        for statement in SLOW[source.kind]:
+            await connection.exec_driver_sql(statement)
     soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None) + timedelta(seconds=6)
     await source.put("Sales_TimeoutData", [source.timeout(n, soon) for n in range(3)])
     await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(3, 9)])
-    real = sources.SqlTimeouts._moved
-    calls = []
-
-    async def slowly(self: sources.SqlTimeouts, connection: AsyncConnection, *more: Any) -> int:
-        moved = await real(self, connection, *more)
-        calls.append(moved)
-        if len(calls) == 1:
-            await connection.execute(
-                text("SELECT pg_sleep(3.5)" if source.kind == "postgresql" else "SELECT sleep(3.5)")
-            )
-            await source.put("Sales_TimeoutData", [source.timeout(9, NOON)])
-        return moved
-
-    monkeypatch.setattr(sources.SqlTimeouts, "_moved", slowly)
+    meant, name = importing.ImportSelection(), "nservicebus-sql"
+    timeouts = SqlTimeouts(name=name, url=source.url, patterns=(), meant=meant, soon_ms=3_000)
+    run = importing.Run(1, name, {}, importing.Phase.STAGING, "me", 0, token="1a")
+    moving = asyncio.create_task(timeouts.stage(run))
+    await eventually(source.tables, lambda names: len(names) == 2)
+    await source.put("Sales_TimeoutData", [source.timeout(9, NOON)])
     async with asyncio.timeout(30):
-        report = await asyncio.to_thread(run_of(delayer, source), "run")
-    assert calls == [9, 7]  # the second move includes the timeout that was stored during the first
-    assert (report["parked"], list(report["left"].values())) == (7, [3])
+        assert await moving == 7, "the second move includes the timeout that was stored during the first"
+    await timeouts.close()
     assert len(await source.rows("Sales_TimeoutData")) == 3
 
 
