@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 import aio_pika
 import pytest
 
-from delayer.broker.admin import Admin, Remover
+from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.broker.pipelined_admin import pipelined_admin
@@ -134,22 +134,24 @@ async def test_messages_keep_everything_standing_unless_forced(rabbitmq: RabbitM
     assert inventory(rabbitmq, vhost)["queues"] == {}
 
 
-async def test_a_message_that_slips_in_stops_the_removal_there(
-    rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_message_that_slips_in_stops_the_removal_there(rabbitmq: RabbitMQ, vhost: str, vhost_name: str) -> None:
     """The message comes between the first look and the level's turn. The lower levels stay, so it reaches the end."""
     cascade = Cascade()
+    message = {"properties": {}, "routing_key": cascade.level(10), "payload": "x", "payload_encoding": "string"}
+    top = cascade.level(27).encode()
 
-    async def saw_nothing(remover: Remover, queues: list[str]) -> dict[str, str]:
-        return {}
+    def slip_in(data: bytes) -> None:
+        if b"\0\x28\0\x14\0\0%c%s" % (len(top), top) in data:  # exchange.delete
+            rabbitmq.api("POST", f"/api/exchanges/{vhost_name}/amq.default/publish", message)
 
-    monkeypatch.setattr(Remover, "_reasons_against", saw_nothing)
-    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
-        await declare(vhost, cascade.topology())
-        await publish(vhost, cascade.level(10))
-        removal = await admin.remove(cascade.topology())
-        assert removal.left == {f"queue {cascade.level(10)}": "holds 1 message"}
-        assert await admin.depths([cascade.level(10)]) == {cascade.level(10): 1}
+    await declare(vhost, cascade.topology())
+    async with Proxy(rabbitmq.port) as proxy:
+        proxy.overhears = slip_in
+        url = rabbitmq.url(vhost_name, port=proxy.port)
+        async with await Admin.connect(url, management_url=rabbitmq.management_url) as admin:
+            removal = await admin.remove(cascade.topology())
+            assert removal.left == {f"queue {cascade.level(10)}": "holds 1 message"}
+            assert await admin.depths([cascade.level(10)]) == {cascade.level(10): 1}
     left = inventory(rabbitmq, vhost)
     assert set(left["queues"]) == {cascade.level(n) for n in range(11)} | {cascade.strays}
     assert set(left["exchanges"]) == {cascade.level(n) for n in range(10)} | {cascade.delivery, cascade.strays}
