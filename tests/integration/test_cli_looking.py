@@ -13,15 +13,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from delayer.amqp import edits, reading
-from delayer.cli import set_aside as cli_set_aside
 from delayer.cli.set_aside import refused_of
 from delayer.config.loading import load
-from delayer.core import cascade
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.units import DAY_MS
 from delayer.intake import set_aside
-from delayer.store.admin import detail
 from tests.integration.cli import Run, channel_to, ids, said, take
 from tests.support.place import eventually
 from tests.support.raw import Message, Props, Raw, number, text
@@ -207,16 +204,13 @@ async def test_held(delayer: Run, database: str) -> None:
         assert (await conserved(admin))["cancelled"] == 1
 
 
-async def test_many_held_ones_are_acted_on_page_by_page(
-    delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_held_ones_are_acted_on_page_by_page(delayer: Run, database: str) -> None:
     """There may be millions, so at most one page of them is in memory; each is handled once."""
-    monkeypatch.setattr(detail, "AT_ONCE", 7)
     async with opened(database) as place, owned(place) as [lane]:
         now = place.now_upper_ms()
-        await place.hold(lane, [(parcel(now, b"%d" % n), UNBOUND) for n in range(40)])
-    assert "To be tried again now: 40." in delayer("held", "retry", "--all", "--yes").stdout
-    assert "Dropped: 40." in delayer("held", "drop", "--all", "--yes").stdout
+        await place.hold(lane, [(parcel(now, b"%d" % n), UNBOUND) for n in range(2_500)])
+    assert "To be tried again now: 2,500." in delayer("held", "retry", "--all", "--yes").stdout
+    assert "Dropped: 2,500." in delayer("held", "drop", "--all", "--yes").stdout
 
 
 def test_native_mode_names_its_limits(delayer: Run) -> None:
@@ -315,9 +309,8 @@ COUNT = 5
 @pytest.mark.parametrize("store", ["with a store", "without a store"])
 @pytest.mark.parametrize("verb", ["refused", "strays"])
 async def test_looks_neither_delete_nor_reorder(
-    delayer: Run, vhost: str, rabbitmq: RabbitMQ, monkeypatch: pytest.MonkeyPatch, verb: str, store: str
+    delayer: Run, vhost: str, rabbitmq: RabbitMQ, verb: str, store: str
 ) -> None:
-    monkeypatch.setattr(cascade, "DELIVERY_LIMIT", LIMIT)
     environ: dict[str, str | None] = {"DELAYER_MODE": "native"}
     if store == "without a store":
         environ["DELAYER_STORE__URL"] = None
@@ -380,17 +373,14 @@ async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: 
     assert [(one["verb"], one["messages"]) for one in told] == [("refused retry", 249), ("refused retry", 1)]
 
 
-async def test_a_retry_mends_headers_and_says_how_many_came_back(
-    applied: Run, vhost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli_set_aside, "SETTLED", 0.2)
+async def test_a_retry_mends_headers_and_says_how_many_came_back(applied: Run, vhost: str) -> None:
     mends = ("--delay", "10s", "--set-header", "tries:int=3", "--drop-header", "who")
     async with await Raw.connect(vhost) as raw, channel_to(vhost) as channel:
         await raw.publish(*refused_ones(3))
-        assert "Refused again within 0 s: 0." in applied("refused", "retry", "delayer.in-1", *mends).stdout
+        assert "Refused again within 2 s: 0." in applied("refused", "retry", "delayer.in-1", *mends).stdout
         await (await channel.get_queue("delays.refused")).bind("delayer.in", "#")  # In place of a daemon.
         again = applied("refused", "retry", "delayer.in-2", "--drop-header", "who", expect=1)
-        assert "Refused again within 0 s: 1." in again.stdout
+        assert "Refused again within 2 s: 1." in again.stdout
     first, second = (said(one) for one in await take(vhost, "delays"))
     assert first == {"x-delayer-id": "delayer.in-1", "x-delay": 10_000, "tries": 3}
     assert second.keys() == {"x-delayer-id"}
