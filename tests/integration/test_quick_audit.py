@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
+from click.testing import CliRunner
 
 from delayer.audit import quick, rules
 from delayer.audit.findings import NEWER, PARTITION, UNREADABLE, AuditReport
 from delayer.audit.job import Options
+from delayer.cli.main import cli
 from delayer.core.secret import SecretUrl
 from delayer.store.statements import read
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
 from tests.support.daemon import EXECUTABLE
+from tests.support.servers import Postgres
 from tests.support.store import blocked, sql
 
 pytestmark = pytest.mark.deadline(120)
@@ -69,6 +75,19 @@ async def test_headers_and_counters_show_their_violations(database: str) -> None
     ]  # fmt: skip
     found = await audited(database)
     assert sorted(said(found)) == sorted(expected)
+
+
+@pytest.mark.parametrize(("change", "code"), [("SELECT", 2), ("INSERT INTO counter VALUES (1, 'held', 1)", 1)])
+def test_a_failed_page_hides_no_report(
+    postgres: Postgres, database: str, tmp_path: Path, change: str, code: int
+) -> None:
+    """The command still prints the report, and violations decide the exit code before the failure."""
+    postgres.execute(change, database=urlsplit(database).path[1:])
+    words = ["--store-url", database, "audit", "--json", "--no-broker", "--html", str(tmp_path / ("x" * 300))]
+    result = CliRunner().invoke(cli, words, prog_name="delayer")
+    found = any(run["violations"] for run in json.loads(result.stdout)["rules"])
+    assert (result.exit_code, found) == (code, code == 1), result.output
+    assert "name too long" in result.stderr
 
 
 async def test_a_quick_audit_needs_neither_spark_nor_pyarrow(database: str) -> None:

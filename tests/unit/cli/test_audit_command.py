@@ -1,30 +1,11 @@
-"""`delayer audit` with a finished audit: its output and its exit code."""
+"""`delayer audit`: options that it refuses."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from delayer.audit.findings import RuleRun
-from delayer.audit.job import Audited
-from delayer.cli import audit
 from delayer.cli.main import cli
-from tests.unit.audit import audit_reports
-
-
-@pytest.mark.parametrize("violations", [0, 1])
-def test_a_failed_page_hides_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, violations: int) -> None:
-    """The command still prints the report, and violations decide the exit code before the failure."""
-    report = replace(audit_reports.empty(), rules=(RuleRun("segments", violations, 0),))
-    monkeypatch.setattr(audit, "_quick", lambda *_: Audited(report))
-    page = str(tmp_path / ("x" * 300))
-    result = CliRunner().invoke(cli, ["audit", "--json", "--no-broker", "--html", page], prog_name="delayer")
-    assert result.exit_code == (1 if violations else 2), result.output
-    assert report.to_json() in result.output
-    assert "name too long" in result.output
 
 
 def test_options_of_the_deep_audit_are_refused_without_it() -> None:
