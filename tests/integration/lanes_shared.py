@@ -62,6 +62,7 @@ class Process:
             heartbeat=Heartbeat(),
             counters=Counters(),
             connection=self.connection,  # type: ignore[arg-type]
+            away_seconds=0.5,
         )
         self.live.lanes = self.lanes
         self.lanes.configure(self._connect, self.live)

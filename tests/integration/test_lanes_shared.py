@@ -107,10 +107,7 @@ async def test_more_processes_than_lanes(database: str) -> None:
     assert await raise_lanes(database, 1) == 2, "the number never shrinks"
 
 
-async def test_without_its_broker_a_process_leaves_its_lanes_to_others(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("delayer.release.lane_manager.AWAY_SECONDS", 0.5)
+async def test_without_its_broker_a_process_leaves_its_lanes_to_others(database: str) -> None:
     await migrated(database)
     async with running(database, "one") as one, running(database, "two") as two:
         await eventually(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
@@ -151,10 +148,7 @@ async def test_the_scan_finds_unannounced_rows(database: str, monkeypatch: pytes
 DUE_MS = 1_000
 
 
-async def test_a_claim_that_waits_for_a_lock_delays_only_earlier_parks(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("delayer.release.loop.BEHIND_SECONDS", 0.3)
+async def test_a_claim_that_waits_for_a_lock_delays_only_earlier_parks(database: str) -> None:
     await migrated(database)
     async with running(database) as daemon, sql(database) as locker:
         await daemon.lanes.park([parcel(daemon.now_upper_ms() + DUE_MS, b"locked")], [])

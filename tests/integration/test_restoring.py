@@ -14,34 +14,41 @@ from delayer.core.counters import Counters
 from delayer.core.message import Parcel
 from delayer.core.segment import Locked, Restored
 from delayer.core.units import DAY_MS
-from delayer.release import restore as service
-from delayer.release.restore import SegmentRestorer
+from delayer.release.restore import POLL_SECONDS, SegmentRestorer
 from delayer.store.admin.stats import overview
 from delayer.store.rows import partitions
 from tests.integration.lanes_shared import Process, running
 from tests.support.place import compact_all, eventually
-from tests.support.store import cut, opened, owned, parcel, sql
+from tests.support.store import opened, owned, parcel, sql
 
 HOUR_MS = 3_600_000
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.release.lane_manager.POLL_SECONDS", 0.02)
-    monkeypatch.setattr("delayer.release.loop.SLICE_SECONDS", 0.05)
-    monkeypatch.setattr(service, "POLL_SECONDS", 0.1)
+CUT_TWICE = """
+CREATE SEQUENCE cuts;
+CREATE FUNCTION cut() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    IF nextval('cuts') <= 2 THEN PERFORM pg_terminate_backend(pg_backend_pid()); END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER cut BEFORE DELETE ON segment FOR EACH STATEMENT EXECUTE FUNCTION cut()
+"""
+"""The first two restores lose their connections after the rows are written."""
+
+
+def restorer(process: Process) -> tuple[SegmentRestorer, Counters]:
+    """The part of a daemon that restores, and what it counts."""
+    counters = Counters()
+    return SegmentRestorer(process.lanes, ahead_ms=lambda: DAY_MS, counters=counters), counters
 
 
 @asynccontextmanager
-async def restoring(url: str) -> AsyncIterator[tuple[Process, Counters]]:
+async def restoring(url: str) -> AsyncIterator[Process]:
     """The part of a daemon that works on the store, with its restoring."""
-    counters, stopping = Counters(), asyncio.Event()
+    stopping = asyncio.Event()
     async with running(url) as process:
-        task = asyncio.create_task(
-            SegmentRestorer(process.lanes, ahead_ms=lambda: DAY_MS, counters=counters).run(stopping)
-        )
+        task = asyncio.create_task(restorer(process)[0].run(stopping))
         try:
-            yield process, counters
+            yield process
         finally:
             stopping.set()
             await task
@@ -100,16 +107,15 @@ async def test_a_broken_segment_is_logged_once_and_blocks_no_other(database: str
     assert await packed(database, parcels, 100) == 3
     kept = await spoil(database)
     with capture_logs() as logged:
-        async with restoring(database) as (daemon, counters):
+        async with running(database) as daemon:
+            first, counters = restorer(daemon)
+            assert [await first.look() for _ in range(5)] == [0.0, 0.0, 0.0, POLL_SECONDS, POLL_SECONDS]
             await eventually(lambda: len(daemon.publisher.published) >= 200)
-            await eventually(lambda: counters.as_dict()["broken_segments"] >= 1)
-            await asyncio.sleep(5 * service.POLL_SECONDS)  # nothing must happen in this time
             assert counters.as_dict()["broken_segments"] == 1
-        async with restoring(database) as (_, later):
-            await asyncio.sleep(3 * service.POLL_SECONDS)
-            assert (later.as_dict()["restored"], later.as_dict()["broken_segments"]) == (0, 0), (
-                "the log reports it only once"
-            )
+        async with running(database) as daemon:
+            later, counters = restorer(daemon)
+            assert await later.look() == POLL_SECONDS
+            assert (counters.as_dict()["restored"], counters.as_dict()["broken_segments"]) == (0, 0)
     [said] = [line for line in logged if line["event"] == "segment broken"]
     assert "delayer restore --all" in said["next_step"]
     assert (said["log_level"], said["messages"], said["first_due_ms"]) == ("error", 100, now - 3_000)
@@ -147,21 +153,14 @@ async def test_a_restore_makes_the_partitions_of_its_rows(database: str) -> None
         assert await admin.fetchval("SELECT count(*) FROM message_default") == 0
 
 
-async def test_a_restore_begins_again_after_lost_connections(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restore_begins_again_after_lost_connections(database: str) -> None:
     now = await now_ms(database)
     assert await packed(database, [parcel(now - n, b"%d" % n) for n in range(1_000)]) == 1
-    cuts: list[asyncio.Task[None]] = []
-
-    def reach(point: str) -> None:
-        if point == "restore.copied" and len(cuts) < 2:
-            cuts.append(asyncio.create_task(cut(database, "delayer park")))
-
-    monkeypatch.setattr("delayer.store.segments.restore.reach", reach)
-    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.05)
-    async with restoring(database) as (daemon, _):
-        await eventually(lambda: len(daemon.publisher.published) >= 1_000)
-        await asyncio.gather(*cuts)
-        assert len(cuts) >= 1
+    async with sql(database) as admin:
+        await admin.execute(CUT_TWICE)
+        async with restoring(database) as daemon:
+            await eventually(lambda: len(daemon.publisher.published) >= 1_000)
+        assert await admin.fetchval("SELECT last_value FROM cuts") == 3
     counters, rows, inside = await account(database)
     assert (rows, inside, counters["released"], counters["restored"]) == (0, 0, 1_000, 1_000)
 
