@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from delayer.audit import compact as compaction
-from delayer.core import backoff
+from delayer.broker.ports import Lane
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
@@ -74,9 +74,11 @@ async def test_an_upgrade_as_the_daemon_is_noticed_and_can_be_undone(store: str,
         postgres.drop_database(name)
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_MS", 1)
+async def retry(url: str, lane: Lane) -> None:
+    """Let the lane retry its held messages now."""
+    async with sql(url) as connection:
+        await connection.execute("UPDATE held SET retry_at = now()")
+    await lane.scan()
 
 
 async def work(url: str) -> None:
@@ -93,17 +95,19 @@ async def work(url: str) -> None:
             await store.park(lane, [parcel(now + 600, key=b"k")], [])
             await store.park(lane, [], [b"k"])
             await store.hold(lane, [(parcel(now), WHY)])
+            await retry(url, lane)
             first, *rest = await claim_when_due(lane)
             await lane.claimers[0].settle(rest, [(first, WHY)])
+            await retry(url, lane)
             again = await claim_when_due(lane)
             await lane.claimers[0].settle([], [(due, WHY) for due in again])
+            await retry(url, lane)
             await claim_when_due(lane)
             await lane.claimers[0].give_up()
             await release_all(lane)
             assert isinstance(await store.restore(now + 2 * DAY_MS), Broken)
             assert isinstance(await store.restore(now + 2 * DAY_MS), Restored)
             assert await store.restore(now + 2 * DAY_MS) is None
-            await lane.scan()
             await store.add_routes([b"limited"])
     finally:
         await store.close()
@@ -139,13 +143,11 @@ async def prepare(postgres: Postgres) -> None:
         await owner.execute("UPDATE segment SET packed = '' WHERE id = (SELECT min(id) FROM segment)")
 
 
-@pytest.mark.usefixtures("soon")
 async def test_the_store_works_with_these_rights(store: str, postgres: Postgres) -> None:
     await prepare(postgres)
     await work(store)
 
 
-@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("right", rights(), ids=str)
 async def test_the_store_needs_each_of_them(store: str, postgres: Postgres, right: Right) -> None:
     await prepare(postgres)

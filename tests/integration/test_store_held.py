@@ -6,70 +6,72 @@ import asyncio
 
 import pytest
 
-from delayer.core import backoff
+from delayer.core.backoff import FIRST_MS
 from delayer.core.hold import Hold, HoldKind
 from delayer.store import statements
 from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import NewDue, reschedule
 from delayer.store.admin.stats import overview
 from tests.support.fakes import NO_CONFIRM, WHY
-from tests.support.store import MANY, ROOM, bodies, claim_when_due, opened, owned, parcel, release_all, sql
+from tests.support.store import MANY, ROOM, blocked, bodies, claim_when_due, opened, owned, parcel, release_all, sql
 
-SOON_MS = 300
-
-
-SLOWLY = "SELECT retry_at FROM (SELECT retry_at FROM held WHERE lane = $1 LIMIT 1) AS h RIGHT JOIN pg_sleep(1) ON true"
+LOOK = "SELECT h.retry_at FROM (SELECT retry_at FROM held WHERE lane = $1 LIMIT 1) AS h"
+WAITING_LOOK = f"{LOOK} RIGHT JOIN pg_advisory_xact_lock(1) ON true"
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_MS", SOON_MS)
+async def retry(url: str) -> None:
+    """Let all held messages be retried now, by hand."""
+    async with sql(url) as admin:
+        ids = [number for (number,) in await admin.fetch("SELECT id FROM held")]
+        await actions.retry_held(admin, ids, await audit_log.begin(admin, "test", "held retry", {}))
 
 
-@pytest.mark.usefixtures("soon")
 async def test_a_held_message_wakes_a_sleeping_lane(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
+        assert await release_all(lane) == []
         sleeper = asyncio.create_task(lane.wait(3600.0))
+        assert lane.sleep_hint() > FIRST_MS / 1000
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"held"), WHY)])
+        assert lane.sleep_hint() <= FIRST_MS / 1000
+        await retry(database)
         await sleeper
         assert bodies(await lane.claimers[0].claim(MANY, ROOM)) == [b"held"]
         await lane.claimers[0].give_up()
 
 
-@pytest.mark.usefixtures("soon")
 async def test_a_held_message_keeps_the_id_of_its_publish(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         before = parcel(store.now_upper_ms(), b"before")._replace(token=b"0123456789abcdef0123456789abcdef")
         await store.hold(lane, [(before, NO_CONFIRM), (parcel(store.now_upper_ms(), b"never"), WHY)])
         for _ in range(2):
             tokens: dict[bytes, bytes] = {}
+            await retry(database)
             while len(tokens) < 2:
-                await lane.wait(lane.sleep_hint())
-                rows = await lane.claimers[0].claim(MANY, ROOM)
+                rows = await claim_when_due(lane)
                 tokens |= {row.parcel.body: row.parcel.token for row in rows if row.sound}
                 await lane.claimers[0].settle([], [(row, WHY) for row in rows])
             assert tokens == {b"before": before.token, b"never": b""}
 
 
-@pytest.mark.usefixtures("soon")
 async def test_a_message_held_during_a_look_at_retries_is_retried(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        assert await release_all(lane) == []
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"first"), WHY)])
-        await lane.wait(3600.0)
-        rows = await lane.claimers[0].claim(MANY, ROOM)
+        await retry(database)
+        rows = await claim_when_due(lane)
         assert bodies(rows) == [b"first"]
-        monkeypatch.setattr(statements, "NEXT_RETRY", SLOWLY)
-        settling = asyncio.create_task(lane.claimers[0].settle(rows, []))
+        monkeypatch.setattr(statements, "NEXT_RETRY", WAITING_LOOK)
+        await admin.execute("SELECT pg_advisory_lock(1)")
+        settling = asyncio.create_task(lane.claimers[0].settle([], [(rows[0], WHY)]))
+        await blocked(admin, f"{LOOK}%")
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"second"), WHY)])
+        await admin.execute("SELECT pg_advisory_unlock(1)")
         await settling
-        await lane.wait(3600.0)
-        assert bodies(await lane.claimers[0].claim(MANY, ROOM)) == [b"second"]
-        await lane.claimers[0].give_up()
+        assert lane.sleep_hint() <= FIRST_MS / 1000
 
 
-@pytest.mark.usefixtures("soon")
 async def test_a_retry_by_hand_is_never_early(database: str) -> None:
     """An import holds a message due in a month if its queue does not exist yet. No retry may release it early."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
@@ -118,12 +120,12 @@ HELD = 3
 @pytest.mark.parametrize(
     "size", [SMALL_ROOM // 20, SMALL_ROOM // 2, 3 * SMALL_ROOM], ids=["many a claim", "two a claim", "one a claim"]
 )
-async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(backoff, "FIRST_MS", 1)
+async def test_held_messages_have_their_turn(database: str, size: int) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         now_ms = store.now_upper_ms()
         await store.hold(lane, [(parcel(now_ms - 1000, b"held %d" % number), WHY) for number in range(HELD)])
         await store.park(lane, [parcel(now_ms - 1000, bytes(size))] * BACKLOG, [])
+        await retry(database)
         came: list[bytes] = []
         turns = 0
         while len(came) < BACKLOG + HELD:
