@@ -77,15 +77,14 @@ async def _all(admin: asyncpg.Connection) -> None:
 
 @pytest.mark.parametrize("meanwhile", [_compact, _restore, _reschedule, _release, hold, _all])
 async def test_concurrent_changes_leave_no_message_out_of_an_export(
-    database: str, meanwhile: Callable[[asyncpg.Connection], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+    database: str, meanwhile: Callable[[asyncpg.Connection], Awaitable[None]]
 ) -> None:
-    monkeypatch.setattr(exporting, "PAGE", WAITING)
-    monkeypatch.setattr(exporting, "PAGE_BYTES", 1_000)  # a page is listed at once, and fetched by portions
+    """A page is listed at once, and fetched by portions."""
     async with sql(database) as admin:
         there = await fill(admin)
         async with exporting.snapshot(database) as reading:
             found: list[int] = []
-            portions = exporting.waiting(reading, Filter(), None)
+            portions = exporting.waiting(reading, Filter(), None, page_bytes=1_000)
             found += [one.checksum for one in await anext(portions)]
             await meanwhile(admin)
             async for portion in portions:

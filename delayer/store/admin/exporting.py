@@ -73,12 +73,14 @@ async def snapshot(url: str) -> AsyncIterator[Connection]:
             yield connection
 
 
-async def waiting(connection: Connection, wanted: Filter, test: Test | None) -> AsyncIterator[Sequence[Exported]]:
+async def waiting(
+    connection: Connection, wanted: Filter, test: Test | None, page_bytes: int = PAGE_BYTES
+) -> AsyncIterator[Sequence[Exported]]:
     """Waiting messages of the snapshot, by portions. Raises the driver's errors; at the end BrokenSegments, if any."""
     broken: set[int] = set()
     async for found in listing.pages(connection, wanted, test, PAGE):
         broken |= set(found.broken)
-        for places in await _portions(connection, found.places):
+        for places in await _portions(connection, found.places, page_bytes):
             as_rows = Places.of(place for place in places if place.segment is None)
             rows = {row["id"]: _exported(row) for row in await connection.fetch(_WHOLE, *as_rows)}
             rows |= await _packed(connection, places)
@@ -103,8 +105,8 @@ def _exported(row: Mapping[str, Any], held: Hold | None = None, token: bytes | N
     return Exported(parcel, row["checksum"], held)
 
 
-async def _portions(connection: Connection, places: Sequence[Place]) -> list[list[Place]]:
-    """``places`` in runs whose bodies fit PAGE_BYTES, one at least."""
+async def _portions(connection: Connection, places: Sequence[Place], page_bytes: int) -> list[list[Place]]:
+    """``places`` in runs whose bodies fit ``page_bytes``, one at least."""
     as_rows = Places.of(place for place in places if place.segment is None)
     sizes = dict(await connection.fetch(_SIZES, *as_rows))
     portions: list[list[Place]] = []
@@ -113,7 +115,7 @@ async def _portions(connection: Connection, places: Sequence[Place]) -> list[lis
         size = sizes.get(place.id, 0)
         if room < size or not portions:
             portions.append([])
-            room = PAGE_BYTES
+            room = page_bytes
         portions[-1].append(place)
         room -= size
     return portions

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import asyncpg
 import pytest
 
-from delayer.config import loading
 from delayer.config.errors import ConfigError
 from delayer.config.loading import load, mistakes
 
+NO_FILE = Path(os.devnull)
 URL = "postgresql://user:hunter2@127.0.0.1:1/delayer"
 
 
 @pytest.fixture(autouse=True)
 def _no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "SYSTEM_FILE", tmp_path / "none.toml")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PGSSLROOTCERT", raising=False)
 
@@ -38,7 +38,7 @@ async def test_each_mistake_is_named(query: str, expected: str, found: str) -> N
     assert wanted.startswith(expected)
     assert there == found
     with pytest.raises(ConfigError, match=r"store\.url: expected .*, found ") as told:
-        load(None, {"DELAYER_STORE__URL": f"{URL}?{query}"}, {})
+        load(NO_FILE, {"DELAYER_STORE__URL": f"{URL}?{query}"}, {})
     assert "hunter2" not in str(told.value)
     with pytest.raises((ValueError, FileNotFoundError)):  # the driver would fail at the first connection
         await asyncpg.connect(f"{URL}?{query}", timeout=5)
@@ -70,7 +70,7 @@ def test_a_root_certificate_of_the_user_counts(tmp_path: Path) -> None:
 def test_all_mistakes_at_once() -> None:
     flags = {"store.url": f"{URL}?sslmode=on&target_session_attrs=rw", "intake.queue": "delays.due"}
     with pytest.raises(ConfigError) as told:
-        load(None, {}, flags)
+        load(NO_FILE, {}, flags)
     assert [problem.key for problem in told.value.problems].count("store.url") == 2
     assert len(told.value.problems) == 3
 
