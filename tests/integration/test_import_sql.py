@@ -275,8 +275,9 @@ async def test_a_long_move_takes_no_timeout_due_before_its_end(source: Source) -
     await eventually(source.tables, lambda names: len(names) == 2)
     await source.put("Sales_TimeoutData", [source.timeout(9, NOON)])
     async with asyncio.timeout(30):
-        assert await moving == 7, "the second move includes the timeout that was stored during the first"
+        moved = await moving
     await timeouts.close()
+    assert moved == 7, "the second move includes the timeout that was stored during the first"
     assert len(await source.rows("Sales_TimeoutData")) == 3
 
 
