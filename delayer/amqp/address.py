@@ -62,7 +62,8 @@ class Address:
         if parts.scheme not in _PORTS:
             raise ValueError("broker URL: expected it to begin with amqp:// or amqps://")
         port = _port(parts)
-        if not parts.hostname:
+        host = parts.hostname or ""
+        if not all(0 < len(label) < 64 for label in host.removesuffix(".").split(".")):
             raise ValueError("broker URL: expected a host name after // (and @)")
         if parts.fragment or "/" in parts.path[1:]:
             raise ValueError("broker URL: expected / and # in user, password and vhost to be written %2F and %23")
@@ -74,7 +75,7 @@ class Address:
         if not secure and query.keys() & {"cafile", "certfile", "keyfile", "verify", "server_name"}:
             raise ValueError("broker URL: certificates and verification need amqps://")
         return cls(
-            host=parts.hostname,
+            host=host,
             port=port,
             vhost=unquote(parts.path[1:]) or "/",
             user=unquote(parts.username) if parts.username else "guest",

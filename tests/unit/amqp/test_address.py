@@ -70,6 +70,7 @@ def test_certificate_files(tmp_path: Path) -> None:
         ("", "amqp://"),
         ("localhost", "begin with amqp:// or amqps://"),
         ("amqp://u:secret@", "host name"),
+        ("amqp://u:secret@rabbit..local/", "host name"),
         ("amqp://u:secret@h:0", "port of 1 to 65535"),
         ("amqp://u:se/secret@h", "port of 1 to 65535"),
         ("amqp://u:secret#x@h", "port of 1 to 65535"),
