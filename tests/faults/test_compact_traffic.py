@@ -1,6 +1,6 @@
 """Compaction and bulk restore beside working daemons and cancels: an account of every message balances.
 
-The jobs are the real ones, several at once, but for Spark: its tasks run in threads of this process.
+The jobs are the real ones, several at once, but for Spark: the work of executors runs in threads of this process.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any
 
 import pytest
 
-from delayer.audit import compact, restore, tasks
+from delayer.audit import compact, restore
+from delayer.core.units import DAY_MS
 from delayer.store.admin import actions
 from delayer.store.admin.detail import FoundIn
+from delayer.store.segments.compact import shrink
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
 from tests.support.place import Place, eventually
@@ -37,23 +39,8 @@ ROUNDS = 4
 AT_ONCE = 6
 """Messages of one cancel."""
 
-T = TypeVar("T")
-R = TypeVar("R")
 
-
-def in_threads(
-    _spark: object,
-    _name: str,
-    portions: Sequence[Sequence[T]],
-    work: Callable[[Sequence[T]], Iterable[R]],
-    _say: object,
-) -> list[R]:
-    """tasks.run without Spark: two executors."""
-    with ThreadPoolExecutor(2) as pool:
-        return [found for part in pool.map(work, portions) for found in part]
-
-
-def quiet(_what: str, _done: int, _of: int) -> None:
+def quiet(*_: object) -> None:
     """Report no progress."""
 
 
@@ -80,12 +67,16 @@ class Jobs:
         async with sql(self.url) as admin:
             begun = await admin.fetchval("SELECT coalesce(sum(n), 0) > 0 FROM counter WHERE kind = 'restored'")
         planned = await compact.plan(self.url, PACKED_AFTER_MS, OF_A_SEGMENT)
-        done = await asyncio.to_thread(compact.run, cast(Any, None), self.url, planned, OF_A_SEGMENT, quiet)
-        assert not done.lost, done.lost
-        assert not done.broken, done.broken
-        self.packed += done.total("messages")
+        work = partial(compact.work, self.url, OF_A_SEGMENT, planned.fewest)
+        halves = [asyncio.to_thread(work, planned.windows[of::2]) for of in range(2)]
+        done = [one for part in await asyncio.gather(*halves) for one in part]
+        assert not [one for one in done if one.lost or one.broken]
+        touched = {day for one in done for day in compact.days_of(one.window)}
+        await shrink(self.url, touched, planned.now_ms // DAY_MS, quiet)
+        packed = sum(one.messages for one in done)
+        self.packed += packed
         self.rounds += 1
-        self.again += done.total("messages") if begun else 0
+        self.again += packed if begun else 0
 
     async def restore(self, within_ms: int | None = RESTORED_WITHIN_MS) -> None:
         done = await restore.run(self.url, await restore.plan(self.url, within_ms), quiet)
@@ -117,8 +108,7 @@ async def send(ledger: Ledger, jobs: Jobs) -> None:
 
 
 @pytest.mark.deadline(150)
-async def test_daemons_jobs_and_cancels_at_once(vhost: str, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "run", in_threads)
+async def test_daemons_jobs_and_cancels_at_once(vhost: str, store: str) -> None:
     place = await Place("store", vhost, store).declare()
     jobs = Jobs(store)
     async with place.ledger(SEED) as ledger:

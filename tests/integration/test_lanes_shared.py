@@ -17,7 +17,7 @@ from tests.integration.lanes_shared import Process, migrated, running
 from tests.support.daemon import DaemonProcess
 from tests.support.flow import flowing
 from tests.support.place import Place, eventually
-from tests.support.store import opened, parcel, sql, taken
+from tests.support.store import parcel, sql
 
 BALANCED_SECONDS = 10.0
 LANES = 12
@@ -128,21 +128,6 @@ async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -
         assert await admin.fetchval("SELECT count(DISTINCT lane) FROM counter") == 1
         one.live.rates = {}
         await eventually(lambda: len(one.publisher.published) == 50)
-
-
-async def test_the_scan_finds_unannounced_rows(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.store.lanes.lane.FIRST_SCAN_SECONDS", 0.2)
-    monkeypatch.setattr("delayer.store.lanes.lane.LONGEST_SLEEP", 0.5)
-    await migrated(database)
-    async with running(database) as one, opened(database) as other, sql(database) as admin:
-        await eventually(lambda: len(one.lanes.numbers) == 4)
-        await one.lanes.park([parcel(one.now_upper_ms() + 3_600_000, b"moved")], [])
-        await asyncio.sleep(0.3)
-        await admin.execute("UPDATE message SET due_at = now() - interval '1 hour'")
-        await eventually(lambda: len(one.publisher.published) == 1)
-        assert await other.take(one.lanes.numbers[0]) is None
-    lane = await taken(other, 1)
-    await lane.close()
 
 
 DUE_MS = 1_000

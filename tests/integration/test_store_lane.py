@@ -223,6 +223,15 @@ async def test_the_next_owner_starts_at_the_last_watermark(database: str) -> Non
             await lane.claimers[0].give_up()
 
 
+async def test_the_scan_finds_unannounced_rows(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_upper_ms() + 3_600_000, b"moved")], [])
+        assert await release_all(lane) == []
+        await admin.execute("UPDATE message SET due_at = now() - interval '1 hour'")
+        await lane.scan()
+        assert bodies(await release_all(lane)) == [b"moved"]
+
+
 async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str) -> None:
     """The next claim would commit what the failed one had deleted."""
     async with opened(database) as one, opened(database) as two, owned(one) as [lane], sql(database) as admin:
