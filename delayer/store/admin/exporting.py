@@ -81,8 +81,7 @@ async def waiting(
     async for found in listing.pages(connection, wanted, test, PAGE):
         broken |= set(found.broken)
         for places in await _portions(connection, found.places, page_bytes):
-            as_rows = Places.of(place for place in places if place.segment is None)
-            rows = {row["id"]: _exported(row) for row in await connection.fetch(_WHOLE, *as_rows)}
+            rows = {row["id"]: _exported(row) for row in await connection.fetch(_WHOLE, *Places.of(places))}
             rows |= await _packed(connection, places)
             yield [rows[place.id] for place in places]  # All places are of one snapshot.
     if broken:
@@ -107,8 +106,7 @@ def _exported(row: Mapping[str, Any], held: Hold | None = None, token: bytes | N
 
 async def _portions(connection: Connection, places: Sequence[Place], page_bytes: int) -> list[list[Place]]:
     """``places`` in runs whose bodies fit ``page_bytes``, one at least."""
-    as_rows = Places.of(place for place in places if place.segment is None)
-    sizes = dict(await connection.fetch(_SIZES, *as_rows))
+    sizes = dict(await connection.fetch(_SIZES, *Places.of(places)))
     portions: list[list[Place]] = []
     room = 0
     for place in places:

@@ -282,9 +282,8 @@ async def pages(connection: Connection, wanted: Filter, test: Test | None, limit
 async def entries(connection: Connection, found: FoundPage) -> list[Entry]:
     """The entries of found messages, without the bodies and without messages that went meanwhile. Raises the driver's
     errors."""
-    rows = Places.of(place for place in found.places if place.segment is None)
     read = [found.packed[place.id] for place in found.places if place.segment is not None]
-    return sorted([*read, *map(entry_of, await connection.fetch(_ENTRIES, *rows))])
+    return sorted([*read, *map(entry_of, await connection.fetch(_ENTRIES, *Places.of(found.places)))])
 
 
 def entry_of(row: asyncpg.Record) -> Entry:
@@ -452,7 +451,7 @@ async def segments_seen(connection: Connection) -> SegmentListState:
 class Places(NamedTuple):
     """The places of rows, as the statements take them, in the order in which a release locks them. Due instants travel
     as milliseconds. A row written by hand may lie between two milliseconds. ``from_ms`` and ``before_ms`` are bounds of
-    all rows, which prune partitions while planning."""
+    all rows, which prune partitions while planning. The method ``of`` leaves out messages in segments."""
 
     lanes: list[int]
     dues: list[int]
@@ -462,7 +461,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, places: Iterable[Place]) -> Places:
-        ordered = sorted(places, key=lambda one: (one.lane, one.due_us, one.id))
+        ordered = sorted((one for one in places if one.segment is None), key=lambda one: (one.lane, one.due_us, one.id))
         dues = [one.due_us // 1000 for one in ordered]
         lanes, ids = [one.lane for one in ordered], [one.id for one in ordered]
         return cls(lanes, dues, ids, min(dues, default=0), max(dues, default=-1) + 1)
