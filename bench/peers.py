@@ -35,8 +35,8 @@ async def kombu(bench: Bench) -> None:
     pace = {"count": trips, "rate": TRIP_RATE, "seconds": (few, many), "start": time.time() + 1.5}
     reading = {"url": url, "queue": ADDRESS, "count": trips, "patience": 20}
     with Helper("consume", reading) as consumer, Helper("kombu", order | pace, MODULE) as publisher:
-        _, seen = await asyncio.gather(publisher.result(), consumer.result())
-    late(bench, "kombu", seen, rate=TRIP_RATE)
+        arrivals = (await asyncio.gather(publisher.result(), consumer.result()))[1]
+    late(bench, "kombu", arrivals, rate=TRIP_RATE)
 
 
 async def plugin(bench: Bench, rate: int) -> None:
@@ -55,8 +55,8 @@ async def plugin(bench: Bench, rate: int) -> None:
     sending = {"exchange": EXCHANGE, "seconds": seconds, "delays_ms": (1000, longest_ms)}
     reading = {"count": count, "patience": options.longest_delay + 20}
     with Helper("consume", order | reading) as consumer, Helper("plugin", order | sending, MODULE) as publisher:
-        _, seen = await asyncio.gather(publisher.result(), consumer.result())
-    late(bench, "plugin", seen, rate=rate)
+        arrivals = (await asyncio.gather(publisher.result(), consumer.result()))[1]
+    late(bench, "plugin", arrivals, rate=rate)
 
 
 def late(bench: Bench, peer: str, seen: dict[str, dict[str, float]], **at: int) -> None:

@@ -82,12 +82,11 @@ async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
                 reading.ack(batch[-1].tag, multiple=True)
 
     async def send() -> None:
-        channel = await writer.channel()
-        await channel.confirm_select()
+        channel = await writer.channel(confirming=True)
         while True:
             await asyncio.sleep(TURN_SECONDS)
             now_ms = time.time_ns() // 1_000_000
-            due = []
+            due: list[Outgoing] = []
             while waiting and waiting[0][0] <= now_ms and len(due) < CLAIMED:
                 due.append(heapq.heappop(waiting)[2])
             await channel.publish(due, timeout=10)

@@ -76,10 +76,10 @@ class Servers:
 
     async def place(self, mode: str = "store", database: str | None = None) -> Place:
         """A fresh database (or that one) and the vhost of that mode, with its topology and an empty inbox."""
-        name = database or await asyncio.to_thread(self.postgres.add_database, template=TEMPLATE)
+        name = database or str(await asyncio.to_thread(self.postgres.add_database, template=TEMPLATE))
         known = mode in self._vhosts
         if not known:
-            self._vhosts[mode] = await asyncio.to_thread(self.broker.add_vhost, f"bench-{mode}")
+            self._vhosts[mode] = await asyncio.to_thread(self.broker.add_vhost)
         place = self._place(mode, self._vhosts[mode], name)
         if not known:
             await place.delayer("topology", "apply")

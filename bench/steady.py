@@ -93,8 +93,7 @@ async def alone(place: Place, rate: int, seconds: int) -> dict[str, Any]:
     reading = {"queue": INBOX, "count": rate * seconds, "patience": PATIENCE_SECONDS}
     sending = {"exchange": "", "key": INBOX, "queue": INBOX}
     with Helper("consume", common | reading) as consumer, Helper("stamped", common | sending) as publisher:
-        _, seen = await asyncio.gather(publisher.result(), consumer.result())
-    return dict(seen)
+        return dict((await asyncio.gather(publisher.result(), consumer.result()))[1])
 
 
 async def run(bench: Bench) -> None:
@@ -127,8 +126,8 @@ async def run(bench: Bench) -> None:
             text = f"{rate:,} messages a second for {options.steady_seconds} s, {backlog:,} rows waiting"
             bench.say(f"{text}, turn {turn + 1}")
             found[rate, backlog].append(await once(place, rate, options.steady_seconds, _delays(bench)))
-    for (rate, backlog), seen in found.items():
-        report(bench, seen, rate=rate, backlog=backlog)
+    for (rate, backlog), runs in found.items():
+        report(bench, runs, rate=rate, backlog=backlog)
 
 
 def _delays(bench: Bench) -> tuple[int, int, int]:
