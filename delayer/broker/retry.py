@@ -60,7 +60,7 @@ class Backoff:
     """The count of failures in a row, and the pauses after them. Pauses feed the watchdog by ``beat``."""
 
     def __init__(self, beat: Callable[[], None], *ends: asyncio.Event) -> None:
-        """Each of the events ``ends`` ends a pause."""
+        """A pause ends when one of the events ``ends`` is set."""
         self.beat = beat
         self._ends = ends
         self._failures = 0

@@ -279,6 +279,7 @@ def test_an_interrupted_import_names_the_next_step(tmp_path: Path) -> None:
                 pass
 
     with socket.create_server(("127.0.0.1", 0)) as store, ThreadPoolExecutor(1) as thread:
+        store.settimeout(10)
         thread.submit(interrupt)
         url = f"postgresql://127.0.0.1:{store.getsockname()[1]}/d"
         done = call("--store-url", url, "import", "jsonl", "run", str(tmp_path / "backlog.jsonl"), "--yes")

@@ -23,7 +23,7 @@ from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
 from delayer.core.retry_policy import RetryPolicy
 from delayer.intake import replies
 from delayer.intake.consume import Dispatch, Session
-from delayer.intake.handle import PARK_BYTES, BatchPlan, Classified, IntakeHandler, batch_plan, classify
+from delayer.intake.handle import PARK_BYTES, PARK_MESSAGES, BatchPlan, Classified, IntakeHandler, batch_plan, classify
 from delayer.intake.holding import MessageHolder
 from delayer.intake.refusals import with_short
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
@@ -389,11 +389,13 @@ async def test_parcels_wait_for_company_and_a_full_park_does_not() -> None:
         it.handler.take([one])
     await it.session.settled()
     assert it.parks == [bodies]
-    await it.take(asks(4, 50_000))
-    it.handler.flush()
+    batch = [asks(tag, 50_000) for tag in range(4, 4 + PARK_MESSAGES)]
+    it.session.acks.read(batch)
+    for first in range(0, PARK_MESSAGES, 500):
+        it.handler.take(batch[first : first + 500])
     await it.session.settled()
-    assert it.parks[1:] == [[b"4"]]
-    assert it.acks.acked[-1] == (4, True)
+    assert list(map(len, it.parks)) == [3, PARK_MESSAGES]
+    assert it.acks.acked[-1] == (3 + PARK_MESSAGES, True)
 
 
 async def test_messages_without_a_delay_are_counted() -> None:
