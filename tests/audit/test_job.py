@@ -208,7 +208,9 @@ def test_bad_options_are_reported_before_spark_starts(
     java(tmp_path, 'openjdk version "17.0.1"')  # Spark cannot start with it.
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     url = "postgresql://u:hunter2@127.0.0.1:1/d"
+    idle = SparkSession.getActiveSession() is None
     result = CliRunner().invoke(cli, ["--store-url", url, "audit", "--deep", *arguments], prog_name="delayer")
+    assert (SparkSession.getActiveSession() is None) == idle, "a session was started, or ended"
     assert (result.exit_code, told in result.output) == (code, True), result.output
     assert "hunter2" not in result.output
 

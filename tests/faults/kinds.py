@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final, NamedTuple
 
-from delayer.broker.isolation import PROBE_SECONDS
 from delayer.broker.publisher import CONFIRM_TIMEOUT
 from delayer.core.faultpoint import POINTS
 from delayer.store.postgres import IDLE_SECONDS
@@ -62,14 +61,13 @@ def to_the_broker(fault: Fault) -> bool:
 
 HALF: Final = 0.5
 """This part of a deadline: a busy machine needs the other half, as it serves waiting work late."""
-OF_A_PROBE: Final = HALF * PROBE_SECONDS
 OF_A_PUBLISH: Final = HALF * CONFIRM_TIMEOUT
 OF_A_LANE: Final = HALF * IDLE_SECONDS
 
 
 def of_the_broker(_: Fault) -> float:
-    """The daemon gives up no probe before that, nor any other publish."""
-    return OF_A_PROBE
+    """The daemon gives up no publish before that, to an exchange that it knows."""
+    return OF_A_PUBLISH
 
 
 def of_the_store(_: Fault) -> float:
@@ -79,7 +77,7 @@ def of_the_store(_: Fault) -> float:
 
 def of_the_line(fault: Fault) -> float:
     """The limit of the server at the other end."""
-    return OF_A_PROBE if to_the_broker(fault) else OF_A_LANE
+    return OF_A_PUBLISH if to_the_broker(fault) else OF_A_LANE
 
 
 LINKS: Final = ("broker", "store")
@@ -138,8 +136,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "network refuses": Kind(network.refused, [], (1.0, 4.0), 5, LINKS),
     "network half-open": Kind(network.half_open, [], (2.0, 9.0), 5, LINKS, brief=of_the_line),
     "network unheard": Kind(network.unheard, [], (1.0, 4.0), 5, LINKS),
-    "network delays": Kind(network.delayed, [], (3.0, 8.0), 3, LINKS, to_the_broker, lambda _: OF_A_PUBLISH),
-    "network throttled": Kind(network.throttled, [], (3.0, 8.0), 3, LINKS, to_the_broker, lambda _: OF_A_PUBLISH),
+    "network delays": Kind(network.delayed, [], (3.0, 8.0), 3, LINKS, to_the_broker, of_the_line),
+    "network throttled": Kind(network.throttled, [], (3.0, 8.0), 3, LINKS, to_the_broker, of_the_line),
 }
 
 

@@ -20,7 +20,7 @@ LOWEST = 2
 PROGRAM = f"""
 from delayer.cli import drain
 from delayer.imports import queues
-queues.BATCH, queues.PREFETCH = {PORTION}, {2 * PORTION}
+queues.BATCH = {PORTION}
 drain.PORTION = {PORTION}
 drain.LOWEST, drain.MARGIN_MS = {LOWEST}, 2_000
 from delayer.cli.main import main

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -271,12 +272,16 @@ async def test_a_long_move_takes_no_timeout_due_before_its_end(source: Source) -
     meant, name = importing.ImportSelection(), "nservicebus-sql"
     timeouts = SqlTimeouts(name=name, url=source.url, patterns=(), meant=meant, soon_ms=3_000)
     run = importing.Run(1, name, {}, importing.Phase.STAGING, "me", 0, token="1a")
-    moving = asyncio.create_task(timeouts.stage(run))
-    await eventually(source.tables, lambda names: len(names) == 2)
-    await source.put("Sales_TimeoutData", [source.timeout(9, NOON)])
-    async with asyncio.timeout(30):
-        moved = await moving
-    await timeouts.close()
+    began = time.monotonic()
+    try:
+        moving = asyncio.create_task(timeouts.stage(run))
+        await eventually(source.tables, lambda names: len(names) == 2)
+        await source.put("Sales_TimeoutData", [source.timeout(9, NOON)])
+        async with asyncio.timeout(30):
+            moved = await moving
+    finally:
+        await timeouts.close()
+    assert time.monotonic() - began > 3 * 1.2, "the first move met the slow rows"
     assert moved == 7, "the second move includes the timeout that was stored during the first"
     assert len(await source.rows("Sales_TimeoutData")) == 3
 

@@ -15,8 +15,8 @@ EXCUSED_FROM = {
     ("long transaction", ""): NEVER,
     ("network delays", "store"): NEVER,
     ("network throttled", "store"): NEVER,
-    ("broker stopped", ""): 1.0,
-    ("network half-open", "broker"): 1.0,
+    ("broker stopped", ""): 4.0,
+    ("network half-open", "broker"): 4.0,
     ("network delays", "broker"): 4.0,
     ("network throttled", "broker"): 4.0,
     ("store stopped", ""): 2.0,
@@ -32,7 +32,7 @@ EXCUSED_FROM = {
 
 
 @pytest.mark.parametrize(("which", "since"), EXCUSED_FROM.items())
-@pytest.mark.parametrize("seconds", [0.0, 1.0, 1.1, 1.5, 2.0, 2.1, 4.0, 4.1, 60.0])
+@pytest.mark.parametrize("seconds", [0.0, 1.5, 2.0, 2.1, 4.0, 4.1, 60.0])
 def test_a_single_fault_excuses_repeats_after_half_of_a_deadline(
     which: tuple[str, str], since: float, seconds: float
 ) -> None:
