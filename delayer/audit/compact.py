@@ -243,23 +243,24 @@ def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: 
     # second.
     portions = [planned.windows[start : start + 4] for start in range(0, len(planned.windows), 4)]
     packed = tasks.run(spark, "packing", portions, partial(work, url, rows, planned.fewest), say)
-    return _finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
+    return finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
 
 
 def nothing(url: str, planned: CompactionPlan) -> CompactionResult:
     """Finish a job with an empty plan: an earlier job may have died before it gave room back. Raises StoreLost."""
-    return _finish(url, planned, (), 0.0, lambda _done, _of: None)
+    return finish(url, planned, (), 0.0, lambda _done, _of: None)
 
 
-def _finish(
+def finish(
     url: str, planned: CompactionPlan, packed: Sequence[PackedWindow], seconds: float, say: Callable[[int, int], None]
 ) -> CompactionResult:
+    """Give back the room of the ``packed`` windows, whose packing took ``seconds``. Raises StoreLost."""
     began = time.monotonic()
-    touched = {day for one in packed if one.messages or one.perhaps for day in days_of(one.window)}
+    touched = {
+        day
+        for one in packed
+        if one.messages or one.perhaps
+        for day in range(one.window.first_ms // DAY_MS, one.window.last_ms // DAY_MS + 1)  # counted from 1970
+    }
     shrunk = asyncio.run(compact.shrink(url, touched, planned.now_ms // DAY_MS, say))
     return CompactionResult(packed, shrunk, seconds, time.monotonic() - began)
-
-
-def days_of(window: CompactionWindow) -> range:
-    """The days of a window, counted from 1970."""
-    return range(window.first_ms // DAY_MS, window.last_ms // DAY_MS + 1)

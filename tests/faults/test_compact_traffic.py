@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 
 from delayer.audit import compact, restore
-from delayer.core.units import DAY_MS
 from delayer.store.admin import actions
 from delayer.store.admin.detail import FoundIn
-from delayer.store.segments.compact import shrink
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
 from tests.support.place import Place, eventually
@@ -71,8 +69,7 @@ class Jobs:
         halves = [asyncio.to_thread(work, planned.windows[of::2]) for of in range(2)]
         done = [one for part in await asyncio.gather(*halves) for one in part]
         assert not [one for one in done if one.lost or one.broken]
-        touched = {day for one in done for day in compact.days_of(one.window)}
-        await shrink(self.url, touched, planned.now_ms // DAY_MS, quiet)
+        await asyncio.to_thread(compact.finish, self.url, planned, done, 0.0, quiet)
         packed = sum(one.messages for one in done)
         self.packed += packed
         self.rounds += 1
