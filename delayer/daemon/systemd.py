@@ -126,19 +126,19 @@ class Watchdog:
     after any crash.
     """
 
-    def __init__(self, notifier: Notifier, now: Callable[[], float] = time.monotonic) -> None:
-        self._notifier, self._now = notifier, now
+    def __init__(self, notifier: Notifier, clock: Callable[[], float] = time.monotonic) -> None:
+        self._notifier, self._clock = notifier, clock
         self._last: dict[str, float] = {}
 
     def beat(self, loop: str) -> None:
-        self._last[loop] = self._now()
+        self._last[loop] = self._clock()
 
     def forget(self, loop: str) -> None:
         self._last.pop(loop, None)
 
     def stalled(self) -> list[str]:
         """The loops that are behind their limit."""
-        now = self._now()
+        now = self._clock()
         return sorted(loop for loop, last in self._last.items() if now - last > LONGEST_ROUND)
 
     async def feed(self, stopping: asyncio.Event) -> None:

@@ -110,7 +110,7 @@ class Cached(Generic[T]):
     seconds: float
     name: str
     late: float = 5.0
-    now: Callable[[], float] = monotonic
+    clock: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
         self._began: float | None = None
@@ -123,13 +123,13 @@ class Cached(Generic[T]):
 
     async def get(self, patience: float = 3.0) -> Snapshot[T]:
         """A fresh result, or the last one if the look takes more than ``patience`` seconds."""
-        if self.now() >= self._again_at and (self._task is None or self._task.done()):
+        if self.clock() >= self._again_at and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._refresh(), name=f"look at {self.name}")
         if self._task is not None:
             await asyncio.wait([self._task], timeout=patience)
             if self._task.done():
                 self._task.result()  # It raises a bug.
-        now = self.now()
+        now = self.clock()
         waits = 0.0 if self._began is None else now - self._began
         error = self._error or (f"no answer for {waits:.0f} s" if waits > self.late else "")
         return Snapshot(self._value, error, None if self._seen_at is None else now - self._seen_at)
@@ -140,18 +140,18 @@ class Cached(Generic[T]):
         self._forgotten = True
 
     async def _refresh(self) -> None:
-        self._began = began = self.now()
+        self._began = began = self.clock()
         self._forgotten = False
         pause = self.seconds
         try:
             self._value = await self.look()
-            self._error, self._seen_at = "", self.now()
+            self._error, self._seen_at = "", self.clock()
             pause = max(pause, 20 * (self._seen_at - began))
         except (BrokerLost, TimeoutError, *STORE_ERRORS) as error:
             self._error = str(error) or type(error).__name__
         finally:
             self._began = None
-        self._again_at = 0.0 if self._forgotten else self.now() + pause
+        self._again_at = 0.0 if self._forgotten else self.clock() + pause
 
     async def close(self) -> None:
         if self._task is not None:

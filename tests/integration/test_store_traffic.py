@@ -34,13 +34,14 @@ async def test_an_idle_store_has_no_traffic(database: str) -> None:
 
 async def test_a_daemon_with_nothing_to_do_is_no_traffic(database: str) -> None:
     async with daemon(database) as (store, lane), sql(database) as admin:
-        seen = Traffic()
-        assert await seen.look(admin, 0.0), "the first look knows no rate"
-        assert not await seen.look(admin, 2.0)
+        times = iter([0.0, 2.0, 2.5, 3.0, 6.0])
+        seen = Traffic(times.__next__)
+        assert await seen.look(admin), "the first look knows no rate"
+        assert not await seen.look(admin)
         await store.park(lane, [parcel(store.now_upper_ms() + 60_000) for _ in range(100)], [])
-        assert not await seen.look(admin, 2.5), "looked at once a second"
-        assert await seen.look(admin, 3.0)
-        assert not await seen.look(admin, 6.0)
+        assert not await seen.look(admin), "looked at once a second"
+        assert await seen.look(admin)
+        assert not await seen.look(admin)
 
 
 async def test_a_turn_goes_with_its_session(database: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from asyncpg import Connection
 
@@ -14,14 +15,15 @@ _TURN = "('segment'::regclass::oid::int, 1)"
 class Traffic:
     """Daemons at work, as one process of a job sees them. ``busy`` until a look says otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.busy = True
+        self._clock = clock
         self._at = 0.0
         self._passed: int | None = None
 
-    async def look(self, connection: Connection, now: float | None = None) -> bool:
+    async def look(self, connection: Connection) -> bool:
         """Once a second at most: are lanes owned, and do 50 messages a second pass? Raises the driver's errors."""
-        now = time.monotonic() if now is None else now
+        now = self._clock()
         if self._passed is not None and now - self._at < 1.0:
             return self.busy
         _, lanes, passed = await connection.fetchrow(statements.read("traffic"))

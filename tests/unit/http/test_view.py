@@ -21,7 +21,7 @@ class World:
         self.hold: asyncio.Event | None = None
 
     def cached(self, seconds: float) -> Cached[int]:
-        return Cached(self.look, seconds, "source", now=lambda: self.now)
+        return Cached(self.look, seconds, "source", clock=lambda: self.now)
 
     async def look(self) -> int:
         self.looks += 1
