@@ -57,13 +57,14 @@ class Address:
         """
         try:
             parts = urlsplit(url)
+            host = parts.hostname or ""
+            host.encode("idna")  # Labels have 1 to 63 bytes.
         except ValueError:
-            raise ValueError("broker URL: expected amqp://user:password@host:port/vhost") from None
+            raise ValueError("broker URL: expected amqp://user:password@host:port/vhost with a valid host") from None
         if parts.scheme not in _PORTS:
             raise ValueError("broker URL: expected it to begin with amqp:// or amqps://")
         port = _port(parts)
-        host = parts.hostname or ""
-        if not all(0 < len(label) < 64 for label in host.removesuffix(".").split(".")):
+        if not host:
             raise ValueError("broker URL: expected a host name after // (and @)")
         if parts.fragment or "/" in parts.path[1:]:
             raise ValueError("broker URL: expected / and # in user, password and vhost to be written %2F and %23")

@@ -17,6 +17,7 @@ from delayer.core.backoff import pause
 from delayer.core.errors import BrokerLost, StoreLost
 
 LOSSES = (BrokerLost, StoreLost)
+Pause = Callable[[int, float], float]  # As delayer.core.backoff.pause.
 
 
 def take_failures(tasks: set[Task[None]]) -> list[BaseException]:
@@ -59,10 +60,11 @@ async def first_set(*events: asyncio.Event, seconds: float | None = None) -> lis
 class Backoff:
     """The count of failures in a row, and the pauses after them. Pauses feed the watchdog by ``beat``."""
 
-    def __init__(self, beat: Callable[[], None], *ends: asyncio.Event) -> None:
+    def __init__(self, beat: Callable[[], None], *ends: asyncio.Event, pause: Pause = pause) -> None:
         """A pause ends when one of the events ``ends`` is set."""
-        self.beat = beat
+        self._beat = beat
         self._ends = ends
+        self._pause = pause
         self._failures = 0
 
     def succeeded(self) -> None:
@@ -76,12 +78,12 @@ class Backoff:
         """
         gc.collect()
         self._failures += 1
-        await self.wait(pause(self._failures - 1, random.random()))
+        await self.wait(self._pause(self._failures - 1, random.random()))
 
     async def wait(self, seconds: float) -> None:
         """Sleep for ``seconds``, or until one of the events is set."""
         while seconds > 0 and not any(end.is_set() for end in self._ends):
-            self.beat()
+            self._beat()
             step = min(seconds, 1.0)
             seconds -= step
             await first_set(*self._ends, seconds=step)

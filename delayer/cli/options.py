@@ -62,7 +62,7 @@ class Request:
 
     def settings(self, sealed: list[str] | None = None) -> Settings:
         """``sealed`` as for :func:`loading.load`. Raises ConfigError."""
-        return loading.load(self.config, os.environ, self.flags, sealed)
+        return loading.load(self.file, os.environ, self.flags, sealed)
 
     @property
     def file(self) -> Path | None:

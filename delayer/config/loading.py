@@ -44,10 +44,8 @@ _BOUNDS = {"ge": "at least", "le": "at most"}
 
 
 def config_file(config: Path | None, environ: Mapping[str, str], system: Path = SYSTEM_FILE) -> Path | None:
-    """The file to read: ``config`` (--config), else ``DELAYER_CONFIG``, else ``system`` if it exists.
-
-    None: there is no file.
-    """
+    """The file to read: ``config`` (--config), else ``DELAYER_CONFIG``, else /etc/delayer/delayer.toml (``system``) if
+    it exists. None: there is no file."""
     if config is not None:
         return config
     if environ.get("DELAYER_CONFIG"):
@@ -59,16 +57,16 @@ def config_file(config: Path | None, environ: Mapping[str, str], system: Path = 
 
 
 def load(
-    config: Path | None, environ: Mapping[str, str], flags: Mapping[str, str], sealed: list[str] | None = None
+    file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str], sealed: list[str] | None = None
 ) -> Settings:
-    """Read every source and build the settings. ``flags`` maps dotted keys to texts, as ``--set`` takes them.
+    """Read every source and build the settings. ``file`` comes from :func:`config_file`. ``flags`` maps dotted
+    keys to texts, as ``--set`` takes them.
 
     systemd gives credentials to the daemon, but not to the commands that a unit runs at a reload. If ``sealed`` is
     given, it collects the credential files that this process may not read. Their values stay unchecked.
 
     Raises ConfigError with every mistake of every source.
     """
-    file = config_file(config, environ)
     merged = MergedSettings(Flags(flags), Environment(environ), File(file))
     directory = environ.get("CREDENTIALS_DIRECTORY") or str((file or SYSTEM_FILE).parent)
     _read_named_files(merged, directory, sealed)

@@ -19,8 +19,8 @@ from delayer.amqp.edits import HoldNote
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.ports import Heartbeat, LivePolicy
 from delayer.broker.publisher import AmqpPublisher
-from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
-from delayer.core.backoff import LogThrottle
+from delayer.broker.retry import LOSSES, Backoff, Pause, raise_first, take_failures
+from delayer.core.backoff import LogThrottle, pause
 from delayer.core.counters import Counted, Counters
 from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
 from delayer.core.faultpoint import reach
@@ -365,9 +365,9 @@ class QueueConsumer:
         self._forget = partial(heartbeat.forget, intake.queue)
         self.consuming = asyncio.Event()
 
-    async def run(self, stopping: asyncio.Event, backoff: Callable[..., Backoff] = Backoff) -> None:
-        """Consume; after a loss, pause by ``backoff`` and begin again. Returns when stopping is set."""
-        retry, throttle = backoff(self._beat, stopping), LogThrottle()
+    async def run(self, stopping: asyncio.Event, pause: Pause = pause) -> None:
+        """Consume; after a loss, sleep for a ``pause`` and begin again. Returns when stopping is set."""
+        retry, throttle = Backoff(self._beat, stopping, pause=pause), LogThrottle()
         while not (stopping.is_set() or self._handler.over):
             interrupted = False
             try:

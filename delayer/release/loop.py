@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Final
@@ -17,7 +17,8 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.broker.ports import Claimer, Heartbeat, Lane, LivePolicy
 from delayer.broker.publisher import AmqpPublisher, report_held
-from delayer.broker.retry import Backoff, raise_first, take_failures
+from delayer.broker.retry import Backoff, Pause, raise_first, take_failures
+from delayer.core.backoff import pause
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.faultpoint import reach
@@ -50,7 +51,8 @@ class LaneRelease:
         self._live = live
         self._lane = lane
         self._publisher = publisher
-        self._heartbeat = heartbeat
+        self._beat = partial(heartbeat.beat, f"lane {lane.number}")
+        self._forget = partial(heartbeat.forget, f"lane {lane.number}")
         self._counters = counters
         self.leaving = asyncio.Event()
         self._busy_since: float | None = None
@@ -67,15 +69,10 @@ class LaneRelease:
         """Ask only this release to end. Its loops notice that within SLICE_SECONDS and finish their open claims."""
         self.leaving.set()
 
-    async def run(self, stopping: asyncio.Event, backoff: Callable[..., Backoff] = Backoff) -> None:
-        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane.
-
-        After the loss of the broker the release pauses by ``backoff``.
-        """
-        name = f"lane {self._lane.number}"
-        beat = partial(self._heartbeat.beat, name)
-        retries = [(claimer, backoff(beat, stopping, self.leaving)) for claimer in self._lane.claimers]
-        loops = {asyncio.create_task(self._run_claimer(claimer, retry, stopping)) for claimer, retry in retries}
+    async def run(self, stopping: asyncio.Event, pause: Pause = pause) -> None:
+        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane. After the
+        loss of the broker a loop sleeps for a ``pause``."""
+        loops = {asyncio.create_task(self._run_claimer(claimer, stopping, pause)) for claimer in self._lane.claimers}
         try:
             await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             self.leave()
@@ -84,7 +81,7 @@ class LaneRelease:
             for loop in loops:
                 loop.cancel()
             await asyncio.wait(loops)
-            self._heartbeat.forget(name)
+            self._forget()
             failures = take_failures(loops)
             try:
                 await self._lane.close()
@@ -97,10 +94,10 @@ class LaneRelease:
                 log.warning("lane given up", lane=self._lane.number, reason=str(failure))
         raise_first(failures, unless=(LaneLost, StoreLost))
 
-    async def _run_claimer(self, claimer: Claimer, retry: Backoff, stopping: asyncio.Event) -> None:
+    async def _run_claimer(self, claimer: Claimer, stopping: asyncio.Event, pause: Pause) -> None:
         """Claim, publish and settle by one claimer. The loop that waits for a claim feeds the watchdog; all other
         work has deadlines. Raises LaneLost, StoreLost."""
-        failed = False
+        retry, failed = Backoff(self._beat, stopping, self.leaving, pause=pause), False
         while not (self.leaving.is_set() or stopping.is_set()):
             async with self._turn:
                 if failed:
@@ -125,7 +122,7 @@ class LaneRelease:
         Raises LaneLost, StoreLost.
         """
         while not (self.leaving.is_set() or stopping.is_set()):
-            retry.beat()
+            self._beat()
             if not self._publisher.ready:
                 # A claim now would only keep a transaction open until its idle timeout ends it.
                 await retry.wait(SLICE_SECONDS)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from delayer.cli.options import Request
 from delayer.config.errors import ConfigError
-from delayer.config.loading import config_file, load
+from delayer.config.loading import SYSTEM_FILE, config_file, load
 from delayer.config.model import DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
 from delayer.config.sources import env_name, keys_of, known_keys
 from delayer.config.texts import duration_text
@@ -102,7 +103,8 @@ def test_routes_of_a_later_layer_replace_all_earlier_ones(tmp_path: Path) -> Non
     assert (route.from_, route.to, route.default_delay_ms) == ("c", "d", 300_000)
 
 
-def test_the_configuration_file(tmp_path: Path) -> None:
+def test_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Path("/etc/delayer/delayer.toml") == SYSTEM_FILE
     system = tmp_path / "system.toml"
     environ = {"DELAYER_CONFIG": "/of/the/environment"}
     assert config_file(None, {}, system) is None
@@ -111,7 +113,8 @@ def test_the_configuration_file(tmp_path: Path) -> None:
     assert config_file(None, {}, system) == system
     assert config_file(None, environ, system) == Path("/of/the/environment")
     assert config_file(Path("/given"), environ, system) == Path("/given")
-    assert load(None, {"DELAYER_CONFIG": str(system)}, {}).mode == "native"
+    monkeypatch.setenv("DELAYER_CONFIG", str(system))
+    assert Request().settings().mode == "native"
 
 
 def test_foreign_environment_variables_are_ignored() -> None:

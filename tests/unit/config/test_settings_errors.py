@@ -218,7 +218,7 @@ def test_not_toml(content: bytes, source: str, found: str, tmp_path: Path) -> No
 def test_no_such_file(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path / "missing.toml", {}, {})
     assert (problem.source, problem.found) == (f"{tmp_path}/missing.toml", "No such file or directory")
-    (problem,) = problems(None, {"DELAYER_CONFIG": str(tmp_path)}, {})
+    (problem,) = problems(tmp_path, {}, {})
     assert problem.found == "Is a directory"
 
 

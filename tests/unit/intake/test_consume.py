@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,18 +69,6 @@ class Carrier(Handler):
         self.gates |= {tag: asyncio.Event() for tag in tags}
 
 
-class Quick(Backoff):
-    """Pauses take no time; the list has their seconds."""
-
-    def __init__(self, waited: list[float], *about: Any) -> None:
-        super().__init__(*about)
-        self._waited = waited
-
-    async def wait(self, seconds: float) -> None:
-        self._waited.append(seconds)
-        await asyncio.sleep(0)
-
-
 class Scene:
     def __init__(
         self,
@@ -95,18 +80,19 @@ class Scene:
         self.consumer = ScriptedConsumer(*subscriptions)
         self.heartbeat = Heartbeat()
         self.stopping = asyncio.Event()
-        self.waited: list[float] = []
+        self.attempts: list[int] = []
         intake = Intake("delays", 100, in_flight=in_flight)
         self.session = QueueConsumer(
             intake, self.consumer, self.carrier, prepare=prepare or ready, heartbeat=self.heartbeat
         )
 
     def start(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self.session.run(self.stopping, partial(Quick, self.waited)))
+        return asyncio.create_task(self.session.run(self.stopping, self.pause))
 
-    def attempts(self) -> list[int]:
-        """The attempt number of each pause."""
-        return [int(math.log2(seconds / 0.1)) for seconds in self.waited]
+    def pause(self, attempt: int, _random: float) -> float:
+        """A pause of a millisecond. The list has the attempt number of each."""
+        self.attempts.append(attempt)
+        return 0.001
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
@@ -249,7 +235,7 @@ async def test_pauses_grow_until_a_batch_is_accepted() -> None:
         await until(lambda: "closed" in fails[3].events)
         it.carrier.failures.clear()
         await last.read.wait()
-    assert it.attempts() == [0, 1, 2, 3, 0]
+    assert it.attempts == [0, 1, 2, 3, 0]
 
 
 async def test_messages_without_room_do_not_lengthen_the_pause() -> None:
@@ -265,8 +251,8 @@ async def test_messages_without_room_do_not_lengthen_the_pause() -> None:
 
     it.carrier.carry = carry  # type: ignore[method-assign]
     async with it.running():
-        await until(lambda: len(it.waited) >= 4)
-    assert it.attempts()[:4] == [0, 1, 0, 0]
+        await until(lambda: len(it.attempts) >= 4)
+    assert it.attempts[:4] == [0, 1, 0, 0]
 
 
 async def test_an_overrun_subscription_ends_in_order_and_begins_again() -> None:

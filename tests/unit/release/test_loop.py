@@ -11,7 +11,6 @@ import pytest
 
 from delayer.amqp.channel import seconds_until_due
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
-from delayer.broker.retry import Backoff
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
@@ -246,15 +245,10 @@ async def test_a_lane_is_behind_until_it_took_all_that_was_due() -> None:
         assert not it.release.behind
 
 
-class LongPauses(Backoff):
-    async def pause(self) -> None:
-        await self.wait(600.0)
-
-
 async def test_a_loop_leaves_during_a_long_pause() -> None:
     publisher = ScriptedPublisher({b"k": BrokerLost("gone")})
     it = Scene(ScriptedLane(claims=[[due(1)]]), publisher)
-    task = asyncio.create_task(it.release.run(asyncio.Event(), LongPauses))
+    task = asyncio.create_task(it.release.run(asyncio.Event(), lambda *_: 600.0))
     await until(lambda: "give up" in it.lane.events)
     it.release.leave()
     async with asyncio.timeout(10.0):
