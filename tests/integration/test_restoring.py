@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -131,7 +132,7 @@ async def test_a_broken_segment_is_logged_once_and_blocks_no_other(database: str
 
 async def test_a_daemon_without_pyarrow_says_so_early(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await packed(database, [parcel(await now_ms(database) + 300 * DAY_MS)]) == 1
-    monkeypatch.setattr("delayer.store.errors.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with capture_logs() as logged:
         async with restoring(database):
             await eventually(lambda: "restoring interrupted" in [line["event"] for line in logged])
