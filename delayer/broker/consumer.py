@@ -27,16 +27,16 @@ reads nothing for thirty seconds."""
 
 class FlowControl:
     """The buffered bytes of one subscription, or of all that share a connection. Sharing subscriptions delay each other
-    anyway, and have one bound together."""
+    anyway, and have one bound together: ``room`` bytes. They end after ``unread_seconds`` without reading."""
 
-    def __init__(self, room: int = BUFFER_BYTES, unread: float = UNREAD) -> None:
+    def __init__(self, room: int = BUFFER_BYTES, unread_seconds: float = UNREAD) -> None:
         self._room = room
-        self._unread_seconds = unread
+        self._unread_seconds = unread_seconds
         self.buffered = 0
         self._waiting: set[AmqpSubscription] = set()
         self._listening: list[int] = []
         self.paused: set[Connection] = set()
-        self._unread: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def behind(self, one: AmqpSubscription) -> bool:
         """Whether more deliveries may wait in the socket. With several subscriptions their owner is unknown."""
@@ -49,8 +49,8 @@ class FlowControl:
         if self.buffered > self._limit and socket not in self.paused:
             self.paused.add(socket)
             socket.pause_reading()
-            if self._unread is None:
-                self._unread = asyncio.get_running_loop().call_later(self._unread_seconds, self._for_too_long)
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(self._unread_seconds, self._for_too_long)
 
     def went(self, size: int) -> None:
         """Count ``size`` bytes as taken."""
@@ -83,12 +83,12 @@ class FlowControl:
         for socket in self.paused:
             socket.resume_reading()
         self.paused.clear()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _for_too_long(self) -> None:
-        self._unread = None
+        self._timer = None
         for one in tuple(self._waiting):
             one.let_go(self._unread_seconds)
 

@@ -53,8 +53,6 @@ MAX_PROBES: Final = 512
 MAX_EXCHANGES: Final = 10_000
 """Exchanges that are remembered."""
 NOT_TRIED: Final = closed_connection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
-
-
 _Loss = ChannelClosed | ConnectionLost
 
 
@@ -93,8 +91,10 @@ class _Case:
 class Isolation:
     """One isolation for all publishers of a process. ``reconnecting`` is theirs, and opens the second connection."""
 
-    def __init__(self, reconnecting: ReconnectingConnection, *, timeout: float, probing: float = PROBE_SECONDS) -> None:
-        """Seconds that a publish (``timeout``, for the text of a hold) and a probe (``probing``) wait for confirms."""
+    def __init__(
+        self, reconnecting: ReconnectingConnection, *, timeout: float, probe_seconds: float = PROBE_SECONDS
+    ) -> None:
+        """``timeout``: seconds that a publish waits, for the text of a hold. A probe waits ``probe_seconds``."""
         self.breaker = CircuitBreaker()
         self.exchanges: set[bytes] = set()
         """Exchanges that accepted a publish. A missing exchange closes the channel, which leaves others in doubt."""
@@ -103,7 +103,7 @@ class Isolation:
         come together."""
         self._reconnecting = reconnecting
         self._timeout = timeout
-        self._probing = probing
+        self._probe_seconds = probe_seconds
         self._connection: Connection | None = None
         self._idle_channels: list[Channel] = []
         """Channels of the second connection that earlier rounds left open: another one costs two round trips."""
@@ -165,7 +165,7 @@ class Isolation:
                     probing = bool(fresh)
                     # Distinct tokens, because a return names only the token.
                     some = list({batch[index].token: index for index in reversed(ready[:size])}.values())[::-1]
-                    lost = await self._published(case, connection, some, min(self._probing, case.until - _now()))
+                    lost = await self._published(case, connection, some, min(self._probe_seconds, case.until - _now()))
             if isinstance(lost, ConnectionLost) and not (case.alone and len(some) == 1):
                 probing, size = False, 1 if case.alone else SMALL_PORTION
                 case.alone = True
@@ -184,7 +184,7 @@ class Isolation:
     async def _probe(self, case: _Case, connection: Connection, groups: dict[Destination, list[int]]) -> _Loss | None:
         """Publish the first message of each group on a channel of its own, and hold the groups of silent destinations.
         Returns the connection's loss, or None. A silence counts only if the broker answered early in this round."""
-        patience = self._probing / 2 if all(self.breaker.suspects(one) for one in groups) else self._probing
+        patience = self._probe_seconds / 2 if all(self.breaker.suspects(one) for one in groups) else self._probe_seconds
         seconds = min(patience, case.until - MARGIN_SECONDS - _now())
         case.probed.update(groups)
         before = {one: self.breaker.table.get(one) for one in groups}

@@ -37,7 +37,6 @@ POLL_SECONDS: Final = 1.0
 ONE_BROKER: Final = "give each broker and virtual host a database of its own; stop daemons with the wrong store.url"
 MORE_LANES: Final = "`delayer db lanes N` raises the number of lanes"
 AWAY_SECONDS: Final = 10.0
-"""How long a process without its broker keeps its lanes."""
 UPKEEP_LOOKS: Final = 60
 """Looks between two rounds of partition upkeep."""
 BULK_MESSAGES: Final = 128
@@ -72,7 +71,8 @@ class LaneManager:
         poll_seconds: float = POLL_SECONDS,
         away_seconds: float = AWAY_SECONDS,
     ) -> None:
-        """``connection``: to the broker that the lanes publish to. ``broker``: its mark (store/lanes/locks.py)."""
+        """``connection``: to the broker that the lanes publish to. ``broker``: its mark (store/lanes/locks.py).
+        ``poll_seconds`` lie between two looks at the store. Without a broker a process keeps lanes ``away_seconds``."""
         self.configured = False
         self.ready = asyncio.Event()
         """Set while there is a lane to park into."""

@@ -56,7 +56,7 @@ async def scene(rabbitmq: RabbitMQ, url: str, kind: str) -> AsyncIterator[Scene]
             await hand.queue(name, {"x-queue-type": kind})
             await hand.bind(name, "x", f"{name}.#")
         await reconnecting.connection(30)
-        yield Scene(address.vhost, reconnecting, Isolation(reconnecting, timeout=WAIT, probing=1.0), hand)
+        yield Scene(address.vhost, reconnecting, Isolation(reconnecting, timeout=WAIT, probe_seconds=1.0), hand)
 
 
 async def until_settled(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> tuple[list[Outcome], int]:
@@ -182,6 +182,8 @@ async def test_more_probes_than_channels_end_no_connection(
     async with few_channels(rabbitmq, channels), scene(rabbitmq, vhost, "classic") as it:
         if not apart:
             await it.hand.limit_connections(2)  # the publishers' and ours
+            with pytest.raises(BrokerLost):
+                await it.reconnecting.another(2)
         publisher, bad = it.publisher(), range(0, 45, 3)
         batch = mixed(45, bad, lambda n: f".{n}")
         async with silent(rabbitmq, it.vhost, "bad"):
