@@ -256,11 +256,7 @@ def finish(
 ) -> CompactionResult:
     """Give back the room of the ``packed`` windows, whose packing took ``seconds``. Raises StoreLost."""
     began = time.monotonic()
-    touched = {
-        day
-        for one in packed
-        if one.messages or one.perhaps
-        for day in range(one.window.first_ms // DAY_MS, one.window.last_ms // DAY_MS + 1)  # counted from 1970
-    }
+    windows = [one.window for one in packed if one.messages or one.perhaps]
+    touched = {day for one in windows for day in range(one.first_ms // DAY_MS, one.last_ms // DAY_MS + 1)}
     shrunk = asyncio.run(compact.shrink(url, touched, planned.now_ms // DAY_MS, say))
     return CompactionResult(packed, shrunk, seconds, time.monotonic() - began)

@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.store.lanes.lane import HORIZON_MS, PostgresLane
+from delayer.store.lanes.lane import HORIZON_MS, LONGEST_SLEEP, PostgresLane
 from delayer.store.lanes.locks import application_of
 from tests.support.fakes import WHY
 from tests.support.proxy import Proxy
@@ -228,8 +228,23 @@ async def test_the_scan_finds_unannounced_rows(database: str) -> None:
         await store.park(lane, [parcel(store.now_upper_ms() + 3_600_000, b"moved")], [])
         assert await release_all(lane) == []
         await admin.execute("UPDATE message SET due_at = now() - interval '1 hour'")
+        sleeper = asyncio.create_task(lane.wait(3600.0))
+        await asyncio.sleep(0)
         await lane.scan()
+        await asyncio.wait_for(sleeper, 5)
         assert bodies(await release_all(lane)) == [b"moved"]
+
+
+@pytest.mark.long
+@pytest.mark.deadline(120)
+async def test_a_lane_scans_once_a_minute(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        for body in (b"first scan", b"second scan"):
+            await store.park(lane, [parcel(store.now_upper_ms() + 3_600_000, body)], [])
+            assert await release_all(lane) == []
+            await admin.execute("UPDATE message SET due_at = now() - interval '1 hour'")
+            await asyncio.wait_for(lane.wait(3600.0), LONGEST_SLEEP + 10)
+            assert bodies(await release_all(lane)) == [body]
 
 
 async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str) -> None:
@@ -315,7 +330,7 @@ async def test_the_next_claim_begins_behind_an_open_one_and_neither_waits(databa
 
 
 async def test_a_lane_with_a_row_beyond_the_horizon_claims_again_at_the_horizon(database: str) -> None:
-    """The lane has no other work, and the release looks at it in slices of its sleep."""
+    """The lane has no other work: it claims again at the horizon, whether a row was parked or not."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         assert isinstance(lane, PostgresLane)
         now_ms = store.now_upper_ms()
