@@ -120,11 +120,12 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
 
 
 class HttpPart:
-    """One HTTP server of this daemon: at ``listen``, or with ``metrics_only`` at ``metrics_listen``."""
+    """One HTTP server of this daemon: at ``listen``, or with ``metrics_only`` at ``metrics_listen``. It tries a taken
+    port again after ``retry_seconds``."""
 
-    def __init__(self, inside: DaemonPort, *, metrics_only: bool = False, again: float = AGAIN) -> None:
+    def __init__(self, inside: DaemonPort, *, metrics_only: bool = False, retry_seconds: float = AGAIN) -> None:
         http = inside.settings.http
-        self._inside, self._metrics_only, self._again = inside, metrics_only, again
+        self._inside, self._metrics_only, self._retry_seconds = inside, metrics_only, retry_seconds
         self._listen = http.metrics_listen if metrics_only else http.listen
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -138,7 +139,7 @@ class HttpPart:
                 if throttle.should_log(reason, asyncio.get_running_loop().time()):
                     log.error("http not served", listen=self._listen, reason=reason)
                 try:
-                    await asyncio.wait_for(stopping.wait(), self._again)
+                    await asyncio.wait_for(stopping.wait(), self._retry_seconds)
                 except TimeoutError:
                     continue
 

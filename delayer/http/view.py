@@ -102,7 +102,7 @@ class Snapshot(Generic[T]):
 class Cached(Generic[T]):
     """One look, repeated at most every ``seconds``. A look that runs for more than ``late`` seconds is an error.
 
-    A look that succeeds is not repeated before 20 times its duration have passed. A look that fails is repeated
+    A look that succeeds is not repeated before ``rest`` times its duration has passed. A look that fails is repeated
     after ``seconds``: a server that did not answer may be back.
     """
 
@@ -110,6 +110,7 @@ class Cached(Generic[T]):
     seconds: float
     name: str
     late: float = 5.0
+    rest: float = 20.0
     clock: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
@@ -146,7 +147,7 @@ class Cached(Generic[T]):
         try:
             self._value = await self.look()
             self._error, self._seen_at = "", self.clock()
-            pause = max(pause, 20 * (self._seen_at - began))
+            pause = max(pause, self.rest * (self._seen_at - began))
         except (BrokerLost, TimeoutError, *STORE_ERRORS) as error:
             self._error = str(error) or type(error).__name__
         finally:

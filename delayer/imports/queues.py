@@ -112,7 +112,7 @@ class Reader(Protocol):
 @dataclass(eq=False, repr=False, kw_only=True)
 class Queues(ABC):
     """Satisfies state_machine.ImportSource. It reads the queues of ``readers`` one after another. ``now``: the store's
-    clock, epoch ms."""
+    clock, epoch ms. ``prefetch``: messages, beside those of ``most_unacknowledged``."""
 
     falling: ClassVar[bool] = False
     """Whether messages move between the queues by themselves."""
@@ -122,7 +122,7 @@ class Queues(ABC):
     now: Callable[[], Awaitable[int]]
     management_url: str | None = None
     prefetch: int = 2 * BATCH
-    kept: int = 50_000
+    most_unacknowledged: int = 50_000
     """The most messages that stay unacknowledged in front of others. The broker gets them back at the end."""
 
     def __post_init__(self) -> None:
@@ -348,7 +348,7 @@ class Queues(ABC):
             if self._reconnecting is None:
                 self._reconnecting = ReconnectingConnection(address_of(self.url), NAME, heartbeat=HEARTBEAT)
                 self._reconnecting.start()
-            prefetch = self.prefetch + (self.kept if self.meant.cutoff_ms is not None else 0)
+            prefetch = self.prefetch + (self.most_unacknowledged if self.meant.cutoff_ms is not None else 0)
             self._subscription = await AmqpConsumer(self._reconnecting).subscribe(self._reader.queue, prefetch)
         except BrokerLost as lost:
             raise SourceLost(str(lost)) from lost
@@ -362,12 +362,13 @@ class Queues(ABC):
                 if some := await subscription.next_batch(min(BATCH, self._unread), 0.05):
                     self._unread -= len(some)
                     return some
-                if self._kept >= self.kept or not await self._ready():
+                if self._kept >= self.most_unacknowledged or not await self._ready():
                     break
         except BrokerLost as lost:
             raise SourceLost(str(lost)) from lost
         if self._unread > 0 and (unseen := min(await self._ready(), self._unread)):
-            self._left[self._reader.queue][Left.BEHIND if self._kept >= self.kept else Left.UNGIVEN] += unseen
+            reason = Left.BEHIND if self._kept >= self.most_unacknowledged else Left.UNGIVEN
+            self._left[self._reader.queue][reason] += unseen
         await self._leave()
         self._at += 1
         return []

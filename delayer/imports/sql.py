@@ -96,7 +96,8 @@ async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[tuple[i
 @dataclass(eq=False, repr=False, kw_only=True)
 class SqlTimeouts:
     """Satisfies ImportSource, for the tables that match ``patterns``. ``overdue_too``: choose soon and overdue
-    rows too, because no timeout manager runs any more. ``replies`` rename reply addresses."""
+    rows too, because no timeout manager runs any more. ``replies`` rename reply addresses. Soon: due within
+    ``soon_ms`` from now."""
 
     name: str
     url: str

@@ -173,7 +173,7 @@ async def test_messages_behind_too_many_others_are_reported(store: str, rabbitmq
     async with ImportStore.open(store) as book:
         source = HoldQueues(
             url=vhost, management_url=rabbitmq.management_url, patterns=["hold"], ttl_ms=3650 * DAY_MS,
-            meant=ImportSelection(cutoff_ms=1_927_612_800_000), now=book.now_ms, prefetch=10, kept=30,
+            meant=ImportSelection(cutoff_ms=1_927_612_800_000), now=book.now_ms, prefetch=10, most_unacknowledged=30,
         )  # fmt: skip
         done = await run(source, book, Destinations(vhost, None, verified=False), "me", lambda *_: None)
         await source.close()

@@ -155,6 +155,6 @@ async def test_a_park_that_froze_in_its_copy_is_ended(database: str) -> None:
         os.kill(parking.pid, signal.SIGSTOP)
         await locks.look()
         assert await admin.fetchval(copies) == "ClientRead", "it may be slow"
-        await locks.look(frozen=0.0)
+        await locks.look(frozen_seconds=0.0)
         await eventually(lambda: admin.fetchval(copies), lambda found: found is None)
     locks.leave()

@@ -85,7 +85,7 @@ async def test_much_is_estimated_and_adds_up(database: str) -> None:
         rows = [parcel(now + 2 * DAY_MS + n * 1000)._replace(route=b"a" if n % 4 else b"b") for n in range(12_000)]
         soon = [parcel(now + 5 * MINUTE_MS + n)._replace(route=b"soon") for n in range(300)]
         await store.park(lane, rows + soon, [])
-        found = await counted(database, most=20)
+        found = await counted(database, most_pages=20)
         assert not found.exact
         by_route = {route: sum(counts.values()) for route, counts in found.by_route().items()}
         assert by_route[b"soon"] == 300, "messages due soon are counted exactly"

@@ -64,9 +64,7 @@ _WAY_OUT: Final = (
 
 async def skip_ids(url: str, by: int, *, tries: int = TRIES, pause: float = PAUSE_SECONDS) -> int:
     """Leave out ``by`` numbers; the number that the next message gets at the least. Safe beside daemons, and to repeat.
-
-    Raises StoreLost, BadStoreUrl, SchemaOutdated.
-    """
+    ``tries``: attempts at its lock. ``pause``: seconds between two. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     try:
         async with opened(url, "delayer skip-ids", "move the ids on") as connection:
             await check(connection)

@@ -239,12 +239,12 @@ class Census:
         return found
 
 
-async def take_census(connection: Connection, most: int = 2_000) -> Census:
-    """Count, on one snapshot, from ``most`` pages of a partition at most. Raises the driver's errors."""
+async def take_census(connection: Connection, most_pages: int = 2_000) -> Census:
+    """Count, on one snapshot, from ``most_pages`` pages (8 KB) of a partition at most. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         await connection.execute("SET LOCAL statement_timeout = '10s'")
         now_ms = await connection.fetchval("SELECT now()")
-        sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms), most)
+        sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms), most_pages)
         counts = corrected(sampled, certain, waiting(await counters(connection)))
         near = await _due_soon(connection, now_ms)
         if near is not None and sampled:
@@ -256,10 +256,10 @@ async def take_census(connection: Connection, most: int = 2_000) -> Census:
     return Census(now_ms, counts, exact=not sampled, held=held)
 
 
-async def _in_partitions(connection: Connection, bounds: list[int], most: int) -> tuple[Counts, Counts]:
-    """The counts of whole partitions, from samples of at most ``most`` pages; and the number of rows counted."""
+async def _in_partitions(connection: Connection, bounds: list[int], most_pages: int) -> tuple[Counts, Counts]:
+    """The counts of whole partitions, from samples of at most ``most_pages`` pages; and the number of rows counted."""
     sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
-    each = min(max(PAGES // max(len(sizes), 1), FEWEST), most)
+    each = min(max(PAGES // max(len(sizes), 1), FEWEST), most_pages)
     sampled: Counts = {}
     certain: Counts = {}
     for name, pages in sizes.items():

@@ -92,15 +92,16 @@ class LaneLocks:
             "enable_mergejoin": "off",
         }
 
-    async def look(self, frozen: float = FROZEN_SECONDS) -> LaneTable:
-        """Look at lanes and live processes. The first look makes this process present. Raises StoreLost."""
+    async def look(self, frozen_seconds: float = FROZEN_SECONDS) -> LaneTable:
+        """Look at lanes and live processes. The first look makes this process present. Every look ends the sessions of
+        parks that said nothing for ``frozen_seconds``. Raises StoreLost."""
         if self._presence is None or self._presence.is_closed():
             self._presence, self._pid = await pool.connect(self._url, "delayer presence", self._idle), 0
         try:
             with translated("look at lanes"):
                 if not self._pid:
                     self._pid = await self._presence.fetchval(_PRESENCE, column=1)
-                await self._presence.execute(_END_FROZEN, self._idle_seconds, frozen, timeout=LOOK_TIMEOUT)
+                await self._presence.execute(_END_FROZEN, self._idle_seconds, frozen_seconds, timeout=LOOK_TIMEOUT)
                 rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_TIMEOUT)
         except BaseException:
             self.leave()

@@ -116,10 +116,8 @@ class PartitionResult(Enum):
 
 
 async def make(connection: Connection, day: int, today: int, read_seconds: float = READ_SECONDS) -> PartitionResult:
-    """Make the partition of ``day`` if it is missing. Why it could not be made is logged.
-
-    Raises the driver's errors if they end the connection.
-    """
+    """Make the partition of ``day`` if it is missing. Why it could not be made is logged. ``read_seconds``: the most
+    for reading the default partition. Raises the driver's errors if they end the connection."""
     try:
         async with pool.transaction(connection):
             # Daemons that need the same day take turns. None waits behind another that waits for its turn.
@@ -295,7 +293,7 @@ async def drop_empty(
     connection: Connection, name: str, lock_ms: int = 200, longest_lock: float = LONGEST_LOCK_SECONDS
 ) -> bool:
     """Drop the partition ``name`` if it is empty; False if it is not, or is gone, or if it takes longer than
-    ``longest_lock`` to see. Raises LockNotAvailableError, and the driver's other errors."""
+    ``longest_lock`` seconds to see. ``lock_ms``: the wait for each lock. Raises LockNotAvailableError, and others."""
     try:
         if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
             return False

@@ -218,10 +218,7 @@ async def shrink(
 ) -> ShrinkResult:
     """Vacuum the partitions of the days ``touched`` (from 1970), and later ones with many dead rows. Drop all that are
     empty and later than the days that upkeep makes ahead of ``today``. ``say`` hears the number of finished partitions,
-    and of all.
-
-    Raises StoreLost.
-    """
+    and of all. ``lock_ms``: the most that each VACUUM waits for its lock. Raises StoreLost."""
     connection = await pool.connect_plain(url, "delayer shrink", {"statement_timeout": "0"}, command_seconds=None)
     try:
         with translated("shrink"):

@@ -61,7 +61,7 @@ async def served(inside: Inside, *, metrics_only: bool = False) -> AsyncIterator
     """Serve until the end of the block, at a port of the system's choice."""
     stopping = asyncio.Event()
     with capture_logs() as logs:
-        part = asyncio.create_task(HttpPart(inside, metrics_only=metrics_only, again=0.05).run(stopping))
+        part = asyncio.create_task(HttpPart(inside, metrics_only=metrics_only, retry_seconds=0.05).run(stopping))
         await until(lambda: bool(logs))
         told = (*logs[0].get("addresses", ()), logs[0].get("reason", ""))
         try:
