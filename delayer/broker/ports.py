@@ -130,6 +130,10 @@ class LivePolicy(Protocol):
     def holds_in_store(self) -> bool:
         """Whether the store holds messages that a destination refused; else they go back into the cascade."""
 
+    @property
+    def restore_ahead_ms(self) -> int:
+        """How long before its first message is due a segment is restored."""
+
     def now_upper_ms(self) -> int:
         """An upper bound of the clock, epoch milliseconds. Relative delays count from it."""
 

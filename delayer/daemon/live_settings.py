@@ -112,6 +112,10 @@ class LiveSettings:
         """Whether held messages go to the store: it has a lane for them, or no message may take the cascade."""
         return self._lanes.usable or not uses_cascade(self.settings)
 
+    @property
+    def restore_ahead_ms(self) -> int:
+        return self.settings.store.restore_ahead_ms
+
     def names(self) -> Endpoints:
         """The exchanges and queues of this daemon."""
         return Endpoints(

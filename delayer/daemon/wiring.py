@@ -162,10 +162,7 @@ class Daemon:
 
             self.lanes.configure(connect, self.live)
             self.services.add("lanes", self.lanes.run, last=True)
-            restoring = SegmentRestorer(
-                self.lanes, ahead_ms=lambda: self.settings.store.restore_ahead_ms, counters=self.counters
-            )
-            self.services.add("restoring", restoring.run)
+            self.services.add("restoring", SegmentRestorer(self.lanes, self.live, self.counters).run)
 
     def consuming(self) -> dict[str, bool]:
         """The queues, and whether each is consumed now."""
@@ -287,7 +284,7 @@ class Daemon:
                 ),
                 parking=self.lanes,
                 prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
-                now_ms=self.live.now_upper_ms,
+                live=self.live,
                 heartbeat=self.watchdog,
                 counters=self.counters,
             )

@@ -16,7 +16,7 @@ import structlog
 
 from delayer.amqp.properties import decoded, parsed
 from delayer.broker.consumer import AmqpConsumer
-from delayer.broker.ports import Heartbeat, Parking
+from delayer.broker.ports import Heartbeat, LivePolicy, Parking
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
@@ -49,16 +49,15 @@ class LevelTakeover(Handler):
         consumer: AmqpConsumer,
         parking: Parking,
         prepare: Callable[[], Awaitable[None]],
-        now_ms: Callable[[], int],
+        live: LivePolicy,
         heartbeat: Heartbeat,
         counters: Counters,
     ) -> None:
-        """``prepare`` returns when there is something to park into, and raises StoreLost while there is not. ``now_ms``
-        is the clock's upper bound."""
+        """``prepare`` returns when there is something to park into, and raises StoreLost while there is not."""
         self._cascade = cascade
         self._level = level
         self._parking = parking
-        self._now_ms = now_ms
+        self._live = live
         self._counters = counters
         self.queue = cascade.level(level)
         intake = Intake(
@@ -75,7 +74,7 @@ class LevelTakeover(Handler):
 
     async def _carry(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
         """Park all of it. Raises StoreLost."""
-        now_ms = self._now_ms()
+        now_ms = self._live.now_upper_ms()
         parcels = []
         for delivery in batch:
             headers = decoded(parsed(delivery.properties), _WANTED)

@@ -11,11 +11,11 @@ The daemon marks a segment that does not read back, and goes on with the next. A
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 
 import structlog
 
+from delayer.broker.ports import LivePolicy
 from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
@@ -44,10 +44,9 @@ _BROKEN: Final = (
 class SegmentRestorer:
     """The part of a daemon's life that brings segments back."""
 
-    def __init__(self, lanes: LaneManager, *, ahead_ms: Callable[[], int], counters: Counters) -> None:
-        """``ahead_ms`` says how long before its first message is due a segment is restored."""
+    def __init__(self, lanes: LaneManager, live: LivePolicy, counters: Counters) -> None:
         self._lanes = lanes
-        self._ahead_ms = ahead_ms
+        self._live = live
         self._counters = counters
         self._throttle = LogThrottle()
 
@@ -88,7 +87,7 @@ class SegmentRestorer:
         """Restore the soonest segment, if it is time; return the seconds until the next look. Raises StoreLost."""
         running = asyncio.get_running_loop()
         began = running.time()
-        found = await self._lanes.restore(self._ahead_ms())
+        found = await self._lanes.restore(self._live.restore_ahead_ms)
         took = running.time() - began
         match found:
             case None:

@@ -19,6 +19,7 @@ from delayer.release.restore import POLL_SECONDS, SegmentRestorer
 from delayer.store.admin.stats import overview
 from delayer.store.rows import partitions
 from tests.integration.lanes_shared import Process, running
+from tests.support.fakes import ScriptedLive
 from tests.support.place import compact_all, eventually
 from tests.support.store import opened, owned, parcel, sql
 
@@ -39,7 +40,7 @@ CREATE TRIGGER cut BEFORE DELETE ON segment FOR EACH STATEMENT EXECUTE FUNCTION 
 def restorer(process: Process) -> tuple[SegmentRestorer, Counters]:
     """The part of a daemon that restores, and what it counts."""
     counters = Counters()
-    return SegmentRestorer(process.lanes, ahead_ms=lambda: DAY_MS, counters=counters), counters
+    return SegmentRestorer(process.lanes, ScriptedLive(), counters), counters
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.message import Delivery, Parcel
 from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT
 from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover
-from tests.support.fakes import NOW, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery
+from tests.support.fakes import NOW, Heartbeat, ScriptedConsumer, ScriptedLive, ScriptedSubscription, delivery
 from tests.support.raw import wire_instant
 
 LEVEL = 11
@@ -54,7 +54,7 @@ class Scene:
         self.ready = 0
         self.takeover = LevelTakeover(
             Cascade(cascade), LEVEL, consumer=ScriptedConsumer(*subscriptions), parking=self.parking,
-            prepare=self._prepare, now_ms=lambda: NOW, heartbeat=self.heartbeat, counters=self.counters,
+            prepare=self._prepare, live=ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters,
         )  # fmt: skip
 
     async def _prepare(self) -> None:

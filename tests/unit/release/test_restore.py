@@ -16,7 +16,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
 from delayer.release import restore as module
 from delayer.release.restore import SegmentRestorer
-from tests.support.fakes import NOW, ScriptedStore, until
+from tests.support.fakes import NOW, ScriptedLive, ScriptedStore, until
 from tests.unit.release import lanes_scene
 
 HOUR_MS = 3_600_000
@@ -30,9 +30,9 @@ class Scene:
         self.store = keeping.store
         self.counters = keeping.counters
         self.heartbeat = keeping.heartbeat
-        self.ahead_ms = DAY_MS
+        self.live = ScriptedLive()
         self.stopping = asyncio.Event()
-        self.restoring = SegmentRestorer(keeping.lanes, ahead_ms=lambda: self.ahead_ms, counters=self.counters)
+        self.restoring = SegmentRestorer(keeping.lanes, self.live, self.counters)
 
 
 @asynccontextmanager
@@ -63,7 +63,7 @@ def far(segment: int, messages: int = 10) -> Restored:
 async def test_segments_due_within_restore_ahead_are_restored() -> None:
     async with scene() as it:
         assert await it.restoring.look() == module.POLL_SECONDS
-        it.ahead_ms = 2 * DAY_MS  # like a reload
+        it.live.restore_ahead_ms = 2 * DAY_MS  # like a reload
         await it.restoring.look()
         assert it.store.horizons == [NOW + DAY_MS, NOW + 2 * DAY_MS]
 
