@@ -274,6 +274,7 @@ def test_an_interrupted_import_names_the_next_step(tmp_path: Path) -> None:
 
     def interrupt() -> None:
         with store.accept()[0] as connection:
+            connection.recv(1)  # The client has asked, and waits.
             os.kill(os.getpid(), signal.SIGINT)
             while connection.recv(4096):
                 pass
