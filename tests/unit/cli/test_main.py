@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import asyncpg
@@ -279,7 +280,9 @@ def test_an_interrupted_import_names_the_next_step(tmp_path: Path) -> None:
             while connection.recv(4096):
                 pass
 
-    with socket.create_server(("127.0.0.1", 0)) as store, ThreadPoolExecutor(1) as thread:
+    with socket.create_server(("127.0.0.1", 0)) as store, ThreadPoolExecutor(1) as thread, ExitStack() as stack:
+        # As in a new process: an earlier test may have run a daemon in this one, which ignores signals at its end.
+        stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
         store.settimeout(10)
         thread.submit(interrupt)
         url = f"postgresql://127.0.0.1:{store.getsockname()[1]}/d"
