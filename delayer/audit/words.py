@@ -91,7 +91,7 @@ def behind(report: AuditReport) -> str:
 
 
 def sampled(report: AuditReport) -> str:
-    """The note about what was not read; empty if the whole store was read."""
+    """What the note says of rows that were not read; empty if the whole store was read."""
     if report.quick:
         return (
             "A quick audit, of counters, indexes and headers. Sizes, routes and destinations are estimates from a "

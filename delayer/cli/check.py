@@ -229,8 +229,8 @@ BYTES_DELAYED: Final = 1_200
 
 
 async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
-    """Messages that RabbitMQ itself delays. In the due queue they are envelopes. Those in other
-    queues come from publishers, and delayer cannot list, cancel or bound them."""
+    """Messages that RabbitMQ itself delays. In the due queue they are envelopes. In other queues publishers delay
+    them, and delayer cannot list, cancel or bound them."""
     delayed = await admin.delayed(queues_at_work(settings), fresh=False)
     if None in delayed.values():
         found = "RabbitMQ 4.3 and later can delay messages in these queues, and only its management API shows them"

@@ -45,7 +45,7 @@ BULK_BYTES: Final = 1 << 20
 lane a process releases a fifth less in bulk. Smaller writes stay in one lane, so that messages that are due together
 share one claim, publish and commit."""
 SMALL_BATCH_LANE_SECONDS: Final = 300.0
-"""After this time small writes go to the next lane. So all lanes share what is parked over hours for one instant."""
+"""After this time small writes go to the next lane, so all lanes share messages parked over hours for one instant."""
 
 
 def share(lanes: int, live: int, rank: int) -> int:
