@@ -1,4 +1,4 @@
-"""A cluster of this machine: Spark's standalone master and a worker. Each executor is a JVM of its own.
+"""A cluster of this machine: Spark's standalone master and workers. Each executor is a JVM of its own.
 
     with Cluster() as cluster:
         delayer("audit", "--deep", "--master", cluster.url, "--work", work, **cluster.environment)
@@ -37,10 +37,10 @@ START_SECONDS: Final = 90.0
 
 
 class Cluster:
-    """A master and one worker with ``executors`` cores, one for each executor."""
+    """A master and ``workers``, each with ``executors`` cores, one for each executor."""
 
-    def __init__(self, executors: int = 2) -> None:
-        self._executors = executors
+    def __init__(self, executors: int = 2, workers: int = 1) -> None:
+        self._executors, self._workers = executors, workers
         self._directory = make_directory()
         self._port, self._page = ports.reserve(), ports.reserve()
         self._families: list[Family] = []
@@ -68,7 +68,7 @@ class Cluster:
     def executors(self) -> list[psutil.Process]:
         """The JVMs of the running executors."""
         found = []
-        for pid in self._families[-1].pids():
+        for pid in (pid for family in self._families for pid in family.pids()):
             try:
                 process = psutil.Process(pid)
                 if any(_EXECUTOR in word for word in process.cmdline()):
@@ -89,11 +89,12 @@ class Cluster:
         try:
             at = ["--host", ports.HOST, "--port", str(self._port), "--webui-port", str(self._page)]
             self._start("master.Master", at).wait_ready(
-                lambda: self._workers() is not None, "Spark's master", START_SECONDS
+                lambda: self._alive() is not None, "Spark's master", START_SECONDS
             )
             size = ["--host", ports.HOST, "--cores", str(self._executors), "--memory", f"{self._executors}g"]
-            worker = self._start("worker.Worker", [*size, "--webui-port", "0", self.url])
-            worker.wait_ready(lambda: bool(self._workers()), "Spark's worker", START_SECONDS)
+            for n in range(1, self._workers + 1):
+                worker = self._start("worker.Worker", [*size, "--webui-port", "0", self.url], f"-{n}")
+                worker.wait_ready(lambda count=n: self._alive() == count, "Spark's worker", START_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -109,13 +110,13 @@ class Cluster:
         self._families.clear()
         remove_directory(self._directory)
 
-    def _start(self, of: str, arguments: list[str]) -> Family:
-        name = of.partition(".")[0]
+    def _start(self, of: str, arguments: list[str], mark: str = "") -> Family:
+        name = of.partition(".")[0] + mark
         environment = clean_environment("SPARK_", "PYSPARK_", "DELAYER_") | {
             "SPARK_HOME": str(_HOME),
             "SPARK_LOCAL_IP": ports.HOST,
             "SPARK_DAEMON_MEMORY": "256m",
-            "SPARK_WORKER_DIR": str(self._directory / "work"),
+            "SPARK_WORKER_DIR": str(self._directory / f"work{mark}"),
             "SPARK_LOCAL_DIRS": str(self._directory / "scratch"),
         }
         (self._directory / "scratch").mkdir(exist_ok=True)
@@ -124,7 +125,7 @@ class Cluster:
         self._families.append(family)
         return family
 
-    def _workers(self) -> int | None:
+    def _alive(self) -> int | None:
         """The number of workers that the master knows; None until it answers."""
         try:
             with urllib.request.urlopen(f"http://{ports.HOST}:{self._page}/json/", timeout=5) as answer:
