@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import click
 from asyncpg import Connection
@@ -25,6 +25,7 @@ from delayer.cli.output import note, quoted
 from delayer.config import loading, texts
 from delayer.config.errors import Expected, show
 from delayer.config.model import Settings
+from delayer.config.texts import Scalar
 from delayer.config.values import duration_ms
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.secret import SecretUrl
@@ -126,49 +127,12 @@ fixed_instant = read_as(texts.instant_ms)
 bytes_of = read_as(raw)
 
 
-Scalar = str | int | float | bool
-LONGEST_NAME: Final = 128
-"""The bytes of a header's name. AMQP 0-9-1 allows no longer one, and pamqp cuts it there."""
-
-
 def headers_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Scalar]:
     """The callback of an option for typed headers."""
-    headers: dict[str, Scalar] = {}
-    for text in given:
-        name, value = pair(text, "NAME=VALUE or NAME:TYPE=VALUE")
-        name, _, kind = name.rpartition(":") if ":" in name else (name, "", "str")
-        if not name or kind not in _TYPES:
-            raise click.BadParameter(
-                f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. A name with a colon needs the type "
-                f"too: {name}:{kind}:str={value}"
-            )
-        if (size := len(raw(name))) > LONGEST_NAME:
-            raise click.BadParameter(f"{name}: expected a name of at most {LONGEST_NAME} bytes, found {size}")
-        try:
-            headers[_utf8(name)] = _TYPES[kind](value)
-        except ValueError:
-            raise click.BadParameter(f"{name}: expected a value of type {kind}, found {value!r}") from None
-    return headers
-
-
-def _utf8(text: str) -> str:
-    text.encode()  # An argument may have bytes that are no UTF-8.
-    return text
-
-
-def _int64(text: str) -> int:
-    if not -(1 << 63) <= int(text) < 1 << 63:
-        raise ValueError(text)
-    return int(text)
-
-
-def _truth(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(text)
-    return text == "true"
-
-
-_TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {"str": _utf8, "int": _int64, "float": float, "bool": _truth}
+    try:
+        return dict(map(texts.typed_header, given))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _header(text: str) -> tuple[bytes, str]:

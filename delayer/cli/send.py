@@ -20,10 +20,10 @@ from pamqp.commands import Basic
 from delayer.amqp.reading import iso
 from delayer.broker.admin_connection import AdminConnection
 from delayer.cli.errors import CommandFailed, Misused
-from delayer.cli.options import Request, Scalar, duration, fixed_instant, headers_of
+from delayer.cli.options import Request, duration, fixed_instant, headers_of
 from delayer.cli.output import note, quoted
 from delayer.config.model import RouteTable, Settings
-from delayer.config.texts import duration_text
+from delayer.config.texts import Scalar, duration_text
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import readable
 

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import click
-from pamqp.encode import field_table
 
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso, raw
 from delayer.broker.errors import QueueMissing
 from delayer.broker.pipelined_admin import pipelined_admin
-from delayer.cli.errors import ExitCode, Misused
-from delayer.cli.options import Scalar, as_json, change_options, duration, go_on, headers_of, joined, request_of, whoami
-from delayer.cli.output import note, print_json, print_table, quoted
+from delayer.cli.errors import ExitCode
+from delayer.cli.options import as_json, change_options, duration, go_on, headers_of, joined, request_of, whoami
+from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
-from delayer.config.topology import cascade_of, native_of
-from delayer.core.delay_headers import DELIVER_AT, OPT_DELAY, OPT_TIME, OWN_SOURCES
+from delayer.config.texts import Scalar
+from delayer.config.topology import cascade_of, native_of, unread_delays
 from delayer.core.message import as_text
-from delayer.intake.refusals import EntryPoints, Mend
+from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
 from delayer.intake.set_aside import (
     ANY,
     KEPT,
+    SETTLED,
     RefusedMessage,
     Result,
     Selection,
@@ -37,13 +36,10 @@ from delayer.intake.set_aside import (
 )
 from delayer.store.admin import actions, audit_log
 
-SETTLED: Final = 2.0
-"""Seconds that the daemon has to refuse retried messages again. It needs milliseconds."""
 
-
-def refused_of(settings: Settings, mend: Mend | None = None) -> SetAside[RefusedMessage]:
+def refused_of(settings: Settings, mend: Mend = AS_IT_IS) -> SetAside[RefusedMessage]:
     entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-    return refused_queue(settings.broker_url, settings.refused.queue, entries, mend or {})
+    return refused_queue(settings.broker_url, settings.refused.queue, entries, mend)
 
 
 def strays_of(settings: Settings) -> SetAside[Stray]:
@@ -119,8 +115,9 @@ REFUSED: Final = SetAsideQueue(
     """Publish refused messages again. They go to the exchange that they came in by, without the headers of the refusal.
 
     Correct the cause first, or the headers by --delay, --set-header and --drop-header: the daemon refuses a message
-    again that it still cannot delay. A relative delay counts from now. A message leaves the refused queue when the
-    broker has confirmed it elsewhere. Exit code 1 if some stay, or are refused again.
+    again that it still cannot delay. A relative delay counts from now. Messages stay whose route ignores --delay. A
+    message leaves the refused queue when the broker has confirmed it elsewhere. Exit code 1 if some stay, or are
+    refused again.
     """,
     "--reason 'too long' --route orders.in",
 )  # fmt: skip
@@ -174,7 +171,7 @@ def _change(
     if everything == (wanted != ANY):
         raise click.UsageError("expected the messages: ids, --reason, --route, or --all alone")
     settings = request_of(context).settings()
-    mend = _mend(settings, wanted, **mends) if mends else {}
+    mend = _mend(settings, **mends) if mends else AS_IT_IS
     seen = asyncio.run(_look(settings, kind, wanted))
     if seen.cut:
         _say_cut(kind, seen)
@@ -183,8 +180,8 @@ def _change(
     some, sure = bool(seen.found), yes or bool(wanted.ids)
     fine = (some or everything) and not seen.cut
     go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
-    queue = refused_of(settings, mend) if mend else kind.queue(settings)
-    asked = wanted.as_dict() | ({"mended": sorted(map(as_text, mend))} if mend else {})
+    queue = refused_of(settings, mend) if mend.headers else kind.queue(settings)
+    asked = wanted.as_dict() | ({"mended": sorted(map(as_text, mend.headers))} if mend.headers else {})
     change = partial(queue.change, verb, wanted, limit=seen.looked)
     done = asyncio.run(_recorded(settings, kind, verb, asked, change))
     click.echo(f"{kind.retried if verb == 'retry' else actions.PAST[verb]}: {len(done.found):,}.")
@@ -192,28 +189,15 @@ def _change(
         note(f"{one.names[0] or 'a message without an id'} stays {kind.stays}: {why}.")
     back = 0
     if kind is REFUSED and verb == "retry" and done.found:
-        time.sleep(SETTLED)
-        back = max(asyncio.run(queue.look(limit=1)).depth + len(done.found) - done.depth, 0)
+        back = asyncio.run(queue.returned(done))
         click.echo(f"Refused again within {SETTLED:.0f} s: {back:,}.")
     if seen.cut or missing or back or len(done.found) < len(seen.found):
         context.exit(ExitCode.FOUND)
 
 
-def _mend(
-    settings: Settings, wanted: Selection, delay_ms: int | None, headers: Mapping[str, Scalar], dropped: Sequence[str]
-) -> Mend:
-    """The headers that a retry replaces; an empty entry only removes its header. Raises Misused."""
-    removed = [raw(name) for name in dropped]
-    if delay_ms is not None:
-        for route in settings.routes:
-            forms = () if route.retry else route.delay_from
-            first = next((form for form in forms if form == "x-delay" or form not in OWN_SOURCES), None)
-            if wanted.exchange in (None, route.from_) and first != "x-delay":
-                why = f"reads {first} before x-delay" if "x-delay" in forms else "does not read x-delay"
-                raise Misused(f"route {quoted(route.from_)} {why}: use --set-header, or say --route")
-        headers, removed = {**headers, "x-delay": delay_ms}, [*removed, DELIVER_AT, OPT_DELAY, OPT_TIME]
-    # Each value is the entry of a table with one header, without the table's length.
-    return dict.fromkeys(removed, b"") | {raw(name): field_table({name: it})[4:] for name, it in headers.items()}
+def _mend(settings: Settings, delay_ms: int | None, headers: Mapping[str, Scalar], dropped: Sequence[str]) -> Mend:
+    """The changes of a retry."""
+    return Mend.of(delay_ms, headers, map(raw, dropped), unread_delays(settings))
 
 
 def _say_cut(kind: SetAsideQueue, seen: Result[Any]) -> None:

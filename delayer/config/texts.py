@@ -1,15 +1,19 @@
-"""Durations, instants and hosts as people write them, and the name of a service; for the command line and the pages."""
+"""Durations, instants, headers and hosts as people write them, and the name of a service; for the command line and the
+pages."""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
 import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from delayer.config.errors import Expected
+from delayer.amqp.reading import raw
+from delayer.config.errors import Expected, show
 from delayer.config.model import Settings
 from delayer.config.values import UNITS_MS, duration_ms
 
@@ -50,6 +54,50 @@ def duration_text(amount_ms: int) -> str:
         if amount_ms and amount_ms % UNITS_MS[unit] == 0:
             return f"{amount_ms // UNITS_MS[unit]}{unit}"
     return f"{amount_ms}ms" if amount_ms else "0s"
+
+
+Scalar = str | int | float | bool
+LONGEST_NAME: Final = 128
+"""The bytes of a header's name. AMQP 0-9-1 allows no longer one, and pamqp cuts it there."""
+
+
+def typed_header(text: str) -> tuple[str, Scalar]:
+    """A header as NAME=VALUE or NAME:TYPE=VALUE. Raises ValueError with the field, the expected and the found text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ValueError(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {show(text)}")
+    name, _, kind = name.rpartition(":") if ":" in name else (name, "", "str")
+    if not name or kind not in _TYPES:
+        raise ValueError(
+            f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. A name with a colon needs the type too: "
+            f"{name}:{kind}:str={value}"
+        )
+    if (size := len(raw(name))) > LONGEST_NAME:
+        raise ValueError(f"{name}: expected a name of at most {LONGEST_NAME} bytes, found {size}")
+    try:
+        return _utf8(name), _TYPES[kind](value)
+    except ValueError:
+        raise ValueError(f"{name}: expected a value of type {kind}, found {value!r}") from None
+
+
+def _utf8(text: str) -> str:
+    text.encode()  # An argument may have bytes that are no UTF-8.
+    return text
+
+
+def _int64(text: str) -> int:
+    if not -(1 << 63) <= int(text) < 1 << 63:
+        raise ValueError(text)
+    return int(text)
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+_TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {"str": _utf8, "int": _int64, "float": float, "bool": _truth}
 
 
 def is_loopback(host: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from delayer.config.model import Settings
 from delayer.core.cascade import Cascade, due_topology, intake_topology, parking_queue
+from delayer.core.delay_headers import OWN_SOURCES
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 
 
@@ -20,6 +21,19 @@ def uses_cascade(settings: Settings) -> bool:
 def without_effect(settings: Settings) -> list[str]:
     """The routes whose ``max_rate`` has no effect: in native mode their messages do not pass the store."""
     return [route.from_ for route in settings.routes if route.max_rate and settings.mode == "native"]
+
+
+def unread_delays(settings: Settings) -> dict[bytes, str]:
+    """The exchanges of routes that do not read ``x-delay`` first, each with the reason why a new ``x-delay`` does not
+    count."""
+    found: dict[bytes, str] = {}
+    for route in settings.routes:
+        forms = () if route.retry else route.delay_from
+        first = next((form for form in forms if form == "x-delay" or form not in OWN_SOURCES), None)
+        if first != "x-delay":
+            why = f"reads {first} before x-delay" if "x-delay" in forms else "does not read x-delay"
+            found[route.from_.encode()] = f"its route {why}: set another header"
+    return found
 
 
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -12,13 +12,14 @@ from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.broker.management_api import delayed_in
 from delayer.config.model import Settings
-from delayer.config.topology import cascade_of
+from delayer.config.topology import cascade_of, unread_delays
 from delayer.core.errors import BrokerLost
+from delayer.core.message import as_text
 from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, RefusedRow, State
-from delayer.intake.refusals import EntryPoints
+from delayer.http.view import Depths, RefusedChange, RefusedRow, Repair, State
+from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
 from delayer.intake.set_aside import RefusedMessage, Selection, SetAside, refused_queue
 from delayer.store.admin import actions, audit_log
 
@@ -68,8 +69,11 @@ class DaemonInside:
             seen = await self._refused().look(limit=limit)
         return [_row(one) for one in seen.found], seen.depth
 
-    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> RefusedChange:
         wanted, url = Selection(ids), self.settings.store_url
+        mend = Mend.of(repair.delay_ms, repair.headers, map(reading.raw, repair.dropped), unread_delays(self.settings))
+        asked = wanted.as_dict() | ({"mended": sorted(map(as_text, mend.headers))} if mend.headers else {})
+        queue = self._refused(mend)
         with _reached():
             if url is None:
 
@@ -77,19 +81,21 @@ class DaemonInside:
                     if messages:
                         log.warning("refused acted on", verb=verb, messages=messages, ids=sorted(ids), who=who)
 
-                done = await self._refused().change(verb, wanted, add)
+                done = await queue.change(verb, wanted, add)
             else:
-                async with actions.recorded(url, who, f"refused {verb}", wanted.as_dict()) as (connection, log_id):
-                    done = await self._refused().change(
+                async with actions.recorded(url, who, f"refused {verb}", asked) as (connection, log_id):
+                    done = await queue.change(
                         verb, wanted, lambda messages: audit_log.add(connection, log_id, messages)
                     )
+            again = await queue.returned(done) if verb == "retry" else 0
         left = [(one.refusal.id, why) for one, why in done.left]
-        return len(done.found), [*left, *([("the rest", "too many stand before it")] if done.cut else [])]
+        left += [("the rest", "too many stand before it")] if done.cut else []
+        return RefusedChange(len(done.found), left, again)
 
-    def _refused(self) -> SetAside[RefusedMessage]:
+    def _refused(self, mend: Mend = AS_IT_IS) -> SetAside[RefusedMessage]:
         settings = self.settings
         entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-        return refused_queue(settings.broker_url, settings.refused.queue, entries, {})
+        return refused_queue(settings.broker_url, settings.refused.queue, entries, mend)
 
 
 @contextmanager

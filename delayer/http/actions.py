@@ -23,7 +23,7 @@ from delayer.http import forms, render
 from delayer.http.forms import FieldError, Search
 from delayer.http.pages import Pages
 from delayer.http.recent import host_ms
-from delayer.http.view import STORE_ERRORS
+from delayer.http.view import STORE_ERRORS, Repair
 from delayer.store.admin import actions, detail, listing
 from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
@@ -80,8 +80,7 @@ class Actions:
             return result
         # Not after a refused request, because a look at a backlog is expensive.
         if result.done or result.status == 503:
-            view = self.pages.answers.view
-            for part in (view.store, view.census, view.depths):
+            for part in self.pages.answers.view.parts:
                 part.forget()
         if as_json:
             return JSONResponse(
@@ -144,17 +143,19 @@ class Actions:
         return ActionResult(f"{PAST[verb]}: {render.number(done)}", [], done, "/held")
 
     async def refused(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
-        """Refused messages by their ids: retry, drop."""
-        forms.known(form, ("verb", "id", "back", "confirmed"))
+        """Refused messages by their ids: retry, with changes of their headers, or drop."""
+        forms.known(form, ("verb", "id", "back", "confirmed", *forms.MENDS))
         verb = forms.verb(form, "retry", "drop")
         ids = forms.ids(form)
         if (question := self._sure(request, verb, form, "/refused")) is not None:
             return question
-        done, left = await self.pages.answers.inside.act_on_refused(verb, frozenset(ids), who)
+        repair = forms.repair(form) if verb == "retry" else Repair()
+        done, left, again = await self.pages.answers.inside.act_on_refused(verb, frozenset(ids), who, repair)
         past = "Published again" if verb == "retry" else PAST[verb]
         lines = [f"{name or 'One without an id'} stays refused: {why}." for name, why in left]
         missing = len(ids) - done - len(left)
         lines += [f"{missing} are not there any more."] if missing > 0 else []
+        lines += [f"Refused again within 2 s: {again}."] if verb == "retry" and done else []
         return ActionResult(f"{past}: {done} of {len(ids)}", lines, done, "/refused")
 
     async def filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:

@@ -11,8 +11,10 @@ from urllib.parse import parse_qs
 from starlette.requests import Request
 
 from delayer.amqp.reading import iso, raw
-from delayer.config.texts import instant_ms, shift_ms
+from delayer.config.texts import instant_ms, shift_ms, typed_header
+from delayer.config.values import duration_ms
 from delayer.core.filters import Filter, Token, read_place, read_token
+from delayer.http.view import Repair
 
 _RAW: Final = ("route", "to_exchange", "to_key", "key", "message_id")
 FIELDS: Final = (*_RAW, "header", "due_after", "due_before")
@@ -158,6 +160,22 @@ def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
 def tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
     """The chosen ids as tokens. Raises FieldError."""
     return [token(text) for text in ids(form)]
+
+
+MENDS: Final = ("delay", "set_header", "drop_header")
+"""The fields that mend refused messages. The headers may be given several times."""
+
+
+def repair(form: Mapping[str, Sequence[str]]) -> Repair:
+    """The changes of refused messages. An empty field changes nothing. Raises FieldError."""
+    given = {name: [text for one in form.get(name, ()) if (text := one.strip())] for name in MENDS}
+    once(["delay" for _ in given["delay"]])
+    delay_ms = _understood("Delay", given["delay"][0], duration_ms) if given["delay"] else None
+    try:
+        headers = dict(map(typed_header, given["set_header"]))
+    except ValueError as error:
+        raise FieldError(f"Set header: {error}") from None
+    return Repair(delay_ms, headers, given["drop_header"])
 
 
 def back(form: Mapping[str, Sequence[str]], path: str) -> str:

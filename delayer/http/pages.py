@@ -13,17 +13,15 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from delayer.amqp import reading
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.core import horizon
-from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token, place_text, read_token
 from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
-from delayer.http.view import STORE_ERRORS
+from delayer.http.view import ROWS, STORE_ERRORS
 from delayer.store.admin import audit_log, detail, listing
 from delayer.store.admin.detail import FoundIn
 
-ROWS: Final = 50
 _CASCADE: Final = "The overview counts them by level; they cannot be listed, moved or cancelled."
 _STRAYS: Final = (
     "Messages that no destination takes go back into the cascade; after ten attempts to the strays (delayer strays)."
@@ -227,13 +225,10 @@ class Pages:
     async def refused(self, request: Request) -> Response:
         """Refused messages."""
         queue = self.answers.inside.settings.refused.queue
-        try:
-            rows, depth, error = *(await self.answers.inside.refused(ROWS)), ""
-        except BrokerLost as lost:
-            rows, depth, error = [], 0, str(lost)
-        return self.html(
-            request, "refused.html", 503 if error else 200, rows=rows, depth=depth, error=error, queue=queue
-        )
+        seen = await self.answers.view.refused.get(patience=60.0)
+        rows, depth = seen.fresh or ((), 0)
+        status = 503 if seen.error else 200
+        return self.html(request, "refused.html", status, rows=rows, depth=depth, error=seen.error, queue=queue)
 
     async def audit_log(self, request: Request) -> Response:
         """The audit log: the changes that operators made."""

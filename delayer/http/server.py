@@ -87,8 +87,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
 
         return answered
 
-    # Two looks into the refused queue would see half of it each.
-    looks, queues = asyncio.Semaphore(at_once), asyncio.Semaphore(1)
+    looks = asyncio.Semaphore(at_once)
 
     return Starlette(
         routes=[
@@ -103,7 +102,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/find", shown(pages.find, looks)),
             Route("/message/{name:path}", shown(pages.message, looks)),
             Route("/held", shown(pages.held, looks)),
-            Route("/refused", shown(pages.refused, queues)),
+            Route("/refused", shown(pages.refused)),
             Route("/audit-log", shown(pages.audit_log, looks)),
             Route("/login", pages.login, methods=["GET", "POST"]),
             Route("/logout", pages.logout, methods=["POST"]),

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from delayer.config.model import Settings
+from delayer.config.texts import Scalar
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import Census, StoreOverview
@@ -57,6 +58,23 @@ class RefusedRow(NamedTuple):
     """Its properties and headers, each with its value."""
 
 
+class Repair(NamedTuple):
+    """The changes of refused messages before a retry, as the operator gave them."""
+
+    delay_ms: int | None = None
+    headers: Mapping[str, Scalar] = {}
+    dropped: Sequence[str] = ()
+
+
+class RefusedChange(NamedTuple):
+    """The result of a change of refused messages: how many it changed, the ids that stay with their reasons, and how
+    many the daemon refused again."""
+
+    done: int
+    left: Sequence[tuple[str, str]]
+    again: int = 0
+
+
 class DaemonPort(Protocol):
     """The daemon, as the server sees it."""
 
@@ -73,12 +91,13 @@ class DaemonPort(Protocol):
     async def refused(self, limit: int) -> tuple[Sequence[RefusedRow], int]:
         """The first refused messages, and the number of all. Raises BrokerLost."""
 
-    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
-        """Do "retry" or "drop". Gives the number of messages done, and the ids that stay with their reasons. Raises
-        BrokerLost, StoreLost."""
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> RefusedChange:
+        """Do "retry", with these changes, or "drop". Raises BrokerLost, StoreLost."""
 
 
 T = TypeVar("T")
+ROWS: Final = 50
+"""Rows of a list."""
 
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
 
@@ -168,13 +187,19 @@ class View:
         self.store = Cached(self._store, 2.0, "store")
         self.census = Cached(self._census, 20.0, "backlog", late=inf)
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
+        # Requests share one look: two into the queue at a time would see half of it each.
+        self.refused = Cached(lambda: inside.refused(ROWS), 3.0, "refused messages", late=inf)
+
+    @property
+    def parts(self) -> Sequence[Cached[Any]]:
+        return self.store, self.census, self.depths, self.refused
 
     @property
     def has_store(self) -> bool:
         return self._inside.settings.store_url is not None
 
     async def close(self) -> None:
-        for part in (self.store, self.census, self.depths):
+        for part in self.parts:
             await part.close()
 
     @property

@@ -17,11 +17,14 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
+from pamqp.encode import field_table
+
 from delayer.amqp.edits import DELIVERY_TIME, EXCHANGE, EXPIRATION, ID, PROPERTIES, REFUSED, ROUTING_KEY, USER_ID
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Field, Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
-from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME, RECEIVED_AT
+from delayer.amqp.reading import raw
+from delayer.core.delay_headers import DELAY, DELIVER_AT, LONGEST_TIMER_MS, OPT_DELAY, OPT_TIME, RECEIVED_AT
 from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes, as_text
 
@@ -84,8 +87,27 @@ def _reason_and_origin(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str,
     return (both, exchange, key) if exchange == death[1] else (both, None, None)
 
 
-Mend = Mapping[bytes, bytes]
-"""Headers that a retry replaces: names with their encoded entries; an empty entry only removes the header."""
+class Mend(NamedTuple):
+    """The changes of a retry. ``headers``: names with their encoded entries; an empty entry only removes the header.
+    ``unfit``: exchanges whose messages stay refused, because their routes would not read it, with the reason."""
+
+    headers: Mapping[bytes, bytes] = {}
+    unfit: Mapping[bytes, str] = {}
+
+    @classmethod
+    def of(
+        cls, delay_ms: int | None, headers: Mapping[str, Any], dropped: Iterable[bytes], unread: Mapping[bytes, str]
+    ) -> Mend:
+        """``delay_ms`` sets ``x-delay`` in place of the other delays; messages from ``unread`` exchanges stay then."""
+        removed = [*dropped]
+        if delay_ms is not None:
+            headers, removed = {**headers, as_text(DELAY): delay_ms}, [*removed, DELIVER_AT, OPT_DELAY, OPT_TIME]
+        # Each value is the entry of a table with one header, without the table's length.
+        entries = {raw(name): field_table({name: it})[4:] for name, it in headers.items()}
+        return cls(dict.fromkeys(removed, b"") | entries, {} if delay_ms is None else unread)
+
+
+AS_IT_IS: Final = Mend()
 
 
 def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: Mend) -> Outgoing | str:
@@ -95,8 +117,10 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: M
         return "its original properties are malformed or too long: it would be refused again"
     if refusal.exchange is None or refusal.routing_key is None:
         return "its origin is unknown, or its headers contradict each other"
-    if not entries.lead_in(refusal.exchange, refusal.routing_key):
-        return f"no route comes from its exchange {as_text(refusal.exchange)!r} with this key"
+    known = entries.lead_in(refusal.exchange, refusal.routing_key)
+    if not known or refusal.exchange in mend.unfit:
+        strange = f"no route comes from its exchange {as_text(refusal.exchange)!r} with this key"
+        return mend.unfit[refusal.exchange] if known else strange
     properties = Properties.parse(delivery.properties)
     was_refused = properties.get(REFUSED) is not None
     given = properties.get(ID) if was_refused else None
@@ -105,12 +129,12 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: M
     if (user_id := properties.short("user_id")) is not None:  # The broker refuses a user_id of another user.
         append, remove = append + header(USER_ID, long_string(user_id)), remove | {USER_ID}
     delivery_time = properties.get(DELIVERY_TIME) if was_refused else None
-    if delivery_time is not None and OPT_TIME not in mend:
+    if delivery_time is not None and OPT_TIME not in mend.headers:
         if why := _unfit_time(delivery_time):
             return why
         append += header(OPT_TIME, delivery_time.type_and_value)
-    append += b"".join(mend.values())
-    raw = splice(properties, remove=remove | mend.keys(), append=append, drop=("user_id",))
+    append += b"".join(mend.headers.values())
+    raw = splice(properties, remove=remove | mend.headers.keys(), append=append, drop=("user_id",))
     expiration = _expiration(properties) if was_refused else None
     if expiration is not None:
         raw = with_short(raw, "expiration", expiration)

@@ -6,6 +6,7 @@ returns the other messages to their places.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -27,6 +28,8 @@ from delayer.core.hold import Confirmed, Hold, HoldKind
 from delayer.core.message import Delivery, Outgoing, Target, as_text
 from delayer.intake.refusals import EntryPoints, Mend, Refusal, again, refusal_of
 
+SETTLED: Final = 2.0
+"""Seconds that the daemon has to refuse retried messages again. It needs milliseconds."""
 AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
 KEPT: Final = 10_000
@@ -178,6 +181,14 @@ class SetAside(Generic[T]):
                         subscription.ack(delivery.tag, multiple=False)
                         result.found.append(one)
         return result
+
+    async def returned(self, retried: Result[T]) -> int:
+        """How many of the retried messages are here again after SETTLED seconds. Others that came meanwhile count
+        too."""
+        if not retried.found:
+            return 0
+        await asyncio.sleep(SETTLED)
+        return max((await self.look(limit=1)).depth + len(retried.found) - retried.depth, 0)
 
     async def _publish(self, publisher: AmqpPublisher, some: Sequence[Delivery]) -> list[str]:
         """For each "" when it is confirmed, else the reason why it stays."""

@@ -142,19 +142,26 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         await page.locator(".list tbody input").nth(0).check()
         await page.get_by_role("button", name="Publish again").click()
         assert await result(page) == "Published again: 1 of 1"
-        await eventually(lambda: this.rows("refused"), lambda rows: len(rows) == 3)  # its cause is still there
+        assert "Refused again within 2 s: 1." in await page.get_by_role("status").inner_text()
+        await page.goto("/refused")
+        await page.locator("tr", has_text="refused 1").locator("input").check()
+        await page.get_by_label("Set the delay").fill("5h")
+        await page.get_by_role("button", name="Publish again").click()
+        assert "Refused again within 2 s: 0." in await page.get_by_role("status").inner_text()
+        (mended,) = await eventually(this.waiting, lambda rows: len(rows) == 1)
+        assert mended["message_id"] == "refused 1"
         await page.goto("/refused")
         await page.get_by_label("All of this page").check()
         assert await page.locator(".list tbody input:not(:checked)").count() == 0
         await page.get_by_role("button", name="Drop", exact=True).click()
         await page.get_by_role("button", name="Drop them").click()
-        assert await result(page) == "Dropped: 3 of 3"
+        assert await result(page) == "Dropped: 2 of 2"
         assert await this.rows("refused") == []
 
         await page.get_by_role("link", name="Audit log").click()
         assert "ada (page, 127.0.0.1)" in await page.locator("tbody").last.inner_text()
         assert {one["who"] for one in await this.acts()} == {"ada (page, 127.0.0.1)"}
-        assert len(await this.acts()) == 10
+        assert len(await this.acts()) == 11
         await page.get_by_role("button", name="Sign out").click()
         await page.goto("/waiting")
         assert await page.get_by_role("button", name="Cancel").count() == 0

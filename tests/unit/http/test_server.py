@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from delayer.core.errors import BrokerLost
 from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, RefusedRow, State
+from delayer.http.view import Depths, RefusedChange, RefusedRow, Repair, State
 from tests.support.fakes import until
 from tests.support.logged import capture_logs
 from tests.support.web import Web
@@ -36,6 +36,7 @@ class Inside:
         self.lost = False
         self.blocked = False
         self.done: list[tuple[str, frozenset[str], str]] = []
+        self.repairs: list[Repair] = []
         self.looks = 0
 
     def state(self) -> State:
@@ -51,9 +52,10 @@ class Inside:
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
         return [RefusedRow("id-1 $(reboot)", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL)][:limit], 1
 
-    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> RefusedChange:
         self.done.append((verb, ids, who))
-        return 1, [("id-2", "the broker returned it")]
+        self.repairs.append(repair)
+        return RefusedChange(1, [("id-2", "the broker returned it")], 1)
 
 
 @asynccontextmanager
@@ -141,6 +143,53 @@ async def test_changes_need_the_token(headers: dict[str, str], status: int) -> N
         assert answer.status == status, answer.text
         who = "a program (http, 127.0.0.1)"
         assert inside.done == ([("retry", frozenset({"id-1"}), who)] if status == 200 else [])
+
+
+@pytest.mark.parametrize(
+    ("form", "repair"),
+    [
+        ({}, Repair()),
+        ({"delay": " 10s ", "set_header": "", "drop_header": ""}, Repair(10_000)),
+        ({"set_header": ["tries:int=3", "who=me"], "drop_header": ["x-dealy", "b"]},
+         Repair(None, {"tries": 3, "who": "me"}, ["x-dealy", "b"])),
+        ({"delay": "soon"}, "Delay: expected a duration"),
+        ({"delay": ["1s", "2s"]}, "delay: expected once"),
+        ({"set_header": "tries:int=x"}, "Set header: tries: expected a value of type int"),
+        ({"set_headers": "a=b"}, "Unknown field"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_a_retry_of_refused_messages_mends_headers(form: dict[str, Any], repair: Repair | str) -> None:
+    inside = Inside()
+    async with served(inside) as web:
+        headers = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
+        answer = await web.post("/actions/refused", {"verb": "retry", "id": "id-1", **form}, **headers)
+        if isinstance(repair, str):
+            assert (answer.status, inside.done) == (400, [])
+            assert repair in answer.text
+        else:
+            assert answer.json["lines"][-1] == "Refused again within 2 s: 1."
+            assert [(one.delay_ms, one.headers, list(one.dropped)) for one in inside.repairs] == [
+                (repair.delay_ms, repair.headers, list(repair.dropped))
+            ]
+
+
+async def test_looks_at_refused_messages_are_shared_for_seconds() -> None:
+    inside = Inside()
+    looks = []
+
+    async def refused(limit: int) -> tuple[list[RefusedRow], int]:
+        looks.append(limit)
+        return [], len(looks)
+
+    inside.refused = refused  # type: ignore[method-assign]
+    async with served(inside) as web:
+        for _ in range(5):
+            assert (await web.get("/refused")).status == 200
+        assert len(looks) == 1
+        await web.post("/actions/refused", {"verb": "retry", "id": "id-1"}, Authorization=f"Bearer {TOKEN}")
+        assert "the first 0 are shown" in (await web.get("/refused")).text
+        assert len(looks) == 2, "a change looks again"
 
 
 @pytest.mark.parametrize(

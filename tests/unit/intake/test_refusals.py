@@ -8,7 +8,7 @@ import pytest
 
 from delayer.amqp import edits
 from delayer.core.message import Delivery, Outgoing
-from delayer.intake.refusals import EntryPoints, again, refusal_of
+from delayer.intake.refusals import AS_IT_IS, EntryPoints, again, refusal_of
 from tests.support.raw import Header, Props, Value, array, content, nested, number, table, text
 
 LIMIT = 100_000
@@ -33,7 +33,7 @@ def test_a_retry_has_the_original_bytes_and_delay(props: Props) -> None:
     stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
     said = refusal_of(stands, ENTRIES)
     assert (said.id, said.reason, said.exchange, said.routing_key) == ("abc", "too long", b"delayer.in", b"orders.eu")
-    back = again(stands, ENTRIES, LIMIT, {})
+    back = again(stands, ENTRIES, LIMIT, AS_IT_IS)
     assert isinstance(back, Outgoing)
     assert back._replace(properties=b"") == Outgoing(b"delayer.in", b"orders.eu", b"", b"body", token)
     expected = props if props.headers is not None else Props(**{**vars(props), "headers": ()})
@@ -80,7 +80,7 @@ def says(exchange: str, key: str = "orders.eu", reason: str = "too long") -> tup
     ],
 )
 def test_a_retry_goes_back_through_its_exchange(stands: Delivery, reason: str) -> None:
-    back = again(stands, ENTRIES, LIMIT, {})
+    back = again(stands, ENTRIES, LIMIT, AS_IT_IS)
     assert isinstance(back, Outgoing)
     assert (back.exchange, back.routing_key) == (b"delayer.in", b"orders.eu")
     assert refusal_of(stands, ENTRIES).reason == reason
@@ -90,7 +90,7 @@ def test_a_retry_goes_back_through_its_exchange(stands: Delivery, reason: str) -
 
 
 def test_a_retry_without_an_exchange_goes_to_the_intake_queue() -> None:
-    back = again(standing(*says("", "delays")), ENTRIES, LIMIT, {})
+    back = again(standing(*says("", "delays")), ENTRIES, LIMIT, AS_IT_IS)
     assert isinstance(back, Outgoing)
     assert (back.exchange, back.routing_key) == (b"", b"delays")
 
@@ -112,7 +112,7 @@ def test_a_retry_without_an_exchange_goes_to_the_intake_queue() -> None:
     ],
 )
 def test_forged_headers_stop_a_retry(stands: Delivery, why: str) -> None:
-    assert why in str(again(stands, ENTRIES, LIMIT, {}))
+    assert why in str(again(stands, ENTRIES, LIMIT, AS_IT_IS))
 
 
 @pytest.mark.parametrize("when", [number("l", 1_800_000_000_000_000), number("T", 1_800_000_000_000)])
@@ -120,14 +120,14 @@ def test_no_retry_carries_a_time_that_ends_a_queue_of_rabbitmq_44(when: Value) -
     came = Delivery(1, False, b"delayer.in", b"k", Props(headers=((b"x-opt-delivery-time", when),)).encode(), b"")
     properties, _ = edits.refused(came, "too long", b"abc", LIMIT)
     assert b"x-opt-delivery-time" not in properties, "the header would end the refused queue too"
-    back = again(Delivery(2, True, b"delays.refused", b"k", properties, b""), ENTRIES, LIMIT, {})
+    back = again(Delivery(2, True, b"delays.refused", b"k", properties, b""), ENTRIES, LIMIT, AS_IT_IS)
     assert isinstance(back, str) and "too far ahead" in back
 
 
 def test_a_failed_retry_has_a_reason() -> None:
     nowhere = Delivery(1, False, b"", b"", Props().encode(), b"")
-    assert again(nowhere, ENTRIES, LIMIT, {}).startswith("its origin is unknown")
+    assert again(nowhere, ENTRIES, LIMIT, AS_IT_IS).startswith("its origin is unknown")
     broken = Delivery(1, False, b"in", b"k", b"\x20\x00\x00\x00\x00\x02\x05x", b"")
     properties, _ = edits.refused(broken, "malformed", b"abc", LIMIT)
-    assert "refused again" in str(again(broken._replace(properties=properties), ENTRIES, LIMIT, {}))
-    assert "refused again" in str(again(broken, ENTRIES, LIMIT, {}))
+    assert "refused again" in str(again(broken._replace(properties=properties), ENTRIES, LIMIT, AS_IT_IS))
+    assert "refused again" in str(again(broken, ENTRIES, LIMIT, AS_IT_IS))
