@@ -13,6 +13,7 @@ import click
 from delayer.amqp import reading
 from delayer.amqp.reading import iso
 from delayer.cli.errors import ExitCode
+from delayer.cli.hints import say_hints
 from delayer.cli.list import say_native
 from delayer.cli.options import (
     agreed,
@@ -135,7 +136,7 @@ def _named(url: str, change: Change, names: Mapping[str, Token | None], *, dry_r
     tokens = [token for token in names.values() if token is not None]
 
     async def work() -> dict[int, FoundIn]:
-        asked = {"ids": [str(token) for token in tokens], **new}
+        asked = {"ids": [str(token or name) for name, token in names.items()], **new}
         async with actions.recorded(url, whoami(), verb, asked) as (connection, log_id):
             return await actions.named(connection, do, tokens, log_id)
 
@@ -184,6 +185,8 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
             print_json({"matched": matched.messages, "done": 0, "broken_segments": matched.broken})
         else:
             click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "No messages match.")
+        if not matched.messages:
+            say_hints(url, wanted)
         return ExitCode.DONE if matched.messages or wanted.everything else ExitCode.FOUND
     note(f"{about} {'matches' if matched.messages == 1 else 'match'}.")
     if not agreed(f"{verb.capitalize()} {about}{target}?", yes=yes):

@@ -12,12 +12,14 @@ import click
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
 from delayer.cli.errors import ExitCode
+from delayer.cli.hints import say_hints
 from delayer.cli.options import (
     as_json,
     ask_store,
     filter_of,
     filter_options,
     go_on,
+    kind_option,
     limit_option,
     messages_of,
     request_of,
@@ -43,6 +45,7 @@ def held() -> None:
 
 @held.command("list")
 @filter_options
+@kind_option
 @limit_option
 @click.option("--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="Begin after this id.")
 @as_json
@@ -58,10 +61,9 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
     """
     wanted = filter_of(given)
     test = reading.properties_test(wanted)
+    url = store_url(request_of(context).settings())
     page = ask_store(
-        store_url(request_of(context).settings()),
-        "list held messages",
-        lambda connection: detail.held_page(connection, wanted, test, limit, after),
+        url, "list held messages", lambda connection: detail.held_page(connection, wanted, test, limit, after)
     )
     if as_json:
         rows = [{**for_programs.entry(one.entry), "held": one.held._asdict()} for one in page.messages]
@@ -71,6 +73,7 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
         click.echo("No messages match so far.")
     elif not page.messages:
         click.echo("No messages are held." if wanted.everything else "No held messages match.")
+        say_hints(url, wanted, held=True)
     else:
         print_table(
             ["id", "due", "to", "attempts", "again at", "message_id", "reason"], map(_row, page.messages), right=(3,)
@@ -93,6 +96,7 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
 
 
 @held.command()
+@kind_option
 @stored_change_options
 def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> None:
     """Try held messages again now, by their ids or by a filter.
@@ -104,13 +108,14 @@ def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> N
     \b
     Examples:
       delayer held retry 48213
-      delayer held retry --exchange orders.out
+      delayer held retry --exchange orders.out --kind returned
       delayer held retry --all --yes
     """
     _act(context, "retry", names, **given)
 
 
 @held.command()
+@kind_option
 @stored_change_options
 def drop(context: click.Context, /, *, names: Sequence[str], **given: Any) -> None:
     """Drop held messages for good, by their ids or by a filter. They count as cancelled. Only a filter asks first.
@@ -139,6 +144,8 @@ def _act(
     dues = ask_store(url, "look at held messages", look)
     missing = [name for name, token in tokens.items() if token is None or token.id not in dues]
     question = f"{verb.capitalize()} {counted(len(dues), 'held message')}"
+    if not dues:
+        say_hints(url, wanted, held=True)
     some, sure = bool(dues), yes or bool(names)
     go_on(context, question, missing, some=some, fine=some or everything, dry_run=dry_run, yes=sure)
     asked = wanted.as_dict() if ids is None else {"ids": sorted(ids)}

@@ -13,6 +13,7 @@ from asyncpg import Connection
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
 from delayer.cli.errors import ExitCode
+from delayer.cli.hints import say_hints
 from delayer.cli.options import (
     as_json,
     ask_store,
@@ -123,6 +124,8 @@ def list_(
         print_table(["id", "due", "route", "to", "bytes", "message_id", "key", "segment"], rows, right=(4,))
     else:
         click.echo("No messages match." if not found.bounded else "No messages match so far.")
+        if not found.bounded and after is None:
+            say_hints(url, wanted)
     say_native(settings)
     if found.broken:
         note(f"{len(found.broken)} segments cannot be read and may hold more messages: see docs/backlog.md.")

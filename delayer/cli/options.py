@@ -28,6 +28,7 @@ from delayer.config.model import Settings
 from delayer.config.texts import Scalar
 from delayer.config.values import duration_ms
 from delayer.core.filters import Filter, Token, read_token
+from delayer.core.hold import HoldKind
 from delayer.core.secret import SecretUrl
 from delayer.store.admin import listing
 
@@ -176,6 +177,8 @@ filter_options = joined(
     ),
 )  # fmt: skip
 """The options of a Filter; the command gets them by the names of its fields."""
+kind_option = click.option("--kind", type=click.Choice(list(map(str, HoldKind))), help="Why it was not delivered.")
+"""The kind of a hold, in verbs of messages that their destination did not take."""
 names_argument = click.argument("names", nargs=-1, metavar="[ID]...")
 limit_option = click.option(
     "--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Rows on a page."

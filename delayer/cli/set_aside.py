@@ -15,7 +15,17 @@ from delayer.amqp.reading import address, iso, raw
 from delayer.broker.errors import QueueMissing
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode
-from delayer.cli.options import as_json, change_options, duration, go_on, headers_of, joined, request_of, whoami
+from delayer.cli.options import (
+    as_json,
+    change_options,
+    duration,
+    go_on,
+    headers_of,
+    joined,
+    kind_option,
+    request_of,
+    whoami,
+)
 from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar
@@ -108,7 +118,8 @@ class SetAsideQueue(NamedTuple):
 REFUSED: Final = SetAsideQueue(
     "refused", "refused messages", "refused", "Published again", refused_of,
     ("id", "came in at", "bytes", "message_id", "reason"), 2, _refused_row, _json_of_refused, 50,
-    """List, retry or drop refused messages. They could not be delayed, and are in the queue refused.queue.
+    """List, retry or drop refused messages. They could not be delayed, and are in the queue delays.refused, or in that
+    of the configuration ([refused] queue).
 
     An ID is the x-delayer-id that `refused list` prints, or the message's own message_id.
     """,
@@ -132,32 +143,32 @@ STRAYS: Final = SetAsideQueue(
     """,
     """Retry strays. The daemon tries them now, and up to ten times more; late ones once more.
     """,
-    "--reason late:",
+    "--kind late",
 )  # fmt: skip
 
 
-def _list(context: click.Context, /, kind: SetAsideQueue, *, limit: int | None, as_json: bool, **given: Any) -> None:
+def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None, as_json: bool, **given: Any) -> None:
     settings = request_of(context).settings()
-    seen = asyncio.run(_look(settings, kind, Selection(**given), limit))
+    seen = asyncio.run(_look(settings, source, Selection(**given), limit))
     if as_json:
         messages = [
-            {**kind.figures(one), "reason": one.reason, "body_bytes": one.size, "body": reading.preview(one.head)}
+            {**source.figures(one), "reason": one.reason, "body_bytes": one.size, "body": reading.preview(one.head)}
             for one in seen.found
         ]
         print_json({"depth": seen.depth, "messages": messages})
         return
     if seen.found:
-        print_table(kind.columns, map(kind.row, seen.found), right=(kind.right,))
+        print_table(source.columns, map(source.row, seen.found), right=(source.right,))
     else:
-        click.echo(f"No {kind.noun} match." if seen.depth else f"There are no {kind.noun}.")
+        click.echo(f"No {source.noun} match." if seen.depth else f"There are no {source.noun}.")
     if seen.depth > seen.looked:
-        _say_cut(kind, seen)
+        _say_cut(source, seen)
 
 
 def _change(
     context: click.Context,
     /,
-    kind: SetAsideQueue,
+    source: SetAsideQueue,
     verb: str,
     *,
     everything: bool,
@@ -169,26 +180,26 @@ def _change(
     mends = {name: given.pop(name) for name in ("delay_ms", "headers", "dropped") if name in given}
     wanted = Selection(**given)
     if everything == (wanted != ANY):
-        raise click.UsageError("expected the messages: ids, --reason, --route, or --all alone")
+        raise click.UsageError("expected the messages: ids, a filter, or --all alone")
     settings = request_of(context).settings()
     mend = _mend(settings, **mends) if mends else AS_IT_IS
-    seen = asyncio.run(_look(settings, kind, wanted))
+    seen = asyncio.run(_look(settings, source, wanted))
     if seen.cut:
-        _say_cut(kind, seen)
+        _say_cut(source, seen)
     missing = set() if seen.cut else wanted.ids.difference(*(one.names for one in seen.found))
-    question = f"{verb.capitalize()} {len(seen.found):,} of {seen.depth:,} {kind.noun}"
+    question = f"{verb.capitalize()} {len(seen.found):,} of {seen.depth:,} {source.noun}"
     some, sure = bool(seen.found), yes or bool(wanted.ids)
     fine = (some or everything) and not seen.cut
     go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
-    queue = refused_of(settings, mend) if mend.headers else kind.queue(settings)
+    queue = refused_of(settings, mend) if mend.headers else source.queue(settings)
     asked = wanted.as_dict() | ({"mended": sorted(map(as_text, mend.headers))} if mend.headers else {})
     change = partial(queue.change, verb, wanted, limit=seen.looked)
-    done = asyncio.run(_recorded(settings, kind, verb, asked, change))
-    click.echo(f"{kind.retried if verb == 'retry' else actions.PAST[verb]}: {len(done.found):,}.")
+    done = asyncio.run(_recorded(settings, source, verb, asked, change))
+    click.echo(f"{source.retried if verb == 'retry' else actions.PAST[verb]}: {len(done.found):,}.")
     for one, why in done.left:
-        note(f"{one.names[0] or 'a message without an id'} stays {kind.stays}: {why}.")
+        note(f"{one.names[0] or 'a message without an id'} stays {source.stays}: {why}.")
     back = 0
-    if kind is REFUSED and verb == "retry" and done.found:
+    if source is REFUSED and verb == "retry" and done.found:
         back = asyncio.run(queue.returned(done))
         click.echo(f"Refused again within {SETTLED:.0f} s: {back:,}.")
     if seen.cut or missing or back or len(done.found) < len(seen.found):
@@ -200,28 +211,32 @@ def _mend(settings: Settings, delay_ms: int | None, headers: Mapping[str, Scalar
     return Mend.of(delay_ms, headers, map(raw, dropped), unread_delays(settings))
 
 
-def _say_cut(kind: SetAsideQueue, seen: Result[Any]) -> None:
-    note(f"The queue has {seen.depth:,} {kind.noun}; only the first {seen.looked:,} were looked at.")
+def _say_cut(source: SetAsideQueue, seen: Result[Any]) -> None:
+    note(f"The queue has {seen.depth:,} {source.noun}; only the first {seen.looked:,} were looked at.")
 
 
-async def _look(settings: Settings, kind: SetAsideQueue, wanted: Selection, limit: int | None = None) -> Result[Any]:
+async def _look(settings: Settings, source: SetAsideQueue, wanted: Selection, limit: int | None = None) -> Result[Any]:
     """The messages that match. There are none without a strays queue in store mode: the store holds such messages."""
     try:
-        return await kind.queue(settings).look(wanted, limit)
+        return await source.queue(settings).look(wanted, limit)
     except QueueMissing:
-        if kind is REFUSED or settings.mode != "store":
+        if source is REFUSED or settings.mode != "store":
             raise
         return Result(0)
 
 
 async def _recorded(
-    settings: Settings, kind: SetAsideQueue, verb: str, asked: Mapping[str, Any], change: Callable[..., Awaitable[Any]]
+    settings: Settings,
+    source: SetAsideQueue,
+    verb: str,
+    asked: Mapping[str, Any],
+    change: Callable[..., Awaitable[Any]],
 ) -> Any:
     """Make the change. With a store, a change of refused messages gets an entry in the audit log."""
-    if kind is REFUSED and settings.store_url is not None:
+    if source is REFUSED and settings.store_url is not None:
         async with actions.recorded(settings.store_url, whoami(), f"refused {verb}", asked) as (connection, log_id):
             return await change(partial(audit_log.add, connection, log_id))
-    if kind is REFUSED:
+    if source is REFUSED:
         note("There is no store, and so no audit log of this.")
     elif verb == "retry":
         # A retry publishes strays by an exchange of native mode to the due queue, so both must exist.
@@ -244,30 +259,32 @@ _MENDING: Final = joined(
 )  # fmt: skip
 
 
-def _group(kind: SetAsideQueue) -> click.Group:
+def _group(source: SetAsideQueue) -> click.Group:
     """The verbs of one queue."""
     limit = click.option(
-        "--limit", type=click.IntRange(1, KEPT), default=kind.limit, show_default=True, help="Messages to look at."
+        "--limit", type=click.IntRange(1, KEPT), default=source.limit, show_default=True, help="Messages to look at."
     )
-    retry = change_options(partial(_change, kind=kind, verb="retry"))
+    retry = change_options(partial(_change, source=source, verb="retry"))
     verbs: dict[str, tuple[str, str, Any]] = {
         "list": (
-            f"List {kind.noun} from the head of their queue, with the reason. They stay in the queue.",
-            kind.example,
-            as_json(limit(click.pass_context(partial(_list, kind=kind)))),
+            f"List {source.noun} from the head of their queue, with the reason. They stay in the queue.",
+            source.example,
+            as_json(limit(click.pass_context(partial(_list, source=source)))),
         ),
-        "retry": (kind.retry, f"{kind.example} --dry-run", _MENDING(retry) if kind is REFUSED else retry),
+        "retry": (source.retry, f"{source.example} --dry-run", _MENDING(retry) if source is REFUSED else retry),
         "drop": (
-            f"Drop {kind.noun} for good.",
+            f"Drop {source.noun} for good.",
             "--all --yes",
-            change_options(partial(_change, kind=kind, verb="drop")),
+            change_options(partial(_change, source=source, verb="drop")),
         ),
     }
-    group = click.Group(kind.name, help=kind.about, short_help=f"List, retry or drop {kind.noun}.")
+    group = click.Group(source.name, help=source.about, short_help=f"List, retry or drop {source.noun}.")
     for verb, (text, example, command) in verbs.items():
-        of = f"delayer {kind.name} {verb}"
+        of = f"delayer {source.name} {verb}"
         examples = f"\b\nExamples:\n  {of} 5f0c9a4be1d24a7c8f3e6b1d2a907c35\n  {of} {example}"
-        group.command(verb, help=f"{inspect.cleandoc(text)}\n\n{examples}")(_SELECTING(command))
+        told, short = f"{inspect.cleandoc(text)}\n\n{examples}", f"{verb.capitalize()} {source.noun}."
+        of_kind = kind_option(command) if source is STRAYS else command
+        group.command(verb, help=told, short_help=short)(_SELECTING(of_kind))
     return group
 
 

@@ -107,17 +107,21 @@ class Selection(NamedTuple):
     ids: frozenset[str] = frozenset()
     reason: str = ""
     exchange: str | None = None
+    kind: str | None = None
+    """That of a stray's hold. Refused messages have none."""
 
     def matches(self, one: RefusedMessage | Stray) -> bool:
         named = not self.ids or not self.ids.isdisjoint(one.names)
         from_there = self.exchange is None or one.exchange == self.exchange.encode("utf-8", "surrogateescape")
-        return named and from_there and self.reason in one.reason
+        of_kind = self.kind is None or (isinstance(one, Stray) and one.hold.kind == self.kind)
+        return named and from_there and of_kind and self.reason in one.reason
 
     def as_dict(self) -> dict[str, Any]:
         """For the audit log."""
         given: dict[str, Any] = {"ids": sorted(self.ids)} if self.ids else {}
         given |= {"reason": self.reason} if self.reason else {}
-        return given | ({"exchange": self.exchange} if self.exchange is not None else {})
+        others = {"exchange": self.exchange, "kind": self.kind}
+        return given | {name: value for name, value in others.items() if value is not None}
 
 
 ANY: Final = Selection()

@@ -1,0 +1,89 @@
+"""Hints for a filter that matches nothing: options that would match, and the other list with such messages."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from asyncpg import Connection
+
+from delayer.amqp import reading
+from delayer.cli.options import ask_store
+from delayer.cli.output import note
+from delayer.core.filters import Filter
+from delayer.core.message import as_text
+from delayer.store.admin import detail, listing
+from delayer.store.admin.listing import Entry
+
+LOOKED: Final = 1_000
+"""Messages that a hint reads: the soonest, or of held ones the oldest."""
+MOST: Final = 3
+"""Options that a hint names."""
+NAMES: Final = {"--route": "route", "--exchange": "to_exchange", "--routing-key": "to_key", "--delay-key": "key"}
+"""The options of a Filter that an Entry has too, each with the name of the field in both."""
+
+
+def say_hints(url: str, wanted: Filter, *, held: bool = False) -> None:
+    """Tell the operator why ``wanted`` may match no waiting message, or no ``held`` one. Raises StoreLost,
+    BadStoreUrl, SchemaOutdated."""
+    if wanted.everything:
+        return
+
+    async def look(connection: Connection) -> tuple[list[str], bool]:
+        test = reading.properties_test(wanted)
+        if held:
+            page = await detail.held_page(connection, Filter(), None, LOOKED)
+            there = await listing.find(connection, replace(wanted, kind=None), test, 1)
+            return near_misses(wanted, (one.entry for one in page.messages)), bool(there.places)
+        entries = await listing.entries(connection, await listing.find(connection, Filter(), None, LOOKED))
+        for _, value in _asked(wanted):
+            keyed = await listing.find(connection, Filter(key=reading.raw(value)), None, 1)
+            entries += await listing.entries(connection, keyed)
+        of_held = await detail.held_page(connection, wanted, test, 1)
+        return near_misses(wanted, entries), bool(of_held.messages)
+
+    near, elsewhere = ask_store(url, "look for near misses", look)
+    if near:
+        note(f"Did you mean {' or '.join(near)}?")
+    if elsewhere:
+        note(f"{'Waiting' if held else 'Held'} messages match. Next: `delayer {'list' if held else 'held list'}`.")
+
+
+def near_misses(wanted: Filter, entries: Iterable[Entry]) -> list[str]:
+    """Options that would match one of ``entries``: those of ``wanted`` in another case, or with a value under another
+    option. Pure."""
+    asked = list(_asked(wanted))
+    found: dict[str, None] = {}
+    for entry in entries:
+        offered = list(_offered(entry, headers=bool(wanted.headers)))
+        matching = {option for option, _ in offered}
+        for option, value in asked:
+            if option not in matching:
+                found |= dict.fromkeys(other for other, text in offered if text.casefold() == value.casefold())
+    return list(found)[:MOST]
+
+
+def _asked(wanted: Filter) -> Iterator[tuple[str, str]]:
+    """Each option of the filter as an operator writes it, and its value."""
+    fields = {**NAMES, "--message-id": "message_id"}
+    for option, name in fields.items():
+        yield from _option(option, getattr(wanted, name))
+    for header, value in wanted.headers:
+        yield from _option("--header", header + b"=" + reading.raw(value))
+
+
+def _offered(entry: Entry, *, headers: bool) -> Iterator[tuple[str, str]]:
+    """The same of one message."""
+    for option, name in NAMES.items():
+        yield from _option(option, getattr(entry, name))
+    yield from _option("--message-id", reading.message_id(entry.properties))
+    for header in reading.read(entry.properties).headers if headers else ():
+        yield from _option("--header", reading.raw(f"{header.name}={header.value}"))
+
+
+def _option(option: str, value: bytes | None) -> Iterator[tuple[str, str]]:
+    if value:
+        text = as_text(value)
+        yield f"{option} {shlex.quote(text)}", text
