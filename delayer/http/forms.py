@@ -23,6 +23,8 @@ HELD_FIELDS: Final = ("kind", *FIELDS)
 """The same of held messages, with the kind of the hold."""
 NAMES: Final = ("route", "to_exchange", "to_key")
 """Fields whose empty text has a meaning: messages without a route, the default exchange, the empty routing key."""
+DEFAULT_EXCHANGE: Final = "amq.default"
+"""The default exchange in a search, where an empty field is no condition. RabbitMQ's management calls it so too."""
 MOST_NAMED: Final = 1_000
 """Messages that one form names."""
 T = TypeVar("T")
@@ -79,6 +81,8 @@ def once(names: Sequence[str]) -> None:
 
 def _read(given: Mapping[str, str], now_ms: int) -> Search:
     wanted: dict[str, Any] = {name: raw(given[name]) for name in _RAW if name in given}
+    if given.get("to_exchange") == DEFAULT_EXCHANGE:
+        wanted["to_exchange"] = b""
     if "header" in given:
         name, equals, value = given["header"].partition("=")
         if not equals or not name:

@@ -69,12 +69,16 @@ class Pages:
         """The overview."""
         census = await self.answers.view.census.get() if self.answers.view.has_store else None
         value, settings = None if census is None else census.value, self.answers.inside.settings
+        rates = recent.sent_rates(self.answers.inside.state()["recent"], 60.0)
+        largest = [] if value is None else render.destinations(value, rates)
         return self.html(
             request,
             "overview.html",
             **await self._live(),
             series=render.series(value),
             routes=[] if value is None else render.routes(value, [reading.raw(one.from_) for one in settings.routes]),
+            destinations=largest,
+            destinations_note="" if value is None else render.destinations_note(value, largest),
             census_note="" if census is None else render.backlog_note(value, census.error),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from math import ceil, inf
 from typing import Final, NamedTuple
@@ -12,18 +12,21 @@ from typing import Final, NamedTuple
 from delayer.core.counters import LATENESS, Counters
 
 STEP_MS: Final = 5_000
+MOST_SENT: Final = 50
 RATE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
 class Step(NamedTuple):
     """The counts of one step, of all routes together. ``below``: messages within each bound of LATENESS. ``late``: all
-    delivered messages. ``total``: the sum of their lateness in seconds."""
+    delivered messages. ``total``: the sum of their lateness in seconds. ``sent``: the messages of the MOST_SENT
+    destinations with the most."""
 
     at_ms: int
     counts: Mapping[str, int]
     below: Sequence[int]
     late: int
     total: float
+    sent: Sequence[tuple[tuple[bytes, bytes], int]] = ()
 
 
 def host_ms() -> int:
@@ -38,6 +41,7 @@ class Recent:
         self._counters = counters
         self._at_ms = now_ms
         self._totals = self._now()
+        self._sent = Counter(counters.released_to)
         self.steps: deque[Step] = deque(maxlen=kept)
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -56,7 +60,10 @@ class Recent:
         totals = self._now()
         *new, late, total = (now - before for now, before in zip(totals, self._totals, strict=True))
         counts = dict(zip(RATE_KINDS, map(int, new), strict=False))
-        self.steps.append(Step(at_ms, counts, list(map(int, new[len(RATE_KINDS) :])), int(late), total))
+        sent = Counter(self._counters.released_to)
+        most = (sent - self._sent).most_common(MOST_SENT)
+        self.steps.append(Step(at_ms, counts, list(map(int, new[len(RATE_KINDS) :])), int(late), total, most))
+        self._sent = sent
         self._at_ms, self._totals = at_ms, totals
 
     def _now(self) -> list[float]:
@@ -112,6 +119,15 @@ def summary(of: Sequence[Step], seconds: float) -> Summary:
     total = sum(one.total for one in last)
     p50, p99, worst = (quantile(share, below, count, total) for share in (0.5, 0.99, 1.0))
     return Summary(long, rates, p50, p99, worst)
+
+
+def sent_rates(of: Sequence[Step], seconds: float) -> dict[tuple[bytes, bytes], float]:
+    """The messages a second that this process released to each destination, over the last ``seconds``."""
+    last = of[-max(1, round(seconds * 1000 / STEP_MS)) :]
+    totals: Counter[tuple[bytes, bytes]] = Counter()
+    for one in last:
+        totals.update(dict(one.sent))
+    return {target: count / (len(last) * STEP_MS / 1000) for target, count in totals.items()}
 
 
 def series(of: Sequence[Step]) -> dict[str, list[float | None]]:

@@ -160,10 +160,17 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
     environ = place.environ("store", store) | ANY_PORT | {"HTTP__TOKEN": token}
     async with place.working(environ) as (daemon, raw, _):
         web = await Web.of(daemon)
+        await raw.publish(*(delayed(f"inbox {n}", 10) for n in range(50)), *(delayed("x", HOUR) for n in range(2)))
         lost = [delayed(f"{key} {n}", 10, through=to, key=key) for to, key in GROUPS for n in range(2)]
         await raw.publish(*lost, delayed("other", 10, through="in.missing", key="c"))
         page = await eventually(lambda: web.get("/held"), lambda page: page.text.count("/message/") == 7)
         assert '<a href="/held?route=in.queue">4</a>' in (await web.get("/")).text
+        group = "to_exchange=amq.default&amp;to_key=q.a"
+        assert f'<a href="/held?{group}">2</a>' in (await web.get("/")).text, "the row of its destination"
+        assert (await web.get(f"/held?{group}".replace("&amp;", "&"))).text.count("/message/") == 2
+        row = await eventually(lambda: destination(web, "out / inbox"), lambda row: row[-1:] not in ([], ["0"]))
+        assert (row[0], row[1], row[3]) == ("out / inbox", "2", "0")
+        assert row[2].startswith("in ")
         place.things.queue("q.a")
         session = await web.post("/login", {"who": "ada", "token": token})
         ada = {"Cookie": session.headers["set-cookie"].partition(";")[0]}
@@ -175,9 +182,9 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
             answer = await web.post("/actions/held-filtered", {"verb": verb, **fields}, **ada)
             return re.findall("<h1>(.*)</h1>", answer.text)[0]
 
-        group = {"kind": "returned", "to_exchange": "", "to_key": "q.a"}
-        assert await act("retry", **group) == "Retry 2 messages?"
-        assert await act("retry", **group, confirmed="yes") == "To be tried again now: 2"
+        fields = {"kind": "returned", "to_exchange": "", "to_key": "q.a"}
+        assert await act("retry", **fields) == "Retry 2 messages?"
+        assert await act("retry", **fields, confirmed="yes") == "To be tried again now: 2"
         await eventually(lambda: web.get("/held"), lambda page: page.text.count("/message/") == 5)
         # Without a filter the operator must type the number.
         everything = {"all": "yes", "counted": "5", "confirmed": "yes"}
@@ -186,6 +193,14 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         assert await act("drop", to_exchange="missing", confirmed="yes") == "Dropped: 3"
         assert await act("drop", **everything, typed="5") == "Dropped: 2"
         assert await act("drop", tu="missing") == "Not understood"
+
+
+async def destination(web: Web, name: str) -> list[str]:
+    """The cells of a row of the overview's table by destination."""
+    page = (await web.get("/")).text
+    rows = (re.findall("<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in re.findall("<tr>(.*?)</tr>", page, re.DOTALL))
+    found = ([re.sub("<[^>]*>", "", cell).strip() for cell in row] for row in rows)
+    return next((row for row in found if row[:1] == [name]), [])
 
 
 async def test_off_is_off(place: OwnVhost, store: str) -> None:

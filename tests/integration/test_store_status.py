@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delayer.core import horizon
+from delayer.core.message import Target
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import RESTORED_MS, overview, restored_ms
@@ -77,6 +78,25 @@ async def test_little_is_counted_exactly(database: str) -> None:
         assert found.exact
         classes = {route: horizon.by_class(counts) for route, counts in found.by_route().items()}
         assert (classes[b"a"]["hour"], classes[b"b"]["overdue"], classes[b"b"]["later"]) == (5, 1, 1)
+        (there,) = found.destinations.values()
+        assert there == (7, now - 1, 0)
+
+
+async def test_destinations_have_their_waiting_and_held_messages(database: str) -> None:
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        now = store.now_upper_ms()
+        a, b, rare, lost = (Target(b"x", b"a"), Target(b"x", b"b"), Target(b"", b"rare"), Target(b"x", b"lost"))
+        far = [parcel(now + 2 * DAY_MS + n * 1000, target=b if n % 4 else a) for n in range(12_000)]
+        few = [parcel(now + HOUR_MS // 2 + n, target=rare) for n in range(3)]
+        await store.park(lane, far + few, [])
+        await store.hold(lane, [(parcel(now, target=lost), WHY)])
+        found = await counted(database, most_pages=20)
+        assert not found.exact
+        there = found.destinations
+        assert there[b].waiting / there[a].waiting == pytest.approx(3, rel=0.5)
+        assert there[rare] == (3, now + HOUR_MS // 2, 0), "messages due soon are counted exactly"
+        assert there[lost] == (0, None, 1)
+        assert far[0].due_ms <= (there[a].next_due_ms or 0) <= far[-1].due_ms
 
 
 async def test_much_is_estimated_and_adds_up(database: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import asyncpg
 from asyncpg import Connection
 
 from delayer.core import horizon
@@ -191,38 +192,72 @@ _SIZES: Final = (
     "SELECT c.relname, pg_relation_size(c.oid) / 8192 FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid"
     " WHERE i.inhparent = 'message'::regclass"
 )
-_SAMPLE: Final = (
-    "SELECT route, width_bucket(due_at, $1::timestamptz[]), count(*) FROM {} TABLESAMPLE SYSTEM ({}) GROUP BY 1, 2"
-)
+MOST: Final = 200
+"""The largest destinations of one partition, of the coming hour and of held messages that a census tells apart."""
+# The counts of ``counted`` rows: by route and bucket, and by destination with the first due instant. $1 bounds.
+_GROUPED: Final = f"""
+SELECT route, bucket, to_exchange, to_key, n, due, rows FROM (
+    SELECT route, bucket, to_exchange, to_key, count(*) AS n, min(due_at) AS due, max(rows) AS rows,
+           row_number() OVER (PARTITION BY grouping(to_key) ORDER BY count(*) DESC) AS rank
+    FROM (
+        SELECT *, width_bucket(due_at, $1::timestamptz[]) AS bucket FROM ({{}}) AS counted
+    ) AS placed
+    GROUP BY GROUPING SETS ((route, bucket), (to_exchange, to_key))
+) AS grouped
+WHERE to_key IS NULL OR rank <= {MOST}
+"""
+_SAMPLE: Final = _GROUPED.format("SELECT route, to_exchange, to_key, due_at, 0 AS rows FROM {} TABLESAMPLE SYSTEM ({})")
 # $1 bounds, $2 end of the hour, $3 rows of each lane. From a little before the watermark on: behind it are the dead.
-NEAR_ROWS: Final = """
-SELECT near.route, width_bucket(due_at, $1::timestamptz[]), count(*), max(rows)
+NEAR_ROWS: Final = _GROUPED.format("""
+SELECT near.*
 FROM lane AS l
 CROSS JOIN LATERAL (
-    SELECT route, due_at, count(*) OVER () AS rows
+    SELECT *, count(*) OVER () AS rows
     FROM (
-        SELECT route, due_at FROM message
+        SELECT route, to_exchange, to_key, due_at FROM message
         WHERE lane = l.number AND due_at >= l.watermark - interval '10 seconds' AND due_at < $2
         ORDER BY due_at
         LIMIT $3
     ) AS soonest
 ) AS near
-GROUP BY 1, 2
-"""
-
-_HELD_ROUTES: Final = "SELECT route, count(*) FROM (SELECT route FROM held LIMIT 100000) AS first GROUP BY route"
+""")
+_HELD: Final = (
+    "SELECT route, to_exchange, to_key, count(*) FROM (SELECT route, to_exchange, to_key FROM held LIMIT 100000)"
+    f" AS first GROUP BY GROUPING SETS ((route), (to_exchange, to_key)) ORDER BY count(*) DESC LIMIT {5 * MOST}"
+)
 
 Counts = dict[tuple[bytes, int], float]
+Address = tuple[bytes, bytes]
+"""An exchange and a routing key."""
+
+
+class Destination(NamedTuple):
+    """The messages of one exchange and routing key. ``next_due_ms``: the first of those that were read; in a sample of
+    a large backlog there may be an earlier one."""
+
+    waiting: float = 0.0
+    next_due_ms: int | None = None
+    held: int = 0
+
+    def and_waiting(self, messages: float, due_ms: int) -> Destination:
+        """With these messages too."""
+        first_ms = due_ms if self.next_due_ms is None else min(due_ms, self.next_due_ms)
+        return self._replace(waiting=self.waiting + messages, next_due_ms=first_ms)
+
+
+NONE_THERE: Final = Destination()
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """``counts`` by route and bucket (core/horizon.py), ``held`` by route. ``exact``: no count of them is estimated."""
+    """``counts`` by route and bucket (core/horizon.py), ``held`` by route, and the largest destinations. ``exact``: no
+    count of them is estimated. Messages in segments are in no destination."""
 
     taken_ms: int
     counts: Mapping[tuple[bytes, int], float]
     exact: bool
     held: Mapping[bytes, int] = field(default_factory=dict)
+    destinations: Mapping[Address, Destination] = field(default_factory=dict)
 
     def by_route(self) -> dict[bytes, dict[int, float]]:
         """The same, route by route."""
@@ -245,28 +280,50 @@ async def take_census(connection: Connection, most_pages: int = 2_000) -> Census
         await connection.execute("SET LOCAL statement_timeout = '10s'")
         now_ms = await connection.fetchval("SELECT now()")
         sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms), most_pages)
-        counts = corrected(sampled, certain, waiting(await counters(connection)))
-        near = await _due_soon(connection, now_ms)
-        if near is not None and sampled:
-            counts = with_near(counts, near)
+        total = waiting(await counters(connection))
+        counts = corrected(sampled.counts, certain.counts, total)
+        stretched = stretch(sampled.counts, certain.counts, total)
+        near, all_of_them = await _due_soon(connection, now_ms)
+        if all_of_them and sampled.counts:
+            counts = with_near(counts, near.counts)
         for first_ms, last_ms, messages in await connection.fetch("SELECT first_due, last_due, messages FROM segment"):
             for bucket, count in horizon.spread(first_ms, last_ms, messages, now_ms).items():
                 counts[COMPACTED, bucket] = counts.get((COMPACTED, bucket), 0.0) + count
-        held = dict(await connection.fetch(_HELD_ROUTES))
-    return Census(now_ms, counts, exact=not sampled, held=held)
+        groups = await connection.fetch(_HELD)
+    held = {route: messages for route, _, key, messages in groups if key is None}
+    held_there = {(exchange, key): messages for _, exchange, key, messages in groups if key is not None}
+    destinations = merged(sampled.destinations, certain.destinations, near.destinations, stretched, held_there)
+    return Census(now_ms, counts, exact=not sampled.counts, held=held, destinations=destinations)
 
 
-async def _in_partitions(connection: Connection, bounds: list[int], most_pages: int) -> tuple[Counts, Counts]:
-    """The counts of whole partitions, from samples of at most ``most_pages`` pages; and the number of rows counted."""
+@dataclass(slots=True)
+class Counted:
+    """What some rows count: ``counts`` as those of a census, and the largest destinations."""
+
+    counts: Counts = field(default_factory=dict)
+    destinations: dict[Address, Destination] = field(default_factory=dict)
+
+    def add(self, row: asyncpg.Record, share: float) -> None:
+        """A row of _GROUPED, which read this share of all rows."""
+        messages = row["n"] / share
+        if row["to_key"] is None:
+            place = row["route"], row["bucket"]
+            self.counts[place] = self.counts.get(place, 0.0) + messages
+        else:
+            to = row["to_exchange"], row["to_key"]
+            self.destinations[to] = self.destinations.get(to, NONE_THERE).and_waiting(messages, row["due"])
+
+
+async def _in_partitions(connection: Connection, bounds: list[int], most_pages: int) -> tuple[Counted, Counted]:
+    """The counts of whole partitions, from samples of at most ``most_pages`` pages; and those counted row by row."""
     sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
     each = min(max(PAGES // max(len(sizes), 1), FEWEST), most_pages)
-    sampled: Counts = {}
-    certain: Counts = {}
+    sampled, certain = Counted(), Counted()
     for name, pages in sizes.items():
         share = min(each / pages, 1.0)
         into = certain if share == 1.0 else sampled
-        for route, bucket, count in await connection.fetch(_SAMPLE.format(name, share * 100), bounds):
-            into[route, bucket] = into.get((route, bucket), 0.0) + count / share
+        for row in await connection.fetch(_SAMPLE.format(name, share * 100), bounds):
+            into.add(row, share)
     return sampled, certain
 
 
@@ -280,12 +337,13 @@ async def counters(connection: Connection) -> dict[str, int]:
     return dict.fromkeys(LANE_KINDS, 0) | kinds
 
 
-async def _due_soon(connection: Connection, now_ms: int) -> Counts | None:
-    """The messages due within the hour, counted row by row; None if they are too many for that."""
+async def _due_soon(connection: Connection, now_ms: int) -> tuple[Counted, bool]:
+    """The first messages due within the hour, counted row by row, and whether these are all of them."""
     rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR)
-    if any(of_lane >= NEAR for _, _, _, of_lane in rows):
-        return None
-    return {(route, bucket): float(count) for route, bucket, count, _ in rows}
+    found = Counted()
+    for row in rows:
+        found.add(row, 1.0)
+    return found, all(row["rows"] < NEAR for row in rows)
 
 
 def corrected(sampled: Counts, certain: Counts, total: int) -> Counts:
@@ -294,11 +352,35 @@ def corrected(sampled: Counts, certain: Counts, total: int) -> Counts:
     >>> corrected({(b"a", 1): 90.0, (b"b", 2): 30.0}, {(b"a", 1): 4.0}, 64)
     {(b'a', 1): 49.0, (b'b', 2): 15.0}
     """
-    estimated = sum(sampled.values())
-    stretch = max(total - sum(certain.values()), 0.0) / estimated if estimated else 0.0
-    found = {place: count * stretch for place, count in sampled.items()}
+    factor = stretch(sampled, certain, total)
+    found = {place: count * factor for place, count in sampled.items()}
     for place, count in certain.items():
         found[place] = found.get(place, 0.0) + count
+    return found
+
+
+def stretch(sampled: Counts, certain: Counts, total: int) -> float:
+    """The factor by which :func:`corrected` multiplies samples. Pure."""
+    estimated = sum(sampled.values())
+    return max(total - sum(certain.values()), 0.0) / estimated if estimated else 0.0
+
+
+def merged(
+    sampled: Mapping[Address, Destination],
+    certain: Mapping[Address, Destination],
+    near: Mapping[Address, Destination],
+    factor: float,
+    held: Mapping[Address, int],
+) -> dict[Address, Destination]:
+    """The destinations of a whole store. A sample may have missed messages that ``near`` counted. Pure."""
+    found: dict[Address, Destination] = {}
+    for to in {*sampled, *certain, *near, *held}:
+        one, soon = certain.get(to, NONE_THERE), near.get(to, NONE_THERE)
+        if (more := sampled.get(to)) is not None and more.next_due_ms is not None:
+            one = one.and_waiting(more.waiting * factor, more.next_due_ms)
+        if soon.next_due_ms is not None:
+            one = one.and_waiting(max(soon.waiting - one.waiting, 0.0), soon.next_due_ms)
+        found[to] = one._replace(held=held.get(to, 0))
     return found
 
 

@@ -18,12 +18,13 @@ HOUR = 3_600_000
         ({}, Filter()),
         ({"route": "  ", "key": ""}, Filter()),
         ({"route": "in", "to_exchange": "out", "to_key": "k"}, Filter(route=b"in", to_exchange=b"out", to_key=b"k")),
+        ({"to_exchange": "amq.default", "to_key": "q"}, Filter(to_exchange=b"", to_key=b"q")),
         ({"key": "café"}, Filter(key="café".encode())),
         ({"header": "customer=47=11"}, Filter(headers=((b"customer", "47=11"),))),
         ({"due_after": "2h", "due_before": "2027-01-15T09:00Z"},
          Filter(due_from_ms=NOW + 2 * HOUR, due_before_ms=NOW + HOUR)),
     ],
-    ids=range(6),
+    ids=range(7),
 )  # fmt: skip
 def test_filters(form: dict[str, str], wanted: Filter) -> None:
     assert searched(form, NOW).wanted == wanted

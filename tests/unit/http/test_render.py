@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from delayer.http import render
-from delayer.store.admin.stats import Census
+from delayer.store.admin.stats import COMPACTED, Census, Destination
 
+NOW = 1_800_000_000_000
 STATIC = Path(render.__file__).parent / "static"
 TEMPLATES = Path(render.__file__).parent / "templates"
 
@@ -47,6 +48,20 @@ def test_the_counts_include_routes_without_messages() -> None:
     assert render.routes(census, [b"a", b"idle"]) == [
         (b"b", 9.0, 0, 0), (b"a", 7.0, 3.0, 0), (b"c", 0, 0, 3), (b"idle", 0, 0, 0),
     ]  # fmt: skip
+
+
+def test_the_largest_destinations() -> None:
+    many = {(b"x", b"%d" % n): Destination(float(n), NOW, 0) for n in range(100)}
+    held, none = (b"", b"q"), (b"y", b"")
+    census = Census(0, {(b"a", 0): 5000.0, (COMPACTED, 9): 70.0}, True, {}, many | {held: Destination(held=3)})
+    rows = render.destinations(census, {none: 2.5})
+    assert [row.waiting for row in rows[:20]] == [float(n) for n in range(99, 79, -1)]
+    assert {(row.exchange, row.routing_key) for row in rows} > {held, none}
+    assert len(rows) <= 2 * render.MOST_ROWS
+    told = render.destinations_note(census, rows)
+    assert "70 compacted messages are not counted here." in told
+    others = 5000 - sum(row.waiting for row in rows)
+    assert f"{render.number(others)} messages wait for other destinations." in told
 
 
 def colours(dark: bool) -> dict[str, str]:
