@@ -227,11 +227,11 @@ _HELD: Final = (
 )
 
 Counts = dict[tuple[bytes, int], float]
-Address = tuple[bytes, bytes]
+DestinationAddress = tuple[bytes, bytes]
 """An exchange and a routing key."""
 
 
-class Destination(NamedTuple):
+class DestinationCount(NamedTuple):
     """The messages of one exchange and routing key. ``next_due_ms``: the first of those that were read; in a sample of
     a large backlog there may be an earlier one."""
 
@@ -239,13 +239,13 @@ class Destination(NamedTuple):
     next_due_ms: int | None = None
     held: int = 0
 
-    def and_waiting(self, messages: float, due_ms: int) -> Destination:
+    def and_waiting(self, messages: float, due_ms: int) -> DestinationCount:
         """With these messages too."""
         first_ms = due_ms if self.next_due_ms is None else min(due_ms, self.next_due_ms)
         return self._replace(waiting=self.waiting + messages, next_due_ms=first_ms)
 
 
-NONE_THERE: Final = Destination()
+NONE_THERE: Final = DestinationCount()
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class Census:
     counts: Mapping[tuple[bytes, int], float]
     exact: bool
     held: Mapping[bytes, int] = field(default_factory=dict)
-    destinations: Mapping[Address, Destination] = field(default_factory=dict)
+    destinations: Mapping[DestinationAddress, DestinationCount] = field(default_factory=dict)
 
     def by_route(self) -> dict[bytes, dict[int, float]]:
         """The same, route by route."""
@@ -297,11 +297,11 @@ async def take_census(connection: Connection, most_pages: int = 2_000) -> Census
 
 
 @dataclass(slots=True)
-class Counted:
+class PartialCensus:
     """What some rows count: ``counts`` as those of a census, and the largest destinations."""
 
     counts: Counts = field(default_factory=dict)
-    destinations: dict[Address, Destination] = field(default_factory=dict)
+    destinations: dict[DestinationAddress, DestinationCount] = field(default_factory=dict)
 
     def add(self, row: asyncpg.Record, share: float) -> None:
         """A row of _GROUPED, which read this share of all rows."""
@@ -314,11 +314,13 @@ class Counted:
             self.destinations[to] = self.destinations.get(to, NONE_THERE).and_waiting(messages, row["due"])
 
 
-async def _in_partitions(connection: Connection, bounds: list[int], most_pages: int) -> tuple[Counted, Counted]:
+async def _in_partitions(
+    connection: Connection, bounds: list[int], most_pages: int
+) -> tuple[PartialCensus, PartialCensus]:
     """The counts of whole partitions, from samples of at most ``most_pages`` pages; and those counted row by row."""
     sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
     each = min(max(PAGES // max(len(sizes), 1), FEWEST), most_pages)
-    sampled, certain = Counted(), Counted()
+    sampled, certain = PartialCensus(), PartialCensus()
     for name, pages in sizes.items():
         share = min(each / pages, 1.0)
         into = certain if share == 1.0 else sampled
@@ -337,10 +339,10 @@ async def counters(connection: Connection) -> dict[str, int]:
     return dict.fromkeys(LANE_KINDS, 0) | kinds
 
 
-async def _due_soon(connection: Connection, now_ms: int) -> tuple[Counted, bool]:
+async def _due_soon(connection: Connection, now_ms: int) -> tuple[PartialCensus, bool]:
     """The first messages due within the hour, counted row by row, and whether these are all of them."""
     rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR)
-    found = Counted()
+    found = PartialCensus()
     for row in rows:
         found.add(row, 1.0)
     return found, all(row["rows"] < NEAR for row in rows)
@@ -366,14 +368,14 @@ def stretch(sampled: Counts, certain: Counts, total: int) -> float:
 
 
 def merged(
-    sampled: Mapping[Address, Destination],
-    certain: Mapping[Address, Destination],
-    near: Mapping[Address, Destination],
+    sampled: Mapping[DestinationAddress, DestinationCount],
+    certain: Mapping[DestinationAddress, DestinationCount],
+    near: Mapping[DestinationAddress, DestinationCount],
     factor: float,
-    held: Mapping[Address, int],
-) -> dict[Address, Destination]:
+    held: Mapping[DestinationAddress, int],
+) -> dict[DestinationAddress, DestinationCount]:
     """The destinations of a whole store. A sample may have missed messages that ``near`` counted. Pure."""
-    found: dict[Address, Destination] = {}
+    found: dict[DestinationAddress, DestinationCount] = {}
     for to in {*sampled, *certain, *near, *held}:
         one, soon = certain.get(to, NONE_THERE), near.get(to, NONE_THERE)
         if (more := sampled.get(to)) is not None and more.next_due_ms is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from delayer.http import render
-from delayer.store.admin.stats import COMPACTED, Census, Destination
+from delayer.store.admin.stats import COMPACTED, Census, DestinationCount
 
 NOW = 1_800_000_000_000
 STATIC = Path(render.__file__).parent / "static"
@@ -51,9 +51,9 @@ def test_the_counts_include_routes_without_messages() -> None:
 
 
 def test_the_largest_destinations() -> None:
-    many = {(b"x", b"%d" % n): Destination(float(n), NOW, 0) for n in range(100)}
+    many = {(b"x", b"%d" % n): DestinationCount(float(n), NOW, 0) for n in range(100)}
     held, none = (b"", b"q"), (b"y", b"")
-    census = Census(0, {(b"a", 0): 5000.0, (COMPACTED, 9): 70.0}, True, {}, many | {held: Destination(held=3)})
+    census = Census(0, {(b"a", 0): 5000.0, (COMPACTED, 9): 70.0}, True, {}, many | {held: DestinationCount(held=3)})
     rows = render.destinations(census, {none: 2.5})
     assert [row.waiting for row in rows[:20]] == [float(n) for n in range(99, 79, -1)]
     assert {(row.exchange, row.routing_key) for row in rows} > {held, none}
