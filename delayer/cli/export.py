@@ -39,8 +39,8 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     snapshot of the store, taken when the export begins. Nothing is removed, and daemons, compaction and restore may go
     on. To move a backlog, stop the daemons first. The file holds messages in the clear, so protect it.
 
-    Exit code 1 if a segment does not read back; all others are written. Exit code 3 if FILE or the pipe takes no more:
-    FILE is then unchanged, and the output of a pipe lacks its last line with the number of messages. Symlinks are
+    Exit code 1 if a segment does not read back; all others are written. Exit code 1 if the reader of a pipe has gone,
+    and 3 if FILE takes no more: FILE is then unchanged, and the pipe got no last line with the number of messages. Symlinks are
     followed. A named pipe or a device is written into and not replaced.
 
     \b
@@ -62,6 +62,8 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
             out.flush()  # Before the command reports them as written.
     except (NotWritten, OSError) as error:
         where = f"{'stdout' if to_stdout else file}: {error.strerror or error}"
+        if error.errno == errno.EPIPE:  # As of every other verb.
+            raise CommandFailed(f"{where}: the reader has gone, and has a part of the messages") from error
         if not opened and error.errno not in _FULL:
             raise Misused(where) from error
         kept = not to_stdout and (file.is_file() or not file.exists())

@@ -98,10 +98,15 @@ def quoted(name: str) -> str:
     return f'"{readable(name)}"'
 
 
+def intake_queues(settings: Settings) -> tuple[str, str]:
+    """The queues of every mode."""
+    return settings.intake.queue, settings.refused.queue
+
+
 def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_level: bool) -> None:
     """Print the depths of the cascade and of the queues around it. ``used``: whether new delays take the cascade.
     ``every_level``: also those without messages."""
-    intake = (settings.intake.queue, settings.refused.queue)
+    intake = intake_queues(settings)
 
     def depth(name: str, messages: int | None) -> str:
         if messages is not None:

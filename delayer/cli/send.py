@@ -135,6 +135,11 @@ def send(
     message = prepared(route, settings.intake.queue, key, body, {**headers, **keyed})
     now_ms = time.time_ns() // 1_000_000
     ask(message, route, delay_ms, at_ms, now_ms=now_ms)
+    longest_ms = settings.intake.max_delay_ms
+    if message.due_ms is not None and message.due_ms - now_ms > longest_ms:
+        raise Misused(
+            f"the delay is longer than intake.max_delay, {duration_text(longest_ms)}: delayer would refuse it"
+        )
     message_id = message_id or str(uuid.uuid4())
     if reason := asyncio.run(publish(settings.broker_url, message, message_id)):
         raise CommandFailed(
@@ -145,9 +150,6 @@ def send(
     if CANCEL in message.headers:
         note(cancelling(str(message.headers[CANCEL]), settings))
         return
-    longest_ms = settings.intake.max_delay_ms
-    if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
-        note(f"delayer refuses it: intake.max_delay is {duration_text(longest_ms)}. Next: `delayer refused list`.")
     one = f", and `delayer show {shlex.quote(message_id)}` the message" if settings.mode == "store" else ""
     note(f"Next: `delayer status` shows the backlog{one}.")
 

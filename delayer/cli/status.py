@@ -16,7 +16,17 @@ from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
-from delayer.cli.output import json_of_lane, note, print_json, print_lanes, print_queues, print_table, quoted, when
+from delayer.cli.output import (
+    intake_queues,
+    json_of_lane,
+    note,
+    print_json,
+    print_lanes,
+    print_queues,
+    print_table,
+    quoted,
+    when,
+)
 from delayer.config.model import HttpTable, Settings
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.config.topology import cascade_of, uses_cascade
@@ -171,6 +181,8 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
                 count = broker["delayed"]["messages"]
                 shown = "unknown without broker.management_url" if count is None else count
                 click.echo(f"delayed by RabbitMQ itself in {quoted(settings.native.due_queue)}: {shown}")
+            for step in next_steps(settings, depths, (store or {}).get("held", 0)):
+                note(step)
     parts = {"broker": broker, "store": store or {}}
     unreached = {name: part for name, part in parts.items() if part.get("error")}
     for name, part in unreached.items():
@@ -182,6 +194,17 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
         note(f"The store's schema is {store['schema'] or 'missing'}; needed: {schema.HEAD}. Next: {store['advice']}.")
         return ExitCode.FOUND
     return ExitCode.DONE
+
+
+def next_steps(settings: Settings, seen: CascadeDepths, held: int) -> list[str]:
+    """What an operator does about missing queues, and about ``held`` and other messages that were set aside. Pure."""
+    used, strays = uses_cascade(settings), cascade_of(settings).strays
+    needed = {name: depth for name, depth in seen.queues.items() if used or name in intake_queues(settings)}
+    missing = [name for name, depth in needed.items() if depth is None and name not in seen.hidden]
+    steps = [f"Missing on the broker: {', '.join(missing)}. Next: start the daemon, or `delayer topology apply`."]
+    aside = {"refused": seen.queues[settings.refused.queue], "strays": seen.queues.get(strays), "held": held}
+    told = [f"Next: `delayer {verb} list` says why these messages were set aside." for verb, n in aside.items() if n]
+    return (steps if missing else []) + told
 
 
 async def _look(
@@ -236,7 +259,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
 
 def _print_store(store: dict[str, Any] | None) -> None:
     if store is None:
-        click.echo("store: none configured")
+        click.echo("store: none configured, so waiting messages can be counted, but not listed or cancelled")
         return
     if store["error"] is not None or store["advice"]:
         return

@@ -53,14 +53,16 @@ def apply(request: Request) -> None:
     settings = request.settings()
     whole = topology_of(settings)
 
-    async def declare(admin: Admin) -> list[str]:
+    async def declare(admin: Admin) -> tuple[int, list[str]]:
+        missing = [one for one in await admin.verify(whole) if one.state == "missing" and one.kind != "binding"]
         async with pipelined_admin(settings.broker_url, "delayer topology") as broker:
             await broker.declare(whole)
-        return [route.to for route in settings.routes if not await admin.exchange_exists(route.to)]
+        return len(missing), [route.to for route in settings.routes if not await admin.exchange_exists(route.to)]
 
-    missing = with_admin(settings, declare)
+    new, missing = with_admin(settings, declare)
     click.echo(
-        f"In place: {len(whole.exchanges)} exchanges, {len(whole.queues)} queues, {len(whole.bindings)} bindings."
+        f"In place: {len(whole.exchanges)} exchanges, {len(whole.queues)} queues, {len(whole.bindings)} bindings. "
+        f"New exchanges and queues: {new}."
     )
     for name in dict.fromkeys(missing):
         note(f"Note: exchange {quoted(name)}, for due messages, does not exist: declare it, or by a [[destination]].")

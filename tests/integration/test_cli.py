@@ -40,9 +40,9 @@ def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ
     missing = delayer("topology", "verify", expect=1)
     assert "delayer topology apply" in missing.stderr
     applied = delayer("topology", "apply")
-    assert "In place: 2 exchanges, 2 queues, 2 bindings." in applied.stdout
+    assert "In place: 2 exchanges, 2 queues, 2 bindings. New exchanges and queues: 4." in applied.stdout
     assert 'exchange "delayer.out"' in applied.stderr
-    delayer("topology", "apply")
+    assert "New exchanges and queues: 0." in delayer("topology", "apply").stdout
     assert "as it should be" in delayer("topology", "verify").stdout
     found = json.loads(delayer("topology", "verify", "--json").stdout)
     assert found["ok"]
@@ -156,7 +156,7 @@ async def test_a_message_that_a_queue_refuses_is_reported(delayer: Run, vhost: s
 
 async def test_send_warns_of_a_refusal_by_the_daemon(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
-    assert "refuses it: intake.max_delay is 3650d" in delayer("send", "--delay", "5000d").stderr
+    assert "longer than intake.max_delay, 3650d" in delayer("send", "--delay", "5000d", expect=2).stderr
     assert len(await take(vhost, "delays")) == 1
 
 
@@ -304,6 +304,23 @@ def test_status(delayer: Run, empty_database: str) -> None:
     nothing = {"count": 0, "messages": 0, "broken": 0, "broken_messages": 0, "late": 0, "late_messages": 0}
     assert answer["store"]["segments"] == {**nothing, "next_due_ms": None}
     assert "compacted" not in told.stdout
+
+
+async def test_status_says_the_next_step(delayer: Run, vhost: str, database: str) -> None:
+    native = {"DELAYER_MODE": "native", "DELAYER_STORE__URL": None}
+    nothing = delayer("status", **native)
+    assert "Missing on the broker: delays, delays.due, delays.refused, delayer.delay-strays. Next: " in nothing.stderr
+    assert "not listed" in nothing.stdout
+    assert "Missing on the broker: delays, delays.refused. Next: " in delayer("status").stderr
+    delayer("topology", "apply", **native)
+    assert "Next" not in delayer("status", **native).stderr
+    async with channel_to(vhost) as channel:
+        for queue in ("delays.refused", "delayer.delay-strays"):
+            await channel.default_exchange.publish(aio_pika.Message(b""), queue)
+    async with sql(database) as admin:
+        await admin.execute("INSERT INTO counter VALUES (1, 'parked', 3), (1, 'held', 3)")
+    told = delayer("status").stderr
+    assert all(f"Next: `delayer {verb} list`" in told for verb in ("refused", "strays", "held"))
 
 
 async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, database: str) -> None:

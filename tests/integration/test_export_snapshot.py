@@ -142,3 +142,17 @@ async def _export_beside_a_compaction(database: str, pipe: Path, closing: ExitSt
         assert (export.returncode, f"{len(there):,} messages" in told.decode()) == (ExitCode.DONE, True), told
         assert json.loads(lines[-1]) == {"v": 1, "messages": len(there)}
         assert len({json.loads(line)["body"] for line in lines[:-1]}) == len(there)
+
+
+async def test_an_export_whose_reader_has_gone_ends_with_1(database: str) -> None:
+    """As every verb does whose output has no reader."""
+    async with sql(database) as admin:
+        await put(admin, rows(WAITING, await now_ms(admin) + 100 * DAY_MS))
+    line = '{ "$0" --store-url "$1" export -; echo $? >&2; } | head -c 9'
+    export = await asyncio.create_subprocess_exec(
+        "sh", "-c", line, str(EXECUTABLE), database, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    head, told = await export.communicate()
+    assert len(head) == 9
+    assert told.decode().splitlines()[-1] == str(int(ExitCode.FOUND))
+    assert b"the reader has gone" in told and b"Exception" not in told
