@@ -84,34 +84,27 @@ ROOM: Final = 2048
 REASON: Final = 500
 
 
+_NO_COPIES: Final = frozenset[bytes]()
+
+
 def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
     """The delay request in a message's headers, of those names. The first of repeated headers counts, as for the
     broker. All ``CC`` and ``BCC`` are collected.
 
     Raises MalformedTable.
     """
-    raw, places = properties.raw, properties.places
+    raw = properties.raw
     headers: dict[bytes, object] = {}
-    copies = frozenset[bytes]()
+    copies = _NO_COPIES
     for name, type_at, stop in properties.entries(consulted):
         if name in COPY_HEADERS:
             copies |= _keys(value_at(raw, type_at, stop))
         elif name not in headers:
             headers[name] = value_at(raw, type_at, stop)
-    return DelayRequest(
-        delivery.exchange,
-        delivery.routing_key,
-        headers,
-        properties.timestamp if "timestamp" in places else None,
-        copies,
-        delivery.body,
-        properties.short("content_encoding") if "content_encoding" in places else None,
-        properties.short("message_id"),
-        # The chance that spreads retries. Failed messages without an id can be equal byte for byte; their tags differ.
-        crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0,
-        properties.names,
-        properties.short("reply_to") if "reply_to" in places else None,
-    )
+    # The chance that spreads retries. Failed messages without an id can be equal byte for byte; their tags differ.
+    chance = crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0
+    _, _, exchange, routing_key, _, body, _ = delivery
+    return DelayRequest(exchange, routing_key, headers, properties, body, copies, chance)
 
 
 def _keys(value: object) -> frozenset[bytes]:
@@ -184,7 +177,7 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
 
     ``x-delay`` gets a negative sign, the plugin's mark for a delay that is over.
     """
-    append = b"%b%b%b%b%b" % (_ID_HEAD, _U32.pack(len(id)), id, _DUE_HEAD, _I64.pack(due_ms))
+    append = b"".join((_ID_HEAD, _U32.pack(len(id)), id, _DUE_HEAD, _I64.pack(due_ms)))
     wanted = _CUT
     if "user_id" in properties.places:
         append += entry(USER_ID, long_string(properties.short("user_id") or b""))

@@ -422,15 +422,12 @@ def edited(properties: Properties, cuts: Sequence[Cut], append: bytes) -> bytes:
         return changed(properties, {"headers": _U32.pack(len(append)) + append})
     start, stop = properties.bounds[place], properties.bounds[place + 1]
     copied = start + 4
-    size = stop - copied + len(append)
-    for first, end, instead in cuts:
-        size += first - end + len(instead)
-    parts = [raw[:start], _U32.pack(size)]
+    parts: list[bytes] = []
     for first, end, instead in cuts:
         parts += (raw[copied:first], instead)
         copied = end
-    parts += (raw[copied:stop], append, raw[stop:])
-    return b"".join(parts)
+    table = b"".join((*parts, raw[copied:stop], append))
+    return b"".join((raw[:start], _U32.pack(len(table)), table, raw[stop:]))
 
 
 def encode_headers(headers: bytes = b"", delivery_mode: int = 2) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import lru_cache, partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from delayer.core.message import Timestamp
 
@@ -173,25 +173,34 @@ LAST_DUE: Final = b"x-delayer-due"
 ETA: Final = b"eta"
 
 
+class RequestProperties(Protocol):
+    """What a plan may read of a message's properties, beside its headers."""
+
+    @property
+    def timestamp(self) -> int | None:
+        """The property, in seconds."""
+
+    def short(self, name: str) -> bytes | None:
+        """The content of a short-string property, such as ``message_id``."""
+
+    def names(self) -> Sequence[bytes]:
+        """The names of all headers."""
+
+
 class DelayRequest(NamedTuple):
     """A message's request: its origin, and its decoded headers out of :data:`CONSULTED`.
 
-    ``timestamp`` is the property, in seconds. ``copies`` are the keys of ``CC``.
-    ``chance``, 0 to 1, differs from message to message, and spreads retries over time.
-    ``names`` returns the names of all its headers. ``reply_to`` is the property.
+    ``copies`` are the keys of ``CC``. ``chance``, 0 to 1, differs from message to message, and spreads retries over
+    time.
     """
 
     exchange: bytes
     routing_key: bytes
     headers: Mapping[bytes, object]
-    timestamp: int | None = None
-    copies: frozenset[bytes] = frozenset()
+    properties: RequestProperties
     body: bytes = b""
-    content_encoding: bytes | None = None
-    message_id: bytes | None = None
+    copies: frozenset[bytes] = frozenset()
     chance: float = 0.0
-    names: Callable[[], Sequence[bytes]] = tuple
-    reply_to: bytes | None = None
 
 
 Asked = tuple[int | None, int | None]

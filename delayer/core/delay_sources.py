@@ -49,6 +49,11 @@ def _nservicebus(request: DelayRequest) -> Asked | None:
     return None if seconds is None else (seconds * 1000, nservicebus.delayed_until_ms(request.headers))
 
 
+def _timestamp_ms(request: DelayRequest) -> int | None:
+    seconds = request.properties.timestamp
+    return None if seconds is None else seconds * 1000
+
+
 def _routing_key_bits(request: DelayRequest) -> Asked | None:
     seconds = delay_in_key(request.routing_key)
     return None if seconds is None else (seconds * 1000, None)
@@ -56,7 +61,7 @@ def _routing_key_bits(request: DelayRequest) -> Asked | None:
 
 SOURCES: Final[Mapping[str, Source]] = {
     **OWN_SOURCES,
-    "timestamp": _due(lambda request: None if request.timestamp is None else request.timestamp * 1000),
+    "timestamp": _due(_timestamp_ms),
     "nservicebus": _nservicebus,
     nservicebus.TIMEOUT_FORM: _due(lambda request: (found := nservicebus.timeout(request.headers)) and found.due_ms),
     "routing-key-bits": _routing_key_bits,
@@ -91,7 +96,7 @@ def source_of(form: str) -> Source:
         raise ValueError(f"expected one of {FORMS}, found {shown(form)}")
     pointer = form.removeprefix(JSON)
     steps(pointer)  # A wrong pointer is an error here, and not with each message.
-    return _due(lambda request: instant_in_json_ms(request.body, pointer, request.content_encoding))
+    return _due(lambda request: instant_in_json_ms(request.body, pointer, request.properties.short("content_encoding")))
 
 
 LONGEST_BODY: Final = 16 << 20

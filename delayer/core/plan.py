@@ -223,7 +223,7 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
         # A message that is due at once is parked too: only the store can delete the message that it replaces.
         return Park(due_ms, target, key_of(KEY, request, policy), found is None)
     if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms:
-        key = nservicebus.timeout_key(headers, request.message_id, due_ms)
+        key = nservicebus.timeout_key(headers, request.properties.short("message_id"), due_ms)
         if key is not None:
             return Park(due_ms, target, key)
     # A message that asks for a delay of zero or less is never too late. (None: it names an instant.)
@@ -279,7 +279,7 @@ def _asked(request: DelayRequest, route: Route) -> Asked | None:
             raise Unacceptable(f"{form}: {unreadable}") from unreadable
         if asked is not None:
             return asked
-    for name in request.names()[:100]:  # A message may have ten thousand headers.
+    for name in request.properties.names()[:100]:  # A message may have ten thousand headers.
         right = None if name in route.named else meant(name)
         if right is not None and (right.decode() in route.delay_from or right.decode() not in OWN_SOURCES):
             raise Unacceptable(f"the message has no delay, but a header {_name(name)}: expected {_name(right)}")
@@ -314,9 +314,9 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
     # RabbitMQ 4 ends the whole connection for a missing exchange with a longer name than NAME_BYTES.
     if EXCHANGE in headers:
         exchange = _short_string(by, headers[EXCHANGE], NAME_BYTES)
-    elif route.exchange_from_reply_to and request.reply_to:
+    elif route.exchange_from_reply_to and (reply_to := request.properties.short("reply_to")):
         by = b"reply_to"
-        exchange = _short_string(by, request.reply_to, NAME_BYTES)
+        exchange = _short_string(by, reply_to, NAME_BYTES)
     if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
         raise Unacceptable(
             f"{by.decode()}: exchange {_name(exchange)} is forbidden on this route: "

@@ -128,23 +128,20 @@ TWO_DELAYS = with_headers(
     ("raw", "asked"),
     [
         (TWO_DELAYS, {"headers": {b"x-delay": 5, b"x-delay-key": "key"}}),
-        (
-            b"\x42\x80" + b"\x04gzip" + b"\x04back" + b"\x04id-1",
-            {"content_encoding": b"gzip", "reply_to": b"back", "message_id": b"id-1"},
-        ),
-        (b"\x00\x40" + struct.pack(">Q", 77), {"timestamp": 77}),
+        (b"\x42\x80" + b"\x04gzip" + b"\x04back" + b"\x04id-1", {}),
+        (b"\x00\x40" + struct.pack(">Q", 77), {}),
     ],
 )
 def test_the_request_of_a_message(raw: bytes, asked: dict[str, Any]) -> None:
-    found = edits.asked(delivered(raw, b"body"), Properties.parse(raw))
-    expected = {"headers": {}, "body": b"body", "names": found.names} | asked
-    assert found == DelayRequest(b"orders.in", b"k", **expected)
+    found = Properties.parse(raw)
+    expected = {"headers": {}, "properties": found, "body": b"body"} | asked
+    assert edits.asked(delivered(raw, b"body"), found) == DelayRequest(b"orders.in", b"k", **expected)
 
 
 def test_x_death_is_read_on_request_only() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
-    assert edits.asked(delivered(raw), found) == DelayRequest(b"orders.in", b"k", {}, names=found.names)
+    assert edits.asked(delivered(raw), found) == DelayRequest(b"orders.in", b"k", {}, found)
     asked = edits.asked(delivered(raw), found, RETRY_HEADERS)
     assert asked.headers == {b"x-death": ["x"]}
     assert 0 < asked.chance < 1

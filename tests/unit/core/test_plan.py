@@ -15,7 +15,7 @@ from delayer.core.delay_headers import DelayRequest
 from delayer.core.delay_sources import CONSULTED
 from delayer.core.message import Target, Timestamp
 from delayer.core.plan import LATEST_MS, AtOnce, Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route, Soon
-from tests.support.planning import decide
+from tests.support.planning import decide, request
 
 NOW = 1_800_000_000_000
 DAY = 86_400_000
@@ -47,7 +47,7 @@ OUT = Target(b"orders.out", b"k")
 def ask(exchange: bytes = b"orders.in", routing_key: bytes = b"k", **more: Any) -> DelayRequest:
     """A message; ``says={"x-delay": 5}`` are its headers."""
     headers = {name.encode(): value for name, value in more.pop("says", {}).items()}
-    return DelayRequest(exchange, routing_key, headers, **more)
+    return request(exchange, routing_key, headers, **more)
 
 
 def says(**headers: object) -> DelayRequest:
@@ -358,11 +358,11 @@ values = st.one_of(
     st.lists(st.none()),
 )
 asks = st.builds(
-    DelayRequest,
+    request,
     st.sampled_from([*STORE.routes, b"else", b"\xff"]),
     st.sampled_from([b"", b"k", b"\xff", b"a.#", b"a" * 199, b"a" * 200, b"delays", b"0." * 28 + b"inbox"]),
     st.dictionaries(st.sampled_from(sorted(CONSULTED)), values, max_size=4),
-    st.none() | st.integers(0, (1 << 64) - 1),
+    timestamp=st.none() | st.integers(0, (1 << 64) - 1),
 )
 policies = st.builds(
     replace,

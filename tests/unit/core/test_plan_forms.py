@@ -25,7 +25,7 @@ from delayer.core.nservicebus import (
 )
 from delayer.core.plan import AtOnce, Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route, TooLate
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt, RetryPolicy
-from tests.support.planning import decide
+from tests.support.planning import decide, request
 from tests.support.raw import wire_instant
 
 NOW = 1_800_000_000_000  # 2027-01-15 08:00:00
@@ -58,7 +58,7 @@ NATIVE = replace(STORE, mode=Mode.NATIVE)
 
 
 def ask(exchange: bytes, headers: dict[bytes, object] | None = None, key: bytes = b"k", **more: Any) -> DelayRequest:
-    return DelayRequest(exchange, key, headers or {}, **more)
+    return request(exchange, key, headers or {}, **more)
 
 
 def sent(ago_ms: int) -> str:
@@ -295,11 +295,11 @@ values = st.one_of(
     st.text(max_size=9) | st.binary(max_size=300) | st.floats() | st.booleans(),
 )
 asks = st.builds(
-    DelayRequest,
+    request,
     st.sampled_from(sorted(STORE.routes)),
     st.sampled_from([b"", b"k", routing_key(60, b"a"), b"delays"]),
     st.dictionaries(st.sampled_from(sorted(CONSULTED | retry_policy.RETRY_HEADERS)), values, max_size=5),
-    st.none() | st.integers(0, (1 << 64) - 1),
+    timestamp=st.none() | st.integers(0, (1 << 64) - 1),
     body=st.sampled_from([b"", b"{}", b'{"nextattempt": {"time": "2027-01-15 09:00:00"}}', b"[" * 9]),
     message_id=st.none() | st.binary(max_size=255),
     chance=st.floats(0, 1),

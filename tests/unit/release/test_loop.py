@@ -19,7 +19,7 @@ from delayer.core.message import Outgoing, Schedule
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate
 from delayer.release.loop import SLICE_SECONDS, LaneRelease, prepared
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
-from tests.support.planning import decide
+from tests.support.planning import decide, request
 
 
 class Scene:
@@ -283,7 +283,7 @@ def policy(limit_ms: int | None, mode: Mode = Mode.STORE, **more: Any) -> Policy
 def ask(timestamp: int | None = None, **headers: object) -> DelayRequest:
     names = {"x-" + name.replace("_", "-"): value for name, value in headers.items()}
     names = {"timestamp_in_ms" if name == "x-stamp" else name: value for name, value in names.items()}
-    return DelayRequest(b"in", b"k", {name.encode(): value for name, value in names.items()}, timestamp)
+    return request(b"in", b"k", {name.encode(): value for name, value in names.items()}, timestamp=timestamp)
 
 
 OLD = NOW - 2 * HOUR
@@ -307,5 +307,5 @@ def test_the_plan_of_a_late_message(asked: DelayRequest, limit_ms: int | None, p
 
 
 def test_a_late_message_with_a_key_is_parked() -> None:
-    keyed = DelayRequest(b"in", b"k", {b"x-deliver-at": OLD, b"x-delay-key": "a"})
+    keyed = request(b"in", b"k", {b"x-deliver-at": OLD, b"x-delay-key": "a"})
     assert isinstance(decide(keyed, policy(HOUR), NOW), Park)
