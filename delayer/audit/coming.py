@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from delayer.audit import faults
 from delayer.audit.extract import Extract
 from delayer.audit.findings import HELD, Bar, Calendar, Finding, Peak, Share
 from delayer.broker.route_check import CheckedTarget
@@ -16,13 +18,28 @@ RELEASE_RATE: Final = 14_000.0
 (docs/performance.md). ``--release-rate`` replaces it by a measured one."""
 
 
+_UNREAD: Final = """
+SELECT messages, first_due_ms, last_due_ms FROM segment
+WHERE id IN (SELECT segment FROM segment_message WHERE id IS NULL)
+"""
+
+
+class Slot(NamedTuple):
+    """The messages due in a time from ``start_ms`` on. ``size``, ``unread``: as in findings.Bar."""
+
+    start_ms: int
+    messages: int
+    size: int
+    unread: int = 0
+
+
 def calendar(store: Extract, release_rate: float) -> Calendar:
     """The forecast. ``release_rate``: messages a second."""
     minutes, _ = spans(store.now_ms)
     due = {
         1_000: _due(store, 1_000),
         MINUTE_MS: _due(store, MINUTE_MS, *minutes),
-        HOUR_MS: _due(store, HOUR_MS, -1 << 62, 1 << 62),
+        HOUR_MS: _with_unread(_due(store, HOUR_MS, -1 << 62, 1 << 62), spread(store.rows(_UNREAD))),
     }
     routes, more_routes = _groups(store, "route", ROUTES)
     destinations, more = _groups(store, "to_exchange, to_key", DESTINATIONS)
@@ -66,7 +83,29 @@ def drawn(
     )
 
 
-def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Any]:
+def spread(segments: Iterable[Any]) -> Counter[int]:
+    """Messages by hour, from the headers of segments: those of a segment are spread evenly over its hours. Two messages
+    may be centuries apart, so at most one hour for each message gets a number."""
+    found: Counter[int] = Counter()
+    for one in segments:
+        first_ms, last_ms = sorted((one.first_due_ms, one.last_due_ms))  # A header may be wrong.
+        starts = range(first_ms // HOUR_MS * HOUR_MS, last_ms + 1, HOUR_MS)
+        slots = min(len(starts), one.messages)
+        for n in range(slots):
+            found[starts[n * len(starts) // slots]] += one.messages * (n + 1) // slots - one.messages * n // slots
+    return found
+
+
+def _with_unread(slots: Iterable[Slot], unread: Mapping[int, int]) -> list[Slot]:
+    """``slots`` with the messages of segments that do not read back; the fullest first."""
+    found = {slot.start_ms: slot for slot in slots}
+    for start_ms, messages in unread.items():
+        slot = found.get(start_ms, Slot(start_ms, 0, 0))
+        found[start_ms] = slot._replace(messages=slot.messages + messages, unread=messages)
+    return sorted(found.values(), key=lambda slot: (-slot.messages, slot.start_ms))
+
+
+def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Slot]:
     """The slots of ``width`` ms in which messages are due, from ``first`` to ``last``, and the ten fullest. The fullest
     come first."""
     rows = store.rows(f"""
@@ -76,12 +115,12 @@ def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Any
         )
         SELECT * FROM due WHERE start_ms BETWEEN {first} AND {last}
         UNION (SELECT * FROM due ORDER BY messages DESC, start_ms LIMIT 10)""")
-    return sorted(rows, key=lambda row: (-row.messages, row.start_ms))
+    return _with_unread((Slot(*row) for row in rows), {})
 
 
 def _bars(rows: Iterable[Any], width: int, first: int, last: int) -> tuple[Bar, ...]:
     shown = sorted((row for row in rows if first <= row.start_ms <= last), key=lambda row: row.start_ms)
-    return tuple(Bar(row.start_ms, width, row.messages, row.size) for row in shown)
+    return tuple(Bar(row.start_ms, width, row.messages, row.size, row.unread) for row in shown)
 
 
 def _days(hours: Iterable[Any], now_ms: int) -> tuple[Bar, ...]:
@@ -91,7 +130,9 @@ def _days(hours: Iterable[Any], now_ms: int) -> tuple[Bar, ...]:
     for row in hours:
         start_ms = min(max(row.start_ms // DAY_MS * DAY_MS, first), last)
         bar = found.get(start_ms, Bar(start_ms, DAY_MS, 0, 0))
-        found[start_ms] = Bar(start_ms, DAY_MS, bar.messages + row.messages, bar.size + row.size)
+        found[start_ms] = Bar(
+            start_ms, DAY_MS, bar.messages + row.messages, bar.size + row.size, bar.unread + row.unread
+        )
     return tuple(found[start_ms] for start_ms in sorted(found))
 
 
@@ -146,6 +187,7 @@ def peaks(coming: Calendar) -> list[Finding]:
             peak.messages,
             peak.start_ms,
             {"drain_seconds": peak.drain_seconds, "release_rate": coming.release_rate},
+            faults.NEXT[faults.PEAK],
         )
         for peak in coming.peaks
         if peak.drain_seconds - peak.width_ms / 1000 > 60.0

@@ -145,15 +145,28 @@ class Extract(AuditedStore):
     def whole(self) -> bool:
         return self.sample >= 1.0
 
-    def show(self, files: Mapping[str, DataFrame]) -> None:
-        """Make a view of each relation, and ``messages``."""
-        for name, frame in files.items():
-            frame.createOrReplaceTempView(name)
-        self.spark.sql(_MESSAGES).createOrReplaceTempView("messages")
-
     def rows(self, sql: str) -> list[Any]:
         """The few rows of a query over the views. Spark's errors pass."""
         return self.spark.sql(sql).collect()
+
+
+def show(spark: SparkSession, files: Mapping[str, DataFrame]) -> None:
+    """Make a view of each relation, and ``messages``."""
+    for name, frame in files.items():
+        frame.createOrReplaceTempView(name)
+    spark.sql(_MESSAGES).createOrReplaceTempView("messages")
+
+
+def show_empty(spark: SparkSession) -> None:
+    """Make the views without rows."""
+    from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415  (needs the extra)
+
+    from delayer.audit import source  # noqa: PLC0415
+
+    show(
+        spark,
+        {name: spark.createDataFrame([], from_arrow_schema(one.schema)) for name, one in source.RELATIONS.items()},
+    )
 
 
 @contextmanager
@@ -227,5 +240,5 @@ def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sampl
                 spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
         extract = Extract(held.now_ms, held.lanes(), held.counters(), held.behind_ms, spark, sample)
-    extract.show(files)
+    show(spark, files)
     return extract

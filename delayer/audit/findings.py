@@ -23,19 +23,13 @@ VERSION: Final = 1
 
 WAITING, HELD, PACKED = "waiting", "held", "segment"
 """Kinds of messages: a row of ``message``, a row of ``held``, inside a segment."""
-PARTITION: Final = "it is due outside its partition"
-"""A finding about rows of ``message``."""
-NEWER: Final = "its format is newer than this delayer"
-CHANGED: Final = "its bytes do not fit its digest: one of them has changed"
-UNREADABLE: Final = "it does not decode to the messages that it should have"
-"""Reasons why a segment does not read back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One finding. ``subject``: the place, such as "lane 3". ``count``: its messages or keys.
     ``first_due_ms``: the due instant of its first message, epoch ms. ``details``: JSON values; ``details["examples"]``
-    are some ids of messages."""
+    are some ids of messages. ``next``: the next step for a person, with commands between backticks."""
 
     rule: str
     severity: Severity
@@ -43,6 +37,7 @@ class Finding:
     count: int
     first_due_ms: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    next: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +74,14 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of the histogram of due times: ``width_ms`` from ``start_ms`` on."""
+    """A bar of the histogram of due times: ``width_ms`` from ``start_ms`` on. ``unread``: those of its messages in
+    segments that do not read back. Their hours are estimates by the segments' headers."""
 
     start_ms: int
     width_ms: int
     messages: int
     size: int
+    unread: int = 0
 
 
 @dataclass(frozen=True, slots=True)

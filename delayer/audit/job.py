@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delayer.broker.route_check import CheckedTarget
+    from delayer.config.model import AuditRuleTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Options:
     """The options of an audit. ``broker``, ``management``: where to ask about destinations. ``work``: a path,
     or a URL of shared storage. ``sample``: the share of the store to read, above 0 and up to 1. ``release_rate``:
     messages a second. ``restored_ms``: how long before its first due instant a segment must be restored. ``paced``:
-    messages a second of each limited route."""
+    messages a second of each limited route. ``own_rules``: the users', for the deep audit."""
 
     store: SecretUrl
     broker: SecretUrl | None = None
@@ -40,6 +41,7 @@ class Options:
     release_rate: float = RELEASE_RATE
     restored_ms: int = RESTORED_MS
     paced: Mapping[bytes, int] = field(default_factory=dict)
+    own_rules: tuple[AuditRuleTable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,18 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     began = time.monotonic()
     sessions.check_work(spark.sparkContext.master, options.work)  # Only now is spark-submit's master known.
     watching = StageWatcher(spark, say)
+    if options.own_rules:
+        extract.show_empty(spark)
+        rules.check_own(spark, options.own_rules)
     with extract.workplace(options.work, spark) as place:
         store = extract.take(spark, options.store, place, watching, sample=options.sample)
         with watching("judging"):
             report = rules.judge(
-                store, release_rate=options.release_rate, restored_ms=options.restored_ms, paced=options.paced
+                store,
+                release_rate=options.release_rate,
+                restored_ms=options.restored_ms,
+                paced=options.paced,
+                own_rules=options.own_rules,
             )
         with watching("gathering destinations"):
             # The broker is asked about 100,000 destinations at most, the soonest due.

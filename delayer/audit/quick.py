@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import asyncpg
 
-from delayer.audit import coming, extract, job, rules
+from delayer.audit import coming, extract, faults, job, rules
 from delayer.audit.extract import AuditedStore, LaneState
-from delayer.audit.findings import NEWER, PACKED, PARTITION, WAITING, AuditReport, Bar, Calendar, Finding, Share
+from delayer.audit.findings import PACKED, WAITING, AuditReport, Bar, Calendar, Finding, Share
 from delayer.audit.job import Audited, Options
 from delayer.broker.route_check import CheckedTarget
 from delayer.core.segment import FORMAT
@@ -42,13 +42,13 @@ _HELD_PAGES: Final = "SELECT pg_relation_size('held') / current_setting('block_s
 # Partition {0} has a day's name, but not that day's bounds {1} and {2}. Misplaced are its rows of other days, and the
 # day's rows in the default partition.
 _MISPLACED: Final = f"""
-SELECT concat('lane ', lane, ', {WAITING}: {PARTITION}'), count(*), min(due_at) FROM (
+SELECT concat('lane ', lane, ', {WAITING}: {faults.PARTITION}'), count(*), min(due_at) FROM (
     SELECT lane, due_at FROM {{0}} WHERE NOT (due_at >= '{{1}}' AND due_at < '{{2}}')
     UNION ALL SELECT lane, due_at FROM message_default WHERE due_at >= '{{1}}' AND due_at < '{{2}}'
 ) AS misplaced GROUP BY 1
 """
 # In the order of audit_headers.sql.
-_FAULTS: Final = (rules.MARKED, rules.LATE, NEWER, rules.DUE, rules.NUMBER)
+_FAULTS: Final = (faults.MARKED, faults.LATE, faults.NEWER, faults.DUE, faults.NUMBER)
 
 
 class _Record(asyncpg.Record):  # type: ignore[misc]  # the driver has no types
@@ -94,33 +94,42 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
     *sample, whole = await rows(read("audit_sample"), *shares)
     scale = (totals.waiting + totals.held) / max(whole.messages or 0, 1)
     totals = replace(totals, size=totals.size + round(whole.size * scale), keyed=round(whole.keyed * scale))
-    due = {HOUR_MS: _by_hour((row for row in counted if row.lane is None), segments)}
+    due = {HOUR_MS: coming.spread(segments)}
+    due[HOUR_MS].update({row.start_ms: row.messages for row in counted if row.lane is None})
     due |= await _slots(rows, due[HOUR_MS], reached_ms, options.release_rate)
     mean = totals.size / max(totals.waiting + totals.held + totals.packed, 1)
     destinations = [_share(row, scale) for row in sample if row.waiting]
     forecast = _forecast(reached_ms, options.release_rate, due, mean, destinations)
 
     late = await rows(read("audit_overdue"), reached_ms - rules.GRACE_MS, reached_ms, list(options.paced))
-    limited = [row for row in late if row.kind == rules.PACED]
+    limited = [row for row in late if row.kind == faults.PACED]
     first_due = {row.lane: row.first_due_ms for row in places if row.kind == WAITING}
     headers = await rows(read("audit_headers"), reached_ms + options.restored_ms, FORMAT, _FAULTS)
     found = {
         rules.CONSERVATION: rules.conservation(figures),
         rules.SEGMENTS: [
-            *(Finding(rules.SEGMENTS, "violation", one, n, first, {"segments": ids}) for one, n, first, ids in headers),
+            *(
+                Finding(rules.SEGMENTS, "violation", subject, n, first, {"segments": ids}, faults.NEXT[fault])
+                for subject, fault, n, first, ids in headers
+            ),
             *rules.law_of_segments(figures),
         ],
-        rules.INTEGRITY: [Finding(rules.INTEGRITY, "violation", *row) for row in await _misplaced(rows, partitions)],
+        rules.INTEGRITY: [
+            Finding(rules.INTEGRITY, "violation", subject, n, first, next=faults.NEXT[faults.PARTITION])
+            for subject, n, first in await _misplaced(rows, partitions)
+        ],
         rules.OVERDUE: rules.late_ones(late, limited, figures, options.paced),
         rules.LANES: rules.lanes(store, figures, first_due),
         rules.REPEATS: [],
         rules.KEYS: [],
         rules.PEAKS: coming.peaks(forecast),
+        **{rule.name: [] for rule in options.own_rules},
     }
     skipped = {
         rules.INTEGRITY: "bytes, checksums and properties of messages",
         rules.REPEATS: "messages were not compared",
         rules.KEYS: "keys were not compared with their messages",
+        **{rule.name: "rules of your own need --deep" for rule in options.own_rules},
     }
     unseen = [f"those outside a sample of {min(shares) * 100:.2g} % of the pages"] if min(shares) < 1 else []
     if segments:
@@ -139,18 +148,6 @@ async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
         day = day_of(name)
         if day is not None and bound != "FOR VALUES FROM ('{}') TO ('{}')".format(*bounds_of(day)):
             found += await rows(_MISPLACED.format(name, *bounds_of(day)))
-    return found
-
-
-def _by_hour(hours: Iterable[Any], segments: Iterable[Any]) -> Counter[int]:
-    """Messages by hour. The messages of a segment are spread evenly over its hours. Two messages may be centuries
-    apart, so at most one hour for each message gets a number."""
-    found = Counter({row.start_ms: row.messages for row in hours})
-    for one in segments:
-        starts = range(one.first_due_ms // HOUR_MS * HOUR_MS, one.last_due_ms + 1, HOUR_MS)
-        slots = min(len(starts), one.messages)
-        for n in range(slots):
-            found[starts[n * len(starts) // slots]] += one.messages * (n + 1) // slots - one.messages * n // slots
     return found
 
 

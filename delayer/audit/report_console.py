@@ -40,7 +40,7 @@ def _indented(console: Console, table: Table) -> None:
 
 
 def _findings(report: AuditReport, console: Console) -> None:
-    for severity, told, found, unlisted in words.groups(report):
+    for severity, told, step, found, unlisted in words.groups(report):
         style = "bold red" if severity == "violation" else "yellow"
         console.print(Text.assemble((f"{counted(len(found), severity)}: ", style), (told.title, "bold")))
         # Ten findings of each rule are printed. The page, the JSON and the Parquet files have all of them.
@@ -48,7 +48,7 @@ def _findings(report: AuditReport, console: Console) -> None:
             _finding(one, report.store_now_ms, console)
         if rest := len(found[10:]) + unlisted:
             console.print(Text(f"  … and {rest:,} more", "dim"))
-        console.print(Text.assemble(("  Next: ", "bold"), told.next.replace("`", "")))
+        console.print(Text.assemble(("  Next: ", "bold"), step.replace("`", "")))
         console.print()
 
 
@@ -76,6 +76,8 @@ def _coming(report: AuditReport, console: Console) -> None:
         first, last = totals.first_due_ms, totals.last_due_ms
         text = f"  next due {instant(first)} ({away(first, now_ms)})"
         console.print(Text(f"{text}, last {instant(last)} ({away(last, now_ms)})"))
+    if unread := words.unread(report):
+        console.print(Text(f"  {unread}", "yellow"))
     if drawn := sparkline(report.calendar.hours, now_ms):
         console.print(Text.assemble("  next 48 hours ", (drawn, "cyan")))
     console.print()
@@ -142,7 +144,7 @@ def _lanes(report: AuditReport, console: Console) -> None:
 def _verdict(report: AuditReport, console: Console) -> None:
     for run in report.rules:
         if run.skipped:
-            console.print(Text(f"{words.ADVICE[run.rule].title}, not checked: {words.name(run.skipped)}", "dim"))
+            console.print(Text(f"{words.advice(run.rule).title}, not checked: {words.name(run.skipped)}", "dim"))
     if behind := words.behind(report):
         console.print(Text(behind, "yellow"))
     if sampled := words.sampled(report):

@@ -24,7 +24,7 @@ from delayer.store.admin.stats import waiting
 COLUMN_KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
 _HELPERS: Final = (
     instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
-    words.badge, words.verdict, words.groups, words.destinations, words.peaks,
+    words.badge, words.verdict, words.groups, words.destinations, words.peaks, words.unread, words.advice,
 )  # fmt: skip
 
 
@@ -60,7 +60,6 @@ def _template() -> Template:
     )
     environment.filters["code"] = _code
     environment.globals |= {helper.__name__: helper for helper in _HELPERS}
-    environment.globals["ADVICE"] = words.ADVICE
     return environment.get_template("report.html")
 
 
@@ -94,14 +93,19 @@ def chart(title: str, bars: Sequence[Bar], now_ms: int, room: int = 240) -> Char
     slots = (bars[-1].start_ms - start) // width + 1
     together = -(-slots // room)
     heights: dict[int, int] = {}
+    unread = set()
     for bar in bars:
         slot = (bar.start_ms - start) // width // together
         heights[slot] = max(heights.get(slot, 0), bar.messages)
+        if bar.unread:
+            unread.add(slot)
     top = max(bars, key=lambda bar: bar.messages)
     late = (now_ms - start) // width // together  # This slot and the later ones are not over yet.
-    paths = {"--bad": "", "--bar": ""}
+    paths = {"--bad": "", "--warn": "", "--bar": ""}
     for slot, messages in sorted(heights.items()):
-        paths["--bad" if slot < late else "--bar"] += f"M{slot} 100V{100 - 100 * messages / top.messages:.1f}h.9V100z"
+        paths["--bad" if slot < late else "--warn" if slot in unread else "--bar"] += (
+            f"M{slot} 100V{100 - 100 * messages / top.messages:.1f}h.9V100z"
+        )
     drawn = Markup("").join(
         Markup('<path fill="var({})" d="{}"/>').format(colour, path) for colour, path in paths.items() if path
     )

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from delayer.audit import faults
 from delayer.audit.coming import RELEASE_RATE, calendar, peaks
+from delayer.audit.errors import JobMisused
 from delayer.audit.extract import AuditedStore, Extract
 from delayer.audit.findings import (
     HELD,
@@ -40,6 +43,11 @@ from delayer.broker.route_check import CheckedTarget, RouteVerdict, RouteVerdict
 from delayer.core.message import as_text
 from delayer.core.units import HOUR_MS, MINUTE_MS
 from delayer.store.admin.stats import LANE_KINDS, RESTORED_MS, waiting
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from delayer.config.model import AuditRuleTable
 
 GRACE_MS: Final = MINUTE_MS
 """A message counts as overdue from this time on, because a release may be at work before."""
@@ -63,10 +71,11 @@ def judge(
     release_rate: float = RELEASE_RATE,
     restored_ms: int = RESTORED_MS,
     paced: Mapping[bytes, int] | None = None,
+    own_rules: Sequence[AuditRuleTable] = (),
 ) -> AuditReport:
     """The report on an extract. ``release_rate``: messages a second that daemons release. ``restored_ms``: how long
     before its first due instant a segment must be restored. ``paced``: the rate of each limited route, in messages a
-    second. Spark's errors pass."""
+    second. ``own_rules``: the users'. Spark's errors pass."""
     places = store.rows("""
         SELECT lane, kind, count(*) AS messages, count(key) AS keyed, sum(size) AS size,
                min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
@@ -90,6 +99,7 @@ def judge(
         REPEATS: lambda: repeats(store),
         KEYS: lambda: keys(store),
         PEAKS: lambda: peaks(coming),
+        **{rule.name: partial(own, store, rule) for rule in own_rules},
     }
     why = "a sample was read, and this rule needs the whole store"
     skipped = {} if store.whole else dict.fromkeys(OF_THE_WHOLE, why)
@@ -145,18 +155,56 @@ def totals_of(figures: Iterable[LaneFigures], places: Sequence[Any], of_segments
     )
 
 
-def _violations(store: Extract, rule: str, rows: str, examples: str = "examples") -> list[Finding]:
-    """A finding for each ``subject`` of a query, which has also ``messages``, ``due_ms`` and ``id``. Its details have
-    the lowest ids as ``examples``."""
-    found = store.rows(f"""
-        SELECT subject, sum(messages) AS messages, min(due_ms) AS first_due_ms,
+def _found(
+    store: Extract,
+    rule: str,
+    rows: str,
+    severity: Severity = "violation",
+    *,
+    step: str = "",
+    examples: str = "examples",
+) -> list[Finding]:
+    """A finding for each ``subject`` of a query, which has also ``fault``, ``messages``, ``due_ms`` and ``id``. Its
+    details have the lowest ids as ``examples``. ``step``: the next one, instead of that of the fault."""
+    told = store.rows(f"""
+        SELECT subject, min(fault) AS fault, sum(messages) AS messages, min(due_ms) AS first_due_ms,
                array_sort(collect_set(CASE WHEN nth <= {EXAMPLES} THEN id END)) AS examples
         FROM (SELECT *, row_number() OVER (PARTITION BY subject ORDER BY id) AS nth FROM ({rows}))
         WHERE subject IS NOT NULL GROUP BY subject""")
     return [
-        Finding(rule, "violation", one.subject, one.messages, one.first_due_ms, {examples: one.examples})
-        for one in found
-    ]
+        Finding(
+            rule, severity, one.subject, one.messages, one.first_due_ms, {examples: one.examples},
+            step or faults.NEXT[one.fault],
+        )
+        for one in told
+    ]  # fmt: skip
+
+
+OWN_COLUMNS: Final = "CAST(subject AS STRING) AS subject, CAST(id AS BIGINT) AS id, CAST(due_ms AS BIGINT) AS due_ms"
+
+
+def own(store: Extract, rule: AuditRuleTable) -> list[Finding]:
+    """The findings of a user's rule."""
+    rows = f"SELECT {OWN_COLUMNS}, '' AS fault, 1 AS messages FROM ({rule.sql})"
+    return _found(store, rule.name, rows, rule.severity, step=rule.next or "See the rule in the configuration.")
+
+
+def check_own(spark: SparkSession, rules: Sequence[AuditRuleTable]) -> None:
+    """Check the users' rules on empty views, before anything is read. Raises JobMisused."""
+    from pyspark.errors import PySparkException  # noqa: PLC0415 - needs the extra
+
+    names = [*RULES, DESTINATIONS]
+    for rule in rules:
+        if rule.name in names:
+            raise JobMisused(f"audit.rule {rule.name}: expected a name that no other rule has")
+        names.append(rule.name)
+        try:
+            spark.sql(f"SELECT {OWN_COLUMNS} FROM ({rule.sql})").schema  # noqa: B018 - plans the query
+        except PySparkException as error:
+            reason = next(iter(str(error).strip().splitlines()), "no reason given")
+            raise JobMisused(
+                f"audit.rule {rule.name}: expected a SELECT with subject, id and due_ms. Spark says: {reason}"
+            ) from None
 
 
 def conservation(figures: list[LaneFigures]) -> list[Finding]:
@@ -174,15 +222,8 @@ def _off(where: str, waits: int, held: int, counters: Mapping[str, int]) -> Iter
     for what, expected, rows in (("waiting", waiting(counters), waits), ("held", counters["held"], held)):
         if rows != expected:
             details = {"expected": expected, "found": rows, "counters": dict(counters)}
-            yield Finding(CONSERVATION, "violation", f"{where}: {what}", abs(rows - expected), None, details)
-
-
-NUMBER: Final = "it has another number of ids than of messages"
-DUE: Final = "its first and last due time are not those of its messages"
-IDS: Final = "its ids are not those of its messages: a cancel would miss them"
-SIZE: Final = "its messages have another size than it says"
-LATE: Final = "it was not restored in time"
-MARKED: Final = "a daemon could not restore it"
+            step = faults.NEXT[faults.FEWER if rows < expected else faults.MORE]
+            yield Finding(CONSERVATION, "violation", f"{where}: {what}", abs(rows - expected), None, details, step)
 
 
 def segments(store: Extract, restored_ms: int) -> list[Finding]:
@@ -201,15 +242,15 @@ def segments(store: Extract, restored_ms: int) -> list[Finding]:
                    s.raw_bytes <> f.raw_bytes AS other_size
             FROM segment AS s LEFT JOIN found AS f ON s.id = f.segment
         )
-        SELECT concat('lane ', lane, ': ', fault) AS subject, id, due_ms, messages
+        SELECT concat('lane ', lane, ': ', fault) AS subject, fault, id, due_ms, messages
         FROM joined LATERAL VIEW explode(array(
-            CASE WHEN unreadable IS NOT NULL THEN unreadable WHEN broken_ms IS NOT NULL THEN '{MARKED}'
-                 WHEN due_ms < {store.now_ms + restored_ms} THEN '{LATE}' END,
-            CASE WHEN unreadable IS NULL AND other_due THEN '{DUE}' END,
-            CASE WHEN unreadable IS NULL AND other_ids THEN '{IDS}' END,
-            CASE WHEN unreadable IS NULL AND other_size THEN '{SIZE}' END
+            CASE WHEN unreadable IS NOT NULL THEN unreadable WHEN broken_ms IS NOT NULL THEN '{faults.MARKED}'
+                 WHEN due_ms < {store.now_ms + restored_ms} THEN '{faults.LATE}' END,
+            CASE WHEN unreadable IS NULL AND other_due THEN '{faults.DUE}' END,
+            CASE WHEN unreadable IS NULL AND other_ids THEN '{faults.IDS}' END,
+            CASE WHEN unreadable IS NULL AND other_size THEN '{faults.SIZE}' END
         )) AS fault"""
-    return _violations(store, SEGMENTS, rows, "segments")
+    return _found(store, SEGMENTS, rows, examples="segments")
 
 
 def law_of_segments(figures: Iterable[LaneFigures]) -> list[Finding]:
@@ -220,25 +261,25 @@ def law_of_segments(figures: Iterable[LaneFigures]) -> list[Finding]:
     if packed == expected:
         return []
     details = {"expected": expected, "found": packed, "compacted": compacted, "restored": restored}
-    return [Finding(SEGMENTS, "violation", "all segments: compacted - restored", abs(packed - expected), None, details)]
+    fault, step = faults.PACKED_SUM, faults.NEXT[faults.PACKED_SUM]
+    return [Finding(SEGMENTS, "violation", fault, abs(packed - expected), None, details, step)]
 
 
 def integrity(store: Extract) -> list[Finding]:
     """Defects of single messages, which the readers found (source.look)."""
     rows = """
-        SELECT concat('lane ', lane, ', ', kind, ': ', fault) AS subject, id, due_ms, 1 AS messages
+        SELECT concat('lane ', lane, ', ', kind, ': ', fault) AS subject, fault, id, due_ms, 1 AS messages
         FROM messages LATERAL VIEW explode(faults) AS fault"""
-    return _violations(store, INTEGRITY, rows)
+    return _found(store, INTEGRITY, rows)
 
 
-PACED: Final = "paced"
-"""Overdue rows of a route with ``max_rate`` count apart, because an operator limited their rate."""
 _SUBJECTS: Final = {
     WAITING: "lane {}",
     PACKED: "segments of lane {}",
-    PACED: "lane {}: of routes with max_rate",
-    HELD: "lane {}: held, and not tried again in time",
+    faults.PACED: "lane {}: of routes with max_rate",
+    HELD: f"lane {{}}: {faults.UNTRIED}",
 }
+_STEPS: Final = {faults.PACED: faults.PACED, HELD: faults.UNTRIED}
 
 
 def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, int]) -> list[Finding]:
@@ -247,7 +288,7 @@ def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, in
     limited = ", ".join(f"X'{route.hex()}'" for route in paced) or "NULL"
     late = f"""
         SELECT * FROM (
-            SELECT lane, route, due_ms, if(kind = '{WAITING}' AND route IN ({limited}), '{PACED}', kind) AS kind,
+            SELECT lane, route, due_ms, if(kind = '{WAITING}' AND route IN ({limited}), '{faults.PACED}', kind) AS kind,
                    {store.now_ms} - if(kind = '{HELD}', retry_ms, due_ms) AS late_ms
             FROM messages
         ) WHERE late_ms >= {GRACE_MS}"""
@@ -271,16 +312,17 @@ def late_ones(
     for row in rows:
         owned = anybody if row.kind == PACKED else alive[row.lane]
         severity: Severity = "warning"
-        if owned is False or (row.kind != PACED and row.late_ms >= STUCK_MS):
+        if owned is False or (row.kind != faults.PACED and row.late_ms >= STUCK_MS):
             severity = "violation"
         details: dict[str, Any] = {"longest_seconds": row.late_ms // 1000, "owned": owned}
-        if row.kind in (WAITING, PACED):
+        if row.kind in (WAITING, faults.PACED):
             here = [one for one in routes if (one.lane, one.kind) == (row.lane, row.kind)][:5]
             details["routes"] = {as_text(bytes(one.route)): one.messages for one in here}
-            if row.kind == PACED:
+            if row.kind == faults.PACED:
                 details["max_rate"] = {as_text(bytes(one.route)): paced[bytes(one.route)] for one in here}
         subject = _SUBJECTS[row.kind].format(row.lane)
-        found.append(Finding(OVERDUE, severity, subject, row.messages, row.first_due_ms, details))
+        step = faults.NEXT[_STEPS.get(row.kind, faults.OVERDUE)]
+        found.append(Finding(OVERDUE, severity, subject, row.messages, row.first_due_ms, details, step))
     return found
 
 
@@ -293,12 +335,12 @@ def lanes(store: AuditedStore, figures: Iterable[LaneFigures], first_due: Mappin
         first = first_due.get(lane.number)
         if lane.number not in known:
             if count := lane.waiting + lane.held:
-                subject = f"lane {lane.number}: not in the table of lanes"
-                found.append(Finding(LANES, "violation", subject, count, first))
+                subject, step = f"lane {lane.number}: {faults.UNKNOWN_LANE}", faults.NEXT[faults.UNKNOWN_LANE]
+                found.append(Finding(LANES, "violation", subject, count, first, next=step))
         elif lane.alive is False and first is not None and first <= store.now_ms + TAKEN_MS:
             details = {"last_owner": lane.owner}
-            subject = f"lane {lane.number}: no owner, and messages are due"
-            found.append(Finding(LANES, "warning", subject, lane.waiting, first, details))
+            subject, step = f"lane {lane.number}: {faults.UNOWNED}", faults.NEXT[faults.UNOWNED]
+            found.append(Finding(LANES, "warning", subject, lane.waiting, first, details, step))
     return found
 
 
@@ -306,17 +348,17 @@ def repeats(store: Extract) -> list[Finding]:
     """Ids of several messages, and messages under several ids. Examples of the latter are pairs of first and last
     id."""
     questions: tuple[tuple[Severity, str, str, str, str], ...] = (
-        ("violation", "one id, more than one message", "id", "count(*) > 1", "id"),
+        ("violation", faults.ONE_ID, "id", "count(*) > 1", "id"),
         (
             "warning",
-            "the same message more than once",
+            faults.SAME,
             "fingerprint",
             "fingerprint IS NOT NULL AND min(id) < max(id)",
             "array(min(id), max(id))",
         ),
     )
     found = []
-    for severity, subject, by, repeated, example in questions:
+    for severity, fault, by, repeated, example in questions:
         rows = store.rows(f"""
             SELECT example, count(*) OVER () AS groups, sum(n) OVER () AS messages, min(due_ms) OVER () AS first_due_ms
             FROM (
@@ -326,13 +368,8 @@ def repeats(store: Extract) -> list[Finding]:
         if rows:
             of, examples = rows[0], [row.example for row in rows]
             details = {"groups": of.groups, "surplus": of.messages - of.groups, "examples": examples}
-            found.append(Finding(REPEATS, severity, subject, of.messages, of.first_due_ms, details))
+            found.append(Finding(REPEATS, severity, fault, of.messages, of.first_due_ms, details, faults.NEXT[fault]))
     return found
-
-
-COLLIDES: Final = "several waiting messages have one key"
-UNREACHABLE: Final = "a waiting message that its key does not stand for"
-DANGLES: Final = "a key that stands for no message"
 
 
 def keys(store: Extract) -> list[Finding]:
@@ -348,11 +385,11 @@ def keys(store: Extract) -> list[Finding]:
             FROM claims WINDOW one AS (PARTITION BY key)
         )
         SELECT DISTINCT key, if(waits, id, pointed) AS id, if(waits, due_ms, pointed_ms) AS due_ms, 1 AS messages,
-               CASE WHEN waits AND waiting > 1 THEN '{COLLIDES}'
-                    WHEN waits AND NOT met THEN '{UNREACHABLE}'
-                    WHEN waiting = 0 AND pointed IS NOT NULL AND NOT reached THEN '{DANGLES}' END AS subject
+               CASE WHEN waits AND waiting > 1 THEN '{faults.COLLIDES}'
+                    WHEN waits AND NOT met THEN '{faults.UNREACHABLE}'
+                    WHEN waiting = 0 AND pointed IS NOT NULL AND NOT reached THEN '{faults.DANGLES}' END AS subject
         FROM by_key"""
-    return _violations(store, KEYS, rows)
+    return _found(store, KEYS, f"SELECT *, subject AS fault FROM ({rows})")
 
 
 DESTINATIONS: Final = "destinations"
@@ -413,7 +450,8 @@ def _finding(subject: str, rows: Sequence[_Row]) -> Finding:
     if len(rows) > 1:
         details["keys"] = len(rows)
         details["routing_keys"] = [as_text(target.routing_key) for target, _ in rows[:10]]
-    return Finding(DESTINATIONS, severity, subject, messages, min(target.first_due_ms for target, _ in rows), details)
+    first_due_ms, step = min(target.first_due_ms for target, _ in rows), faults.NEXT[verdict.value]
+    return Finding(DESTINATIONS, severity, subject, messages, first_due_ms, details, step)
 
 
 def _judged(share: Share, answers: dict[tuple[bytes, bytes], RouteVerdict]) -> Share:

@@ -37,7 +37,8 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
 from delayer.audit import connection
 from delayer.audit.connection import Reading
-from delayer.audit.findings import CHANGED, HELD, NEWER, PACKED, PARTITION, UNREADABLE, WAITING
+from delayer.audit.faults import CHANGED, CHECKSUM, NEWER, PARTITION, PROPERTIES, UNKNOWN_FORMAT, UNREADABLE
+from delayer.audit.findings import HELD, PACKED, WAITING
 from delayer.core.secret import SecretUrl
 from delayer.core.segment import FORMAT as SEGMENT_FORMAT
 from delayer.core.segment import SegmentBroken
@@ -47,10 +48,6 @@ from delayer.store.rows.partitions import day_of
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
-
-UNKNOWN_FORMAT: Final = "the format is not known"
-CHECKSUM: Final = "the checksum does not fit its bytes"
-PROPERTIES: Final = "the properties cannot be decoded"
 
 _FINGERPRINT = Struct(">qIII")
 

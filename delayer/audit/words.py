@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 from delayer.audit.findings import AuditReport, Finding, Peak, Severity, Share
@@ -61,20 +60,23 @@ def peaks(report: AuditReport) -> list[Peak]:
 
 
 class Group(NamedTuple):
-    """The findings of one rule and severity. ``unlisted``: the number of further ones."""
+    """The findings of one rule and severity with one next step. ``unlisted``: the number of further ones."""
 
     severity: Severity
     advice: RuleAdvice
+    next: str
     findings: tuple[Finding, ...]
     unlisted: int
 
 
 def groups(report: AuditReport) -> Iterator[Group]:
-    """The groups, violations first. The graver group of a rule gets the unlisted findings."""
+    """The groups, violations first. The first group of a rule gets the unlisted findings."""
     unlisted = {run.rule: run.unlisted for run in report.rules}
-    ordered = sorted(report.findings, key=lambda one: one.severity == "warning")
-    for (severity, rule), found in groupby(ordered, key=lambda one: (one.severity, one.rule)):
-        yield Group(severity, ADVICE[rule], tuple(found), unlisted.pop(rule, 0))
+    together: dict[tuple[Severity, str, str], list[Finding]] = {}
+    for one in sorted(report.findings, key=lambda one: one.severity == "warning"):
+        together.setdefault((one.severity, one.rule, one.next), []).append(one)
+    for (severity, rule, step), found in together.items():
+        yield Group(severity, advice(rule), step, tuple(found), unlisted.pop(rule, 0))
 
 
 def verdict(report: AuditReport) -> str:
@@ -88,6 +90,16 @@ def behind(report: AuditReport) -> str:
         return ""
     lag = duration(report.behind_ms / 1000)
     return f"Read from a replica {lag} behind its primary: judged as of the instant that it had come to."
+
+
+def unread(report: AuditReport) -> str:
+    """The note about messages in segments that do not read back; empty without any."""
+    messages = sum(bar.unread for bar in report.calendar.days)
+    if not messages:
+        return ""
+    return (
+        f"{counted(messages, 'message')} in segments that do not read back; their hours are estimates by the headers."
+    )
 
 
 def sampled(report: AuditReport) -> str:
@@ -135,11 +147,15 @@ def _detail(value: Any) -> str:
 
 
 class RuleAdvice(NamedTuple):
-    """``title`` of the rule, what a finding ``means``, and the ``next`` step."""
+    """``title`` of the rule, and what a finding ``means``."""
 
     title: str
     means: str
-    next: str
+
+
+def advice(rule: str) -> RuleAdvice:
+    """The advice on a rule, also on one of the user's."""
+    return ADVICE.get(rule) or RuleAdvice(rule, "A rule of your own, from the configuration ([[audit.rule]]).")
 
 
 ADVICE: Final[dict[str, RuleAdvice]] = {
@@ -147,61 +163,37 @@ ADVICE: Final[dict[str, RuleAdvice]] = {
         "Conservation",
         "The messages that left and those that are here do not add up to those that came in. Counters and rows of one "
         "snapshot disagree.",
-        "Keep the store as it is and find out who changed rows or counters besides delayer (psql, a restore of a "
-        "backup, replication). Fewer rows than expected mean missing messages. If you know why, correct `counter`.",
     ),
     "segments": RuleAdvice(
         "Segments",
         "The content of a segment differs from its header (count, digest or ranges), or it does not read back. Or "
-        "no daemon restored it in time.",
-        "Do not delete it: the store keeps its bytes, and nothing waits for it. Restore the row of `segment` from a "
-        "backup or a replica, or ask for help with its id. Late ones: is a daemon running, and what does its log say? "
-        "`delayer restore` brings them back at once.",
+        "no daemon restored it in time. The store keeps its bytes, and no other message waits for it.",
     ),
     "integrity": RuleAdvice(
         "Integrity",
         "Rows whose bytes differ from the parked ones, cannot be decoded, are of an unknown format, or lie in the "
         "wrong partition: a daemon holds such a message and does not send it.",
-        "Check the disks and the checksums of Postgres (`pg_amcheck`); changed bytes come back from a backup "
-        "or a replica only. An unknown format is a daemon that is older than its store: upgrade it.",
     ),
-    "overdue": RuleAdvice(
-        "Overdue",
-        "Messages are past their due time and still here.",
-        "See `delayer status` and the daemon's log: is a daemon running, does it reach the broker, does the "
-        "broker block publishers? After an outage this drains by itself. Of routes with max_rate it "
-        "takes as long as their number divided by that rate.",
-    ),
+    "overdue": RuleAdvice("Overdue", "Messages are past their due time and still here."),
     "lanes": RuleAdvice(
         "Lanes without an owner",
         "No daemon owns these lanes. Their messages stay until a daemon takes them. A running daemon does that within "
         "seconds when a message is due soon.",
-        "Start a daemon on this store, if none runs. If no message of the lane is due soon, do nothing.",
     ),
     "repeats": RuleAdvice(
         "Repeats",
         "The same message is here more than once (same `message_id`, destination, due time and body), and will be "
         "delivered as often. One id of the store must never be in two places.",
-        "After a crash or a cut connection a few equal messages are expected; many, or without a fault, are a "
-        "publisher that sends twice. One id in two places: keep the store as it is, and report it.",
     ),
     "destinations": RuleAdvice(
         "Destinations that cannot take them",
         "If these messages were due now, the broker would not take them: they would be held and tried again, not "
         "lost. Some may be held already.",
-        "Declare the exchange or the queue, or bind it, before the first of them is due; or cancel the messages. Held "
-        "ones are tried again by themselves, or at once by `delayer held retry`.",
     ),
     "keys": RuleAdvice(
         "Keys",
         "A key (`x-delay-key`) stands for a message that is not there, or not for the message that has it. A "
         "replacement or a cancel by that key would miss.",
-        "These messages are delivered like any other. Please report this with the details.",
     ),
-    "peaks": RuleAdvice(
-        "Peaks",
-        "More messages are due at one time than daemons can release at once.",
-        "See how long it takes to drain. If that is too late, spread the due times where they are made, or add "
-        "workers.",
-    ),
+    "peaks": RuleAdvice("Peaks", "More messages are due at one time than daemons can release at once."),
 }

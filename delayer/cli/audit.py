@@ -106,6 +106,7 @@ def audit(
         broker=None if no_broker else SecretUrl(settings.broker_url),
         management=settings.broker.management_url,
         restored_ms=restored_ms(settings.store.restore_ahead_ms),
+        own_rules=settings.audit.rules,
         paced={route.from_.encode(): route.max_rate for route in settings.routes if route.max_rate},
         **{name: value for name, value in given.items() if value is not None},
     )

@@ -78,7 +78,7 @@ def progress(step: str = "starting") -> Iterator[Say]:
     console = Console(stderr=True)
     parts = (
         bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(),
-        bars.TimeElapsedColumn(),
+        bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn(),
     )  # fmt: skip
     with bars.Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(step, total=None)

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError, Expected, Problem, show
-from delayer.config.model import DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
+from delayer.config.model import AuditRuleTable, DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
 from delayer.config.sources import Environment, File, Flags, MergedSettings, keys_of, known_keys, unknown_key, value_at
 from delayer.config.texts import duration_text
 from delayer.core.cascade import Cascade
@@ -31,6 +31,7 @@ _TABLES_WITHIN: Mapping[str, type[BaseModel]] = {
     "retry": RetryTable,
     "takeover": TakeoverTable,
     "destination": DestinationTable,
+    "rule": AuditRuleTable,
 }
 _EXPECTED = {
     "missing": "a value",

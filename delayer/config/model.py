@@ -222,6 +222,19 @@ class HttpTable(Table):
         return metrics_listen
 
 
+class AuditRuleTable(Table):
+    """A rule of the user's for ``delayer audit --deep`` (docs/backlog.md). ``sql`` selects a subject, id and due_ms."""
+
+    name: values.RuleName
+    sql: values.RuleSql
+    severity: Literal["warning", "violation"] = "warning"
+    next: values.Label = ""
+
+
+class AuditTable(Table):
+    rules: Annotated[tuple[AuditRuleTable, ...], BeforeValidator(_tables)] = Field(default=(), alias="rule")
+
+
 class LogTable(Table):
     format: Literal["auto", "json", "console"] = "auto"
     level: Literal["debug", "info", "warning", "error"] = "info"
@@ -245,6 +258,7 @@ class Settings(Table):
     refused: RefusedTable = RefusedTable()
     http: HttpTable = HttpTable()
     log: LogTable = LogTable()
+    audit: AuditTable = AuditTable()
 
     @property
     def broker_url(self) -> str:

@@ -118,6 +118,18 @@ def _text(value: object) -> str:
     return value
 
 
+def _rule_name(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[a-z0-9][a-z0-9-]{0,59}", value):
+        raise Expected("a name of at most 60 small letters, digits and dashes")
+    return value
+
+
+def _sql(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise Expected("a SELECT of Spark SQL with the columns subject, id and due_ms")
+    return value
+
+
 def listen_address(value: object) -> str:
     """``host:port`` (``[::1]:port`` for IPv6), or empty for no listener at all."""
     wanted = '"host:port" (IPv6 as "[::1]:port"), or "" for none'
@@ -210,6 +222,8 @@ RoutingKeys = Annotated[tuple[str, ...], _list_of("routing keys", "a routing key
 Prefix = Annotated[str, BeforeValidator(_prefix)]
 Patterns = Annotated[tuple[str, ...], _list_of("patterns of exchange names", "the name of an exchange")]
 Path = Annotated[str, BeforeValidator(_text)]
+RuleName = Annotated[str, BeforeValidator(_rule_name)]
+RuleSql = Annotated[str, BeforeValidator(_sql)]
 Label = Annotated[str, _named("a label")]
 Listen = Annotated[str, BeforeValidator(listen_address)]
 BrokerUrl = Annotated[SecretUrl, BeforeValidator(broker_url)]

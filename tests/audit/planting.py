@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncpg
 
-from delayer.audit import rules
-from delayer.audit.findings import CHANGED, NEWER, UNREADABLE
+from delayer.audit import faults
 from delayer.core.units import DAY_MS
 from delayer.store.rows import envelope
 from delayer.store.rows.partitions import bounds_of, name_of
@@ -88,18 +87,18 @@ COPIES = {
 }
 """Differences between a message and its copy; the finding counts both."""
 SAYS = {
-    "digest = sha256('other')": CHANGED,
-    "first_due = last_due": rules.DUE,
-    "ids[1] = 4711": rules.IDS,
-    "raw_bytes = raw_bytes + 1": rules.SIZE,
-    "format = 99": NEWER,
-    "broken_at = now(), broken = 'it was read from a bad disk'": rules.MARKED,
+    "digest = sha256('other')": faults.CHANGED,
+    "first_due = last_due": faults.DUE,
+    "ids[1] = 4711": faults.IDS,
+    "raw_bytes = raw_bytes + 1": faults.SIZE,
+    "format = 99": faults.NEWER,
+    "broken_at = now(), broken = 'it was read from a bad disk'": faults.MARKED,
 }
 """Changes of a segment's own columns."""
 PACKED = [
     (11, 10 * DAY_MS, {"body": b"changed"}, "integrity", "lane 11, segment: the checksum does not fit its bytes"),
     (12, -600_000, {}, "overdue", "segments of lane 12"),
-    (13, 1_800_000, {}, "segments", f"lane 13: {rules.LATE}"),
+    (13, 1_800_000, {}, "segments", f"lane 13: {faults.LATE}"),
 ]
 """Packed messages: lane, due instant in milliseconds from now, changes, and the expected rule and subject."""
 
@@ -157,7 +156,7 @@ class Planting:
             [window] = [one for one in await compact.windows(self._connection, 0) if one.lane == lane]
             made = await compact.compact_one(self._connection, window)
             assert made is not None and made.messages == 1
-        late = ("segments", "violation", f"lane 12: {rules.LATE}", 1)
+        late = ("segments", "violation", f"lane 12: {faults.LATE}", 1)
         return [late, *((rule, "violation", subject, 1) for _, _, _, rule, subject in PACKED)]
 
     async def _segments(self) -> Findings:
@@ -168,7 +167,7 @@ class Planting:
             await self._connection.execute(f"UPDATE segment SET {sets} WHERE id = $1", segment["id"])
             if not fault:
                 await count(self._connection, segment["lane"], parked=1, compacted=1)
-            subject = f"lane {segment['lane']}: {fault or UNREADABLE}"
+            subject = f"lane {segment['lane']}: {fault or faults.UNREADABLE}"
             found[subject] = found.get(subject, 0) + segment["messages"] + (not fault)
         return [("segments", "violation", subject, messages) for subject, messages in found.items()]
 

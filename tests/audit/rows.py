@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from delayer.audit import rules
-from delayer.audit.extract import Extract, LaneState
+from delayer.audit.extract import Extract, LaneState, show
 from delayer.audit.findings import HELD, PACKED, WAITING, AuditReport, Finding
 from delayer.audit.source import RELATIONS
+from delayer.config.model import AuditRuleTable
 from delayer.core.units import DAY_MS
 
 if TYPE_CHECKING:
@@ -94,11 +95,12 @@ def store(
     }
     counted = fitting(messages, segments) if counters is None else counters
     extract = Extract(now_ms, tuple(lanes), counted, 0, spark, sample)
-    extract.show(
+    show(
+        spark,
         {
             name: spark.createDataFrame(pa.Table.from_pylist(rows, schema=RELATIONS[name].schema))
             for name, rows in found.items()
-        }
+        },
     )
     return extract
 
@@ -122,9 +124,15 @@ def fitting(messages: Iterable[Row], segments: Iterable[Row] = ()) -> dict[tuple
     return found
 
 
-def judged(spark: SparkSession, *rows: Iterable[Any], release_rate: float = 14_000.0, **more: Any) -> AuditReport:
+def judged(
+    spark: SparkSession,
+    *rows: Iterable[Any],
+    release_rate: float = 14_000.0,
+    own_rules: Sequence[AuditRuleTable] = (),
+    **more: Any,
+) -> AuditReport:
     """The report on the extract of these rows."""
-    return rules.judge(store(spark, *rows, **more), release_rate=release_rate)
+    return rules.judge(store(spark, *rows, **more), release_rate=release_rate, own_rules=own_rules)
 
 
 def said(found: AuditReport | Iterable[Finding]) -> list[tuple[str, str, str, int]]:

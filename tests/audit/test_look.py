@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from delayer.amqp.properties import encode_headers
-from delayer.audit import source
+from delayer.audit.faults import CHECKSUM, PROPERTIES, UNKNOWN_FORMAT
 from delayer.audit.source import StoredMessage, look, misplaced
 from delayer.core.units import DAY_MS
 from delayer.store.rows.envelope import FORMAT, checksum
@@ -39,13 +39,13 @@ def message(**other: Any) -> StoredMessage:
     [
         ({}, []),
         ({"properties": encode_headers()}, []),
-        ({"checksum": 18}, [source.CHECKSUM]),
-        ({"format": FORMAT + 1}, [source.UNKNOWN_FORMAT]),
-        ({"format": 0}, [source.UNKNOWN_FORMAT]),
-        ({"format": FORMAT + 1, "checksum": 18, "properties": b""}, [source.UNKNOWN_FORMAT]),
-        ({"properties": b"\x00\x80\x09id"}, [source.PROPERTIES]),
-        ({"properties": b"\x20\x00\x00\x00\x00\x02\x07x"}, [source.PROPERTIES]),
-        ({"properties": b"\x00\x80\x09id", "checksum": 18}, [source.CHECKSUM, source.PROPERTIES]),
+        ({"checksum": 18}, [CHECKSUM]),
+        ({"format": FORMAT + 1}, [UNKNOWN_FORMAT]),
+        ({"format": 0}, [UNKNOWN_FORMAT]),
+        ({"format": FORMAT + 1, "checksum": 18, "properties": b""}, [UNKNOWN_FORMAT]),
+        ({"properties": b"\x00\x80\x09id"}, [PROPERTIES]),
+        ({"properties": b"\x20\x00\x00\x00\x00\x02\x07x"}, [PROPERTIES]),
+        ({"properties": b"\x00\x80\x09id", "checksum": 18}, [CHECKSUM, PROPERTIES]),
     ],
 )
 def test_defects_of_one_message(changed: dict[str, Any], faults: list[str]) -> None:

@@ -8,8 +8,13 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from delayer.audit import rules
-from delayer.audit.findings import CHANGED, NEWER, PACKED, LaneFigures
+import pytest
+
+from delayer.audit import faults, rules
+from delayer.audit.errors import JobMisused
+from delayer.audit.extract import show_empty
+from delayer.audit.findings import PACKED, LaneFigures
+from delayer.config.model import AuditRuleTable
 from delayer.core.units import DAY_MS
 from delayer.store.admin.stats import LANE_KINDS, RESTORED_MS
 from tests.audit.rows import NOW, Row, held, judged, key, message, packed, said, segment, store
@@ -56,15 +61,21 @@ def test_the_sum_of_all_lanes_shows_missing_messages() -> None:
 
 
 def test_integrity_names_the_lowest_ids(spark: SparkSession) -> None:
-    wrong = [message(number, faults=["bad", "worse"], due_ms=NOW + number) for number in range(20, 10, -1)]
-    found = rules.integrity(store(spark, [*wrong, message(1), held(2, lane=2, faults=["bad"])]))
+    wrong = [
+        message(number, faults=[faults.CHECKSUM, faults.PROPERTIES], due_ms=NOW + number)
+        for number in range(20, 10, -1)
+    ]
+    found = rules.integrity(store(spark, [*wrong, message(1), held(2, lane=2, faults=[faults.CHECKSUM])]))
     assert said(found) == [
-        ("integrity", "violation", "lane 1, waiting: bad", 10),
-        ("integrity", "violation", "lane 1, waiting: worse", 10),
-        ("integrity", "violation", "lane 2, held: bad", 1),
+        ("integrity", "violation", f"lane 1, waiting: {faults.CHECKSUM}", 10),
+        ("integrity", "violation", f"lane 1, waiting: {faults.PROPERTIES}", 10),
+        ("integrity", "violation", f"lane 2, held: {faults.CHECKSUM}", 1),
     ]
     assert found[0].details == {"examples": [11, 12, 13, 14, 15]}
     assert found[0].first_due_ms == NOW + 11
+    assert [one.next for one in found] == [
+        faults.NEXT[of] for of in (faults.CHECKSUM, faults.PROPERTIES, faults.CHECKSUM)
+    ]
 
 
 def wrong_segments() -> Iterator[tuple[Row, list[Row], tuple[str, str, int]]]:
@@ -82,16 +93,16 @@ def wrong_segments() -> Iterator[tuple[Row, list[Row], tuple[str, str, int]]]:
             inside = [{"segment": number, "lane": number, "kind": PACKED, "faults": [fault]}]
         return said, inside, ("violation", f"lane {number}: {fault}", 10)
 
-    yield one(CHANGED, broken=True)
-    yield one(NEWER, broken=True, broken_ms=NOW)
-    yield one(rules.DUE, first_due_ms=NOW + 8 * DAY_MS - 1)
-    yield one(rules.DUE, last_due_ms=NOW + 9 * DAY_MS)
-    yield one(rules.IDS, ids=[])
-    yield one(rules.IDS, ids=[8])
-    yield one(rules.SIZE, raw_bytes=999)
-    yield one(rules.LATE, due_ms=NOW + RESTORED_MS - 1)
-    yield one(rules.MARKED, broken_ms=NOW)
-    yield one(rules.MARKED, broken_ms=NOW, due_ms=NOW)
+    yield one(faults.CHANGED, broken=True)
+    yield one(faults.NEWER, broken=True, broken_ms=NOW)
+    yield one(faults.DUE, first_due_ms=NOW + 8 * DAY_MS - 1)
+    yield one(faults.DUE, last_due_ms=NOW + 9 * DAY_MS)
+    yield one(faults.IDS, ids=[])
+    yield one(faults.IDS, ids=[8])
+    yield one(faults.SIZE, raw_bytes=999)
+    yield one(faults.LATE, due_ms=NOW + RESTORED_MS - 1)
+    yield one(faults.MARKED, broken_ms=NOW)
+    yield one(faults.MARKED, broken_ms=NOW, due_ms=NOW)
 
 
 def test_segments(spark: SparkSession) -> None:
@@ -102,9 +113,10 @@ def test_segments(spark: SparkSession) -> None:
     found = rules.segments(extract, RESTORED_MS)
     assert sorted(said(found)) == sorted(("segments", *told) for *_, told in cases)
     by_subject = {one.subject: one for one in found}
-    assert by_subject[f"lane 1: {CHANGED}"].details == {"segments": [1]}
+    assert by_subject[f"lane 1: {faults.CHANGED}"].details == {"segments": [1]}
+    assert all(one.next == faults.NEXT[subject.partition(": ")[2]] for subject, one in by_subject.items())
     sooner = rules.segments(extract, 1000)
-    assert [one.subject for one in sooner if rules.LATE in one.subject] == []
+    assert [one.subject for one in sooner if faults.LATE in one.subject] == []
 
 
 def test_repeats(spark: SparkSession) -> None:
@@ -145,9 +157,9 @@ def test_keys(spark: SparkSession) -> None:
     ]
     found = {one.subject: one for one in rules.keys(store(spark, messages, keys=keys))}
     assert {subject: (one.count, one.details["examples"]) for subject, one in found.items()} == {
-        rules.COLLIDES: (4, [1, 2, 3, 4]),
-        rules.UNREACHABLE: (5, [10, 11, 12, 13, 18]),
-        rules.DANGLES: (2, [14, 20]),
+        faults.COLLIDES: (4, [1, 2, 3, 4]),
+        faults.UNREACHABLE: (5, [10, 11, 12, 13, 18]),
+        faults.DANGLES: (2, [14, 20]),
     }
     assert {(one.rule, one.severity) for one in found.values()} == {("keys", "violation")}
 
@@ -158,9 +170,49 @@ def test_a_sample_says_nothing_about_the_whole(spark: SparkSession) -> None:
     unread_segment = segment(2, [packed(number, 2) for number in range(20, 30)])
     more = {"counters": {(1, "parked"): 100, (1, "compacted"): 9}, "sample": 0.01}
     report = judged(
-        spark, [*twins, message(3, faults=["bad"]), *inside], [segment(1, inside), unread_segment], [(7, 1)], **more
+        spark,
+        [*twins, message(3, faults=[faults.CHECKSUM]), *inside],
+        [segment(1, inside), unread_segment],
+        [(7, 1)],
+        **more,
     )
     assert [found.rule for found in report.findings] == ["integrity"]
     assert {run.rule for run in report.rules if run.skipped} == {"conservation", "repeats", "keys"}
     assert report.sample == 0.01
     assert (report.totals.waiting, report.totals.packed, report.totals.segments) == (3, 2, 2), "the unpacked messages"
+
+
+FAR = AuditRuleTable(
+    name="far",
+    sql="SELECT concat('to ', string(to_key)) AS subject, id, due_ms FROM messages WHERE due_ms > 4102444800000",
+    severity="violation",
+    next="ask the shop",
+)
+
+
+def test_a_rule_of_the_users(spark: SparkSession) -> None:
+    far = [message(number, due_ms=4_102_444_800_000 + number) for number in (7, 5)]
+    report = judged(spark, [message(1), *far], own_rules=[FAR])
+    assert said(report) == [("far", "violation", "to orders", 2)]
+    assert report.findings[0].details == {"examples": [5, 7]}
+    assert report.findings[0].next == "ask the shop"
+    assert [run.violations for run in report.rules if run.rule == "far"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"sql": "SELECT id FROM messages"}, "subject"),
+        ({"sql": "SELECT FROM WHERE"}, "Spark says"),
+        ({"sql": "DROP VIEW messages"}, "Spark says"),
+        ({"name": "keys"}, "a name that no other rule has"),
+    ],
+    ids=["columns", "syntax", "no query", "name"],
+)
+def test_a_wrong_rule_of_the_users_is_told_before_the_audit(
+    spark: SparkSession, change: dict[str, str], told: str
+) -> None:
+    show_empty(spark)
+    rules.check_own(spark, [FAR])
+    with pytest.raises(JobMisused, match=told):
+        rules.check_own(spark, [FAR.model_copy(update=change)])

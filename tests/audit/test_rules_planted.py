@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import aio_pika
 import pytest
 
-from delayer.audit import job, rules
-from delayer.audit.findings import CHANGED, NEWER, UNREADABLE, AuditReport
+from delayer.audit import faults, job
+from delayer.audit.findings import AuditReport
 from delayer.core.secret import SecretUrl
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
@@ -72,8 +72,10 @@ async def test_every_violation_planted_once_is_found_and_nothing_else(
     assert sorted(said(report)) == sorted(planted)
     clean = [run.rule for run in report.rules if not run.violations and not run.warnings]
     assert clean == ["peaks"]
+    assert all(one.next for one in report.findings)
     # The plan contains every finding of the rule of segments.
-    faults = (
-        CHANGED, NEWER, UNREADABLE, rules.DUE, rules.IDS, rules.SIZE, rules.LATE, rules.MARKED,
+    known = (
+        faults.CHANGED, faults.NEWER, faults.UNREADABLE, faults.DUE, faults.IDS, faults.SIZE, faults.LATE,
+        faults.MARKED,
     )  # fmt: skip
-    assert all(any(fault in subject for _, _, subject, _ in planted) for fault in faults)
+    assert all(any(fault in subject for _, _, subject, _ in planted) for fault in known)

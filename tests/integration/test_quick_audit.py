@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 from click.testing import CliRunner
 
-from delayer.audit import quick, rules
-from delayer.audit.findings import NEWER, PARTITION, UNREADABLE, AuditReport
+from delayer.audit import coming, faults, quick
+from delayer.audit.findings import AuditReport
 from delayer.audit.job import Options
 from delayer.cli.main import cli
 from delayer.core.secret import SecretUrl
@@ -59,16 +59,16 @@ async def test_all_held_messages_are_seen_beside_a_small_share_of_the_waiting_on
 
 def test_a_segment_until_the_year_9999_costs_no_more_than_its_messages() -> None:
     far = SimpleNamespace(first_due_ms=0, last_due_ms=253_402_300_799_999, messages=3)
-    assert list(quick._by_hour([], [far]).values()) == [1, 1, 1]
+    assert list(coming.spread([far]).values()) == [1, 1, 1]
 
 
 async def test_headers_and_counters_show_their_violations(database: str) -> None:
     await build(database)
     async with sql(database) as connection:
         planted = await Planting(connection).everything()
-    shown = (rules.LATE, rules.MARKED, NEWER, UNREADABLE, PARTITION, "all segments")
+    shown = (faults.LATE, faults.MARKED, faults.NEWER, faults.UNREADABLE, faults.PARTITION, "all segments")
     expected = [
-        (rule, severity, subject.replace(UNREADABLE, rules.NUMBER), count)
+        (rule, severity, subject.replace(faults.UNREADABLE, faults.NUMBER), count)
         for rule, severity, subject, count in planted
         if rule not in {"repeats", "keys", "destinations"} and not subject.startswith("segments of")
         and (rule not in {"segments", "integrity"} or any(text in subject for text in shown))

@@ -171,6 +171,28 @@ def test_the_report_names_the_lag_of_a_replica(behind_ms: int, told: str) -> Non
         assert told in text
 
 
+def test_each_finding_stands_above_its_own_next_step() -> None:
+    found = [Finding("integrity", "violation", f"lane {n}", 1, next=f"step `{n % 2}`") for n in range(4)]
+    report = replace(EMPTY, findings=(*found, Finding("far-orders", "warning", "x", 1, next="ask the shop")))
+    told = [line.strip() for line in lines(report)][:10]
+    steps = [line for line in told if line.startswith(("lane", "Next", "x"))]
+    assert steps[:6] == ["lane 0  1 message", "lane 2  1 message", "Next: step 0", "lane 1  1 message",
+                         "lane 3  1 message", "Next: step 1"]  # fmt: skip
+    page = report_html.page(report)
+    assert page.count("<b>Next:</b>") == 3
+    assert "far-orders" in page, "a rule of the user's has its name as its title"
+
+
+def test_messages_of_segments_that_do_not_read_back_are_marked() -> None:
+    day = Bar(NOW_MS + 86_400_000, 86_400_000, 10, 0, unread=7)
+    report = replace(EMPTY, calendar=Calendar(14_000.0, days=(day,)))
+    page = report_html.page(report)
+    for text in ("\n".join(lines(report)), page):
+        assert "7 messages in segments that do not read back" in text
+    assert 'fill="var(--warn)"' in page
+    assert "do not read back" not in report_html.page(EMPTY)
+
+
 def test_the_page_names_every_field_of_the_report() -> None:
     text = (Path(__file__).parents[3] / "docs" / "backlog.md").read_text(encoding="utf-8")
     for kind in (AuditReport, Totals, LaneFigures, Calendar, RuleRun, Finding):

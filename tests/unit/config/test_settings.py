@@ -12,7 +12,7 @@ import pytest
 from delayer.cli.options import Request
 from delayer.config.errors import ConfigError
 from delayer.config.loading import SYSTEM_FILE, config_file, load
-from delayer.config.model import DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
+from delayer.config.model import AuditRuleTable, DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
 from delayer.config.sources import env_name, keys_of, known_keys
 from delayer.config.texts import duration_text
 from delayer.config.values import duration_ms
@@ -80,6 +80,7 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("store", "lanes"): "9", ("store", "restore_ahead"): "9d", ("http", "listen"): "[::1]:80",
         ("http", "metrics_listen"): "[::1]:81", ("http", "open"): "true", ("http", "token"): "open-sesame-open",
         ("intake", "give_back_after"): "9m", ("log", "format"): "console", ("log", "level"): "debug",
+        ("audit", "rule"): '[{"name": "a", "sql": "SELECT 1"}]',
     }  # fmt: skip
     text = some_file if key[1:] and key[1].endswith("_file") else texts.get(key, "another")
     base = {"DELAYER_BROKER__CERT_FILE": some_file} if key[-1] == "key_file" else {}
@@ -220,7 +221,11 @@ def test_the_shipped_file_names_every_key() -> None:
     # Commented keys count: they are lines of the form "# key = value".
     lines = [line.removeprefix("# ").split(" = ")[0] for line in text.splitlines() if " = " in line]
     for key in known_keys():
-        if len(key) == 2:
+        if key == ("audit",):
+            continue
+        if key == ("audit", "rule"):
+            assert "\n# [[audit.rule]]" in text
+        elif len(key) == 2:
             assert key[1] in lines, key
         elif key == ("route",):
             assert "\n[[route]]" in text
@@ -228,7 +233,7 @@ def test_the_shipped_file_names_every_key() -> None:
             assert f"\n# [[{key[0]}]]" in text
         else:
             assert f"[{key[0]}]" in text or key[0] in lines, key
-    for table in (RouteTable, RetryTable, TakeoverTable, DestinationTable):
+    for table in (RouteTable, RetryTable, TakeoverTable, DestinationTable, AuditRuleTable):
         for name in keys_of(table):
             assert name in lines or table is RetryTable, name
 
@@ -255,6 +260,8 @@ def test_the_commented_tables_are_valid_and_have_every_key(tmp_path: Path) -> No
     assert set(table["route"][1]["retry"]) == set(keys_of(RetryTable))
     assert set(table["takeover"][0]) == set(keys_of(TakeoverTable))
     assert set(table["destination"][0]) == set(keys_of(DestinationTable))
+    assert set(table["audit"]["rule"][0]) == set(keys_of(AuditRuleTable))
+    assert settings.audit.rules[0].severity == "warning"
     assert settings.routes[1].retry == RetryTable(exhausted="parking-lot")
     assert settings.takeovers == (TakeoverTable(cascade="nservicebus-v2"),)
 

@@ -122,6 +122,11 @@ FILES: list[tuple[str, dict[str, str]]] = [
             for key, found in zip(("first", "factor", "jitter", "attempts"), ("5", "0.5", "2", "0"), strict=True)
         },
     ),
+    # Rules of the audit.
+    (
+        '[[audit.rule]]\nname = "A b"\nsql = " "\nseverity = "bad"\n',
+        {"audit.rule[0].name": '"A b"', "audit.rule[0].sql": '" "', "audit.rule[0].severity": '"bad"'},
+    ),
     # Takeovers and destinations.
     ('[[takeover]]\ncascade = "delayer"', {"takeover[0].cascade": '"delayer"'}),
     ('[[takeover]]\n[refused]\nqueue = "delays"', {"takeover[0].cascade": "nothing", "refused.queue": '"delays"'}),
