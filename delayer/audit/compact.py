@@ -19,6 +19,7 @@ from asyncpg import Connection
 
 from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
+from delayer.audit.gain import Gain, estimated
 from delayer.audit.tasks import Turns
 from delayer.core.errors import StoreLost
 from delayer.core.readable import Say
@@ -27,7 +28,7 @@ from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool
 from delayer.store.admin.listing import looking
 from delayer.store.admin.traffic import Traffic
-from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, describe
 from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted, CompactionWindow
 
@@ -131,11 +132,13 @@ async def pack_window(connection: Connection, window: CompactionWindow, rows: in
 
 _NUMBERS: Final = """
 SELECT lane, floor(extract(epoch FROM due_at) / 3600)::int, count(*) FILTER (WHERE taken),
-       coalesce(sum(size) FILTER (WHERE taken), 0)::bigint, count(*) FILTER (WHERE key IS NOT NULL),
-       count(*) FILTER (WHERE key IS NULL AND NOT taken)
+       coalesce(sum(size) FILTER (WHERE taken), 0)::bigint, coalesce(sum(stored) FILTER (WHERE taken), 0)::bigint,
+       count(*) FILTER (WHERE key IS NOT NULL), count(*) FILTER (WHERE key IS NULL AND NOT taken)
 FROM (
-    SELECT lane, due_at, key, size, key IS NULL AND size <= $2 AS taken
-    FROM message, LATERAL (SELECT octet_length(body) + octet_length(properties) AS size) AS sized
+    SELECT lane, due_at, key, size, stored, key IS NULL AND size <= $2 AS taken
+    FROM message, LATERAL (
+        SELECT octet_length(body) + octet_length(properties) AS size, pg_column_size(body) + pg_column_size(properties)
+    ) AS sized (size, stored)
     WHERE due_at > $1
 ) AS looked_at GROUP BY 1, 2
 """
@@ -170,6 +173,7 @@ class Numbers(NamedTuple):
     raw_bytes: int
     disk_bytes: int
     """Bytes of all waiting rows, near ones too, with their indexes."""
+    gain: Gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,21 +223,26 @@ async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> Compactio
 
 
 async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
-    """Count the rows of ``planned``, reading each once. Raises StoreLost."""
+    """Count the rows of ``planned``, reading each once, and pack some of the fullest window without storing them.
+    Raises StoreLost, without pyarrow too."""
+    check_arrow()
     async with looking(url, "plan", "delayer compact plan", _PATIENT) as connection:
         found = await connection.fetch(_NUMBERS, planned.after_ms, compact.LARGEST, timeout=DAY_MS / 1000)
         disk_bytes = await compact.size(connection)
+        fullest = max(planned.windows, key=lambda window: window.rows, default=None)
+        ratio = await compact.packed_share(connection, fullest, rows) if fullest else 0.0
     hours = {(lane, hour): figures for lane, hour, *figures in found}
-    messages = segments = raw_bytes = 0
+    messages = segments = raw_bytes = stored_bytes = 0
     for window in planned.windows:
         span = range(window.first_ms // HOUR_MS, window.last_ms // HOUR_MS + 1)
         inside = [hours[window.lane, hour] for hour in span if (window.lane, hour) in hours]
-        taken, size = (sum(one[at] for one in inside) for at in (0, 1))
+        taken, size, stored = (sum(one[at] for one in inside) for at in (0, 1, 2))
         if taken >= planned.fewest or size >= compact.BYTES:
-            messages, raw_bytes = messages + taken, raw_bytes + size
+            messages, raw_bytes, stored_bytes = messages + taken, raw_bytes + size, stored_bytes + stored
             segments += -(-max(taken * compact.BYTES, size * rows) // (rows * compact.BYTES))
-    whole, keyed, large = (sum(one[at] for one in hours.values()) for at in (0, 2, 3))
-    return Numbers(messages, segments, whole - messages, keyed, large, raw_bytes, disk_bytes)
+    whole, keyed, large = (sum(one[at] for one in hours.values()) for at in (0, 3, 4))
+    gain = estimated(messages, stored_bytes, round(raw_bytes * ratio))
+    return Numbers(messages, segments, whole - messages, keyed, large, raw_bytes, disk_bytes, gain)
 
 
 def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: Say) -> CompactionResult:

@@ -86,6 +86,31 @@ async def windows(connection: Connection, after_ms: int, rows: int = ROWS, fewes
     return [window for window in found if window.rows >= fewest]
 
 
+_SOME: Final = """
+SELECT id, (extract(epoch FROM due_at) * 1000000)::bigint, (extract(epoch FROM parked_at) * 1000000)::bigint, checksum,
+       format, route, exchange, routing_key, to_exchange, to_key, properties, body
+FROM message
+WHERE lane = $1 AND due_at >= $2 AND due_at <= $3 AND key IS NULL
+  AND octet_length(body) + octet_length(properties) <= $4
+ORDER BY due_at, id LIMIT $5
+"""
+
+
+async def packed_share(connection: Connection, window: CompactionWindow, rows: int) -> float:
+    """The bytes of a segment as a share of the bodies and properties in it, from ``rows`` messages of ``window`` at
+    most; nothing is written. Raises the driver's errors."""
+    from delayer.store.segments import packing  # noqa: PLC0415 - pyarrow
+
+    async with connection.transaction(readonly=True):
+        await connection.execute(SETTINGS)
+        rows = min(rows, await _fitting(connection, window, BYTES))
+        found = await connection.fetch(_SOME, window.lane, window.first_ms, window.last_ms, LARGEST, rows)
+    if not found:
+        return 0.0
+    packed = packing.pack(packing.table_of(found))
+    return len(packed.packed) / max(packed.raw_bytes, 1)
+
+
 async def compact_one(
     connection: Connection,
     window: CompactionWindow,
