@@ -3,7 +3,7 @@
     python -m bench.backlog --rows 1000000,2000000 --jobs quick,deep,compact
 
 For each number of rows it makes a store on a Postgres of its own, runs the jobs as commands, and prints a line of JSON.
-Without `--body` each body has 594 bytes and each message properties of 131 bytes, with a UUID in both.
+Each body is JSON of some 500 bytes, and body and properties have a UUID; with `--body` all messages are equal.
 """
 
 from __future__ import annotations
@@ -27,8 +27,17 @@ import asyncpg
 from bench import plain
 from bench.__main__ import whole_number, whole_numbers
 from bench.figures import median
-from bench.meter import cpu_seconds, tree
-from bench.rows import ALL_DUE_SECONDS, BACKLOG_DAYS, BACKLOG_FIRST_HOURS, COUNT_PARKED, KEY, NEW_LANES, put_due
+from bench.meter import Meter, cpu_seconds, tree
+from bench.rows import (
+    ALL_DUE_SECONDS,
+    BACKLOG_DAYS,
+    BACKLOG_FIRST_HOURS,
+    COUNT_PARKED,
+    KEY,
+    NEW_LANES,
+    put_backlog,
+    put_due,
+)
 from bench.servers import IN, OUT, POSTGRES
 from delayer.core.message import Parcel, Target
 from delayer.core.units import DAY_MS, HOUR_MS
@@ -99,8 +108,8 @@ def command(url: str, *arguments: str, **environ: str) -> Ran:
     return ran([EXECUTABLE, "--store-url", url, *arguments], DELAYER_CONFIG=os.devnull, **environ)
 
 
-def parcels(count: int, seed: int, now_ms: int, body: int | None) -> Iterator[Parcel]:
-    """Orders as an application would delay them. ``body``: bytes of each body, random letters; None: JSON."""
+def parcels(count: int, seed: int, now_ms: int) -> Iterator[Parcel]:
+    """Orders as an application would delay them."""
     chance = random.Random(seed)
     for number in range(count):
         uuid = f"{chance.getrandbits(128):032x}"
@@ -118,15 +127,13 @@ def parcels(count: int, seed: int, now_ms: int, body: int | None) -> Iterator[Pa
             "lines": [{"sku": f"A-{chance.randrange(10**5):05}", "count": chance.randrange(1, 9)} for _ in range(4)],
             "text": "Your order is on its way; please tell us within fourteen days if a part of it is missing. " * 3,
         }
-        content = (
-            json.dumps(order).encode() if body is None else chance.randbytes(body * 3 // 4 + 1).hex()[:body].encode()
-        )
+        content = json.dumps(order).encode()
         due_ms = now_ms + BACKLOG_FIRST_HOURS * HOUR_MS + chance.randrange(BACKLOG_DAYS * DAY_MS)
         target = Target(OUT.encode(), KEY.encode())
         yield Parcel(due_ms, IN.encode(), IN.encode(), KEY.encode(), target, properties, content)
 
 
-async def fill(url: str, rows: int, body: int | None, say: Callable[[str], None]) -> None:
+async def fill(url: str, rows: int, say: Callable[[str], None]) -> None:
     """Write ``rows`` messages into two lanes, due over BACKLOG_DAYS, and do the work of autovacuum."""
     connection = await pool.connect(url, "bench", {"statement_timeout": "0"})
     try:
@@ -136,7 +143,7 @@ async def fill(url: str, rows: int, body: int | None, say: Callable[[str], None]
         await connection.execute(NEW_LANES, LANES)
         for turn, start in enumerate(range(0, rows, CHUNK)):
             count, lane = min(CHUNK, rows - start), 1 + turn % LANES
-            records = [envelope.row(one, lane) for one in parcels(count, turn, now_ms, body)]
+            records = [envelope.row(one, lane) for one in parcels(count, turn, now_ms)]
             async with connection.transaction():
                 await connection.copy_records_to_table(
                     "message", records=records, columns=envelope.COLUMNS, timeout=3600
@@ -249,23 +256,36 @@ async def measure(rows: int, jobs: Sequence[str], asked: argparse.Namespace) -> 
     """All ``jobs`` on a store of so many rows."""
     postgres = Postgres(settings=POSTGRES)
     found: dict[str, Any] = {"rows": rows}
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     try:
         await asyncio.to_thread(postgres.start)
         url = postgres.url(await asyncio.to_thread(postgres.add_store))
         began = time.monotonic()
-        await fill(url, rows, asked.body, lambda text: print(text, file=sys.stderr, flush=True))
+        if asked.body is None:
+            await fill(url, rows, say)
+        else:
+            await put_backlog(url, rows, asked.body, say, LANES)
         found["fill_s"] = round(time.monotonic() - began)
         for job in jobs:
-            print(job, file=sys.stderr, flush=True)
+            say(job)
             if job == "quick":
+                meter = Meter({"database": postgres.pids})
                 runs = [await asyncio.to_thread(command, url, "audit", "--no-broker", "--json") for _ in range(3)]
-                found[job] = {"seconds": [one.seconds for one in runs], "peak_mb": runs[-1].peak_mb}
+                cpu = sum(one.cpu_seconds for one in runs) + meter.read()["database"]
+                found[job] = {
+                    "seconds": [one.seconds for one in runs],
+                    "cpu_s": round(cpu / len(runs), 2),
+                    "peak_mb": runs[-1].peak_mb,
+                }
             elif job == "compact":
                 found[job] = await compaction(postgres, url, asked.master)
             else:
                 work = postgres.data.parent / "work"
                 found[job] = await asyncio.to_thread(deep, url, asked.master if job == "deep" else None, work)
-            print(json.dumps({job: found[job]}), file=sys.stderr, flush=True)
+            say(json.dumps({job: found[job]}))
     finally:
         await asyncio.to_thread(postgres.close)
     return found
@@ -275,7 +295,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.backlog", description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=whole_numbers, default=(1_000_000, 2_000_000), help="sizes of the store")
     parser.add_argument("--jobs", default="quick,deep,compact", help="some of quick, deep, cluster, compact")
-    parser.add_argument("--body", type=whole_number, help="bytes of random letters instead of JSON")
+    parser.add_argument("--body", type=whole_number, help="bytes of each body, all of them equal")
     parser.add_argument("--master", default="local[2]", help="of the jobs of Spark (default local[2])")
     asked = parser.parse_args()
     for rows in asked.rows:

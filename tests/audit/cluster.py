@@ -60,7 +60,8 @@ class Cluster:
         return {"SPARK_CONF_DIR": str(self._settings)}
 
     def with_fault(self, fault: str, settings: Path) -> dict[str, str]:
-        """The environment of a job whose executors have this fault; ``settings`` is an empty directory."""
+        """The environment of a job whose executors have this fault; ``settings`` is a directory of its own."""
+        settings.mkdir(exist_ok=True)
         given = (self._settings / "spark-defaults.conf").read_text()
         (settings / "spark-defaults.conf").write_text(f"{given}spark.executorEnv.DELAYER_FAULT {fault}\n")
         return {"SPARK_CONF_DIR": str(settings)}

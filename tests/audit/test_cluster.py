@@ -104,7 +104,7 @@ async def test_an_executor_is_killed_while_it_judges(cluster: Cluster, backlog: 
     process = await begun(cluster, backlog, tmp_path)
 
     async def extracted() -> list[str]:
-        return names(tmp_path, "delayer-audit-*/keys/_SUCCESS")
+        return names(tmp_path, "delayer-audit-*/message_key/_SUCCESS")
 
     await eventually(extracted, bool, timeout=180.0)
     cluster.kill_executor()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,11 @@ def names(work: Path) -> list[str]:
 def extracts(work: Path) -> list[str]:
     """The directories of runs below ``work``, once the runs are reading."""
     return names(work) if list(work.glob("delayer-audit-*/*")) else []
+
+
+def extracted(work: Path) -> bool:
+    """Whether a run has written its extract."""
+    return bool(list(work.glob("delayer-audit-*/message_key/_SUCCESS")))
 
 
 async def begun(url: str, work: Path) -> asyncio.subprocess.Process:
@@ -79,6 +85,23 @@ async def test_a_stop_ends_a_jvm_that_starts(filled: str, tmp_path: Path, number
     async with asyncio.timeout(30):
         await process.communicate()  # stderr ends with the JVM
     assert (process.returncode, names(tmp_path)) == (code, [])
+
+
+async def test_a_stop_ends_the_judging(filled: str, tmp_path: Path) -> None:
+    """Spark runs the rules for many seconds, and the command ends while its tasks work."""
+    process = await begun(filled, tmp_path)
+
+    async def judging() -> bool:
+        assert process.returncode is None, "it ended before the test stopped it"
+        return extracted(tmp_path)
+
+    await eventually(judging, bool, timeout=240.0)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGTERM)
+    _, told = await process.communicate()
+    print(f"ended after {time.monotonic() - began:.1f} s")
+    assert (process.returncode, names(tmp_path)) == (143, []), told.decode()
+    assert b"Traceback" not in told
 
 
 async def test_a_lost_jvm_is_one_sentence(filled: str, tmp_path: Path) -> None:
