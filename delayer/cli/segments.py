@@ -138,8 +138,7 @@ def _forecast(found: compaction.Numbers) -> str:
     wait = readable_duration(gain.pays_after_ms / 1000)
     return (
         f"{text} About {size(gain.saved_bytes)} less with segments of {size(gain.packed_bytes)}.\n"
-        f"The log (WAL) would grow by about {size(gain.wal_pack_bytes)} now, and by {size(gain.wal_restore_bytes)} "
-        "when daemons restore the messages.\n"
+        f"The log (WAL) would grow by about {size(gain.log_bytes)} now, and by as much when they are restored.\n"
         f"Where the archived log is kept for a week, this pays for messages that wait {wait} or longer: see --after."
     )
 

@@ -134,7 +134,7 @@ async def test_the_commands(database: str, tmp_path: Path, monkeypatch: pytest.M
         planned = json.loads(told)
         assert (code, planned["messages"], planned["keyed"], planned["large"], planned["segments"]) == (0, FEW, 0, 0, 2)
         assert planned["raw_bytes"] > FEW * 200
-        assert 0 < planned["packed_bytes"] < planned["saved_bytes"] < planned["wal_pack_bytes"]
+        assert 0 < planned["packed_bytes"] < planned["saved_bytes"] < planned["log_bytes"]
         code, told, wrong = await run_delayer(database, "compact", "--master", "local[2]", "--json")
         assert code == 0, wrong
         done = json.loads(told)

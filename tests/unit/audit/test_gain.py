@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from delayer.audit.gain import LOG_KEPT_MS, PACK_BYTES, RESTORE_BYTES, ROW_BYTES, estimated
+from delayer.audit.gain import LOG_KEPT_MS, ROW_BYTES, estimated
 from delayer.core.units import DAY_MS
 
 
-def test_a_thousand_messages_of_half_a_kilobyte() -> None:
-    found = estimated(1_000, 629_000, 87_000)
-    assert (found.packed_bytes, found.saved_bytes) == (87_000, 629_000 + 1_000 * ROW_BYTES - 87_000)
-    assert found.wal_pack_bytes == 629_000 + 87_000 + 1_000 * PACK_BYTES
-    assert found.wal_restore_bytes == 629_000 + 87_000 + 1_000 * RESTORE_BYTES
+def test_the_measured_store() -> None:
+    """bench/backlog.py with 265,652 of 300,000 messages: 1,023 bytes of log each to pack, and 1,015 to restore."""
+    messages = 265_652
+    found = estimated(messages, 167_414_958, 23_614_764)
+    assert 1_000 < found.log_bytes / messages < 1_040
+    assert 770 < found.saved_bytes / messages < 800
     assert found.pays_after_ms is not None
-    log = found.wal_pack_bytes + found.wal_restore_bytes
-    assert abs(found.pays_after_ms * found.saved_bytes - LOG_KEPT_MS * log) < found.saved_bytes
-    assert 14 * DAY_MS < found.pays_after_ms < 35 * DAY_MS, "weeks, as bench/backlog.py measures"
+    assert abs(found.pays_after_ms * found.saved_bytes - LOG_KEPT_MS * 2 * found.log_bytes) < found.saved_bytes
+    assert 17 * DAY_MS < found.pays_after_ms < 19 * DAY_MS
 
 
 def test_segments_that_are_no_smaller_never_pay() -> None:
