@@ -64,13 +64,19 @@ def instant(at_ms: int | None) -> str:
 
 
 def away(at_ms: int | None, now_ms: int) -> str:
-    """How far off an instant is: ``in 3 d``, ``2.5 h ago``; empty for none."""
+    """How far off an instant is, in the two largest units: ``in 3 d 4 h``, ``2 min 5 s ago``; empty for none. A script
+    of the page writes the same."""
     if at_ms is None:
         return ""
-    seconds = abs(at_ms - now_ms) / 1000
-    if seconds < 1:
-        return "now"
-    return f"in {duration(seconds)}" if at_ms > now_ms else f"{duration(seconds)} ago"
+    rest, parts = abs(at_ms - now_ms) // 1000, []
+    for unit, length in (*_UNITS, ("s", 1)):
+        if count := rest // length:
+            parts.append(f"{count} {'year' if unit == 'years' and count == 1 else unit}")
+        if len(parts) == 2 or (parts and not count):
+            break
+        rest %= length
+    text = " ".join(parts)
+    return "now" if not text else f"in {text}" if at_ms > now_ms else f"{text} ago"
 
 
 def duration(seconds: float | None) -> str:

@@ -18,9 +18,9 @@ from delayer.core.message import as_text
 from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, RefusedChange, RefusedRow, Repair, State
+from delayer.http.view import Depths, RefusedRow, Repair, SetAsideChange, State, StrayRow
 from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
-from delayer.intake.set_aside import RefusedMessage, Selection, SetAside, refused_queue
+from delayer.intake.set_aside import RefusedMessage, Selection, SetAside, Stray, refused_queue, strays_queue
 from delayer.store.admin import actions, audit_log
 
 log = structlog.get_logger(__name__)
@@ -69,7 +69,7 @@ class DaemonInside:
             seen = await self._refused().look(limit=limit)
         return [_row(one) for one in seen.found], seen.depth
 
-    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> RefusedChange:
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> SetAsideChange:
         wanted, url = Selection(ids), self.settings.store_url
         mend = Mend.of(repair.delay_ms, repair.headers, map(reading.raw, repair.dropped), unread_delays(self.settings))
         asked = wanted.as_dict() | ({"mended": sorted(map(as_text, mend.headers))} if mend.headers else {})
@@ -90,7 +90,32 @@ class DaemonInside:
             again = await queue.returned(done) if verb == "retry" else 0
         left = [(one.refusal.id, why) for one, why in done.left]
         left += [("the rest", "too many stand before it")] if done.cut else []
-        return RefusedChange(len(done.found), left, again)
+        return SetAsideChange(len(done.found), left, again)
+
+    async def strays(self, limit: int) -> tuple[list[StrayRow], int]:
+        with _reached():
+            try:
+                seen = await self._strays().look(limit=limit)
+            except QueueMissing:
+                if self.settings.mode != "store":
+                    raise
+                return [], 0  # The store holds such messages.
+        return [_stray_row(one) for one in seen.found], seen.depth
+
+    async def act_on_strays(self, verb: str, ids: frozenset[str], who: str) -> SetAsideChange:
+        async def add(messages: int) -> None:
+            if messages:
+                log.warning("strays acted on", verb=verb, messages=messages, ids=sorted(ids), who=who)
+
+        with _reached():
+            done = await self._strays().change(verb, Selection(ids), add)
+        left = [(one.id, why) for one, why in done.left]
+        left += [("the rest", "too many stand before it")] if done.cut else []
+        return SetAsideChange(len(done.found), left)
+
+    def _strays(self) -> SetAside[Stray]:
+        settings = self.settings
+        return strays_queue(settings.broker_url, cascade_of(settings), settings.native.due_queue.encode())
 
     def _refused(self, mend: Mend = AS_IT_IS) -> SetAside[RefusedMessage]:
         settings = self.settings
@@ -119,6 +144,13 @@ def _row(one: RefusedMessage, preview: int = 80, most: int = 40, longest: int = 
     shown += [("…", f"{len(said) - most} more: `delayer refused list --json`")] if len(said) > most else []
     shown += [("not readable", read.broken)] if read.broken else []
     return RefusedRow(refusal.id, came_in, one.size, refusal.message_id, refusal.reason, body, shown)
+
+
+def _stray_row(one: Stray, preview: int = 80) -> StrayRow:
+    to = reading.address(one.target.exchange, one.target.routing_key)
+    return StrayRow(
+        one.id, one.due_ms, to, one.attempts, one.message_id, one.reason, reading.preview(one.head, preview)
+    )
 
 
 def serve(daemon: Daemon) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -89,6 +89,10 @@ def _program(request: Request) -> str:
     return f"{said or 'a program'} (http{host})"
 
 
+Notice = tuple[str, Sequence[str]]
+"""The result of a change, for the next page of its session: a heading and lines."""
+
+
 class BrowserSession(NamedTuple):
     """A browser that gave the token. ``token`` is a hash of it."""
 
@@ -96,6 +100,7 @@ class BrowserSession(NamedTuple):
     token: bytes
     began: float
     last: float
+    notice: Notice | None = None
 
 
 class Sessions:
@@ -142,6 +147,21 @@ class Sessions:
             return None
         self._sessions[key] = found._replace(last=now)
         return found
+
+    def leave(self, request: Request, notice: Notice) -> bool:
+        """Keep a notice for the next page of this session. False without a session."""
+        found = self.session(request)
+        if found is not None:
+            self._sessions[_key(request)] = found._replace(notice=notice)
+        return found is not None
+
+    def take_notice(self, request: Request) -> Notice | None:
+        """The notice for this page, once."""
+        found = self.session(request)
+        if found is None or found.notice is None:
+            return None
+        self._sessions[_key(request)] = found._replace(notice=None)
+        return found.notice
 
     def who(self, request: Request) -> str | None:
         """The client that wants to change something; None without the token."""

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from delayer.amqp import reading
 from delayer.amqp.reading import iso
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
+from delayer.core.message import as_text
 from delayer.http import forms, render
 from delayer.http.forms import FieldError, Search
 from delayer.http.pages import Pages
@@ -27,6 +28,7 @@ from delayer.http.view import STORE_ERRORS, Repair
 from delayer.store.admin import actions, detail, listing
 from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
+from delayer.store.admin.listing import Entry
 
 SHOWN: Final = 20
 """Messages that a question names; it counts the others."""
@@ -86,6 +88,9 @@ class Actions:
             return JSONResponse(
                 {"heading": result.heading, "lines": list(result.lines), "done": result.done}, status_code=result.status
             )
+        notice = result.heading, result.lines
+        if result.status == 200 and not _by_program(request) and self.pages.sessions.leave(request, notice):
+            return RedirectResponse(result.back, status_code=303)
         return self.pages.html(
             request, "done.html", result.status, heading=result.heading, lines=result.lines, back=result.back
         )
@@ -99,7 +104,7 @@ class Actions:
         forms.known(form, ("verb", "id", "at", "by", "back", "confirmed"))
         verb, tokens = forms.verb(form, "cancel", "reschedule", "retry"), forms.tokens(form)
         back = forms.back(form, request.url.path)
-        if (question := self._sure(request, verb, form, back)) is not None:
+        if (question := await self._sure(request, verb, form, back)) is not None:
             return question
         if verb == "retry":
             return await self._retry(who, "retry", tokens, back)
@@ -115,7 +120,7 @@ class Actions:
         """Held messages by their ids: retry, drop."""
         forms.known(form, ("verb", "id", "back", "confirmed"))
         verb, tokens = forms.verb(form, "retry", "drop"), forms.tokens(form)
-        if (question := self._sure(request, verb, form, "/held")) is not None:
+        if (question := await self._sure(request, verb, form, "/held")) is not None:
             return question
         return await self._retry(who, verb, tokens, "/held")
 
@@ -147,16 +152,24 @@ class Actions:
         forms.known(form, ("verb", "id", "back", "confirmed", *forms.MENDS))
         verb = forms.verb(form, "retry", "drop")
         ids = forms.ids(form)
-        if (question := self._sure(request, verb, form, "/refused")) is not None:
+        if (question := await self._sure(request, verb, form, "/refused")) is not None:
             return question
         repair = forms.repair(form) if verb == "retry" else Repair()
         done, left, again = await self.pages.answers.inside.act_on_refused(verb, frozenset(ids), who, repair)
         past = "Published again" if verb == "retry" else PAST[verb]
-        lines = [f"{name or 'One without an id'} stays refused: {why}." for name, why in left]
-        missing = len(ids) - done - len(left)
-        lines += [f"{missing} are not there any more."] if missing > 0 else []
+        lines = _left(len(ids), done, left)
         lines += [f"Refused again within 2 s: {again}."] if verb == "retry" and done else []
         return ActionResult(f"{past}: {done} of {len(ids)}", lines, done, "/refused")
+
+    async def strays(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
+        """Strays by their ids: retry, drop."""
+        forms.known(form, ("verb", "id", "back", "confirmed"))
+        verb, ids = forms.verb(form, "retry", "drop"), forms.ids(form)
+        if (question := await self._sure(request, verb, form, "/strays")) is not None:
+            return question
+        done, left, _ = await self.pages.answers.inside.act_on_strays(verb, frozenset(ids), who)
+        past = "On their way again" if verb == "retry" else PAST[verb]
+        return ActionResult(f"{past}: {done} of {len(ids)}", _left(len(ids), done, left), done, "/strays")
 
     async def filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
         """All messages that match a filter: counted first, then changed once a person confirmed."""
@@ -223,13 +236,46 @@ class Actions:
             by=form.get("by", [""])[0],
         )
 
-    def _sure(self, request: Request, verb: str, form: Mapping[str, Sequence[str]], back: str) -> Response | None:
+    async def _sure(self, request: Request, verb: str, form: Mapping[str, Sequence[str]], back: str) -> Response | None:
         """The question before messages are cancelled or dropped; None once it was answered, and for programs."""
         if verb not in ("cancel", "drop") or form.get("confirmed") == ["yes"] or _by_program(request):
             return None
-        named = [("id", one) for one in forms.ids(form)]
-        more: Any = {"fields": [("back", back), *named], "path": request.url.path, "back": back}
-        return self.pages.html(request, "confirm.html", verb=verb, count=len(named), facts=_first(named), **more)
+        ids = forms.ids(form)
+        told = await self._told(request.url.path, ids[:SHOWN])
+        facts = _first([(one, told.get(one, "not there any more")) for one in ids])
+        fields = [("back", back), *(("id", one) for one in ids)]
+        more: Any = {"fields": fields, "path": request.url.path, "back": back}
+        return self.pages.html(request, "confirm.html", verb=verb, count=len(ids), facts=facts, **more)
+
+    async def _told(self, path: str, ids: Sequence[str]) -> dict[str, str]:
+        """What a question says of each of these messages: its destination, instant, key and message_id."""
+        view = self.pages.answers.view
+        if path == "/actions/refused":
+            refused, _ = (await view.refused.get()).fresh or ((), 0)
+            return {one.id: f"{one.came_in}, {one.reason}" for one in refused}
+        if path == "/actions/strays":
+            strays, _ = (await view.strays.get()).fresh or ((), 0)
+            return {one.id: f"{one.to}, {one.reason}" for one in strays}
+        wanted = {forms.token(text): text for text in ids}
+        async with listing.looking(view.url, "show") as connection:
+            there, _ = await listing.named(connection, list(wanted))
+            there += [one.entry for one in await detail.held_named(connection, [token.id for token in wanted])]
+        told = {one.place.id: _in_words(one) for one in there}
+        return {text: told[token.id] for token, text in wanted.items() if token.id in told}
+
+
+def _in_words(entry: Entry) -> str:
+    name, key = reading.message_id(entry.properties), entry.key
+    parts = [reading.address(entry.to_exchange, entry.to_key), f"due {iso(entry.place.due_us // 1000)}"]
+    parts += [f"message_id {as_text(name)}"] if name else []
+    return ", ".join([*parts, *([f"key {as_text(key)}"] if key is not None else [])])
+
+
+def _left(asked: int, done: int, left: Sequence[tuple[str, str]]) -> list[str]:
+    """The messages that stay in their queue, and those that are gone."""
+    lines = [f"{name or 'One without an id'} stays there: {why}." for name, why in left]
+    missing = asked - done - len(left)
+    return [*lines, *([f"{missing} are not there any more."] if missing > 0 else [])]
 
 
 def _first(facts: list[tuple[str, str]]) -> list[tuple[str, str]]:

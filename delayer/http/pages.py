@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -22,9 +23,11 @@ from delayer.http.view import ROWS, STORE_ERRORS
 from delayer.store.admin import audit_log, detail, listing
 from delayer.store.admin.detail import FoundIn
 
+MOST_COUNTED: Final = 1_000
+"""Messages of a filter that a page counts at most."""
 _CASCADE: Final = "The overview counts them by level; they cannot be listed, moved or cancelled."
 _STRAYS: Final = (
-    "Messages that no destination takes go back into the cascade; after ten attempts to the strays (delayer strays)."
+    "Messages that no destination takes go back into the cascade; after ten attempts to the strays: /strays."
 )
 _UNNAMED: Final = "expected the name of one message, found none or several: see /api/messages?message_id="
 
@@ -42,6 +45,18 @@ async def _named(connection: Any, text: str) -> Token | None:
     return tokens[0] if len(tokens) == 1 else None
 
 
+def _around(path: str, given: Mapping[str, str], trail: forms.Trail, rows: int, total: str) -> dict[str, str]:
+    """The links to the first and the previous page, and the numbers of the rows."""
+    back, here = trail.previous, trail.numbers(rows, ROWS)
+    first = path + (f"?{render.query(given)}" if given else "")
+    span = f"{render.number(here[0])}–{render.number(here[1])}" if here else ""
+    return {
+        "previous": "" if back is None else f"{path}?{render.query(given, **back)}".rstrip("?"),
+        "first": first if trail.after else "",
+        "numbers": f"{span} of {total}" if span and total else span,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Pages:
     """The handlers of all pages that only show something."""
@@ -56,7 +71,12 @@ class Pages:
             return JSONResponse({"error": error}, status_code=status)
         names = names_of(self.answers.inside.settings) if self.readable(request) else {}
         here = "/" + request.url.path.strip("/").partition("/")[0]
-        more = {"session": self.sessions.session(request), "can_open": self.sessions.can_open, "names": names}
+        more: dict[str, Any] = {
+            "session": self.sessions.session(request),
+            "can_open": self.sessions.can_open,
+            "names": names,
+        }
+        more |= {"has_store": self.answers.view.has_store, "notice": self.sessions.take_notice(request)}
         return render.html(template, status, here=here, **more, **values)
 
     def readable(self, request: Request) -> bool:
@@ -153,12 +173,12 @@ class Pages:
             return self._storeless(request, "Waiting messages", _CASCADE)
         given = dict(request.query_params)
         values: dict[str, Any] = {"rows": [], "bounded": False, "broken": 0, "next": "", "given": given}
+        values |= {"previous": "", "first": "", "numbers": ""}
         wrong, status = "", 200
         try:
             forms.once([name for name, _ in request.query_params.multi_items()])
             form = forms.searched(given, recent.host_ms())
-            after = forms.place(given.get("after", ""))
-            values |= await self._list(request.url.path, form, after)
+            values |= await self._list(request, form, forms.Trail.of(given))
             values["given"] = form.given
         except (FieldError, *STORE_ERRORS) as error:
             wrong, status = str(error), 400 if isinstance(error, FieldError) else 503
@@ -168,13 +188,37 @@ class Pages:
         back = "/waiting" + (f"?{request.url.query}" if request.url.query else "")
         return self.html(request, "waiting.html", status, wrong=wrong, back=back, **values)
 
-    async def _list(self, path: str, form: forms.Search, after: tuple[int, int] | None) -> dict[str, Any]:
-        test = reading.properties_test(form.wanted)
+    async def _list(self, request: Request, form: forms.Search, trail: forms.Trail) -> dict[str, Any]:
+        """The rows of a page, the ways to others, and the number of all. The page counts a filter's messages while it
+        looks for them, up to MOST_COUNTED."""
+        wanted, after, path = form.wanted, forms.place(trail.after) or listing.BEGINNING, request.url.path
+        limit = ROWS if wanted.everything or _by_program(request) else MOST_COUNTED
         async with listing.looking(self.answers.view.url, "list") as connection:
-            found = await listing.find(connection, form.wanted, test, ROWS, after or listing.BEGINNING)
-            rows = await listing.entries(connection, found)
-        more = "" if found.after is None else f"{path}?{render.query(form.given, after=place_text(found.after))}"
-        return {"rows": rows, "bounded": found.bounded, "broken": len(found.broken), "next": more}
+            found = await listing.find(connection, wanted, reading.properties_test(wanted), limit, after)
+            shown = found.places[:ROWS]
+            rows = await listing.entries(connection, found._replace(places=shown))
+        full = len(shown) == ROWS
+        end = shown[-1][:2] if len(found.places) > ROWS else found.after
+        if wanted.everything:
+            total = await self._total("waiting")
+        else:
+            whole = len(found.places) + ROWS * len(trail.before or ())
+            total = render.number(whole) if found.after is None else f"more than {render.number(whole)}"
+        onward = {} if end is None else trail.next(place_text(end), full=full and not _by_program(request))
+        return {
+            "rows": rows,
+            "bounded": found.bounded and not full,
+            "broken": len(found.broken),
+            "next": f"{path}?{render.query(form.given, **onward)}" if onward else "",
+            **_around(path, form.given, trail, len(shown), total),
+        }
+
+    async def _total(self, of: str) -> str:
+        """The number of all "waiting" messages, also in segments, or of all "held" ones, by the counters."""
+        seen = (await self.answers.view.store.get()).fresh
+        if seen is None:
+            return ""
+        return render.number(seen.held if of == "held" else seen.waiting + seen.segments.messages)
 
     async def message(self, request: Request) -> Response:
         """One message. Its name is an id, or a message_id, key or x-delayer-id that no other row has."""
@@ -213,18 +257,22 @@ class Pages:
             return self._storeless(request, "Held messages", _STRAYS)
         try:
             query = request.query_params
-            forms.known(query, (*forms.HELD_FIELDS, "after", "id"))
-            asked = {field: query.getlist(field) for field in forms.HELD_FIELDS if field in query}
-            form = forms.meant(asked or {"all": ["yes"]}, recent.host_ms(), forms.HELD_FIELDS)
-            after = forms.number(query.get("after", "")) or 0
+            forms.once([name for name, _ in query.multi_items() if name != "id"])
+            form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
+            after = forms.number(trail.after) or 0
             test = reading.properties_test(form.wanted)
             async with listing.looking(self.answers.view.url, "list held messages") as connection:
                 page = await detail.held_page(connection, form.wanted, test, ROWS, after)
-                groups = [] if asked or after else await detail.held_groups(connection)
+                groups = [] if form.given or after else await detail.held_groups(connection)
         except (FieldError, *STORE_ERRORS) as error:
             return self._unreached(request, error)
-        more = "" if page.after is None else f"/held?{urlencode({**form.given, 'after': page.after})}"
-        return self.html(request, "held.html", page=page, next=more, given=form.given, groups=groups)
+        full = len(page.messages) == ROWS
+        onward = {} if page.after is None else trail.next(str(page.after), full=full)
+        more = f"/held?{render.query(form.given, **onward)}" if onward else ""
+        total = "" if form.given else await self._total("held")
+        around = _around("/held", form.given, trail, len(page.messages), total)
+        shown: dict[str, Any] = {"page": page, "next": more, "given": form.given, "groups": groups, **around}
+        return self.html(request, "held.html", **shown)
 
     async def refused(self, request: Request) -> Response:
         """Refused messages."""
@@ -233,6 +281,12 @@ class Pages:
         rows, depth = seen.fresh or ((), 0)
         status = 503 if seen.error else 200
         return self.html(request, "refused.html", status, rows=rows, depth=depth, error=seen.error, queue=queue)
+
+    async def strays(self, request: Request) -> Response:
+        """Strays."""
+        seen = await self.answers.view.strays.get(patience=60.0)
+        rows, depth = seen.fresh or ((), 0)
+        return self.html(request, "strays.html", 503 if seen.error else 200, rows=rows, depth=depth, error=seen.error)
 
     async def audit_log(self, request: Request) -> Response:
         """The audit log: the changes that operators made."""

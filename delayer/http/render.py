@@ -18,7 +18,7 @@ from delayer.amqp import reading
 from delayer.amqp.reading import iso, message_id
 from delayer.core import horizon
 from delayer.core.message import as_text
-from delayer.core.readable import away, duration, size
+from delayer.core.readable import away, duration, instant, size
 from delayer.core.units import HOUR_MS
 from delayer.http.recent import host_ms
 from delayer.http.view import State
@@ -73,6 +73,7 @@ ENVIRONMENT: Final = jinja2.Environment(
 for function in (iso, ahead, duration, number, rate, size, name, address, query, message_id, quote, as_text):
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
+ENVIRONMENT.filters["second"] = instant
 ENVIRONMENT.globals["version"] = __version__
 
 

@@ -58,6 +58,18 @@ class RefusedRow(NamedTuple):
     """Its properties and headers, each with its value."""
 
 
+class StrayRow(NamedTuple):
+    """A message of the strays queue, as the page shows it. ``due_ms``: None if its envelope cannot be read."""
+
+    id: str
+    due_ms: int | None
+    to: str
+    attempts: int
+    message_id: str
+    reason: str
+    body: str
+
+
 class Repair(NamedTuple):
     """The changes of refused messages before a retry, as the operator gave them."""
 
@@ -66,9 +78,9 @@ class Repair(NamedTuple):
     dropped: Sequence[str] = ()
 
 
-class RefusedChange(NamedTuple):
-    """The result of a change of refused messages: how many it changed, the ids that stay with their reasons, and how
-    many the daemon refused again."""
+class SetAsideChange(NamedTuple):
+    """The result of a change of refused messages or strays: how many it changed, the ids that stay with their reasons,
+    and how many the daemon refused again."""
 
     done: int
     left: Sequence[tuple[str, str]]
@@ -91,8 +103,14 @@ class DaemonPort(Protocol):
     async def refused(self, limit: int) -> tuple[Sequence[RefusedRow], int]:
         """The first refused messages, and the number of all. Raises BrokerLost."""
 
-    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> RefusedChange:
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> SetAsideChange:
         """Do "retry", with these changes, or "drop". Raises BrokerLost, StoreLost."""
+
+    async def strays(self, limit: int) -> tuple[Sequence[StrayRow], int]:
+        """The first strays, and the number of all. Raises BrokerLost."""
+
+    async def act_on_strays(self, verb: str, ids: frozenset[str], who: str) -> SetAsideChange:
+        """Do "retry" or "drop". Raises BrokerLost."""
 
 
 T = TypeVar("T")
@@ -189,10 +207,11 @@ class View:
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
         # Requests share one look: two into the queue at a time would see half of it each.
         self.refused = Cached(lambda: inside.refused(ROWS), 3.0, "refused messages", late=inf)
+        self.strays = Cached(lambda: inside.strays(ROWS), 3.0, "strays", late=inf)
 
     @property
     def parts(self) -> Sequence[Cached[Any]]:
-        return self.store, self.census, self.depths, self.refused
+        return self.store, self.census, self.depths, self.refused, self.strays
 
     @property
     def has_store(self) -> bool:

@@ -103,5 +103,5 @@ async def shown(place: OwnVhost, store: str, tmp_path: Path) -> AsyncIterator[Sh
 
 
 async def result(page: Any) -> str:
-    await page.get_by_role("status").wait_for(state="attached")
-    return str(await page.locator("h1").inner_text())
+    """The notice on the list after a change."""
+    return str(await page.locator(".notice strong").inner_text())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import re
 import socket
 import time
 
 import psutil
 
+from delayer.amqp.edits import HoldNote, enveloped
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.message import Parcel, Target
 from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER
 from tests.support.daemon import DaemonProcess
@@ -174,12 +178,15 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         place.things.queue("q.a")
         session = await web.post("/login", {"who": "ada", "token": token})
         ada = {"Cookie": session.headers["set-cookie"].partition(";")[0]}
-        link = "/held?kind=returned&amp;to_exchange=&amp;to_key=q.a"
+        link = "/held?kind=returned&amp;to_exchange=amq.default&amp;to_key=q.a"
         assert f'<a href="{link}">2</a>' in page.text
         assert (await web.get(link.replace("&amp;", "&"))).text.count("/message/") == 2
 
         async def act(verb: str, **fields: str) -> str:
             answer = await web.post("/actions/held-filtered", {"verb": verb, **fields}, **ada)
+            if answer.status == 303:
+                answer = await web.get(answer.headers["location"], **ada)
+                return re.findall('role="status"><strong>(.*?)</strong>', answer.text)[0]
             return re.findall("<h1>(.*)</h1>", answer.text)[0]
 
         fields = {"kind": "returned", "to_exchange": "", "to_key": "q.a"}
@@ -195,12 +202,70 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         assert await act("drop", tu="missing") == "Not understood"
 
 
+async def test_pages_of_a_list_lead_forth_and_back(place: OwnVhost, store: str) -> None:
+    async with place.working(place.environ("store", store) | ANY_PORT) as (daemon, raw, _):
+        web = await Web.of(daemon)
+        await raw.publish(*(delayed(f"{n}", HOUR + n, key="ab"[n % 13 == 0]) for n in range(130)))
+        await raw.publish(*(delayed(f"lost {n}", 10, through="in.missing") for n in range(53)))
+
+        async def page(path: str) -> tuple[str, list[str], dict[str, str]]:
+            """The numbers above the list, the ids in it, and the links to its other pages."""
+            text = html.unescape((await web.get(path)).text)
+            numbers = re.search(r'<p class="pages"><span>(.*?)</span>', text)
+            links = re.findall(r'<a href="([^"]*)"[^>]*>(First page|Previous page|Next page)</a>', text)
+            ids = re.findall(r'data-label="id"><a href="/message/(\d+)', text)
+            return numbers[1] if numbers else "", ids, {name: link for link, name in links}
+
+        for path, of in (("/waiting", 130), ("/waiting?to_key=a", 120), ("/held", 53)):
+            _, seen, there = await eventually(lambda: page(path), lambda seen: seen[0] == f"1–50 of {of}")  # noqa: B023
+            assert there.keys() == {"Next page"}
+            pages, at = [seen], path
+            while "Next page" in there:
+                at = there["Next page"]
+                numbers, seen, there = await page(at)
+                first = len(pages) * 50 + 1
+                assert numbers == f"{first}–{min(first + 49, of)} of {of}"
+                pages.append(seen)
+            assert len({id for ids in pages for id in ids}) == of
+            assert (await page(there["First page"]))[1] == pages[0]
+            for before in reversed(pages[:-1]):
+                numbers, seen, there = await page(there["Previous page"])
+                assert seen == before
+            assert there.keys() == {"Next page"}, "on the first page"
+        assert (await web.get("/waiting?after=1.2&trail=x")).status == 200
+        assert (await web.get("/waiting?after=x")).status == 400
+
+
 async def destination(web: Web, name: str) -> list[str]:
     """The cells of a row of the overview's table by destination."""
     page = (await web.get("/")).text
     rows = (re.findall("<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in re.findall("<tr>(.*?)</tr>", page, re.DOTALL))
     found = ([re.sub("<[^>]*>", "", cell).strip() for cell in row] for row in rows)
     return next((row for row in found if row[:1] == [name]), [])
+
+
+async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
+    token = "a-token-for-this-test-alone"
+    allowed = {"Authorization": f"Bearer {token}", "Accept": "application/json", "X-Delayer-Who": "nightly"}
+    async with place.working(place.environ("native") | ANY_PORT | {"HTTP__TOKEN": token}) as (daemon, raw, inbox):
+        web = await Web.of(daemon)
+        now_ms = time.time_ns() // 1_000_000
+        held = HoldNote(Hold(HoldKind.RETURNED, "312 NO_ROUTE"), 10, None)
+        for name, to in ((b"one", b"inbox"), (b"two", b"nowhere")):
+            parcel = Parcel(now_ms, b"in", b"in", to, Target(b"", to), Props(message_id=name).encode(), name, None)
+            await raw.publish(Message("", b"delayer.delay-strays", enveloped(parcel, name, held), name))
+        page = await eventually(lambda: web.get("/strays"), lambda page: "2, the first 2 are shown" in page.text)
+        for text_of in ("queue nowhere", "312 NO_ROUTE", "<code>two</code>"):
+            assert text_of in page.text
+        done = (await web.post("/actions/strays", {"verb": "retry", "id": "one"}, **allowed)).json
+        assert done == {"heading": "On their way again: 1 of 1", "lines": [], "done": 1}
+        await inbox.got([b"one"])
+        done = (await web.post("/actions/strays", {"verb": "drop", "id": ["two", "one"]}, **allowed)).json
+        assert done == {"heading": "Dropped: 1 of 2", "lines": ["1 are not there any more."], "done": 1}
+        assert "There are no strays." in (await web.get("/strays")).text
+        told = await daemon.event("strays acted on")
+        assert (told["verb"], told["ids"], told["who"]) == ("retry", ["one"], "nightly (http, 127.0.0.1)")
+        assert (await web.post("/actions/strays", {"verb": "drop", "id": "two"})).status == 403
 
 
 async def test_off_is_off(place: OwnVhost, store: str) -> None:

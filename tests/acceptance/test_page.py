@@ -61,12 +61,14 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         await page.get_by_label(f"Choose {rows[2]['id']}").check()
         await page.get_by_role("button", name="Cancel", exact=True).click()
         assert await page.locator("h1").inner_text() == "Cancel 2 messages?"
+        facts = await page.locator(".facts").inner_text()
+        assert all(f"{row['id']}\nout / inbox, due 2" in facts for row in rows[1:3])
         assert len(await this.waiting()) == 9, "asked first"
         await page.get_by_role("button", name="Cancel them").click()
         assert await result(page) == "Cancelled: 2 of 2"
         assert len(await this.waiting()) == 7
 
-        await page.get_by_role("link", name="Back").click()
+        await page.goto("/waiting")
         moved = (await this.waiting())[-1]
         await page.get_by_label(f"Choose {moved['id']}").check()
         await page.locator("#at").fill("2h")
@@ -128,7 +130,7 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         await page.locator(".list tbody input").nth(0).check()
         await page.get_by_role("button", name="Try again now").click()
         assert await result(page) == "To be tried again now: 1 of 1"
-        await page.get_by_role("link", name="Back").click()
+        await page.goto("/held")
         await page.get_by_label("All of this page").check()
         assert await page.locator(".list tbody input:not(:checked)").count() == 0
         await page.get_by_role("button", name="Drop", exact=True).click()
@@ -354,6 +356,35 @@ async def test_the_page_fits_a_desk_and_a_telephone(place: OwnVhost, store: str,
                     )
                     assert {tiles.count(row) for row in tiles} == {5 if width > 1_000 else 2}, "rows of tiles are full"
             await page.context.close()
+
+
+async def test_times_run_and_tables_are_sorted(place: OwnVhost, store: str, tmp_path: Path) -> None:
+    async with shown(place, store, tmp_path) as this:
+        await this.raw.publish(*(delayed("x" * n, n * HOUR) for n in (3, 20, 100)))
+        rows = await eventually(this.waiting, lambda rows: len(rows) == 3)
+        page = await this.tab(timezone_id="Asia/Kolkata")
+        await this.unlock(page)
+        await page.goto("/waiting")
+        bodies = page.locator("tbody [data-label=size]")
+        for direction, sizes in (("ascending", ["3 B", "20 B", "100 B"]), ("descending", ["100 B", "20 B", "3 B"])):
+            await page.get_by_role("button", name="size").click()
+            assert await bodies.all_inner_texts() == sizes
+            assert await page.locator("th[aria-sort]").get_attribute("aria-sort") == direction
+        # The clock of the page moves on: the texts follow.
+        first = page.locator("[data-at]").last
+        text_of = await first.inner_text()
+        assert text_of.startswith("in 2 h 59 min")
+        await page.evaluate("() => { const now = Date.now; Date.now = () => now() + 3600000 }")
+        await page.wait_for_function(
+            "() => [...document.querySelectorAll('[data-at]')].pop().textContent.startsWith('in 1 h 59')"
+        )
+        # The calendar means the reader's own time.
+        await page.get_by_label(f"Choose {rows[0]['id']}").check()
+        await page.locator("#at + .picker").fill("2031-01-31T08:30:15")
+        assert await page.locator("#at").input_value() == "2031-01-31T03:00:15Z"
+        await page.get_by_role("button", name="Reschedule", exact=True).click()
+        assert await result(page) == "Rescheduled: 1 of 1"
+        assert 1_927_594_815_000 in {row["due_ms"] for row in await this.waiting()}
 
 
 async def _pressed(page: Any) -> None:

@@ -16,14 +16,18 @@
 
   function draw(element, data, series, more) {
     const before = drawn.get(element);
+    const told = plot => { if (plot.cursor.idx == null) plot.setLegend({idx: more.told}); };
     if (before && before.key === more.key) {
       before.plot.setData(data);
+      told(before.plot);
       return;
     }
     if (before) before.plot.destroy();
     element.textContent = "";
     const options = {width: wide(element), height: HEIGHT, padding: [12, 28, 0, 0], cursor: {drag: {x: false, y: false}}, tzDate: at => uPlot.tzDate(new Date(at * 1000), "UTC"), series: [more.first, ...series], ...more.options};
-    drawn.set(element, {key: more.key, plot: new uPlot(options, data, element)});
+    const plot = new uPlot(options, data, element);
+    drawn.set(element, {key: more.key, plot});
+    told(plot);
   }
 
   async function figures(path) {
@@ -44,6 +48,7 @@
     const xs = bars.map((_, n) => n + 0.5);
     draw(due, [xs, bars], [{label: "messages due", stroke: colour("--bar"), fill: colour("--bar"), paths: uPlot.paths.bars({size: [0.8, 60], align: 0}), points: {show: false}, value: (_, n) => n == null ? "–" : n.toLocaleString("en")}], {
       key: chosen + dark.matches,
+      told: 0,
       first: {label: "due within", value: (_, n) => n == null ? "–" : `${Math.ceil(n)} ${unit}`},
       options: {
         scales: {x: {time: false, range: [0, bars.length]}, y: {range: (_, low, high) => [0, Math.max(high, 1)]}},
@@ -81,9 +86,9 @@
     const line = (label, stroke, more) => ({label, stroke, width: 2, points: {show: false, filter: alone, size: 7, fill: stroke}, value: (_, n) => n == null ? "–" : short(n), ...more});
     const first = {label: "at", value: (_, at) => at == null ? "–" : clock(at, 19)};
     const options = {axes: [axis({space: 60, values: (_, ats) => ats.map(at => clock(at, 16))}), axis({values: numbers, size: 60})], scales: {x: {range: () => [Date.now() / 1000 - LONG, Date.now() / 1000]}, y: {range: (_, low, high) => [0, Math.max(high || 0, 1)]}}};
-    const key = String(dark.matches);
-    draw(rates, [t, into, released], [line("in", colour("--first")), line("out", colour("--second"), {dash: [6, 3]})], {key, first, options});
-    draw(late, [t, p50_ms, p99_ms], [line("median", colour("--first")), line("p99", colour("--second"), {dash: [6, 3]})], {key, first, options});
+    const key = String(dark.matches), told = t.length - 1;
+    draw(rates, [t, into, released], [line("in", colour("--first")), line("out", colour("--second"), {dash: [6, 3]})], {key, told, first, options});
+    draw(late, [t, p50_ms, p99_ms], [line("median", colour("--first")), line("p99", colour("--second"), {dash: [6, 3]})], {key, told, first, options});
   }
 
   async function lookAtRates() {
@@ -139,12 +144,75 @@
 
   const zone = new Intl.DateTimeFormat("en-GB", {day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit", timeZoneName: "short"});
   for (const time of document.querySelectorAll("time")) {
-    const at = new Date(time.textContent.endsWith("Z") ? time.textContent : NaN);
+    const at = new Date(time.dateTime);
     if (isNaN(at) || !at.getTimezoneOffset()) continue;
     const local = document.createElement("span");
     local.className = "dim t";
     local.textContent = `(${zone.format(at)})`;
     time.after(" ", local);
+  }
+
+  // ---- how far off an instant is, as core/readable.py writes it
+
+  const UNITS = [["years", 31557600], ["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+  function away(at) {
+    let rest = Math.floor(Math.abs(at - Date.now()) / 1000);
+    const parts = [];
+    for (const [unit, length] of UNITS) {
+      const count = Math.floor(rest / length);
+      if (count) parts.push(`${count} ${unit === "years" && count === 1 ? "year" : unit}`);
+      if (parts.length === 2 || (parts.length && !count)) break;
+      rest %= length;
+    }
+    const text = parts.join(" ");
+    return !text ? "now" : at > Date.now() ? `in ${text}` : `${text} ago`;
+  }
+
+  setInterval(() => {
+    if (document.hidden) return;
+    for (const one of document.querySelectorAll("[data-at]")) {
+      const at = Number(one.dataset.at), late = Date.now() - at;
+      // The look may be some seconds old, and its message gone.
+      one.textContent = "next" in one.dataset && late > 0 && late < 30000 ? "now" : away(at);
+    }
+  }, 1000);
+
+  // ---- a calendar beside each field for an instant, in the reader's own zone
+
+  for (const field of document.querySelectorAll("input.instant")) {
+    const picker = document.createElement("input");
+    picker.type = "datetime-local";
+    picker.step = 1;
+    picker.className = "picker";
+    picker.setAttribute("aria-label", `${field.labels[0].textContent}, local time`);
+    picker.addEventListener("change", () => {
+      if (picker.value) field.value = new Date(picker.value).toISOString().replace(".000Z", "Z");
+    });
+    field.after(picker);
+  }
+
+  // ---- a table sorted by one of its columns
+
+  const value = cell => cell.dataset.sort ?? cell.querySelector("[data-at]")?.dataset.at ?? cell.querySelector("time")?.dateTime ?? cell.textContent.trim();
+  const order = new Intl.Collator("en", {numeric: true}).compare;
+  for (const table of document.querySelectorAll("table.sortable")) {
+    const body = table.tBodies[0];
+    if (body.rows.length < 2) continue;
+    [...table.tHead.rows[0].cells].forEach((head, column) => {
+      if (!head.textContent.trim() || head.querySelector(".hidden")) return;
+      const button = document.createElement("button");
+      button.type = "button";
+      button.className = "sort";
+      button.textContent = head.textContent;
+      head.replaceChildren(button);
+      button.addEventListener("click", () => {
+        const up = head.ariaSort !== "ascending";
+        for (const other of table.tHead.rows[0].cells) other.ariaSort = null;
+        head.ariaSort = up ? "ascending" : "descending";
+        const bare = text => text.replace(/\u202f/g, "");
+        body.append(...[...body.rows].sort((one, other) => (up ? 1 : -1) * order(bare(value(one.cells[column])), bare(value(other.cells[column])))));
+      });
+    });
   }
 
   // ---- again and again, but not while nobody looks

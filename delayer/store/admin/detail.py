@@ -190,6 +190,12 @@ async def held_page(
     return HeldPage(found, after, bounded=True)
 
 
+async def held_named(connection: Connection, ids: Collection[int]) -> list[HeldEntry]:
+    """The held messages among these ids. Raises the driver's errors."""
+    rows = await connection.fetch(f"SELECT {listing.ENTRY}, {HELD} FROM held WHERE id = ANY($1) ORDER BY id", list(ids))
+    return [HeldEntry(entry_of(row), HeldState(*row[12:19])) for row in rows]
+
+
 async def held_matching(connection: Connection, wanted: Filter, test: Test | None) -> dict[int, int]:
     """All held messages of ``wanted``, each with its due time. Raises the driver's errors."""
     dues: dict[int, int] = {}

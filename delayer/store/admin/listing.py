@@ -110,7 +110,8 @@ class Rows:
         """Read rows due from ``low_ms`` to before ``high_ms``. The place up to which it read every lane; None after
         the whole window."""
         narrow = self._wanted.narrow
-        each = max(min(self._left // len(lanes), self._each), 1) if narrow else self._limit + 1
+        enough = min(self._limit + 1, max(2 * self._limit // len(lanes), AT_ONCE))
+        each = max(min(self._left // len(lanes), self._each), 1) if narrow else enough
         self._each *= 4
         terms, given = conditions(self._wanted, first=7)
         columns = ", route, to_exchange, to_key" if given else ""
@@ -147,6 +148,8 @@ def conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
 
 LONG_SECONDS: Final = 3_600.0
 """For statements over the whole store that have no statement_timeout. For the driver, None means COMMAND_SECONDS."""
+AT_ONCE: Final = 64
+"""Rows of each lane that a page reads at least: most pages need no second statement."""
 SCAN: Final = 10_000
 """Rows that one page reads at most, of all lanes together, to find those that match."""
 SEGMENTS: Final = 4

@@ -29,6 +29,9 @@ def test_instants_and_their_distance() -> None:
     assert away(7_200_000, 0) == "in 2 h"
     assert away(0, 7_200_000) == "2 h ago"
     assert away(500, 0) == "now"
+    assert [away(seconds * 1000, 0) for seconds in (59, 114, 120, 3_601, 180_000, 1 << 25, 1 << 26)] == [
+        "in 59 s", "in 1 min 54 s", "in 2 min", "in 1 h", "in 2 d 2 h", "in 1 year 23 d", "in 2 years 46 d",
+    ]  # fmt: skip
     assert away(None, 0) == ""
 
 

@@ -38,9 +38,10 @@ def test_templates_escape_every_value_and_run_no_inline_code(template: Path) -> 
 def test_hostile_text_is_escaped_in_every_place() -> None:
     hostile = "\"><script>alert(1)</script>'"
     shown = render.html("done.html", heading=hostile, lines=[hostile], back=hostile, here="", session=None,
-                        can_open=False, names={}).body.decode()  # fmt: skip
+                        can_open=False, names={}, has_store=True,
+                        notice=(hostile, [hostile])).body.decode()  # fmt: skip
     assert "<script>alert" not in shown
-    assert shown.count("&lt;script&gt;alert(1)") == 4
+    assert shown.count("&lt;script&gt;alert(1)") == 6
 
 
 def test_the_counts_include_routes_without_messages() -> None:

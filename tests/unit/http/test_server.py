@@ -17,7 +17,7 @@ from delayer.core.errors import BrokerLost
 from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, RefusedChange, RefusedRow, Repair, State
+from delayer.http.view import Depths, RefusedRow, Repair, SetAsideChange, State, StrayRow
 from tests.support.fakes import until
 from tests.support.logged import capture_logs
 from tests.support.web import Web
@@ -52,10 +52,17 @@ class Inside:
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
         return [RefusedRow("id-1 $(reboot)", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL)][:limit], 1
 
-    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> RefusedChange:
+    async def strays(self, limit: int) -> tuple[list[StrayRow], int]:
+        return [StrayRow("s-1", 0, "queue q", 10, EVIL, EVIL, EVIL)][:limit], 1
+
+    async def act_on_strays(self, verb: str, ids: frozenset[str], who: str) -> SetAsideChange:
+        self.done.append((f"strays {verb}", ids, who))
+        return SetAsideChange(1, [])
+
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> SetAsideChange:
         self.done.append((verb, ids, who))
         self.repairs.append(repair)
-        return RefusedChange(1, [("id-2", "the broker returned it")], 1)
+        return SetAsideChange(1, [("id-2", "the broker returned it")], 1)
 
 
 @asynccontextmanager
@@ -94,6 +101,8 @@ async def served(inside: Inside, *, metrics_only: bool = False) -> AsyncIterator
         ("/held", 404, "No store is configured"),
         ("/refused", 200, "&lt;script&gt;alert(1)&lt;/script&gt;"),
         ("/refused", 200, "delayer refused retry &#39;id-1 $(reboot)&#39; --delay 10s"),
+        ("/strays", 200, "&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("/", 200, '<a href="/strays">Strays</a>'),
         ("/audit-log", 404, "No store is configured"),
         ("/login", 200, "Who you are"),
         ("/static/htmx.min.js", 200, "htmx"),
@@ -216,13 +225,21 @@ async def test_a_session_is_a_protected_cookie() -> None:
         assert {"HttpOnly", "Path=/", "SameSite=strict"} <= set(re.split("; ?", cookie))
         assert cookie.startswith(f"delayer_session_{web.address.rpartition(':')[2]}=")
         session = {"Cookie": cookie.partition(";")[0]}
-        asked = await web.post("/actions/refused", {"verb": "drop", "id": "id-1"}, **session)
+        asked = await web.post("/actions/refused", {"verb": "drop", "id": "id-1 $(reboot)"}, **session)
         assert (asked.status, "Drop 1 message?" in asked.text, inside.done) == (200, True, []), (
             "a person is asked first"
         )
-        done = await web.post("/actions/refused", {"verb": "drop", "id": "id-1", "confirmed": "yes"}, **session)
-        assert (done.status, "Dropped: 1 of 1" in done.text) == (200, True)
-        assert inside.done == [("drop", frozenset({"id-1"}), "ada (page, 127.0.0.1)")]
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;, x-delay: " in asked.text, (
+            "where it came in, and why it is refused"
+        )
+        for path, id in (("refused", "id-1"), ("strays", "s-1")):
+            done = await web.post(f"/actions/{path}", {"verb": "drop", "id": id, "confirmed": "yes"}, **session)
+            assert (done.status, done.headers["location"]) == (303, f"/{path}")
+            assert "Dropped: 1 of 1" not in (await web.get(f"/{path}")).text, "for another client"
+            assert "Dropped: 1 of 1" in (await web.get(f"/{path}", **session)).text
+            assert "Dropped: 1 of 1" not in (await web.get(f"/{path}", **session)).text, "once"
+        who = "ada (page, 127.0.0.1)"
+        assert inside.done == [("drop", frozenset({"id-1"}), who), ("strays drop", frozenset({"s-1"}), who)]
         await web.post("/logout", {}, **session)
         assert (await web.post("/actions/refused", {"verb": "drop", "id": "id-1"}, **session)).status == 403
 
