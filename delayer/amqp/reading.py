@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -58,6 +59,15 @@ def read(raw: bytes) -> DecodedProperties:
     except MalformedTable as error:
         return DecodedProperties(values, (), str(error))
     return DecodedProperties(values, headers)
+
+
+def value_text(value: Any) -> str:
+    """A value of :func:`plain` for people: text as it is, everything else as JSON.
+
+    >>> value_text("a"), value_text(None), value_text({"b": [True, 1]})
+    ('a', 'null', '{"b": [true, 1]}')
+    """
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def raw(text: str) -> bytes:

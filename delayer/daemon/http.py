@@ -139,7 +139,8 @@ def _row(one: RefusedMessage, preview: int = 80, most: int = 40, longest: int = 
     read = reading.read(one.properties)
     said = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
     shown = [
-        (name, text if len(text := str(value)) <= longest else f"{text[:longest]}…") for name, value in said[:most]
+        (name, text if len(text := reading.value_text(value)) <= longest else f"{text[:longest]}…")
+        for name, value in said[:most]
     ]
     shown += [("…", f"{len(said) - most} more: `delayer refused list --json`")] if len(said) > most else []
     shown += [("not readable", read.broken)] if read.broken else []

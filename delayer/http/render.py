@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse
 
 from delayer import __version__
 from delayer.amqp import reading
-from delayer.amqp.reading import iso, message_id
+from delayer.amqp.reading import iso, message_id, value_text
 from delayer.core import horizon
 from delayer.core.message import as_text
 from delayer.core.readable import away, duration, instant, size
@@ -70,7 +70,21 @@ ENVIRONMENT: Final = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-for function in (iso, ahead, duration, number, rate, size, name, address, query, message_id, quote, as_text):
+for function in (
+    iso,
+    ahead,
+    duration,
+    number,
+    rate,
+    size,
+    name,
+    address,
+    query,
+    message_id,
+    quote,
+    as_text,
+    value_text,
+):
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
 ENVIRONMENT.filters["second"] = instant

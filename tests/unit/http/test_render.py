@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from delayer.http import render
+from delayer.http.render import ENVIRONMENT
 from delayer.store.admin.stats import COMPACTED, Census, DestinationCount
 
 NOW = 1_800_000_000_000
@@ -42,6 +43,13 @@ def test_hostile_text_is_escaped_in_every_place() -> None:
                         notice=(hostile, [hostile])).body.decode()  # fmt: skip
     assert "<script>alert" not in shown
     assert shown.count("&lt;script&gt;alert(1)") == 6
+
+
+def test_headers_are_shown_as_json() -> None:
+    row = ENVIRONMENT.from_string("{{ value | value_text | name }}")
+    assert [row.render(value=value) for value in ("a", True, None, {"b": "\u202e"}, [1, "<"])] == [
+        "a", "true", "null", "{&#34;b&#34;: &#34;\\u202e&#34;}", "[1, &#34;&lt;&#34;]",
+    ]  # fmt: skip
 
 
 def test_the_counts_include_routes_without_messages() -> None:
