@@ -97,6 +97,11 @@ def digested(packed: PackedSegment, parquet: bytes) -> PackedSegment:
     return packed._replace(packed=parquet, digest=hashlib.sha256(parquet).digest())
 
 
+def test_the_documents_name_every_column() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "backlog.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in codec.SCHEMA.names)
+
+
 def test_every_flipped_bit_and_every_cut_is_found() -> None:
     """All of them in a small segment; each raises SegmentBroken."""
     packed = small()
