@@ -29,16 +29,20 @@ def instant(ms: int) -> bytes:
     return _INSTANT.pack(ms)
 
 
-def due_at(instant_ms: int, n: int) -> bytes:
-    """Properties of a message for that instant: the header for the daemon, and the headers for the consumer."""
-    return properties(number("x-deliver-at", instant_ms) + number(DUE_HEADER, instant_ms) + number(NUMBER_HEADER, n))
+DAEMON_HEADER, BROKER_HEADER = "x-deliver-at", "x-opt-delivery-time"
+"""The header that asks the daemon for an instant, and the one that asks RabbitMQ 4.4 itself."""
+
+
+def due_at(instant_ms: int, n: int, header: str = DAEMON_HEADER) -> bytes:
+    """Properties of a message for that instant: the header that asks for it, and the headers for the consumer."""
+    return properties(number(header, instant_ms) + number(DUE_HEADER, instant_ms) + number(NUMBER_HEADER, n))
 
 
 class Chunk:
     """Some messages in one write; each use writes new instants and numbers into it."""
 
-    def __init__(self, exchange: str, key: str, body: bytes, each: int) -> None:
-        one = message(exchange, key, due_at(PLACEHOLDER, PLACE_OF_NUMBER), body)
+    def __init__(self, exchange: str, key: str, body: bytes, each: int, header: str = DAEMON_HEADER) -> None:
+        one = message(exchange, key, due_at(PLACEHOLDER, PLACE_OF_NUMBER, header), body)
         self.data = bytearray(one * each)
         instants, self._numbers = self._places(PLACEHOLDER), self._places(PLACE_OF_NUMBER)
         self._instants = list(zip(instants[::2], instants[1::2], strict=True))

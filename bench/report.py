@@ -21,7 +21,6 @@ CEILINGS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
 }
 """Each rate, and the figures of the same run that it cannot exceed; the smaller one counts."""
 UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "count": " messages"}
-PEERS = ("broker alone, ", "without a store, ", "kombu ", "plugin ", "")
 SHARES = ("p50", "p99", "p99.9", "max")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.figures import median
+from bench.marks import BROKER_HEADER
 from bench.meter import peak_mb
 from bench.rows import KEY
 from bench.run import Bench
@@ -62,23 +63,29 @@ async def in_memory(place: Place, rate: int, seconds: int, delays_ms: tuple[int,
         return await under_load(place, relay.pid, rate, seconds, delays_ms)
 
 
-async def under_load(place: Place, pid: int, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
-    """Measure the relaying process ``pid`` and its children."""
+async def under_load(
+    place: Place, pid: int | None, rate: int, seconds: int, delays_ms: tuple[int, int, int], *, delaying: str = ""
+) -> Steady:
+    """Measure the relaying process ``pid`` and its children. ``delaying``: a queue whose messages RabbitMQ 4.4 itself
+    delays; then there is no relaying process."""
     warm = delays_ms[1] / 1000 + 1
     start = time.time() + LEAD_SECONDS
     since, until = start + warm, start + warm + seconds
     count = round((warm + seconds) * rate)
     common = {"url": place.broker_url, "size": SIZE, "start": start, "rate": rate}
     sending = {"exchange": IN, "key": KEY, "queue": "delays", "delays_ms": delays_ms, "seconds": warm + seconds}
-    reading = {"queue": INBOX, "count": count, "distinct": count, "patience": warm + PATIENCE_SECONDS}
+    if delaying:
+        sending |= {"exchange": "", "key": delaying, "queue": delaying, "header": BROKER_HEADER}
+    reading = {"queue": delaying or INBOX, "count": count, "distinct": count, "patience": warm + PATIENCE_SECONDS}
     window: dict[str, Any] = {"since_ms": since * 1000, "until_ms": until * 1000}
     with Helper("consume", common | reading | window) as consumer, Helper("publish", common | sending) as publisher:
         await asyncio.sleep(since - time.time())
-        meter = place.servers.meter(daemon=pid, publisher=publisher.pid, consumer=consumer.pid)
+        relay = {} if pid is None else {"daemon": pid}
+        meter = place.servers.meter(**relay, publisher=publisher.pid, consumer=consumer.pid)
         began = time.time()
         await asyncio.sleep(until - 0.05 - time.time())  # the publisher is gone a moment after its last message
         cpu, measured = meter.read(), time.time() - began
-        memory = peak_mb(pid)
+        memory = 0.0 if pid is None else peak_mb(pid)
         published, seen = await asyncio.gather(publisher.result(), consumer.result())
     used = {name: spent * 1e6 / (rate * measured) for name, spent in cpu.items()}
     return Steady(published["sent"], seen, published, used, memory)
@@ -134,19 +141,21 @@ def _delays(bench: Bench) -> tuple[int, int, int]:
     return 1000, bench.options.longest_delay * 1000, 1
 
 
-def report(bench: Bench, turns: list[Steady], **at: int) -> None:
-    """Report the medians of some turns, but the largest value of memory and of each kind of failure."""
+def report(bench: Bench, turns: list[Steady], of_what: str = "", /, **at: int) -> None:
+    """Report the medians of some turns, but the largest value of memory and of each kind of failure. ``of_what``: the
+    beginning of each figure's name."""
     arrived = [turn for turn in turns if turn.seen["late"]]
     for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999"), ("max", "1.0")):
         if arrived:
-            bench.add(f"lateness {name}", median([turn.seen["late"][share] for turn in arrived]), "ms", **at)
+            bench.add(f"{of_what}lateness {name}", median([turn.seen["late"][share] for turn in arrived]), "ms", **at)
     if any(turn.seen["late"]["0.5"] > TOO_LATE_MS for turn in arrived):
         bench.note(f"{at}: more came in than went out; the CPU a message lacks the work left for later")
-    bench.add("early", max(turn.seen["early"] for turn in turns), "msg", **at)
-    bench.add("missing", max(turn.missing for turn in turns), "msg", **at)
-    bench.add("repeated", max(turn.seen["repeated"] for turn in turns), "msg", **at)
+    bench.add(f"{of_what}early", max(turn.seen["early"] for turn in turns), "msg", **at)
+    bench.add(f"{of_what}missing", max(turn.missing for turn in turns), "msg", **at)
+    bench.add(f"{of_what}repeated", max(turn.seen["repeated"] for turn in turns), "msg", **at)
     for of in turns[0].cpu_us:
-        bench.add(f"CPU of {of}", median([turn.cpu_us[of] for turn in turns]), "µs/msg", **at)
-    bench.add("memory of daemon", max(turn.memory_mb for turn in turns), "MB", **at)
+        bench.add(f"{of_what}CPU of {of}", median([turn.cpu_us[of] for turn in turns]), "µs/msg", **at)
+    if "daemon" in turns[0].cpu_us:
+        bench.add(f"{of_what}memory of daemon", max(turn.memory_mb for turn in turns), "MB", **at)
     behind = max(turn.published["behind_ms"] for turn in turns)
-    bench.add("publisher behind its plan, at most", behind, "ms", **at)
+    bench.add(f"{of_what}publisher behind its plan, at most", behind, "ms", **at)

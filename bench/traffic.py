@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.figures import percentile
-from bench.marks import DUE, NUMBERED, PLACEHOLDER, UNREAD, Chunk, Tally, distinct, due_at, instant
+from bench.marks import DAEMON_HEADER, DUE, NUMBERED, PLACEHOLDER, UNREAD, Chunk, Tally, distinct, due_at, instant
 from bench.plain import PORTION, Plain, message, portions
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
     chance = random.Random(1)
     body = b"x" * order["size"]
     few, many, step = order["delays_ms"]
-    chunk = Chunk(order["exchange"], order["key"], body, each)
+    chunk = Chunk(order["exchange"], order["key"], body, each, order.get("header", DAEMON_HEADER))
     delays = cycle([[chance.randrange(few, many + 1, step) for _ in range(each)] for _ in range(CHUNKS)])
     plain = Plain(order["url"])
     ticks, behind = round(order["seconds"] * order["rate"] / each), 0.0
@@ -90,7 +90,8 @@ def flood(order: dict[str, Any]) -> dict[str, Any]:
 
     def one(n: int) -> bytes:
         due = order["due_ms"] + chance.randrange(order["spread_ms"])
-        return message(order["exchange"], order["key"], due_at(due, n), body)
+        properties = due_at(due, n, order.get("header", DAEMON_HEADER))
+        return message(order["exchange"], order["key"], properties, body)
 
     plain = Plain(order["url"])
     each = min(order.get("each", PORTION), PORTION)

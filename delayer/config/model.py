@@ -57,6 +57,7 @@ class BrokerTable(Table):
 
 class IntakeTable(Table):
     queue: values.QueueName = "delays"
+    queue_type: Literal["quorum", "classic"] = "quorum"
     prefetch: Annotated[StrictInt, Field(ge=1, le=65_535)] = 5_000
     give_back_after_ms: values.GiveBackMs = Field(default=480_000, alias="give_back_after")
     max_delay_ms: values.DurationMs = Field(default=3650 * 86_400_000, alias="max_delay")

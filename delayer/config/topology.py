@@ -69,7 +69,8 @@ def queues_at_work(settings: Settings) -> dict[str, str]:
 def intake_of(settings: Settings) -> Topology:
     """The topology of every mode: the intake queue, the refused queue, the exchanges of the routes, the ends of
     retries."""
-    intake = intake_topology(settings.intake.queue, settings.refused.queue, [route.from_ for route in settings.routes])
+    table, sources = settings.intake, [route.from_ for route in settings.routes]
+    intake = intake_topology(table.queue, settings.refused.queue, sources, classic=table.queue_type == "classic")
     ends = dict.fromkeys(route.retry.exhausted for route in settings.routes if route.retry is not None)
     return intake + Topology(queues=tuple(parking_queue(name) for name in ends))
 

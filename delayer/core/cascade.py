@@ -257,16 +257,22 @@ def consumed_queue(name: str, refused: str) -> Queue:
 
 
 def intake_topology(
-    queue: str = "delays", refused: str = "delays.refused", sources: Iterable[str] = ("delayer.in",)
+    queue: str = "delays",
+    refused: str = "delays.refused",
+    sources: Iterable[str] = ("delayer.in",),
+    *,
+    classic: bool = False,
 ) -> Topology:
     """The intake queue, its refused queue, and the ``from`` exchange of every route, bound to the intake queue.
 
-    ``sources`` may contain "" for messages published directly to the queue; it needs no exchange.
+    ``sources`` may contain "" for messages published directly to the queue; it needs no exchange. A ``classic`` queue
+    has one copy, and RabbitMQ 4.4 delays no messages in it.
     """
     names = [source for source in sources if source]
+    one_copy = Queue(queue, arguments({"x-queue-type": "classic", "x-dead-letter-exchange": refused}))
     own = Topology(
         tuple(Exchange(name, "topic") for name in names),
-        (consumed_queue(queue, refused),),
+        (one_copy if classic else consumed_queue(queue, refused),),
         tuple(Binding(name, queue, "queue", "#") for name in names),
     )
     return own + catch_all_topology(refused)

@@ -112,12 +112,32 @@ def read_eta_ms(value: object) -> int | None:
 
 
 def read_due_ms(value: object) -> int:
-    """The due time of ``x-deliver-at`` or ``x-opt-delivery-time`` in epoch ms. Integers that can only be seconds are
-    refused: in milliseconds they are in 1970 to 1973, and the message would leave at once. Raises UnreadableDelay.
+    """The due time of ``x-deliver-at`` in epoch ms. Integers of another unit are refused: seconds are in 1970 to 1973
+    as milliseconds, and the message would leave at once. Raises UnreadableDelay.
     """
-    if type(value) is int and 10**8 <= value < 10**11:
-        raise UnreadableDelay(f"expected epoch milliseconds, found {value}: these are seconds")
+    if type(value) is int and (unit := _unit(value)) != "milliseconds":
+        raise UnreadableDelay(f"expected epoch milliseconds, found {value}: these are {unit}")
+    if isinstance(value, Timestamp) and value >= 10**11:
+        raise UnreadableDelay(f"expected seconds in an AMQP timestamp, found {int(value)}: these are {_unit(value)}")
     return read_instant_ms(value)
+
+
+def read_opt_time_ms(value: object) -> int:
+    """The same for ``x-opt-delivery-time``, where text is refused: RabbitMQ 4.4 ignores it. Raises UnreadableDelay."""
+    if isinstance(value, str):
+        raise UnreadableDelay(f"expected an instant as integer epoch milliseconds, found text: {shown(value)}")
+    return read_due_ms(value)
+
+
+def _unit(value: int) -> str:
+    """The unit in which this number is an instant of our time. A small one may be an instant long past.
+
+    >>> _unit(1_800_000_000), _unit(1_800_000_000_000), _unit(1_800_000_000_000_000), _unit(5)
+    ('seconds', 'milliseconds', 'microseconds', 'milliseconds')
+    """
+    if 10**8 <= value < 10**11:
+        return "seconds"
+    return "milliseconds" if value < 10**15 else "microseconds" if value < 10**18 else "nanoseconds"
 
 
 def _rfc3339_ms(text: str) -> int | None:
@@ -216,8 +236,8 @@ def _relative(header: bytes, unit: str = "milliseconds", length_ms: int = 1) -> 
     return read
 
 
-def _absolute(header: bytes) -> Source:
-    return lambda request: (None, read_due_ms(request.headers[header])) if header in request.headers else None
+def _absolute(header: bytes, read_ms: Callable[[object], int] = read_due_ms) -> Source:
+    return lambda request: (None, read_ms(request.headers[header])) if header in request.headers else None
 
 
 _in_seconds = partial(_relative, unit="seconds", length_ms=1000)
@@ -226,7 +246,7 @@ UNITS: Final[Mapping[str, Callable[[bytes], Source]]] = {"ms": _relative, "s": _
 OWN_SOURCES: Final[Mapping[str, Source]] = {
     "x-delay": _relative(DELAY),
     "x-deliver-at": _absolute(DELIVER_AT),
-    "x-opt-delivery-time": _absolute(OPT_TIME),
+    "x-opt-delivery-time": _absolute(OPT_TIME, read_opt_time_ms),
     "x-opt-delivery-delay": _relative(OPT_DELAY),
 }
 """The headers of delayer and of AMQP 1.0 publishers, in the default order of a route. core/delay_sources.py has all."""

@@ -49,22 +49,22 @@ def at(name: str, make: Callable[[int], tuple[Value, int]]) -> Make:
 
 
 def instants(name: str) -> dict[str, Make]:
-    """A value of each type that an absolute form takes; tests/unit/core/test_delay.py has every way to write a text."""
-
-    def written(now: int) -> tuple[Value, int]:
-        stamp = now + SOON
-        moment = datetime.fromtimestamp(stamp // 1000, timezone(timedelta(hours=5, minutes=30)))
-        return text(moment.strftime("%Y-%m-%dT%H:%M:%S") + f".{stamp % 1000:03d}1+05:30"), stamp + 1
-
+    """A value of each type of number that an absolute form takes."""
     forms: dict[str, Callable[[int], tuple[Value, int]]] = {
         "int64": lambda now: (number("l", now + SOON), now + SOON),
         "int64 past": lambda now: (number("l", now - 5000), now - 5000),
         "int32 of 1970": lambda now: (number("I", 86_400_000), 86_400_000),
-        "text": written,
         "timestamp": lambda now: (number("T", now // 1000 + 2), (now // 1000 + 2) * 1000),
         "timestamp past": lambda now: (number("T", now // 1000 - 9), (now // 1000 - 9) * 1000),
     }
     return {f"{name} {form}": at(name, make) for form, make in forms.items()}
+
+
+def written(now: int) -> tuple[Value, int]:
+    """An instant as text; tests/unit/core/test_delay.py has every way to write one."""
+    stamp = now + SOON
+    moment = datetime.fromtimestamp(stamp // 1000, timezone(timedelta(hours=5, minutes=30)))
+    return text(moment.strftime("%Y-%m-%dT%H:%M:%S") + f".{stamp % 1000:03d}1+05:30"), stamp + 1
 
 
 def stamped(ago_ms: int) -> Make:
@@ -144,6 +144,7 @@ CASES: Mapping[str, Make] = {
     "x-opt-delivery-delay zero": opt_delay(number("i", 0), 0),
     "x-opt-delivery-delay negative": opt_delay(number("l", -9), -9),
     **instants("x-deliver-at"),
+    "x-deliver-at text": at("x-deliver-at", written),
     **instants("x-opt-delivery-time"),
     "timestamp property where asked": property_timestamp,
     # Far away: it would not arrive in this test.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.acceptance.own_vhost import OwnVhost, delayed
+from tests.acceptance.own_vhost import OwnVhost, cancel, delayed
 from tests.support.daemon import DaemonProcess, answered
 from tests.support.place import eventually
+from tests.support.raw import Message, Props, Value, number, text
 from tests.support.servers import RabbitMQ
 
 HOUR_MS = 3_600_000
@@ -92,6 +94,48 @@ async def test_messages_waiting_in_the_due_queue_are_counted(
         (row,) = [row for row in rows if row["what"] == "broker's delays"]
         assert row["result"] == "ok" and row["found"].startswith('20 wait in "delays.due"; the broker')
         assert await daemon.stop() == 0
+
+
+def timed(body: str, when: Value, key: str = "") -> Message:
+    """A message with x-opt-delivery-time, and with this x-delay-key."""
+    headers = ((b"x-opt-delivery-time", when), *(((b"x-delay-key", text(key)),) if key else ()))
+    return Message("in", b"inbox", Props(headers=headers, delivery_mode=2), body.encode())
+
+
+async def test_a_classic_intake_queue_hides_no_message_and_survives_every_instant(
+    place: OwnVhost, store: str, tmp_path: Path
+) -> None:
+    """In a quorum queue RabbitMQ 4.4 hides such messages, and the instants beyond the year 2262 end the queue."""
+    config, now_ms = tmp_path / "classic.toml", time.time_ns() // 1_000_000
+    sections = {
+        "store": {"url": store},
+        "intake": {"queue_type": "classic", "max_delay": "1d"},
+        "broker": {"url": place.url, "management_url": place.rabbitmq.management_url},
+    }
+    place.write(config, "store", sections)
+    place.things.queue("answers")
+    place.things.exchange("missing")
+    async with place.working(config=config) as (daemon, raw, inbox):
+        answers = await raw.inbox("answers")
+        await raw.publish(
+            timed("in an hour", number("l", now_ms + HOUR_MS)),
+            timed("cancelled", number("l", now_ms + HOUR_MS), key="taken back"),
+            cancel("taken back"),
+            timed("in two days", number("l", now_ms + 48 * HOUR_MS)),
+            timed("microseconds", number("l", now_ms * 1000)),
+            timed("nanoseconds", number("l", now_ms * 1_000_000)),
+            timed("milliseconds in a timestamp", number("T", now_ms)),
+            timed("in two seconds", number("l", now_ms + 2_000)),
+        )
+        await inbox.got([b"in two seconds"])
+        assert await answers.until(lambda: len(answers.arrivals) == 1, 10)
+        assert json.loads(answers.arrivals[0].delivery.body)["outcome"] == "cancelled"
+        (waiting,) = (await answered(config, "list"))["messages"]
+        assert waiting["due_ms"] == now_ms + HOUR_MS
+        assert await eventually(lambda: place.things.depth("delays.refused"), lambda depth: depth == 4)
+        assert await daemon.stop() == 0
+        rows = (await answered(config, "check"))["checks"]
+        assert not [row for row in rows if row["what"] in ("broker's delays", "topology") and row["result"] != "ok"]
 
 
 def ready(place: OwnVhost, queue: str) -> int:

@@ -79,8 +79,8 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("native", "strategy"): "queue", ("store", "url"): "postgres://h/d", ("store", "park_beyond"): "9s",
         ("store", "lanes"): "9", ("store", "restore_ahead"): "9d", ("http", "listen"): "[::1]:80",
         ("http", "metrics_listen"): "[::1]:81", ("http", "open"): "true", ("http", "token"): "open-sesame-open",
-        ("intake", "give_back_after"): "9m", ("log", "format"): "console", ("log", "level"): "debug",
-        ("audit", "rule"): '[{"name": "a", "sql": "SELECT 1"}]',
+        ("intake", "give_back_after"): "9m", ("intake", "queue_type"): "classic", ("log", "format"): "console",
+        ("log", "level"): "debug", ("audit", "rule"): '[{"name": "a", "sql": "SELECT 1"}]',
     }  # fmt: skip
     text = some_file if key[1:] and key[1].endswith("_file") else texts.get(key, "another")
     base = {"DELAYER_BROKER__CERT_FILE": some_file} if key[-1] == "key_file" else {}

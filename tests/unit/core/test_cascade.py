@@ -196,6 +196,11 @@ def test_intake() -> None:
     }
 
 
+def test_a_classic_intake_queue_has_no_arguments_of_a_quorum_queue() -> None:
+    (queue, _) = intake_topology("delays", "delays.refused", classic=True).queues
+    assert dict(queue.arguments) == {"x-queue-type": "classic", "x-dead-letter-exchange": "delays.refused"}
+
+
 def test_due() -> None:
     cascade = Cascade("nservicebus-v2")
     topology = due_topology(cascade, "delays.due", "delays.refused")
