@@ -74,6 +74,7 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=whole_number, help="messages of each park and release (default 200,000)")
     parser.add_argument("--sizes", type=whole_numbers, help="bytes of body (default 512,4096)")
     parser.add_argument("--backlog", type=whole_number, help="rows that wait beside the traffic (default 10,000,000)")
+    parser.add_argument("--waiting", type=whole_number, help="messages that RabbitMQ 4.4 delays (default 1,000,000)")
     parser.add_argument("--repeats", type=whole_number, help="turns of each measurement; medians are shown (default 3)")
     parser.add_argument("--rates", type=whole_numbers, help="steady messages a second (default 2000,5000)")
     parser.add_argument("--steady-seconds", type=whole_number, help="seconds of each steady rate (default 60)")
@@ -87,7 +88,17 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
 
 def options_of(asked: argparse.Namespace) -> Options:
     options = quick() if asked.quick else Options()
-    names = ("count", "sizes", "backlog", "repeats", "rates", "steady_seconds", "churn_seconds", "plugin_url")
+    names = (
+        "count",
+        "sizes",
+        "backlog",
+        "repeats",
+        "rates",
+        "steady_seconds",
+        "churn_seconds",
+        "waiting",
+        "plugin_url",
+    )
     return replace(options, **{name: getattr(asked, name) for name in names if getattr(asked, name) is not None})
 
 

@@ -43,7 +43,7 @@ async def run(bench: Bench) -> None:
     plain.close()
     await _steady(bench, native)
     count = thousands(bench.options.burst)
-    for waiting in (0, bench.options.waiting):
+    for waiting in sorted({0, bench.options.waiting}):
         for name, delaying in (("broker alone, ", QUEUE), ("", "")):
             if waiting:
                 bench.say(f"{waiting:,} messages that wait beside a burst: {name or 'one hop'}")
@@ -59,7 +59,7 @@ async def run(bench: Bench) -> None:
 
 
 async def _steady(bench: Bench, native: Place) -> None:
-    rate, seconds = bench.options.rates[0], bench.options.trip_seconds
+    rate, seconds = bench.options.rates[0], bench.options.steady_seconds
     delays_ms = (1000, LONGEST_MS, 1)
     bench.say(f"{rate:,} messages a second for {seconds} s: the broker alone, one hop, the store, both")
     alone = await under_load(native, None, rate, seconds, delays_ms, delaying=QUEUE)
