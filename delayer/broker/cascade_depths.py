@@ -24,13 +24,15 @@ class LevelState:
 @dataclass(frozen=True, slots=True)
 class CascadeDepths:
     """The output of ``topology show``. ``queues``: depths of the queues around the cascade, None for a missing one.
-    ``hidden``: queues that the broker does not show to this user; their depths are None too."""
+    ``hidden``: queues that the broker does not show to this user; their depths are None too. ``may_delay``: whether the
+    broker can delay messages itself, which no depth counts."""
 
     kind: str
     delivery: str
     levels: tuple[LevelState, ...]
     queues: dict[str, int | None]
     hidden: tuple[str, ...] = ()
+    may_delay: bool = False
 
 
 async def cascade_depths(
@@ -53,12 +55,12 @@ async def cascade_depths(
             raise BrokerRefused(str(answers[first]))
         there = isinstance(answers[first], int) or isinstance(answers[last], int)
         answers |= await broker.depths(inner) if there else dict.fromkeys(inner, answers[first])
+        may_delay = broker.may_delay
     hidden = [name for name in every if _forbidden(answers[name])]
     depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}
     levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())
-    return CascadeDepths(
-        cascade.kind, cascade.delivery, tuple(levels), {name: depths[name] for name in around}, tuple(hidden)
-    )
+    queues_around = {name: depths[name] for name in around}
+    return CascadeDepths(cascade.kind, cascade.delivery, tuple(levels), queues_around, tuple(hidden), may_delay)
 
 
 def _forbidden(answer: int | ChannelClosed) -> bool:

@@ -97,6 +97,11 @@ class PipelinedAdmin:
         self._patience = patience
         self._channel: Channel | None = None
 
+    @property
+    def may_delay(self) -> bool:
+        """Whether quorum queues of this version can delay messages."""
+        return self._connection.version >= DELAYS_FROM
+
     async def declare(self, wanted: Topology) -> None:
         """Declare the topology; existing parts stay as they are.
 
@@ -136,7 +141,7 @@ class PipelinedAdmin:
 
         It goes through ``exchange`` to a queue of its own, ``name`` and a number, which lasts a minute at most.
         """
-        if self._connection.version < DELAYS_FROM:
+        if not self.may_delay:
             return f"RabbitMQ {'.'.join(map(str, self._connection.version))} delays no messages"
         probe = Queue(f"{name}-{secrets.token_hex(8)}", arguments({"x-queue-type": "quorum", "x-expires": 60_000}))
         try:

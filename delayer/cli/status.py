@@ -24,7 +24,6 @@ from delayer.cli.output import (
     print_lanes,
     print_queues,
     print_table,
-    quoted,
     when,
 )
 from delayer.config.model import HttpTable, Settings
@@ -176,11 +175,8 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
         show(now)
         if depths is not None:
             click.echo()
-            print_queues(settings, depths, used=uses_cascade(settings), every_level=False)
-            if uses_cascade(settings) and settings.native.strategy != "cascade":
-                count = broker["delayed"]["messages"]
-                shown = "unknown without broker.management_url" if count is None else count
-                click.echo(f"delayed by RabbitMQ itself in {quoted(settings.native.due_queue)}: {shown}")
+            delayed = broker["delayed"]["messages"]
+            print_queues(settings, depths, delayed, used=uses_cascade(settings), every_level=False)
             for step in next_steps(settings, depths, (store or {}).get("held", 0)):
                 note(step)
     parts = {"broker": broker, "store": store or {}}

@@ -62,7 +62,7 @@ class DaemonInside:
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
         delayed = await delayed_in(settings.native.due_queue, settings.broker_url, settings.management_url)
-        return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, delayed)
+        return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, delayed, seen.may_delay)
 
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
         with _reached():

@@ -38,11 +38,13 @@ State = Mapping[str, Any]
 
 class Depths(NamedTuple):
     """Ready messages of the broker's queues, None for a missing queue. ``levels``: of the cascade, by number.
-    ``delayed``: messages that the broker itself delays in the due queue; None: unknown."""
+    ``delayed``: messages that the broker itself delays in the due queue; None: unknown. ``may_delay``: whether it can.
+    """
 
     queues: Mapping[str, int | None]
     levels: Mapping[int, int | None]
     delayed: int | None = None
+    may_delay: bool = False
 
 
 class RefusedRow(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.own_vhost import OwnVhost, cancel, delayed
-from tests.support.daemon import DaemonProcess, answered
+from tests.support.daemon import DaemonProcess, answered, command
 from tests.support.place import eventually
 from tests.support.raw import Message, Props, Value, number, text
 from tests.support.servers import RabbitMQ
@@ -77,7 +78,7 @@ async def test_a_change_of_the_strategy_loses_nothing_and_nothing_is_early(
 
 
 async def test_messages_waiting_in_the_due_queue_are_counted(
-    delaying: RabbitMQ, place: OwnVhost, tmp_path: Path
+    delaying: RabbitMQ, place: OwnVhost, store: str, tmp_path: Path
 ) -> None:
     config = file(place, tmp_path, "queue")
     place.things.exchange("missing")
@@ -94,6 +95,11 @@ async def test_messages_waiting_in_the_due_queue_are_counted(
         (row,) = [row for row in rows if row["what"] == "broker's delays"]
         assert row["result"] == "ok" and row["found"].startswith('20 wait in "delays.due"; the broker')
         assert await daemon.stop() == 0
+        # In store mode too, where the daemon no longer puts messages there.
+        shown = await command(
+            config, "topology", "show", environ={"DELAYER_MODE": "store", "DELAYER_STORE__URL": store}
+        )
+        assert re.search(r"delays\.due, delayed by RabbitMQ itself +20\n", shown)
 
 
 def timed(body: str, when: Value, key: str = "") -> Message:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
 from tests.faults.hostile import EMPTY, FORGED_LINE, IMPERSONATOR, NATIVE, STORE, End, Hostile
 from tests.support import reworded
@@ -91,7 +92,7 @@ class Villain:
     inbox: Inbox
     refused: Inbox
     attempts: Inbox | None
-    """In native mode, copies of the messages that go back into the cascade after a failed attempt."""
+    """In native mode, copies of the messages that go back into the broker after a failed attempt, among others."""
     strays: Inbox | None
     sent: dict[bytes, tuple[str, Hostile]] = field(default_factory=dict)
     away: set[bytes] = field(default_factory=set)
@@ -110,7 +111,9 @@ class Villain:
             attempts = strays = None
             if place.mode == NATIVE:
                 rabbitmq.api("PUT", f"/api/queues/{vhost}/{ATTEMPTS}", {"durable": True})
-                rabbitmq.api("POST", f"/api/bindings/{vhost}/e/{RETRY_LEVEL}/q/{ATTEMPTS}", {"routing_key": "#"})
+                # A broker that delays has attempts in the due queue, beside every other envelope.
+                way = Cascade().delivery if rabbitmq.delays_messages else RETRY_LEVEL
+                rabbitmq.api("POST", f"/api/bindings/{vhost}/e/{way}/q/{ATTEMPTS}", {"routing_key": "#"})
                 attempts, strays = await raw.inbox(ATTEMPTS), await raw.inbox(STRAYS)
             inbox, refused = await raw.inbox(INBOX), await raw.inbox(REFUSED)
             yield cls(rabbitmq, vhost, place, raw, impersonator, inbox, refused, attempts, strays)
