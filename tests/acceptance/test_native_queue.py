@@ -96,9 +96,7 @@ async def test_messages_waiting_in_the_due_queue_are_counted(
         assert row["result"] == "ok" and row["found"].startswith('20 wait in "delays.due"; the broker')
         assert await daemon.stop() == 0
         # In store mode too, where the daemon no longer puts messages there.
-        shown = await command(
-            config, "topology", "show", environ={"DELAYER_MODE": "store", "DELAYER_STORE__URL": store}
-        )
+        shown = await command(config, "topology", "show", environ={"MODE": "store", "STORE__URL": store})
         assert re.search(r"delays\.due, delayed by RabbitMQ itself +20\n", shown)
 
 
