@@ -25,6 +25,8 @@ from delayer.core.message import Parcel, Target
 SIZE = 512
 QUEUE = "bench.delayed"
 LONGEST_MS = 8000
+ONE_HOP = {"NATIVE__STRATEGY": "queue"}
+"""The daemon does not start with another strategy, should its probe fail on a busy machine."""
 PARK_BEYOND = "4s"
 """With both together: half of these delays wait in the broker, half in the store."""
 HEADROOM_SECONDS = 20.0
@@ -66,7 +68,7 @@ async def _steady(bench: Bench, native: Place) -> None:
     report(bench, [alone], "broker alone, ", rate=rate)
     for name, mode, park_beyond in (("", "native", ""), ("store, ", "store", ""), ("both, ", "store", PARK_BEYOND)):
         place = native if mode == "native" else await bench.servers.place(mode)
-        environ = {"STORE__PARK_BEYOND": park_beyond} if park_beyond else {}
+        environ = {**ONE_HOP, **({"STORE__PARK_BEYOND": park_beyond} if park_beyond else {})}
         async with place.daemon(**environ) as daemon:
             await daemon.ready()
             turn = await under_load(place, daemon.pid, rate, seconds, delays_ms)
@@ -80,7 +82,7 @@ async def _burst(bench: Bench, place: Place, count: int, delaying: str) -> tuple
     bench.say(f"{count:,} messages of {SIZE} bytes due in one instant: {'the broker alone' if delaying else 'one hop'}")
     if not delaying:
         await asyncio.to_thread(place.fresh_inbox)
-        async with place.daemon() as daemon:
+        async with place.daemon(**ONE_HOP) as daemon:
             await daemon.ready()
             found = await _due_together(bench, place, count, "", daemon.pid)
             await daemon.stop()
