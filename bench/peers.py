@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
+from bench.burst import HEADROOM, SLOWEST_PARK
 from bench.native import SIZE, TRIP_RATE
 from bench.park import LATEST_MS, SOONEST_MS
 from bench.plain import Plain
@@ -14,6 +16,8 @@ from bench.traffic import Helper
 
 MODULE = "bench.rivals"
 EXCHANGE, QUEUE = "bench.delayed", "bench.delayed"
+LEAD_SECONDS = 1.5
+"""Time for the helpers to start."""
 
 
 async def kombu(bench: Bench) -> None:
@@ -40,23 +44,45 @@ async def kombu(bench: Bench) -> None:
 
 
 async def plugin(bench: Bench, rate: int) -> None:
-    """The delayed-message plugin on the broker at ``plugin_url``, which the user of the bench runs."""
-    options = bench.options
-    plain = Plain(options.plugin_url)
+    """The delayed-message plugin on the broker at ``plugin_url``, which the user of the bench runs: steady traffic."""
+    seconds, longest_ms = bench.options.steady_seconds, bench.options.longest_delay * 1000
+    bench.say(f"the delayed-message plugin, {rate:,} messages a second for {seconds} s")
+    sending = {"start": time.time() + LEAD_SECONDS, "seconds": seconds, "delays_ms": (1000, longest_ms)}
+    arrivals = await through_plugin(bench, rate, sending, count=rate * seconds, patience=longest_ms / 1000 + 20)
+    late(bench, "plugin", arrivals, rate=rate)
+
+
+async def plugin_burst(bench: Bench) -> None:
+    """The same with very many messages that are due in one instant, as in bench/burst.py."""
+    count = thousands(bench.options.burst)
+    seconds = count / SLOWEST_PARK
+    bench.say(f"the delayed-message plugin, {count:,} messages due in one instant")
+    start = time.time() + LEAD_SECONDS
+    due_ms = round((start + seconds + HEADROOM) * 1000)
+    sending = {"start": start, "seconds": seconds, "due_ms": due_ms}
+    arrivals = await through_plugin(bench, SLOWEST_PARK, sending, count=count, patience=seconds + 30)
+    if arrivals["received"]:
+        drained = (arrivals["last_ms"] - due_ms) / 1000
+        bench.add("plugin, burst drained, from the due instant", drained, "s", count=count)
+
+
+async def through_plugin(
+    bench: Bench, rate: int, sending: dict[str, Any], *, count: int, patience: float
+) -> dict[str, Any]:
+    """Publish as ``sending`` says, through a fresh queue; return what the consumer saw."""
+    plain = Plain(bench.options.plugin_url)
     try:
         plain.exchange(EXCHANGE, "x-delayed-message", x_delayed_type="topic")
         plain.fresh_queue(QUEUE, bind=EXCHANGE)
     finally:
         plain.close()
-    seconds, longest_ms = options.steady_seconds, options.longest_delay * 1000
-    bench.say(f"the delayed-message plugin, {rate:,} messages a second for {seconds} s")
-    count = rate * seconds
-    order = {"url": options.plugin_url, "queue": QUEUE, "size": SIZE, "rate": rate, "start": time.time() + 1.5}
-    sending = {"exchange": EXCHANGE, "seconds": seconds, "delays_ms": (1000, longest_ms)}
-    reading = {"count": count, "patience": options.longest_delay + 20}
-    with Helper("consume", order | reading) as consumer, Helper("plugin", order | sending, MODULE) as publisher:
-        arrivals = (await asyncio.gather(publisher.result(), consumer.result()))[1]
-    late(bench, "plugin", arrivals, rate=rate)
+    order = {"url": bench.options.plugin_url, "queue": QUEUE, "size": SIZE, "rate": rate}
+    reading = {"count": count, "patience": patience}
+    with (
+        Helper("consume", order | reading) as consumer,
+        Helper("plugin", order | {"exchange": EXCHANGE} | sending, MODULE) as publisher,
+    ):
+        return dict((await asyncio.gather(publisher.result(), consumer.result()))[1])
 
 
 def late(bench: Bench, peer: str, seen: dict[str, dict[str, float]], **at: int) -> None:
@@ -71,3 +97,4 @@ async def run(bench: Bench) -> None:
     if bench.options.plugin_url:
         for rate in bench.options.rates:
             await plugin(bench, rate)
+        await plugin_burst(bench)

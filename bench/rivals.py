@@ -141,10 +141,11 @@ def kombu(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def plugin(order: dict[str, Any]) -> dict[str, Any]:
-    """Publish ``rate`` messages a second to an x-delayed-message exchange, with delays in milliseconds."""
+    """Publish ``rate`` messages a second to an x-delayed-message exchange, with delays between ``delays_ms``, or all
+    due in the instant ``due_ms``."""
     each = max(round(order["rate"] * TICK), 1)
     chance = random.Random(1)
-    few, many = order["delays_ms"]
+    few, many = order.get("delays_ms", (1, 2))
     plain = Plain(order["url"])
     ticks = round(order["seconds"] * order["rate"] / each)
     for tick in range(ticks):
@@ -153,7 +154,7 @@ def plugin(order: dict[str, Any]) -> dict[str, Any]:
             time.sleep(pause)
         now, writes = round(time.time() * 1000), []
         for n in range(tick * each, (tick + 1) * each):
-            delay = chance.randrange(few, many)
+            delay = order["due_ms"] - now if "due_ms" in order else chance.randrange(few, many)
             headers = number("x-delay", delay) + number(DUE_HEADER, now + delay) + number(NUMBER_HEADER, n)
             writes.append(message(order["exchange"], KEY, properties(headers), b"x" * order["size"]))
         plain.socket.sendall(b"".join(writes))
