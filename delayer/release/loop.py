@@ -208,19 +208,19 @@ class LaneRelease:
 
 def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
     """The message as it leaves, or the Hold of a message that cannot be published as it stands."""
-    if not row.sound:
+    id, due_ms, _, (_, _, _, _, (exchange, routing_key), stored, body, _, token), sound, hold = row
+    if not sound:
         return unfit("the stored bytes do not match their checksum, or a newer delayer wrote their format")
-    token = row.parcel.token or b"%d" % row.id
+    token = token or b"%d" % id
     try:
-        properties = edits.released(Properties.parse(row.parcel.properties), token, row.due_ms)
+        properties = edits.released(Properties.parse(stored), token, due_ms)
     except (MalformedProperties, MalformedTable) as broken:
         return unfit(f"malformed properties: {broken}")
     if len(properties) > max_properties:
         return unfit(f"the properties are too long: expected at most {max_properties} bytes, found {len(properties)}")
-    target = row.parcel.target
-    if (longest := max(len(target.exchange), len(target.routing_key))) > SHORT_STRING:
+    if len(exchange) > SHORT_STRING or len(routing_key) > SHORT_STRING:
+        longest = max(len(exchange), len(routing_key))
         return unfit(
             f"the exchange or the routing key is too long: expected at most {SHORT_STRING} bytes, found {longest}"
         )
-    isolated = row.hold is not None and row.hold.isolated
-    return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token, isolated)
+    return Outgoing(exchange, routing_key, properties, body, token, hold is not None and hold.isolated)
