@@ -52,7 +52,7 @@ from delayer.core.delay_headers import (
 from delayer.core.delay_sources import CONSULTED, COPY_HEADERS
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.levels import X_DEATH
-from delayer.core.message import SHORT_STRING, WINDOW_MS, Delivery, Outgoing, Parcel, Target
+from delayer.core.message import BROKER_LEAD_MS, SHORT_STRING, Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt
 
@@ -342,11 +342,12 @@ def into_broker(
     rest_ms: int = 0,
 ) -> Outgoing:
     """A publish of an envelope that comes back at ``at_ms``. It waits in the cascade for ``seconds``, and in the daemon
-    for ``rest_ms`` more. With ``broker_delays`` the due queue delivers it WINDOW_MS early, and the daemon keeps it."""
+    for ``rest_ms`` more. With ``broker_delays`` the due queue delivers it BROKER_LEAD_MS early, and the daemon keeps
+    it."""
     if not names.broker_delays:
         return into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms)
-    more = entry(OPT_TIME, int64(min(at_ms - WINDOW_MS, LONGEST_TIMER_MS)))
-    properties = enveloped(parcel, id, held, WINDOW_MS, more=more)
+    more = entry(OPT_TIME, int64(min(at_ms - BROKER_LEAD_MS, LONGEST_TIMER_MS)))
+    properties = enveloped(parcel, id, held, BROKER_LEAD_MS, more=more)
     key = cascade.routing_key(0, names.due_queue)
     return Outgoing(names.levels.delivery.encode(), key, properties, parcel.body, id)
 

@@ -62,9 +62,11 @@ class Schedule:
     """When each message was written on the shared channel. The isolation's messages are not in it."""
 
 
-WINDOW_MS: Final = 100
-"""A claim takes the messages that are due within this time, and RabbitMQ 4.4 delivers delayed envelopes so long before
-they are due. A Schedule publishes each at its instant, so that neither costs lateness."""
+WINDOW_MS: Final = 250
+"""A claim takes the messages that are due within this time. A Schedule publishes each at its instant, so that claims
+are few, and cost no lateness."""
+BROKER_LEAD_MS: Final = 100
+"""RabbitMQ 4.4 delivers a delayed envelope so long before it is due, and the daemon keeps it for the rest."""
 
 
 def as_bytes(value: object) -> bytes | None:

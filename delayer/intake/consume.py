@@ -342,7 +342,7 @@ class Intake:
     prefetch: int
     give_back_after: float = 480.0
     batch: int = 2000
-    gather: float = 0.002
+    gather: float = 0.005
     in_flight: int = 3
 
 

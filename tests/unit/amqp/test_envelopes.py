@@ -14,7 +14,7 @@ from delayer.amqp.properties import Properties, byte_array, encode_headers, entr
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.delay_headers import LONGEST_TIMER_MS
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import WINDOW_MS, Parcel, Target
+from delayer.core.message import BROKER_LEAD_MS, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from tests.unit.amqp.tables import properties, sized, text, with_headers
 
@@ -133,7 +133,7 @@ def test_other_messages_are_no_envelopes(raw: bytes, reason: str) -> None:
 CASCADE = edits.Endpoints(Cascade(), b"delays.due", b"delays.refused", MAX)
 
 
-@given(parcels, held, st.integers(WINDOW_MS, LATEST_MS))
+@given(parcels, held, st.integers(BROKER_LEAD_MS, LATEST_MS))
 def test_a_broker_that_delays_gets_the_same_envelope_with_a_time_that_ends_no_queue(
     parcel: Parcel, note: edits.HoldNote | None, at_ms: int
 ) -> None:
@@ -141,8 +141,8 @@ def test_a_broker_that_delays_gets_the_same_envelope_with_a_time_that_ends_no_qu
     assert (sent.exchange, sent.routing_key) == (b"delayer.delay-delivery", routing_key(0, b"delays.due"))
     assert (sent.body, sent.token) == (parcel.body, b"id")
     timer = Properties.parse(sent.properties).get(b"x-opt-delivery-time")
-    assert timer is not None and (timer.type, timer.value) == (ord("l"), min(at_ms - WINDOW_MS, LONGEST_TIMER_MS))
-    plain = edits.enveloped(parcel, b"id", note, WINDOW_MS)
+    assert timer is not None and (timer.type, timer.value) == (ord("l"), min(at_ms - BROKER_LEAD_MS, LONGEST_TIMER_MS))
+    plain = edits.enveloped(parcel, b"id", note, BROKER_LEAD_MS)
     assert opened(sent.properties, parcel.body) == opened(plain, parcel.body)
     assert edits.into_broker(parcel, b"id", at_ms, 7, CASCADE, held=note) == edits.into_cascade(
         parcel, b"id", 7, CASCADE, held=note

@@ -14,7 +14,7 @@ from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost, Unconfirmed
 from delayer.core.hold import CONFIRMED, NACKED, Hold, HoldKind, Outcome, closed_channel, returned, too_late, unanswered
-from delayer.core.message import WINDOW_MS, Delivery, Parcel, Target
+from delayer.core.message import BROKER_LEAD_MS, Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.intake.consume import AckTracker, Dispatch, Publication, Session
 from delayer.intake.handle import SLOT_MS, DueHandler
@@ -312,10 +312,10 @@ async def test_an_attempt_waits_in_the_due_queue_if_the_broker_delays() -> None:
     await it.carry(carried(1, NOW - 60_000, b"gone"))
     _, again = it.publisher.published
     timer = Properties.parse(again.properties).get(b"x-opt-delivery-time")
-    assert (again.exchange, timer and timer.value) == (Cascade().delivery.encode(), NOW + 10_000 - WINDOW_MS)
+    assert (again.exchange, timer and timer.value) == (Cascade().delivery.encode(), NOW + 10_000 - BROKER_LEAD_MS)
     kept = opened(again.properties)
     # The rest counts from the delivery, so a clock set forward meanwhile makes nothing early.
-    assert (kept.next_ms, kept.rest_ms) == (NOW + 10_000, WINDOW_MS)
+    assert (kept.next_ms, kept.rest_ms) == (NOW + 10_000, BROKER_LEAD_MS)
 
 
 @pytest.mark.parametrize("attempts", range(MAX_ATTEMPTS))
