@@ -31,7 +31,7 @@ from tests.support.logged import logging_as_it_was
 NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
 VERBS = [
     "run", "check", "topology", "db", "send", "status", "list", "show", "cancel", "reschedule", "held", "refused",
-    "strays", "audit-log", "drain", "audit", "compact", "restore", "import", "export",
+    "strays", "audit-log", "drain", "audit", "backlog", "compact", "restore", "import", "export",
 ]  # fmt: skip
 
 

@@ -1,0 +1,372 @@
+"""The waiting messages as Parquet files in hive directories, ``due_day=2027-01-31/route=mail.in/``, for
+`delayer backlog export`.
+
+A partition is one file, and its name has the digest of its messages (store/admin/exporting.py). So a second export
+writes only partitions whose digest is another, and keeps the files of the others. It becomes visible in one step: a
+plain dataset by the exchange of two directories, a Delta table by one commit to its log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date, datetime, timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+from urllib.parse import quote, unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from delayer.amqp import reading
+from delayer.audit.files import replacing
+from delayer.core.message import as_text
+from delayer.store.admin.actions import IdBitset
+from delayer.store.admin.exporting import Digest, Exported
+
+VERSION: Final = 1
+"""The version of the columns. A file of another one is written again."""
+_EPOCH: Final = date(1970, 1, 1)
+LAST_DAY: Final = (date.max - _EPOCH).days
+_LAST_SECOND: Final = LAST_DAY * 86_400
+NO_ROUTE: Final = "__HIVE_DEFAULT_PARTITION__"
+"""The directory of messages that came straight to the queue; readers make null of it."""
+_INSTANT, _INT, _TEXT = pa.timestamp("us", "UTC"), pa.int64(), pa.string()
+_PROPERTIES: Final = {
+    "message_id": _TEXT, "correlation_id": _TEXT, "content_type": _TEXT, "content_encoding": _TEXT,
+    "delivery_mode": _INT, "priority": _INT, "reply_to": _TEXT, "expiration": _TEXT, "timestamp": _INSTANT,
+    "type": _TEXT, "user_id": _TEXT, "app_id": _TEXT, "cluster_id": _TEXT,
+}  # fmt: skip
+COLUMNS: Final = pa.schema({
+    "id": _INT, "due_at": _INSTANT, "parked_at": _INSTANT, "exchange": _TEXT, "routing_key": _TEXT,
+    "to_exchange": _TEXT, "to_key": _TEXT, "key": _TEXT, "body_bytes": _INT, **_PROPERTIES, "headers": _TEXT,
+    "x_delay": _INT, "traceparent": _TEXT, "fault": _TEXT,
+})  # fmt: skip
+"""The columns of a file; a column ``body`` may follow. ``headers``: a JSON object. ``x_delay``: the header, if it is an
+integer. ``fault``: why properties or headers could not be decoded. Bytes that are not UTF-8 are backslash escapes."""
+BODY: Final = pa.field("body", pa.binary())
+_ROWS: Final = 20_000
+"""Messages of one row group of a file."""
+_BYTES: Final = 32 << 20
+"""Bytes of messages that wait in memory for their row groups, of all open files."""
+_NAME: Final = re.compile(r"v(\d+)-(\d+)-([0-9a-f]{16})-(plain|bodies)-\d+\.parquet")
+
+
+class Unfit(Exception):
+    """The directory or its file system does not fit. The text says what was expected and found."""
+
+
+class NotWritten(Exception):
+    """A file could not be written. No OSError: in the store's session that would count as the store's."""
+
+
+class Partition(NamedTuple):
+    """The messages of one due day (since 1970) and route."""
+
+    day: int
+    route: str
+
+    @classmethod
+    def of(cls, day: int, route: bytes) -> Partition:
+        """The partition of this day and route. Days beyond the calendar are in its first or last one."""
+        return cls(min(max(day, 0), LAST_DAY), as_text(route))
+
+    @property
+    def values(self) -> dict[str, str | None]:
+        """The values of the partition's columns, as Delta has them."""
+        return {"due_day": str(_EPOCH + timedelta(days=self.day)), "route": self.route or None}
+
+    @property
+    def directory(self) -> str:
+        route = quote(self.route or NO_ROUTE, safe=" !#$&'()+,;@[]^{}~")
+        if len(route) > 200:  # A name has at most 255 bytes.
+            route = f"{quote(self.route[:20], safe='')}~{sha256(self.route.encode()).hexdigest()[:16]}"
+        return f"due_day={self.values['due_day']}/route={route}"
+
+
+def name_of(digest: Digest, *, bodies: bool, now_ms: int) -> str:
+    """The name of a file with these messages, written at ``now_ms``."""
+    kind = "bodies" if bodies else "plain"
+    return f"v{VERSION}-{digest.messages}-{digest.total % (1 << 64):016x}-{kind}-{now_ms}.parquet"
+
+
+def same(name: str, other: str) -> bool:
+    """Whether two files of one partition have the same messages and columns."""
+    return name.rpartition("-")[0] == other.rpartition("-")[0]
+
+
+def messages_of(name: str) -> int:
+    """The number of messages in a file of this name."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[2])
+
+
+def row(one: Exported, *, bodies: bool) -> list[Any]:
+    """The values of a message in the order of the columns."""
+    parcel, decoded = one.parcel, reading.read(one.parcel.properties)
+    headers = {header.name: header.value for header in decoded.headers}
+    properties: dict[str, Any] = dict(decoded.properties)
+    if (seconds := properties.pop("timestamp", None)) is not None and seconds <= _LAST_SECOND:
+        properties["timestamp"] = seconds * 1000
+    addresses = parcel.exchange, parcel.routing_key, parcel.target.exchange, parcel.target.routing_key
+    delay, trace = headers.get("x-delay"), headers.get("traceparent")
+    values = [
+        one.id,
+        parcel.due_ms,
+        one.parked_ms,
+        *map(as_text, addresses),
+        None if parcel.key is None else as_text(parcel.key),
+        one.body_bytes,
+        *(properties.get(name) for name in _PROPERTIES),
+        json.dumps(headers, ensure_ascii=False),
+        delay if type(delay) is int and -(1 << 63) <= delay < 1 << 63 else None,
+        trace if isinstance(trace, str) else None,
+        decoded.broken or None,
+    ]
+    return [*values, parcel.body] if bodies else values
+
+
+def table(rows: Sequence[Sequence[Any]], schema: pa.Schema) -> pa.Table:
+    """A table of values in the order of ``schema``; instants are epoch milliseconds."""
+    arrays = [
+        pa.array(column, pa.timestamp("ms", "UTC")).cast(_INSTANT)
+        if field.type == _INSTANT
+        else pa.array(column, field.type)
+        for field, column in zip(schema, zip(*rows, strict=True), strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+class _File:
+    """An open file of one partition."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._out = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+        self._parquet = pq.ParquetWriter(self._out, schema, compression="zstd")
+        self._schema = schema
+        self.rows: list[Sequence[Any]] = []
+        self.messages = 0
+
+    def flush(self) -> None:
+        if self.rows:
+            self._parquet.write_table(table(self.rows, self._schema))
+            self.messages += len(self.rows)
+            self.rows = []
+
+    def finish(self) -> None:
+        self.flush()
+        self._parquet.close()
+        self._out.flush()
+        os.fsync(self._out.fileno())
+        self._out.close()
+
+
+class PartitionWriter:
+    """Writes messages in the order of their due instants to the files of their partitions. The files of one day are
+    open at a time. ``wanted``: the path of the file of each partition; messages of others are left out."""
+
+    def __init__(self, wanted: Mapping[Partition, Path], *, bodies: bool) -> None:
+        self.ids = IdBitset()
+        """The ids of all messages that it wrote."""
+        self.messages = 0
+        self._wanted = wanted
+        self._bodies = bodies
+        self._schema = COLUMNS.append(BODY) if bodies else COLUMNS
+        self._day = -1
+        self._open: dict[Partition, _File] = {}
+        self._waiting = 0  # Bytes.
+
+    def add(self, day: int, one: Exported) -> None:
+        """Add a message that is due on ``day`` (since 1970). Raises OSError."""
+        partition = Partition.of(day, one.parcel.route)
+        if partition not in self._wanted:
+            return
+        if partition.day != self._day:
+            self.finish()
+            self._day = partition.day
+        file = self._open.get(partition)
+        if file is None:
+            file = self._open[partition] = _File(self._wanted[partition], self._schema)
+        file.rows.append(row(one, bodies=self._bodies))
+        self.ids.update([one.id])
+        self.messages += 1
+        self._waiting += 1_000 + len(one.parcel.properties) + len(one.parcel.body)
+        if self._waiting > _BYTES:
+            for other in self._open.values():
+                other.flush()
+            self._waiting = 0
+        elif len(file.rows) >= _ROWS:
+            file.flush()
+
+    def finish(self) -> None:
+        """Finish the open files. Raises OSError."""
+        for partition, file in self._open.items():
+            file.finish()
+            expected = messages_of(self._wanted[partition].name)
+            assert file.messages == expected, f"{partition}: expected {expected} messages, wrote {file.messages}"
+        self._open, self._waiting = {}, 0
+
+
+class Dataset(Protocol):
+    """A dataset that an export brings up to date. ``root``: where new files are written. ``former``: the file of each
+    partition's directory so far, relative to ``former_root``."""
+
+    @property
+    def root(self) -> Path: ...
+    @property
+    def former_root(self) -> Path: ...
+    @property
+    def former(self) -> Mapping[str, Path]: ...
+
+    def commit(self, kept: Iterable[Path], written: Mapping[Partition, Path], gone: Iterable[Path]) -> None:
+        """Make the new state visible: the ``kept`` and ``written`` files. ``gone``: the files that are replaced or have
+        no messages any more. Raises OSError, Unfit."""
+
+
+class PlainDataset:
+    """A directory of Parquet files; satisfies Dataset. Made by :func:`plain`."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.root, self.former_root = root, path
+        self.former = {str(file.parent): file for file in _files(path)}
+
+    def commit(self, kept: Iterable[Path], written: Mapping[Partition, Path], gone: Iterable[Path]) -> None:
+        """Link the kept files into the new directory, and exchange it with the former one."""
+        for file in kept:
+            (self.root / file.parent).mkdir(parents=True, exist_ok=True)
+            os.link(self.former_root / file, self.root / file)
+        if self.former_root.exists():
+            shutil.copymode(self.former_root, self.root)
+            exchange(self.root, self.former_root)
+        else:
+            self.root.rename(self.former_root)
+        _sync(self.former_root.parent)
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a dataset, relative to it. Raises Unfit if anything else is there."""
+    if not path.exists():
+        return []
+    found = [file.relative_to(path) for file in path.glob("**/*") if not file.is_dir()]
+    for file in found:
+        if not (_NAME.fullmatch(file.name) and file.parts[0].startswith("due_day=")) and str(file) != LEFT:
+            raise Unfit(f"{path}: expected a new directory or one of an earlier export, found {file} in it")
+    return [file for file in found if str(file) != LEFT]
+
+
+LEFT: Final = "_left.csv"
+"""The file with the ids of messages that left since the export before. Readers of datasets ignore names like it."""
+
+
+@contextmanager
+def plain(path: Path) -> Iterator[PlainDataset]:
+    """The dataset at ``path``, or a new one. Whatever is not committed at the end is removed. Raises OSError, Unfit."""
+    if path.exists() and not path.is_dir():
+        raise Unfit(f"{path}: expected a directory, found a file")
+    target = Path(os.path.realpath(path))
+    for other in target.parent.glob(f".{target.name}.*.part"):
+        _remove_dead(other, target)
+    root = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
+    root.mkdir(mode=0o700)
+    lock = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        one, other = root / "one", root / "other"
+        one.mkdir()
+        other.mkdir()
+        exchange(one, other)  # So that a file system without it is found before the work.
+        one.rmdir()
+        other.rmdir()
+        yield PlainDataset(target, root)
+    finally:
+        os.close(lock)
+        shutil.rmtree(root, ignore_errors=True)  # After the commit it is the former state.
+
+
+def _remove_dead(part: Path, target: Path) -> None:
+    """Remove the directory of an export that was killed. Raises Unfit if it is at work."""
+    with suppress(FileNotFoundError):
+        lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Unfit(f"{target}: another export is writing it") from None
+        finally:
+            os.close(lock)
+        shutil.rmtree(part)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchange two directories in one step. Raises OSError, and Unfit where the file system cannot do that."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise Unfit(f"{one.parent}: expected a file system that exchanges two directories, such as ext4 or XFS")
+        raise OSError(number, os.strerror(number), str(one))
+
+
+def _sync(directory: Path) -> None:
+    number = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def removed_unless_complete(paths: Iterable[Path]) -> Iterator[None]:
+    """Remove the files at ``paths`` if the block fails."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Raise NotWritten for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWritten(f"{error.filename or 'the dataset'}: {error.strerror or error}") from error
+
+
+def write_left(root: Path, files: Iterable[Path], ids: IdBitset) -> int:
+    """Write the messages in ``files`` that are not among ``ids`` to a CSV file in ``root``. Returns their number.
+    Raises OSError, Unfit."""
+    count = 0
+    with replacing(root / LEFT, mode=0o600) as out:
+        out.write(b"id,due_at,route\r\n")
+        for file in files:
+            route = unquote(file.parent.name.removeprefix("route=")).replace('"', '""')
+            tail = '""' if route == NO_ROUTE else f'"{route}"'
+            for id_, due_at in _messages_in(file):
+                if id_ not in ids:
+                    out.write(f"{id_},{due_at.isoformat(timespec='milliseconds')},{tail}\r\n".encode())
+                    count += 1
+    return count
+
+
+def _messages_in(file: Path) -> Iterator[tuple[int, datetime]]:
+    try:
+        with pq.ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches(columns=["id", "due_at"]):
+                yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+    except pa.ArrowException as error:
+        raise Unfit(f"{file}: expected a Parquet file of an earlier export: {error}") from None

@@ -1,0 +1,184 @@
+"""delayer backlog export: the waiting messages as Parquet files or a Delta table, for a data team."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from delayer.cli.errors import CommandFailed, Misused, OutOfReach
+from delayer.cli.options import Stoppable, as_json, request_of, store_url
+from delayer.cli.output import print_json, progress
+from delayer.core.filters import Filter
+from delayer.core.readable import Say, counted
+from delayer.core.units import DAY_MS
+from delayer.store.admin import exporting
+from delayer.store.admin.exporting import BrokenSegments
+
+if TYPE_CHECKING:
+    from delayer.audit.dataset import Dataset, Partition
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The result of an export. ``came``, ``left``: messages since the export before. ``written``, ``kept``,
+    ``removed``: partitions."""
+
+    store_now_ms: int
+    messages: int
+    came: int
+    left: int
+    written: int
+    kept: int
+    removed: int
+    broken_segments: list[int]
+
+
+@click.group(short_help="Write what waits as Parquet or Delta, for a data team.")
+def backlog() -> None:
+    """The waiting messages as data."""
+
+
+@backlog.command("export", cls=Stoppable, short_help="Bring a dataset up to date with what waits.")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.option(
+    "--format", "form", type=click.Choice(["parquet", "delta"]), default="parquet", show_default=True,
+    help="Parquet files, or a Delta table, which needs the extra `delta`.",
+)  # fmt: skip
+@click.option("--bodies", is_flag=True, help="Write the bodies too, as the column `body`.")
+@as_json
+@click.pass_context
+def export(context: click.Context, /, *, directory: Path, form: str, bodies: bool, as_json: bool) -> None:
+    """Write all waiting messages (rows, and those in segments) to DIR, a directory for each due day and route:
+    due_day=2027-01-31/route=mail.in/. Held messages are not among them. docs/backlog.md has the columns.
+
+    The dataset is one snapshot of the store. A second export writes only the partitions whose messages changed. It
+    names the messages that left since the one before in DIR/_left.csv. Readers see the former dataset until the new one
+    is complete, also if the export is killed.
+
+    Needs the extra `segments`. Nothing in the store changes. The files hold messages in the clear, so protect them.
+
+    Exit code 1 if a segment does not read back; all other messages are written. Exit code 3 if the disk is full, or the
+    store is out of reach.
+
+    \b
+    Examples:
+      delayer backlog export /srv/backlog
+      delayer backlog export /srv/backlog-delta --format delta --bodies --json
+    """
+    _check_packages("pyarrow", "segments")
+    if form == "delta":
+        _check_packages("deltalake", "delta")
+    from delayer.audit import dataset  # noqa: PLC0415 - pyarrow
+
+    url = store_url(request_of(context).settings())
+    try:
+        with progress("reading") as say, _opened(directory, form, bodies=bodies) as target:
+            done = asyncio.run(_export(url, target, say, bodies=bodies))
+    except dataset.Unfit as error:
+        raise Misused(str(error)) from error
+    except dataset.NotWritten as error:
+        raise OutOfReach(f"{error}: the dataset is as it was. Next: make room, and run it again") from error
+    except OSError as error:
+        raise Misused(f"{directory}: {error.strerror or error}") from error
+    if as_json:
+        print_json(asdict(done))
+    else:
+        click.echo(
+            f"{done.messages:,} messages wait; {done.came:,} came and {done.left:,} left since the export before.\n"
+            f"{counted(done.written, 'partition')} written, {done.kept:,} kept, {done.removed:,} removed."
+        )
+    if done.broken_segments:
+        raise CommandFailed(str(BrokenSegments(done.broken_segments)))
+
+
+def _check_packages(module: str, extra: str) -> None:
+    if find_spec(module) is None:
+        raise OutOfReach(f"the Python package {module} is missing. Next: install delayer[{extra}] (docs/install.md)")
+
+
+def _opened(directory: Path, form: str, *, bodies: bool) -> AbstractContextManager[Dataset]:
+    if form == "delta":
+        from delayer.audit.delta import delta  # noqa: PLC0415 - needs the extra
+
+        return delta(directory, bodies=bodies)
+    from delayer.audit.dataset import plain  # noqa: PLC0415 - pyarrow
+
+    return plain(directory)
+
+
+async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
+    """One export. Raises StoreLost, BadStoreUrl, SchemaOutdated; dataset's Unfit and NotWritten; OSError."""
+    from delayer.audit import dataset  # noqa: PLC0415 - pyarrow
+
+    async with exporting.snapshot(url) as connection:
+        now_ms = await connection.fetchval("SELECT statement_timestamp()")
+        found, broken = await exporting.digests(connection)
+        names: dict[Partition, str] = {}
+        for partition, digest in _joined(found).items():
+            names[partition] = dataset.name_of(digest, bodies=bodies, now_ms=now_ms)
+        former = dict(target.former)
+        kept: list[Path] = []
+        wanted: dict[Partition, Path] = {}
+        for partition, name in names.items():
+            old = former.get(partition.directory)
+            if old is not None and dataset.same(old.name, name):
+                kept.append(former.pop(partition.directory))
+            else:
+                wanted[partition] = target.root / partition.directory / name
+        gone = list(former.values())
+        with dataset.removed_unless_complete(wanted.values()):
+            writer = dataset.PartitionWriter(wanted, bodies=bodies)
+            of = sum(dataset.messages_of(path.name) for path in wanted.values())
+            for low_ms, high_ms in _runs({partition.day for partition in wanted}):
+                among = Filter(due_from_ms=low_ms, due_before_ms=high_ms)
+                with suppress(BrokenSegments):
+                    async for portion in exporting.waiting(connection, among, None, bodies=bodies):
+                        with dataset.writing():
+                            for one in portion:
+                                writer.add(one.parcel.due_ms // DAY_MS, one)
+                        say("writing", writer.messages, of)
+            with dataset.writing():
+                writer.finish()
+                left = dataset.write_left(target.root, [target.former_root / file for file in gone], writer.ids)
+    target.commit(kept, wanted, gone)
+    before = sum(dataset.messages_of(file.name) for file in gone)
+    return Done(
+        store_now_ms=now_ms,
+        messages=writer.messages + sum(dataset.messages_of(file.name) for file in kept),
+        came=writer.messages - (before - left),
+        left=left,
+        written=len(wanted),
+        kept=len(kept),
+        removed=len({str(file.parent) for file in gone} - {partition.directory for partition in wanted}),
+        broken_segments=broken,
+    )
+
+
+def _joined(found: Mapping[tuple[int, bytes], exporting.Digest]) -> dict[Partition, exporting.Digest]:
+    """The digest of each partition. Days beyond the calendar share one."""
+    from delayer.audit.dataset import Partition  # noqa: PLC0415 - pyarrow
+
+    joined: dict[Partition, exporting.Digest] = {}
+    for (day, route), digest in found.items():
+        partition = Partition.of(day, route)
+        joined[partition] = joined.get(partition, exporting.Digest(0, 0)) + digest
+    return joined
+
+
+def _runs(days: set[int]) -> Iterator[tuple[int | None, int | None]]:
+    """Bounds of the due instants of these days, one pair for neighbouring days. The first and the last day of the
+    calendar have none."""
+    from delayer.audit.dataset import LAST_DAY  # noqa: PLC0415 - pyarrow
+
+    for day in sorted(days):
+        if day - 1 not in days:
+            low_ms = day * DAY_MS if day else None
+        if day + 1 not in days:
+            yield low_ms, ((day + 1) * DAY_MS if day < LAST_DAY else None)
