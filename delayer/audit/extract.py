@@ -51,6 +51,11 @@ ORDER BY l.number
 """
 # Before the snapshot, so that no partition goes in between.
 LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN ACCESS SHARE MODE"
+_LOCK_ALL: Final = LOCK.replace("segment", "segment, history")
+_SIZE: Final = (
+    "coalesce((SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree(name::regclass)),"
+    " pg_relation_size(name::regclass))::bigint"
+)
 COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
 
 
@@ -93,9 +98,7 @@ class HeldSnapshot:
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
         """The bytes of these tables. A table of 0 bytes has no rows."""
         names = ", ".join(f"'{name}'" for name in tables)
-        return dict(
-            self._reading.rows(f"SELECT name, pg_relation_size(name::regclass) FROM unnest(ARRAY[{names}]) AS name")
-        )
+        return dict(self._reading.rows(f"SELECT name, {_SIZE} FROM unnest(ARRAY[{names}]) AS name"))
 
 
 @contextmanager
@@ -103,7 +106,7 @@ def hold_snapshot(url: SecretUrl) -> Iterator[HeldSnapshot]:
     """Take the snapshot and keep it until the end of the block. Raises StoreLost."""
     from delayer.audit.connection import reading  # noqa: PLC0415 - needs the extra
 
-    with reading(url, LOCK, 1 << 20) as own:
+    with reading(url, _LOCK_ALL, 1 << 20) as own:
         yield HeldSnapshot(own)
 
 
@@ -118,6 +121,7 @@ _SAID: Final = {
     "held": "reading held messages",
     "segment": "reading segments",
     "message_key": "reading keys",
+    "history": "reading the history",
 }
 """The name of the reading of each relation (source.RELATIONS) in the progress."""
 _SAMPLED: Final = ("message", "segment_message")

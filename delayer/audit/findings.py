@@ -131,6 +131,80 @@ class Calendar:
 
 
 @dataclass(frozen=True, slots=True)
+class PastHour:
+    """An hour of the history from ``start_ms`` on, or a longer span. Lateness of released messages: what half of them
+    and 99 of 100 did not exceed, and the worst."""
+
+    start_ms: int
+    released: int
+    held: int
+    cancelled: int
+    p50_ms: int
+    p99_ms: int
+    worst_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PastRoute:
+    """The history of one route: ``whole``, and each hour of the last month."""
+
+    route: bytes
+    whole: PastHour
+    hours: tuple[PastHour, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The most that was released within ``width_ms``, and the most that is due. None: unknown."""
+
+    width_ms: int
+    released: Bar | None
+    coming: Bar | None
+
+
+@dataclass(frozen=True, slots=True)
+class Worse:
+    """A destination whose last day is worse than the time before: the shares of its messages that were held (0 to 1),
+    and the lateness that 99 of 100 did not exceed. ``messages``: of the last day."""
+
+    to_exchange: bytes
+    to_key: bytes
+    messages: int
+    held_before: float
+    held_now: float
+    p99_before_ms: int
+    p99_now_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class OddDelays:
+    """A destination with delays that are a thousandth, or a thousandfold, of the median of its route (``usual_ms``):
+    ``odd`` of its ``messages``. ``odd_ms``: the median of these."""
+
+    route: bytes
+    to_exchange: bytes
+    to_key: bytes
+    messages: int
+    odd: int
+    odd_ms: int
+    usual_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The history from ``first_ms`` to ``last_ms``. ``hours``: of the last month. ``routes``: the largest."""
+
+    first_ms: int
+    last_ms: int
+    whole: PastHour
+    hours: tuple[PastHour, ...]
+    routes: tuple[PastRoute, ...]
+    capacity: tuple[Capacity, ...]
+    worse: tuple[Worse, ...]
+    odd: tuple[OddDelays, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RuleRun:
     """A rule and the numbers of its findings. ``skipped``: why it was not run, or empty. ``unlisted``: its findings
     beyond the bound for each rule, which the report leaves out."""
@@ -154,7 +228,8 @@ def run_of(rule: str, found: Iterable[Finding], skipped: str = "") -> tuple[Rule
 class AuditReport:
     """An audit. ``store_now_ms``: the store's clock at the snapshot; on a replica that was ``behind_ms`` behind, the
     instant that it had reached. ``sample``: the share of rows read (None: all). ``seconds``: the time that the audit
-    took. ``quick``: by counters, indexes and headers (audit.quick); sizes, routes and destinations are estimates."""
+    took. ``quick``: by counters, indexes and headers (audit.quick); sizes, routes and destinations are estimates.
+    ``past``: what the history tells; None without one."""
 
     store_now_ms: int
     seconds: float
@@ -166,6 +241,7 @@ class AuditReport:
     findings: tuple[Finding, ...]
     behind_ms: int = 0
     quick: bool = False
+    past: Past | None = None
     version: int = VERSION
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from delayer.audit import coming, extract, rules
+from delayer.audit import coming, extract, past, rules
 from delayer.audit import spark as sessions
 from delayer.audit.coming import RELEASE_RATE
 from delayer.audit.findings import AuditReport
@@ -77,6 +77,8 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
                 paced=options.paced,
                 own_rules=options.own_rules,
             )
+        with watching("reading the past"):
+            report = replace(report, past=past.told(store, report.calendar))
         with watching("gathering destinations"):
             # The broker is asked about 100,000 destinations at most, the soonest due.
             targets = coming.targets(store, 100_000)

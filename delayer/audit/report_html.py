@@ -6,7 +6,7 @@ print, the template escapes the rest, and the page's policy forbids scripts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,15 +17,21 @@ from markupsafe import Markup, escape
 from delayer import __version__
 from delayer.audit import words
 from delayer.audit.files import replacing
-from delayer.audit.findings import AuditReport, Bar, LaneFigures
+from delayer.audit.findings import AuditReport, Bar, LaneFigures, Past
 from delayer.core.readable import away, counted, duration, instant, size
+from delayer.core.units import HOUR_MS
 from delayer.store.admin.stats import waiting
 
 COLUMN_KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
 _HELPERS: Final = (
     instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
-    words.badge, words.verdict, words.groups, words.destinations, words.peaks, words.unread, words.advice,
+    words.late, words.destination, words.badge, words.verdict, words.groups, words.destinations, words.peaks,
+    words.unread, words.advice,
 )  # fmt: skip
+
+
+LATE_ROUTES: Final = 5
+"""Routes with a chart of their lateness."""
 
 
 def page(report: AuditReport) -> str:
@@ -35,6 +41,7 @@ def page(report: AuditReport) -> str:
         report=report,
         version=__version__,
         charts=list(_charts(report)),
+        past_charts=list(_past_charts(report.past)) if report.past is not None else [],
         asked=next((run.skipped for run in report.rules if run.rule == "destinations"), ""),
         share=lambda messages: 100 * messages / max(most, 1),
         off=_off,
@@ -87,8 +94,23 @@ def _charts(report: AuditReport) -> Iterator[Chart]:
             yield chart(title, some, report.store_now_ms)
 
 
-def chart(title: str, bars: Sequence[Bar], now_ms: int, room: int = 240) -> Chart:
-    """A chart of at most ``room`` bars. Each bar shows the highest value of its slots, so that no peak is lost."""
+def _past_charts(past: Past) -> Iterator[Chart]:
+    """Releases and lateness of each hour, and the lateness of the largest routes."""
+    series = [("Released per hour", past.hours, "released"), ("Held per hour", past.hours, "held")]
+    series += [("Lateness per hour, 99 of 100 messages", past.hours, "p99_ms")]
+    routes = past.routes[:LATE_ROUTES] if len(past.routes) > 1 else ()
+    series += [(f"Lateness of {words.name(one.route, 'no route')}", one.hours, "p99_ms") for one in routes]
+    for title, hours, of in series:
+        bars = [Bar(one.start_ms, HOUR_MS, getattr(one, of), 0) for one in hours]
+        if any(bar.messages for bar in bars):
+            yield chart(title, bars, bars[0].start_ms, say=words.late if of == "p99_ms" else "{:,}".format)
+
+
+def chart(
+    title: str, bars: Sequence[Bar], now_ms: int, room: int = 240, say: Callable[[int], str] = "{:,}".format
+) -> Chart:
+    """A chart of at most ``room`` bars. Each bar shows the highest value of its slots, so that no peak is lost.
+    ``say``: a value in words."""
     width, start = bars[0].width_ms, bars[0].start_ms
     slots = (bars[-1].start_ms - start) // width + 1
     together = -(-slots // room)
@@ -111,7 +133,7 @@ def chart(title: str, bars: Sequence[Bar], now_ms: int, room: int = 240) -> Char
     )
     view = Markup('<svg viewBox="0 0 {} 100" preserveAspectRatio="none">{}</svg>')
     unit = words.width(width)
-    told = f"the most in one {unit}: {top.messages:,} on {instant(top.start_ms)}"
+    told = f"the most in one {unit}: {say(top.messages)} on {instant(top.start_ms)}"
     if together > 1:
         told += f"; each bar is the busiest {unit} of {together}"
     ends = instant(start), instant(bars[-1].start_ms)

@@ -110,6 +110,11 @@ SEGMENTS: Final = pa.schema({
 """The headers of segments. ``broken_ms``: when a daemon marked it as broken."""
 KEYS: Final = pa.schema({"key": _BYTES, "lane": _INT, "due_ms": _LONG, "id": _LONG})
 
+HISTORY: Final = pa.schema({
+    "at_ms": _LONG, "what": _TEXT, "route": _BYTES, "to_exchange": _BYTES, "to_key": _BYTES, "late_ms": _LONG,
+    "delay_ms": _LONG, "size": _LONG, "kind": _TEXT,
+})  # fmt: skip
+
 
 def _ms(column: str) -> str:
     """SQL for epoch milliseconds. An infinite instant becomes the end of the calendar; NULL stays NULL."""
@@ -142,6 +147,9 @@ RELATIONS: Final[Mapping[str, Relation]] = {
         SEGMENTS,
     ),
     "message_key": Relation("message_key", f"key, lane, {_ms('due_at')} AS due_ms, id", KEYS),
+    "history": Relation(
+        "history", f"{_ms('at')} AS at_ms, what, route, to_exchange, to_key, late_ms, delay_ms, size, kind", HISTORY
+    ),
 }
 
 

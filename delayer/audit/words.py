@@ -17,6 +17,11 @@ def width(width_ms: int) -> str:
     return _WIDTHS.get(width_ms, duration(width_ms / 1000))
 
 
+def late(ms: float) -> str:
+    """A lateness or a delay."""
+    return duration(ms / 1000)
+
+
 def name(raw: bytes | str, empty: str = "(empty)") -> str:
     """A name from AMQP on one line. Invisible characters are escaped, and no password shows."""
     return readable(raw) if raw else empty

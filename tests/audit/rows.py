@@ -79,6 +79,7 @@ def store(
     segments: Iterable[Row] = (),
     keys: Iterable[Row] = (),
     *,
+    history: Iterable[Row] = (),
     lanes: Iterable[LaneState] = (ONE,),
     counters: Mapping[tuple[int, str], int] | None = None,
     now_ms: int = NOW,
@@ -92,6 +93,7 @@ def store(
         "segment_message": [one for one in messages if one.get("kind") == PACKED],
         "segment": segments,
         "message_key": list(keys),
+        "history": list(history),
     }
     counted = fitting(messages, segments) if counters is None else counters
     extract = Extract(now_ms, tuple(lanes), counted, 0, spark, sample)

@@ -5,7 +5,23 @@ from __future__ import annotations
 import math
 import random
 
-from delayer.audit.findings import AuditReport, Bar, Calendar, Finding, LaneFigures, Peak, RuleRun, Share, Totals
+from delayer.audit.findings import (
+    AuditReport,
+    Bar,
+    Calendar,
+    Capacity,
+    Finding,
+    LaneFigures,
+    OddDelays,
+    Past,
+    PastHour,
+    PastRoute,
+    Peak,
+    RuleRun,
+    Share,
+    Totals,
+    Worse,
+)
 
 NOW_MS = 1_763_769_602_481
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
@@ -111,6 +127,25 @@ def lanes() -> tuple[LaneFigures, ...]:
     )
 
 
+def past() -> Past:
+    """Two days of three routes, one of them with a hostile name."""
+    first_ms = NOW_MS // HOUR * HOUR - 2 * DAY
+    hours = tuple(PastHour(first_ms + n * HOUR, 900 + n, n % 5, 3, 2, 9 + 40 * n, 5_000 * n) for n in range(48))
+    whole = PastHour(first_ms, 44_328, 94, 144, 2, 1_889, 235_000)
+    return Past(
+        first_ms,
+        NOW_MS,
+        whole,
+        hours,
+        tuple(PastRoute(name, whole, hours) for name in (b"orders.in", b"", HOSTILE[0])),
+        (Capacity(1_000, Bar(first_ms, 1_000, 812, 0), Bar(NOW_MS + DAY, 1_000, 4_200_000, 0)),
+         Capacity(HOUR, None, None)),
+        (Worse(b"payments.eu", b"capture", 5_300, 0.002, 0.125, 9, 61_000), Worse(b"", HOSTILE[1], 20, 0.0, 1.0, 0, 0)),
+        (OddDelays(b"orders.in", b"orders.out", b"order.reminder", 4_000, 312, 3_598, 3_600_000),
+         OddDelays(HOSTILE[2], b"", HOSTILE[3], 4, 1, 9, 9_100)),
+    )  # fmt: skip
+
+
 def full() -> AuditReport:
     """A report with every part."""
     found = findings()
@@ -129,7 +164,7 @@ def full() -> AuditReport:
         sum(lane.waiting for lane in figures), sum(lane.waiting for lane in figures) + 3, 40, 204, 2_000_000,
         4_900_000_000, 212_000_000, 1_200, NOW_MS - 4 * MINUTE, NOW_MS + 3650 * DAY,
     )  # fmt: skip
-    return AuditReport(NOW_MS, 41.7, None, totals, figures, calendar(), runs, found)
+    return AuditReport(NOW_MS, 41.7, None, totals, figures, calendar(), runs, found, past=past())
 
 
 def empty() -> AuditReport:

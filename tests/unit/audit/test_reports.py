@@ -12,7 +12,21 @@ import pytest
 from rich.console import Console
 
 from delayer.audit import report_console, report_html, words
-from delayer.audit.findings import AuditReport, Bar, Calendar, Finding, LaneFigures, Peak, RuleRun, Totals
+from delayer.audit.findings import (
+    AuditReport,
+    Bar,
+    Calendar,
+    Capacity,
+    Finding,
+    LaneFigures,
+    OddDelays,
+    Past,
+    PastHour,
+    Peak,
+    RuleRun,
+    Totals,
+    Worse,
+)
 from tests.unit.audit import audit_reports
 from tests.unit.audit.audit_reports import HOUR, NOW_MS
 
@@ -121,6 +135,26 @@ def test_the_console_shows_the_whole_report() -> None:
     assert lines(EMPTY)[-1].startswith("✓ 0 violations, 0 warnings")
 
 
+def test_the_history_is_on_the_console_and_on_the_page(page: str) -> None:
+    text, told = "\n".join(lines(FULL)), Parsed(page).text
+    for shown in (text, told):
+        assert "44,328 released, 94 held, 144 cancelled" in shown
+        assert "payments.eu · capture" in shown
+        assert "61 s" in shown, "the lateness of a destination that got worse"
+        assert "3.6 s" in shown, "a delay of a thousandth"
+        assert "4,200,000" in shown
+    for title in (
+        "Released per hour",
+        "Held per hour",
+        "Lateness per hour, 99 of 100 messages",
+        "Lateness of orders.in",
+    ):
+        assert title in told
+    assert "the most in one hour: 1.89 s on" in told
+    assert "What was" not in Parsed(report_html.page(EMPTY)).text
+    assert "What was" not in "\n".join(lines(EMPTY))
+
+
 def test_the_sparkline_shows_the_next_48_hours() -> None:
     def hour(n: int, messages: int) -> Bar:
         return Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, messages, 0)
@@ -195,7 +229,19 @@ def test_messages_of_segments_that_do_not_read_back_are_marked() -> None:
 
 def test_the_page_names_every_field_of_the_report() -> None:
     text = (Path(__file__).parents[3] / "docs" / "backlog.md").read_text(encoding="utf-8")
-    for kind in (AuditReport, Totals, LaneFigures, Calendar, RuleRun, Finding):
+    for kind in (
+        AuditReport,
+        Totals,
+        LaneFigures,
+        Calendar,
+        RuleRun,
+        Finding,
+        Past,
+        PastHour,
+        Capacity,
+        Worse,
+        OddDelays,
+    ):
         for field in dataclasses.fields(kind):
             name = "…_more" if field.name.endswith("_more") else field.name
             assert f"`{name}`" in text, f"{kind.__name__}.{field.name}"
