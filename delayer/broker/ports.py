@@ -3,7 +3,7 @@ port, and every adapter passes it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from delayer.amqp.edits import Endpoints
@@ -23,8 +23,14 @@ class Claimer(Protocol):
         A call that returns rows must be followed by :meth:`settle` or :meth:`give_up`. Raises LaneLost, StoreLost.
         """
 
-    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
-        """Write ``held`` to the held table, count, and commit.
+    async def settle(
+        self,
+        released: Sequence[Due],
+        held: Sequence[tuple[Due, Hold]],
+        written_ms: Callable[[], Sequence[float]] = tuple,
+    ) -> None:
+        """Write ``held`` to the held table, count, and commit. ``written_ms``: when each of ``released`` was written to
+        the broker, for the store's history; without it, at the settlement.
 
         Raises StoreLost. The transaction is rolled back, or in doubt if the connection broke during the commit.
         """

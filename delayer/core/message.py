@@ -137,6 +137,8 @@ class Due(NamedTuple):
     sound: bool
     hold: Hold | None = None
     """Why the message is held; None for a message that was never held."""
+    parked_ms: int | None = None
+    """When it was parked, epoch milliseconds; known where the store keeps a history."""
 
 
 class Timestamp(int):

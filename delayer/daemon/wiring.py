@@ -158,7 +158,8 @@ class Daemon:
                 # Briefly, so that lanes can record the broker's cluster name. A longer wait would delay due rows.
                 with suppress(BrokerLost):
                     await self.connections["publish"].connection(1.0)
-                return await PostgresStore.connect(url, broker=self.connections.broker_mark)
+                days = settings.store.history_days
+                return await PostgresStore.connect(url, broker=self.connections.broker_mark, history_days=days)
 
             self.lanes.configure(connect, self.live)
             self.services.add("lanes", self.lanes.run, last=True)

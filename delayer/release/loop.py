@@ -22,7 +22,7 @@ from delayer.core.backoff import pause
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.faultpoint import reach
-from delayer.core.hold import Confirmed, Hold, too_late, unfit
+from delayer.core.hold import Confirmed, Hold, Outcome, too_late, unfit
 from delayer.core.message import SHORT_STRING, Due, Outgoing, Schedule
 from delayer.core.rate_limit import TokenBucket
 
@@ -181,7 +181,7 @@ class LaneRelease:
         finally:
             written.set()
         began = time.monotonic()
-        await claimer.settle(released, held)
+        await claimer.settle(released, held, partial(_written, outcomes, schedule, now_ms))
         self._counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, None if row.attempts else row.due_ms) for row in sendable]
         self._counters.settled(messages, outcomes, schedule, now_ms)
@@ -204,6 +204,12 @@ class LaneRelease:
                 sendable.append(row)
                 batch.append(outgoing)
         return sendable, batch, held
+
+
+def _written(outcomes: Sequence[Outcome | None], schedule: Schedule, now_ms: float) -> list[float]:
+    """When each confirmed message was written to the broker; ``now_ms`` for those of the isolation connection."""
+    confirmed = (index for index, outcome in enumerate(outcomes) if isinstance(outcome, Confirmed))
+    return [schedule.written_ms.get(index, now_ms) for index in confirmed]
 
 
 def prepared(row: Due, max_properties: int) -> Outgoing | Hold:

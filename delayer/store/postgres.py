@@ -31,7 +31,7 @@ from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, de
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
-from delayer.store.rows import envelope, keys, partitions
+from delayer.store.rows import envelope, history, keys, partitions
 from delayer.store.rows.partitions import Days, existing
 from delayer.store.statements import Changes
 
@@ -54,6 +54,8 @@ class Placement(NamedTuple):
     """The lanes of limited routes."""
     epoch: int | None = None
     """The epoch of lane ``number``, which this process owns; None if it owns no lane."""
+    history: bool = False
+    """Whether the store keeps a history."""
 
     def of(self, parcel: Parcel) -> int:
         return self.routes.get(parcel.route, self.number)
@@ -68,11 +70,14 @@ class Placement(NamedTuple):
 class PostgresStore:
     """Satisfies broker.ports.Store. Made by :meth:`connect`, ended by :meth:`close`."""
 
-    def __init__(self, pool: asyncpg.Pool, clock: StoreClock, locks: LaneLocks, days: Days) -> None:
+    def __init__(
+        self, pool: asyncpg.Pool, clock: StoreClock, locks: LaneLocks, days: Days, history_days: int = 0
+    ) -> None:
         self._pool = pool
         self._clock = clock
         self._locks = locks
         self._days = days
+        self._history_days = history_days
         self._routes: Mapping[bytes, int] = {}
 
     @classmethod
@@ -85,6 +90,7 @@ class PostgresStore:
         idle_timeout: float = IDLE_SECONDS,
         transaction_timeout: float = 10.0,
         parkers: int = 4,
+        history_days: int = 0,
     ) -> PostgresStore:
         """Look at the kind of server, connect, compare the schema, and learn the store's time and partitions.
 
@@ -92,6 +98,7 @@ class PostgresStore:
         broker that it publishes to (locks.broker_mark). After ``idle_timeout`` seconds the server takes the lanes of a
         process that hangs. After ``transaction_timeout`` seconds (longer than any publish takes) it ends a release, and
         rolls back a silent park. ``parkers`` is the number of parallel parks.
+        ``history_days``: how long the store keeps its history; 0: none.
 
         Raises StoreUnfit, StoreLost, BadStoreUrl, SchemaOutdated.
         """
@@ -107,13 +114,22 @@ class PostgresStore:
                     await schema.check(connection)
                     await pool.sample(connection, clock)
                     days = Days(await existing(connection))
+                    if history_days:  # Before the first row, which would be in the way of its day's partition.
+                        await history.keep_up(connection, clock.now_upper_ms() // DAY_MS, history_days)
         except BaseException:
             parking.terminate()
             raise
         locks = LaneLocks(
-            url, parking, clock, owner=owner, idle=idle_timeout, releasing=transaction_timeout, broker=broker
+            url,
+            parking,
+            clock,
+            owner=owner,
+            idle=idle_timeout,
+            releasing=transaction_timeout,
+            broker=broker,
+            history=history_days > 0,
         )
-        return cls(parking, clock, locks, days)
+        return cls(parking, clock, locks, days, history_days)
 
     async def close(self) -> None:
         """End the presence, and close the connections that park, after the parks that run. The lanes are released by
@@ -136,7 +152,7 @@ class PostgresStore:
         if not parcels and not cancels:
             return frozenset()
         ours, routes = _ours(lane), self._routes
-        place = Placement(ours.number, routes, ours.epoch)
+        place = Placement(ours.number, routes, ours.epoch, self._history_days > 0)
 
         async def work(connection: Connection) -> frozenset[bytes]:
             if cancels or any(parcel.key is not None for parcel in parcels):
@@ -157,7 +173,7 @@ class PostgresStore:
         if not parcels:
             return
         ours = _ours(lane)
-        place, now_ms = Placement(ours.number, self._routes, ours.epoch), self._clock.now_upper_ms()
+        place, now_ms = Placement(ours.number, self._routes, ours.epoch, ours.history), self._clock.now_upper_ms()
         retry_ms = await self._write("hold", ours, lambda connection: hold_new(connection, place, parcels, now_ms))
         if retry_ms is not None:
             ours.cursor.note_held(retry_ms)
@@ -246,6 +262,7 @@ class PostgresStore:
         with translated("maintain"):
             async with pool.borrowed(self._pool) as connection:
                 await partitions.keep_up(connection, self._clock, self._days)
+                await history.keep_up(connection, self._clock.now_upper_ms() // DAY_MS, self._history_days)
 
 
 def _ours(lane: object) -> PostgresLane:
@@ -298,6 +315,12 @@ async def park_keyed(
         changes[of_lane, "cancelled"] += n
     for of_lane, n in cancelled.held.items():
         changes[of_lane, "held"] -= n
+    if place.history:
+        now_ms = await connection.fetchval("SELECT statement_timestamp()")
+        replaced = [parcel for parcel in parcels if parcel.key is not None and last[parcel.key] is not parcel]
+        entries = [history.of_row(row, now_ms) for row in cancelled.rows]
+        entries += [history.of_parcel(history.CANCELLED, None, parcel, now_ms, parked_ms=now_ms) for parcel in replaced]
+        await history.write(connection, entries)
     await _count(connection, place, changes)
     return frozenset(cancelled.keys)
 
@@ -311,6 +334,7 @@ async def hold_new(
     retries: list[tuple[Parcel, int]] = []
     keyed: list[tuple[bytes, int, int, int]] = []
     changes: Changes = Counter()
+    entries = []
     for (parcel, hold), new in zip(parcels, await _new_ids(connection, len(parcels)), strict=True):
         lane, retry_ms = place.of(parcel), hold.retry_ms(max(now_ms + pause_ms(1, new), parcel.due_ms))
         if retry_ms is not None:
@@ -319,11 +343,14 @@ async def hold_new(
             keyed.append((parcel.key, lane, parcel.due_ms, new))
         records.append((*envelope.row(parcel, lane), new, retry_ms, 1, *envelope.hold_row(hold), parcel.token or None))
         changes.update([(lane, "parked"), (lane, "held")])
+        entries.append(history.of_parcel(history.HELD, new, parcel, now_ms, parked_ms=None, kind=hold.kind))
     await connection.copy_records_to_table("held", records=records, columns=envelope.HELD_COLUMNS)
     reach("park.copied")
     await notify(connection, {}, place.others(retries))
     if keyed:
         await keys.point(connection, (), keyed)
+    if place.history:
+        await history.write(connection, entries)
     await _count(connection, place, changes)
     return min((retry_ms for _, retry_ms in retries), default=None)
 

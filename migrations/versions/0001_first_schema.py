@@ -136,6 +136,26 @@ CREATE TABLE segment (
 ALTER TABLE segment ALTER COLUMN packed SET STORAGE EXTERNAL;
 CREATE INDEX segment_first_due ON segment (first_due);
 
+-- What was released, held and cancelled, if daemons keep a history; partitioned by the day of the change. late_ms: how
+-- long after its due instant. delay_ms: from parking to the due instant (null: unknown). size: bytes of body and
+-- properties. kind: that of the hold.
+CREATE TABLE history (
+    at          timestamptz NOT NULL DEFAULT statement_timestamp(),
+    what        text        NOT NULL,
+    id          bigint,
+    route       bytea       NOT NULL,
+    to_exchange bytea       NOT NULL,
+    to_key      bytea       NOT NULL,
+    due_at      timestamptz NOT NULL,
+    late_ms     bigint      NOT NULL,
+    delay_ms    bigint,
+    size        integer     NOT NULL,
+    kind        text,
+    CONSTRAINT history_what CHECK (what IN ('released', 'held', 'cancelled'))
+) PARTITION BY RANGE (at);
+
+CREATE TABLE history_default PARTITION OF history DEFAULT;
+
 -- Actions of people by hand: who, when, what, on how many messages, and the request (as JSON).
 CREATE TABLE audit_log (
     id       bigint      NOT NULL DEFAULT nextval('audit_log_id'),

@@ -192,7 +192,9 @@ class ScriptedLane:
             raise step
         return list(step)
 
-    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, str]]) -> None:
+    async def settle(
+        self, released: Sequence[Due], held: Sequence[tuple[Due, str]], written_ms: Callable[[], Sequence[float]]
+    ) -> None:
         self.events.append("settle")
         if self.fail_settle is not None:
             raise self.fail_settle

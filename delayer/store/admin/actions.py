@@ -34,6 +34,7 @@ from delayer.store.admin.detail import ABSENT, FoundIn
 from delayer.store.admin.listing import NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING, check_arrow
 from delayer.store.lanes.notify import notify, soonest
+from delayer.store.rows import history
 from delayer.store.rows.keys import forget, lock_keys
 from delayer.store.rows.partitions import PARK_SECONDS, Days, existing
 from delayer.store.segments import catalog
@@ -70,7 +71,7 @@ def unmet(found: Counter[FoundIn]) -> list[str]:
 
 _DELETE_HELD = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
-    " RETURNING id, lane, key"
+    f" RETURNING id, lane, key, {history.OF_HELD}"
 )
 
 
@@ -180,9 +181,12 @@ async def _cancel_rows(
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
     await lock_keys_of(connection, places, keys)
-    gone = [(*row, FoundIn.WAITING) for row in await connection.fetch(statements.read("delete_rows"), *places)]
-    for row in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
-        gone.append((*row, FoundIn.HELD))
+    waiting = await connection.fetch(statements.read("delete_rows"), *places)
+    were_held = await connection.fetch(_DELETE_HELD, [number for number, _ in held])
+    if await history.kept(connection):
+        now_ms = await connection.fetchval("SELECT statement_timestamp()")
+        await history.write(connection, [history.of_row(row, now_ms) for row in (*waiting, *were_held)])
+    gone = [(*row[:3], FoundIn.WAITING) for row in waiting] + [(*row[:3], FoundIn.HELD) for row in were_held]
     changes: Changes = Counter()
     for _, lane, _, where in gone:
         changes[lane, "cancelled"] += 1

@@ -29,7 +29,7 @@ from delayer.store.admin import audit_log
 from delayer.store.admin.actions import make_missing, patiently
 from delayer.store.admin.listing import LONG_SECONDS
 from delayer.store.errors import translated
-from delayer.store.rows import keys, partitions
+from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, existing
 
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
@@ -273,5 +273,7 @@ async def anywhere(connection: Connection, turn: int) -> postgres.Placement:
     if not numbers:
         raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
     return postgres.Placement(
-        numbers[turn % len(numbers)], {route: number for number, route in rows if route is not None}
+        numbers[turn % len(numbers)],
+        {route: number for number, route in rows if route is not None},
+        history=await history.kept(connection),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -27,7 +27,7 @@ from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
-from delayer.store.rows import envelope, keys
+from delayer.store.rows import envelope, history, keys
 
 log = structlog.get_logger()
 
@@ -109,9 +109,9 @@ class PostgresClaimer:
         before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
         claimed = lane.claimed_after(start)
         records = await connection.fetch(
-            statements.CLAIM, lane.number, *start, horizon_ms, claimed, WINDOW_MS, limit, max_bytes
+            lane.claim_statement, lane.number, *start, horizon_ms, claimed, WINDOW_MS, limit, max_bytes
         )
-        rows = sorted(map(envelope.read, records), key=_place)
+        rows = sorted(map(_read_parked if lane.history else envelope.read, records), key=_place)
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
@@ -126,7 +126,12 @@ class PostgresClaimer:
         cursor.claimed(last, more=full or next_ms is None or next_ms <= before + WINDOW_MS, next_ms=next_ms)
         return Claim(start, last, rows)
 
-    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
+    async def settle(
+        self,
+        released: Sequence[Due],
+        held: Sequence[tuple[Due, Hold]],
+        written_ms: Callable[[], Sequence[float]] = tuple,
+    ) -> None:
         """``released`` and ``held`` together are the whole claim; committing a part would lose the rest."""
         lane, claim = self._lane, self.opened
         if claim is None:
@@ -140,6 +145,8 @@ class PostgresClaimer:
         async with self.locked_connection("settle") as connection:
             if self.opened is not claim:  # A statement that kept the session alive failed while we waited for it.
                 raise LaneLost(f"lane {lane.number}: its release was rolled back")
+            if lane.history:
+                await self._write_history(connection, released, held, written_ms())
             retry_ms = await self._write_results(connection, claim, released, held)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
@@ -147,6 +154,22 @@ class PostgresClaimer:
             self._end()
             lane.cursor.expect_retry(retry_ms)
         reach("release.committed")
+
+    async def _write_history(
+        self,
+        connection: Connection,
+        released: Sequence[Due],
+        held: Sequence[tuple[Due, Hold]],
+        written_ms: Sequence[float],
+    ) -> None:
+        """Write released and newly held messages to the history, in the open transaction."""
+        now_ms = self._clock.now_lower_ms()
+        entries = [
+            history.of_due(history.RELEASED, due, at_ms)
+            for due, at_ms in zip(released, written_ms or [now_ms] * len(released), strict=True)
+        ]
+        entries += [history.of_due(history.HELD, due, now_ms, hold.kind) for due, hold in held if not due.attempts]
+        await history.write(connection, entries)
 
     async def _write_results(
         self, connection: Connection, claim: Claim, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]
@@ -256,14 +279,18 @@ class PostgresLane:
         clock: StoreClock,
         pool: asyncpg.Pool,
         release_seconds: float,
+        history: bool = False,
     ) -> None:
-        """``pool``: for scans. ``release_seconds``: for how long an open claim is kept from the idle timeout."""
+        """``pool``: for scans. ``release_seconds``: for how long an open claim is kept from the idle timeout.
+        ``history``: whether its settlements write one."""
         self.number = number
         self.route = route
         self.epoch = epoch
         self.claimers = [PostgresClaimer(self, connection, clock) for connection in connections]
         self.cursor = cursor
         self.release_seconds = release_seconds
+        self.history = history
+        self.claim_statement = statements.CLAIM_PARKED if history else statements.CLAIM
         self.closed = False
         self._clock = clock
         self._pool = pool
@@ -428,6 +455,10 @@ async def _hold(connection: Connection, lane: int, held: Sequence[tuple[Due, Hol
 def _held(record: asyncpg.Record) -> Due:
     hold = envelope.read_hold(record["kind"], record["reason"], record["may_be_delivered"], record["isolated"])
     return envelope.read(record, record["attempts"], hold, record["token"])
+
+
+def _read_parked(record: asyncpg.Record) -> Due:
+    return envelope.read(record, parked_ms=record["parked_at"])
 
 
 def _place(due: Due) -> RowPlace:

@@ -69,15 +69,18 @@ class LaneLocks:
         idle: float,
         releasing: float,
         broker: Callable[[], str] = str,
+        history: bool = False,
     ) -> None:
         """``idle``: seconds after which the server ends a connection of a lane, or of the presence, that says nothing,
-        in a transaction or not; ``releasing``: for how long a release is kept from that. ``broker``: its mark."""
+        in a transaction or not; ``releasing``: for how long a release is kept from that. ``broker``: its mark.
+        ``history``: whether its lanes write one."""
         self._url = url
         self._pool = pool
         self._clock = clock
         self._owner = owner
         self._releasing = releasing
         self._broker = broker
+        self._history = history
         self._presence: Connection | None = None
         self._pid = 0
         self._idle_seconds = idle
@@ -147,6 +150,7 @@ class LaneLocks:
             clock=self._clock,
             pool=self._pool,
             release_seconds=self._releasing,
+            history=self._history,
         )
 
     async def add_routes(self, routes: Collection[bytes]) -> None:

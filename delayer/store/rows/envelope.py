@@ -75,14 +75,20 @@ def row_again(due: Due, lane: int) -> StoredRow:
     return (values[0], values[1] ^ 1, *values[2:])
 
 
-def read(record: Iterable[Any], attempts: int = 0, hold: Hold | None = None, token: bytes | None = None) -> Due:
+def read(
+    record: Iterable[Any],
+    attempts: int = 0,
+    hold: Hold | None = None,
+    token: bytes | None = None,
+    parked_ms: int | None = None,
+) -> Due:
     """A message from its row: columns in the order of :data:`READ`, then any. ``sound``: format and checksum fit."""
     (id_, due_ms, found, version, route, exchange, routing_key, to_exchange, to_key, properties, body, key, *_) = record
     parcel = Parcel(
         due_ms, route, exchange, routing_key, Target(to_exchange, to_key), properties, body, key, token or b""
     )
     sound = version == FORMAT and found == checksum(exchange, routing_key, properties, body)
-    return Due(id_, due_ms, attempts, parcel, sound, hold)
+    return Due(id_, due_ms, attempts, parcel, sound, hold, parked_ms)
 
 
 def hold_row(hold: Hold) -> tuple[str, str, bool, bool]:

@@ -17,21 +17,25 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 from zlib import crc32
 
-from asyncpg import Connection
+from asyncpg import Connection, Record
 
 from delayer.core.message import KeyGroup
+from delayer.store.rows.history import OF_HELD, OF_MESSAGE
 
 LOCKS: Final = 64
 """Advisory locks of all keys together."""
-_DELETE_HELD = "DELETE FROM held WHERE id = $1 RETURNING true"
+_DELETE_HELD = f"DELETE FROM held WHERE id = $1 RETURNING id, {OF_HELD}"
+_DELETE = f"DELETE FROM message WHERE lane = $1 AND due_at = $2 AND id = $3 RETURNING id, {OF_MESSAGE}"
 
 
 class Cancelled(NamedTuple):
-    """Messages that keyed transactions took out: how many of each lane, how many of these were held, and their keys."""
+    """Messages that keyed transactions took out: how many of each lane, how many of these were held, their keys, and
+    their rows, for the history."""
 
     messages: Counter[int]
     held: Counter[int]
     keys: set[bytes]
+    rows: list[Record]
 
 
 async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
@@ -55,30 +59,24 @@ async def of_groups(connection: Connection, groups: Sequence[KeyGroup]) -> set[b
 
 async def cancel_waiting(connection: Connection, keys: Collection[bytes]) -> Cancelled:
     """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
-    cancelled = Cancelled(Counter(), Counter(), set())
+    cancelled = Cancelled(Counter(), Counter(), set(), [])
     await lock_keys(connection, keys)
     waiting = await connection.fetch(
         "SELECT lane, due_at, id, key FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id", list(keys)
     )
     for lane, due_at, message_id, key in waiting:
-        if await _delete_message(connection, lane, due_at, message_id):
+        place = lane, due_at, message_id
+        if (row := await connection.fetchrow(_DELETE, *place)) is not None:
             pass
-        elif await connection.fetchval(_DELETE_HELD, message_id):
+        elif (row := await connection.fetchrow(_DELETE_HELD, message_id)) is not None:
             cancelled.held[lane] += 1
-        elif not await _delete_message(connection, lane, due_at, message_id):
+        elif (row := await connection.fetchrow(_DELETE, *place)) is None:
             # Else it was on its way out of the default partition when we looked first.
             continue
+        cancelled.rows.append(row)
         cancelled.messages[lane] += 1
         cancelled.keys.add(key)
     return cancelled
-
-
-async def _delete_message(connection: Connection, lane: int, due_at: int, message_id: int) -> bool:
-    return bool(
-        await connection.fetchval(
-            "DELETE FROM message WHERE lane = $1 AND due_at = $2 AND id = $3 RETURNING true", lane, due_at, message_id
-        )
-    )
 
 
 async def point(

@@ -1,0 +1,156 @@
+"""The history: a row for each message that was released, held or cancelled, in the transaction of that change.
+
+It is off by default. Its table is partitioned by the day of the change. The daemons make the partitions of the next
+days, and drop those that are older than ``store.history_days``. Rows of a day without a partition go to the default
+one, so a missing partition fails no transaction.
+
+The history of a store is on while its table has the partition of a day: commands that cancel follow the daemons
+(:func:`kept`). Messages that never waited in the store are not in it, and neither are drained ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import date, timedelta
+from typing import Any, Final, NamedTuple
+
+import asyncpg
+from asyncpg import Connection
+
+from delayer.core.message import Due, Parcel
+from delayer.core.units import DAY_MS
+from delayer.store import pool
+from delayer.store.errors import describe
+
+log = logging.getLogger(__name__)  # Not structlog: see partitions.py.
+
+DAYS_AHEAD: Final = 2
+"""Days whose partitions are made ahead of need."""
+RELEASED, HELD, CANCELLED = "released", "held", "cancelled"
+_PREFIX: Final = "history_p"
+_EPOCH: Final = date(1970, 1, 1)
+_PARTITIONS: Final = "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'history'::regclass"
+_KEPT: Final = (
+    "SELECT EXISTS (SELECT FROM pg_inherits WHERE inhparent = 'history'::regclass"
+    " AND inhrelid <> 'history_default'::regclass)"
+)
+_PURGE: Final = "DELETE FROM history_default WHERE at < $1"
+_TURN: Final = "SELECT pg_advisory_xact_lock('history'::regclass::oid::int, 1)"
+_THERE: Final = "SELECT to_regclass($1) IS NOT NULL"
+_OWNER: Final = """
+SELECT quote_ident(pg_get_userbyid(relowner)) FROM pg_class
+WHERE oid = 'history'::regclass AND relowner <> current_user::regrole
+"""
+
+
+OF_MESSAGE: Final = (
+    "route, to_exchange, to_key, due_at, parked_at, octet_length(body) + octet_length(properties) AS size"
+)
+"""The columns of a row of ``message`` for :func:`of_row`, beside its id."""
+OF_HELD: Final = OF_MESSAGE.replace("parked_at", "NULL::timestamptz AS parked_at")
+"""The same of ``held``, whose ``parked_at`` is the instant when it was held."""
+
+
+class Entry(NamedTuple):
+    """A row; the instant of the change is that of the statement. Named as the columns are."""
+
+    what: str
+    id: int | None
+    route: bytes
+    to_exchange: bytes
+    to_key: bytes
+    due_at: int
+    late_ms: int
+    delay_ms: int | None
+    size: int
+    kind: str | None = None
+
+
+def of_parcel(
+    what: str, id_: int | None, parcel: Parcel, now_ms: float, *, parked_ms: int | None, kind: str | None = None
+) -> Entry:
+    """The entry of a message. ``now_ms``: the instant of the change; ``parked_ms``: that of its parking, if known."""
+    route, (exchange, key), due_ms = parcel.route, parcel.target, parcel.due_ms
+    delay_ms = None if parked_ms is None else due_ms - parked_ms
+    size = len(parcel.body) + len(parcel.properties)
+    return Entry(what, id_, route, exchange, key, due_ms, round(now_ms - due_ms), delay_ms, size, kind)
+
+
+def of_due(what: str, due: Due, now_ms: float, kind: str | None = None) -> Entry:
+    """The entry of a claimed message."""
+    return of_parcel(what, due.id, due.parcel, now_ms, parked_ms=due.parked_ms, kind=kind)
+
+
+def of_row(row: Mapping[str, Any], now_ms: float) -> Entry:
+    """The entry of a cancelled row, by :data:`OF_MESSAGE` or :data:`OF_HELD`."""
+    due_ms, parked_ms = row["due_at"], row["parked_at"]
+    places = row["route"], row["to_exchange"], row["to_key"]
+    delay_ms = None if parked_ms is None else due_ms - parked_ms
+    return Entry(CANCELLED, row["id"], *places, due_ms, round(now_ms - due_ms), delay_ms, row["size"])
+
+
+async def write(connection: Connection, entries: Sequence[Entry]) -> None:
+    """Write entries in the open transaction. Raises the driver's errors."""
+    if entries:
+        await connection.copy_records_to_table("history", records=entries, columns=Entry._fields)
+
+
+async def kept(connection: Connection) -> bool:
+    """Whether the store keeps a history. Raises the driver's errors."""
+    return bool(await connection.fetchval(_KEPT))
+
+
+async def keep_up(connection: Connection, today: int, days: int) -> None:
+    """Make the partitions from ``today`` on (days since 1970), and drop those older than ``days``; all of them if that
+    is 0. Raises the driver's errors if they end the connection."""
+    existing = {name for (name,) in await connection.fetch(_PARTITIONS)}
+    if not days and existing == {"history_default"}:
+        return  # The role needs no rights for a history that nobody keeps.
+    wanted = {name_of(today + ahead) for ahead in range(DAYS_AHEAD + 1)} if days else set()
+    oldest = name_of(today - days)
+    for name in sorted(existing - {"history_default"}):
+        if not days or name < oldest:
+            await _change(connection, name, f"DROP TABLE {name}", "dropped")
+    for day in range(today, today + DAYS_AHEAD + 1):
+        if (name := name_of(day)) in wanted - existing:
+            await _change(connection, name, await _making(connection, day), "made")
+    await connection.execute(_PURGE, (today - days if days else today + 2) * DAY_MS)
+
+
+def name_of(day: int) -> str:
+    """The partition of a day: ``history_pYYYYMMDD``.
+
+    >>> name_of(0)
+    'history_p19700101'
+    """
+    return f"{_PREFIX}{_EPOCH + timedelta(days=day):%Y%m%d}"
+
+
+async def _making(connection: Connection, day: int) -> str:
+    """The statements that make the partition of a day. Attaching locks only the default one against writers."""
+    name, first = name_of(day), _EPOCH + timedelta(days=day)
+    owner = await connection.fetchval(_OWNER)
+    return (
+        f"CREATE TABLE {name} (LIKE history INCLUDING ALL);"
+        + (f"ALTER TABLE {name} OWNER TO {owner};" if owner else "")
+        + f"ALTER TABLE history ATTACH PARTITION {name} FOR VALUES FROM ('{first} 00:00+00')"
+        f" TO ('{first + timedelta(days=1)} 00:00+00')"
+    )
+
+
+async def _change(connection: Connection, name: str, statements: str, done: str) -> None:
+    """Make or drop a partition. What stands in the way is logged, and the next round tries again."""
+    try:
+        async with pool.transaction(connection):
+            # Releases wait behind a drop while it waits for a reader, so not for long.
+            await connection.execute(f"SET LOCAL lock_timeout = '200ms'; {_TURN}")
+            if await connection.fetchval(_THERE, name) is (done == "made"):
+                return  # Another daemon was faster.
+            await connection.execute(statements)
+    except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        if connection.is_closed():
+            raise
+        log.warning("history partition not %s", done, extra={"partition": name, "reason": describe(error)})
+    else:
+        log.info("history partition %s", done, extra={"partition": name})
