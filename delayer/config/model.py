@@ -198,7 +198,7 @@ class StoreTable(Table):
     park_beyond_ms: values.DurationMs = Field(default=0, alias="park_beyond")
     lanes: Annotated[StrictInt, Field(ge=1, le=64)] = 4
     restore_ahead_ms: values.RestoreAheadMs = Field(default=86_400_000, alias="restore_ahead")
-    history_days: Annotated[StrictInt, Field(ge=0, le=3_650)] = 0
+    history_days: Annotated[StrictInt, Field(ge=0, le=400)] = 0
 
 
 class RefusedTable(Table):

@@ -42,7 +42,7 @@ VALUES = {
     "store.url": ['"mysql://h"'],
     "store.lanes": ["0"],
     "store.restore_ahead": ['"4m"'],
-    "store.history_days": ["-1", '"7d"', "4000"],
+    "store.history_days": ["-1", '"7d"', "401"],
     "intake.queue": ['""', '"a\\nb"', '"delayer.delay-level-03"'],
     "intake.queue_type": ['"stream"'],
     "intake.give_back_after": ['"999ms"'],
