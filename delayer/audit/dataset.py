@@ -274,6 +274,8 @@ def plain(path: Path) -> Iterator[PlainDataset]:
     if path.exists() and not path.is_dir():
         raise Unfit(f"{path}: expected a directory, found a file")
     target = Path(os.path.realpath(path))
+    if target.is_mount():
+        raise Unfit(f"{path}: expected a directory in a file system, found its mount point: name a directory in it")
     for other in target.parent.glob(f".{target.name}.*.part"):
         _remove_dead(other, target)
     root = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")

@@ -236,6 +236,8 @@ def test_a_foreign_directory_is_left_alone(database: str, delayer: Run, tmp_path
         refused = delayer("backlog", "export", str(tmp_path), "--format", form, expect=ExitCode.USAGE)
         assert "expected a new directory" in refused.stderr
     assert [one.name for one in tmp_path.iterdir()] == ["other.txt"]
+    refused = delayer("backlog", "export", "/proc", expect=ExitCode.USAGE)
+    assert "found its mount point" in refused.stderr
 
 
 @pytest.mark.deadline(180)
