@@ -64,7 +64,7 @@ class Unfit(Exception):
     """The directory or its file system does not fit. The text says what was expected and found."""
 
 
-class NotWritten(Exception):
+class DatasetNotWritten(Exception):
     """A file could not be written. No OSError: in the store's session that would count as the store's."""
 
 
@@ -342,11 +342,11 @@ def removed_unless_complete(paths: Iterable[Path]) -> Iterator[None]:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Raise NotWritten for an OSError."""
+    """Raise DatasetNotWritten for an OSError."""
     try:
         yield
     except OSError as error:
-        raise NotWritten(f"{error.filename or 'the dataset'}: {error.strerror or error}") from error
+        raise DatasetNotWritten(f"{error.filename or 'the dataset'}: {error.strerror or error}") from error
 
 
 def write_left(root: Path, files: Iterable[Path], ids: IdBitset) -> int:

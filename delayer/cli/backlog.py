@@ -83,7 +83,7 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
             done = asyncio.run(_export(url, target, say, bodies=bodies))
     except dataset.Unfit as error:
         raise Misused(str(error)) from error
-    except dataset.NotWritten as error:
+    except dataset.DatasetNotWritten as error:
         raise OutOfReach(f"{error}: the dataset is as it was. Next: make room, and run it again") from error
     except OSError as error:
         raise Misused(f"{directory}: {error.strerror or error}") from error
@@ -114,7 +114,7 @@ def _opened(directory: Path, form: str, *, bodies: bool) -> AbstractContextManag
 
 
 async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
-    """One export. Raises StoreLost, BadStoreUrl, SchemaOutdated; dataset's Unfit and NotWritten; OSError."""
+    """One export. Raises StoreLost, BadStoreUrl, SchemaOutdated; dataset's Unfit and DatasetNotWritten; OSError."""
     from delayer.audit import dataset  # noqa: PLC0415 - pyarrow
 
     async with exporting.snapshot(url) as connection:

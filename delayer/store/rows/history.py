@@ -52,7 +52,7 @@ OF_HELD: Final = OF_MESSAGE.replace("parked_at", "NULL::timestamptz AS parked_at
 """The same of ``held``, whose ``parked_at`` is the instant when it was held."""
 
 
-class Entry(NamedTuple):
+class HistoryEntry(NamedTuple):
     """A row; the instant of the change is that of the statement. Named as the columns are."""
 
     what: str
@@ -69,31 +69,31 @@ class Entry(NamedTuple):
 
 def of_parcel(
     what: str, id_: int | None, parcel: Parcel, now_ms: float, *, parked_ms: int | None, kind: str | None = None
-) -> Entry:
+) -> HistoryEntry:
     """The entry of a message. ``now_ms``: the instant of the change; ``parked_ms``: that of its parking, if known."""
     route, (exchange, key), due_ms = parcel.route, parcel.target, parcel.due_ms
     delay_ms = None if parked_ms is None else due_ms - parked_ms
     size = len(parcel.body) + len(parcel.properties)
-    return Entry(what, id_, route, exchange, key, due_ms, round(now_ms - due_ms), delay_ms, size, kind)
+    return HistoryEntry(what, id_, route, exchange, key, due_ms, round(now_ms - due_ms), delay_ms, size, kind)
 
 
-def of_due(what: str, due: Due, now_ms: float, kind: str | None = None) -> Entry:
+def of_due(what: str, due: Due, now_ms: float, kind: str | None = None) -> HistoryEntry:
     """The entry of a claimed message."""
     return of_parcel(what, due.id, due.parcel, now_ms, parked_ms=due.parked_ms, kind=kind)
 
 
-def of_row(row: Mapping[str, Any], now_ms: float) -> Entry:
+def of_row(row: Mapping[str, Any], now_ms: float) -> HistoryEntry:
     """The entry of a cancelled row, by :data:`OF_MESSAGE` or :data:`OF_HELD`."""
     due_ms, parked_ms = row["due_at"], row["parked_at"]
     places = row["route"], row["to_exchange"], row["to_key"]
     delay_ms = None if parked_ms is None else due_ms - parked_ms
-    return Entry(CANCELLED, row["id"], *places, due_ms, round(now_ms - due_ms), delay_ms, row["size"])
+    return HistoryEntry(CANCELLED, row["id"], *places, due_ms, round(now_ms - due_ms), delay_ms, row["size"])
 
 
-async def write(connection: Connection, entries: Sequence[Entry]) -> None:
+async def write(connection: Connection, entries: Sequence[HistoryEntry]) -> None:
     """Write entries in the open transaction. Raises the driver's errors."""
     if entries:
-        await connection.copy_records_to_table("history", records=entries, columns=Entry._fields)
+        await connection.copy_records_to_table("history", records=entries, columns=HistoryEntry._fields)
 
 
 async def kept(connection: Connection) -> bool:
