@@ -214,12 +214,12 @@ def _written(outcomes: Sequence[Outcome | None], schedule: Schedule, now_ms: flo
 
 def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
     """The message as it leaves, or the Hold of a message that cannot be published as it stands."""
-    id, due_ms, _, (_, _, _, _, (exchange, routing_key), stored, body, _, token), sound, hold = row
-    if not sound:
+    if not row.sound:
         return unfit("the stored bytes do not match their checksum, or a newer delayer wrote their format")
-    token = token or b"%d" % id
+    _, _, _, _, (exchange, routing_key), stored, body, _, token = row.parcel
+    token = token or b"%d" % row.id
     try:
-        properties = edits.released(Properties.parse(stored), token, due_ms)
+        properties = edits.released(Properties.parse(stored), token, row.due_ms)
     except (MalformedProperties, MalformedTable) as broken:
         return unfit(f"malformed properties: {broken}")
     if len(properties) > max_properties:
@@ -229,4 +229,4 @@ def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
         return unfit(
             f"the exchange or the routing key is too long: expected at most {SHORT_STRING} bytes, found {longest}"
         )
-    return Outgoing(exchange, routing_key, properties, body, token, hold is not None and hold.isolated)
+    return Outgoing(exchange, routing_key, properties, body, token, row.hold is not None and row.hold.isolated)
