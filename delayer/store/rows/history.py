@@ -151,6 +151,6 @@ async def _change(connection: Connection, name: str, statements: str, done: str)
     except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         if connection.is_closed():
             raise
-        log.warning("history partition not %s", done, extra={"partition": name, "reason": describe(error)})
+        log.warning("history partition not changed", extra={"partition": name, "reason": describe(error)})
     else:
-        log.info("history partition %s", done, extra={"partition": name})
+        log.info("history partition changed", extra={"partition": name, "change": done})
