@@ -39,7 +39,7 @@ async def test_a_bad_file_changes_nothing(place: OwnVhost, store: str, tmp_path:
             event = await daemon.event("reload refused", after=seen)
             for words in expected:
                 assert words in event["reason"]
-            message = delayed(f"after reload {len(sent)}", 300)
+            message = delayed(f"after reload {len(sent)}", 500)
             await raw.publish(message)
             sent.append(message.body)
             await inbox.got(sent)
@@ -59,7 +59,7 @@ async def test_a_bad_file_changes_nothing(place: OwnVhost, store: str, tmp_path:
         daemon.reload()
         assert (await daemon.event("restart needed", after=seen))["keys"] == ["intake.queue"]
         await daemon.event("mode switched", after=seen)
-        await raw.publish(delayed("native now", 300))
+        await raw.publish(delayed("native now", 500))
         await inbox.got([*sent, b"native now"])
         assert not by_store(inbox.only(b"native now"))
         assert await daemon.stop() == 0
@@ -80,7 +80,7 @@ async def test_a_first_store_is_taken_up_once_it_is_fit(
         place.write(config, "store", {"store": {"url": "postgresql://127.0.0.1:1/x?sslmode=perhaps"}})
         daemon.reload()
         await daemon.event("reload refused", after=seen)
-        await raw.publish(delayed("still native", 300))
+        await raw.publish(delayed("still native", 500))
         await inbox.got([b"still native"])
         assert not by_store(inbox.only(b"still native"))
 
@@ -89,7 +89,7 @@ async def test_a_first_store_is_taken_up_once_it_is_fit(
         daemon.reload()
         assert {"store.url", "store.lanes"} <= set((await daemon.event("reloaded"))["keys"])
         assert not [event for event in daemon.events if event["event"] == "restart needed"]
-        await raw.publish(delayed("in the store", 300))
+        await raw.publish(delayed("in the store", 500))
         await inbox.got([b"in the store"])
         assert by_store(inbox.only(b"in the store"))
 
@@ -98,7 +98,7 @@ async def test_a_first_store_is_taken_up_once_it_is_fit(
         seen = len(daemon.events)
         daemon.reload()
         assert (await daemon.event("restart needed", after=seen))["keys"] == ["store.url"]
-        await raw.publish(delayed("in the same store", 300))
+        await raw.publish(delayed("in the same store", 500))
         await inbox.got([b"in the same store"])
         assert by_store(inbox.only(b"in the same store"))
         assert await daemon.stop() == 0

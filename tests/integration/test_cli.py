@@ -333,7 +333,7 @@ async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, databa
         )
         told = delayer("status").stdout
         assert "compacted: 14 in 2 segments   next due: 2" in told
-        assert "(in 30 h)" in told
+        assert "(in 1 d 5 h)" in told
         assert "BROKEN" not in told
         with pytest.MonkeyPatch.context() as without:
             without.setitem(sys.modules, "pyarrow", None)
