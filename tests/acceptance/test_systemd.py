@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(f"/usr/bin/python3.{sys.version_info.minor}")
 CONFIG = "/etc/delayer/delayer.toml"
 LOG = "/var/log/delayer.json"
-NOT_HERE = ("pip install", "createuser", "rabbitmqctl")
+NOT_HERE = ("-m pip", "createuser", "rabbitmqctl")
 """Lines of docs/install.md about programs and users that exist already."""
 
 pytestmark = [
