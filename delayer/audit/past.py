@@ -1,5 +1,5 @@
-"""What the history tells: lateness by route and hour, the most that was released at once against the forecast,
-destinations that get worse, and delays that look like seconds given as milliseconds."""
+"""Reports from the history. They show lateness by route and hour, and the releases at once against the forecast. They
+name destinations that get worse, and delays that look like seconds given as milliseconds."""
 
 from __future__ import annotations
 
