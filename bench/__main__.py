@@ -120,6 +120,7 @@ def about(options: Options, versions: dict[str, str]) -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv[1:]),
         "revision": revision,
         "machine": machine,
+        "cores": os.cpu_count(),
         "versions": {"Python": platform.python_version(), **versions},
         "options": asdict(options),
         "cores_of_other_programs": {},

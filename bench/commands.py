@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import sys
 import time
 
 from bench.figures import median
@@ -12,6 +13,8 @@ from bench.run import Bench
 from tests.support.daemon import EXECUTABLE
 
 TURNS = 15
+LIBRARIES = [sys.executable, "-c", "import click, asyncpg, pydantic_settings"]
+"""The floor of a command: it cannot start sooner than the libraries that it uses."""
 
 
 async def run(bench: Bench) -> None:
@@ -27,17 +30,20 @@ async def run(bench: Bench) -> None:
         "show ID": [["show", one.partition("@")[0]] for one in ids[:TURNS]],
         "cancel ID@DUE": [["cancel", one, "--yes"] for one in ids[TURNS:]],
     }
-    for name, turns in lines.items():
-        bench.say(f"`delayer {name}`, {rows:,} rows waiting")
-        times = []
-        for line in turns:
-            began = time.monotonic()
-            done = await asyncio.create_subprocess_exec(
-                EXECUTABLE, "--config", place.config, *line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-            _, said = await done.communicate()
-            times.append((time.monotonic() - began) * 1000)
-            if done.returncode:
-                raise RuntimeError(f"delayer {' '.join(line)}: exit {done.returncode}\n{said.decode()}")
-        bench.add(f"`delayer {name}`", median(times), "ms", backlog=rows)
-        bench.add(f"`delayer {name}`, slowest", max(times), "ms", backlog=rows)
+    delayer = [str(EXECUTABLE), "--config", str(place.config)]
+    processes = {f"`delayer {name}`": [[*delayer, *line] for line in turns] for name, turns in lines.items()}
+    for name, turns in ({"libraries alone": [LIBRARIES] * TURNS} | processes).items():
+        bench.say(f"{name}, {rows:,} rows waiting")
+        times = [await _seconds(line) * 1000 for line in turns]
+        bench.add(name, median(times), "ms", backlog=rows)
+        bench.add(f"{name}, slowest", max(times), "ms", backlog=rows)
+
+
+async def _seconds(line: list[str]) -> float:
+    """The time that this process takes. Raises RuntimeError if it fails."""
+    began = time.monotonic()
+    done = await asyncio.create_subprocess_exec(*line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    _, said = await done.communicate()
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(line)}: exit {done.returncode}\n{said.decode()}")
+    return time.monotonic() - began

@@ -20,6 +20,7 @@ CEILINGS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("native", "into the cascade"): (("native", "straight client into the cascade"),),
 }
 """Each rate, and the figures of the same run that it cannot exceed; the smaller one counts."""
+TREES = ("daemon", "broker", "database")
 UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "count": " messages"}
 SHARES = ("p50", "p99", "p99.9", "max")
 
@@ -34,7 +35,8 @@ class Sheet(NamedTuple):
 
 def sheets(result: Result) -> list[Sheet]:
     """The three tables; a table without rows is left out."""
-    rates = Sheet("Rates", ("", "conditions", "measured", "ceiling of this run", "ratio"), list(_rates(result)))
+    heads = ("", "conditions", "measured", "ceiling of this run", "ratio", "all cores allow", "ratio")
+    rates = Sheet("Rates", heads, list(_rates(result)))
     late = Sheet("Lateness", ("", "conditions", *SHARES), list(_lateness(result)))
     cost = Sheet("Cost", ("", "conditions", "measured"), list(_costs(result)))
     return [sheet for sheet in (rates, late, cost) if sheet.rows]
@@ -44,9 +46,9 @@ def _rates(result: Result) -> Iterable[tuple[str, ...]]:
     for figure in result.figures:
         if figure.unit not in ("msg/s", "rows/s"):
             continue
-        ceiling = ceiling_of(result, figure)
-        beside = ("", "") if ceiling is None else (shown(ceiling), f"{figure.value / ceiling.value:.2f}")
-        yield (f"{figure.section}: {figure.what}", conditions(figure.at), shown(figure), *beside)
+        limits = (ceiling_of(result, figure), allowed_by_cores(result, figure))
+        beside = [("", "") if one is None else (shown(one), f"{figure.value / one.value:.2f}") for one in limits]
+        yield (f"{figure.section}: {figure.what}", conditions(figure.at), shown(figure), *beside[0], *beside[1])
 
 
 def _lateness(result: Result) -> Iterable[tuple[str, ...]]:
@@ -72,6 +74,15 @@ def ceiling_of(result: Result, figure: Figure) -> Figure | None:
     named = CEILINGS.get((figure.section, figure.what), ())
     found = [result.find(section, what, **(body if section == "ceilings" else {})) for section, what in named]
     return min((one for one in found if one is not None and one.value), key=lambda one: one.value, default=None)
+
+
+def allowed_by_cores(result: Result, figure: Figure) -> Figure | None:
+    """The rate at which the CPU that daemon, broker and database spent on each message would fill all cores."""
+    spent = [result.find(figure.section, f"CPU of {tree}", **figure.at) for tree in TREES]
+    if figure.what != figure.section or None in spent:
+        return None
+    cpu_us = sum(one.value for one in spent if one is not None)
+    return Figure(figure.section, "allowed", result.about["cores"] * 1e6 / cpu_us, figure.unit, figure.at)
 
 
 def conditions(at: dict[str, int]) -> str:

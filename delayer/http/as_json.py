@@ -42,7 +42,8 @@ def fate(found: FullMessage) -> str:
 def standing(found: FullMessage) -> str:
     """The place of the message, its lane, and the lane's owner."""
     where = found.where.value + ("" if found.entry.place.segment is None else f" {found.entry.place.segment}")
-    return f"{where}, lane {found.entry.place.lane} ({found.owner}, {'running' if found.owned else 'free'})"
+    owner = f"{found.owner}, running" if found.owned else f"free, last of {found.owner}" if found.owner else "free"
+    return f"{where}, lane {found.entry.place.lane} ({owner})"
 
 
 def message(found: FullMessage) -> dict[str, Any]:

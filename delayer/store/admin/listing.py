@@ -470,11 +470,17 @@ class Places(NamedTuple):
         return cls(lanes, dues, ids, min(dues, default=0), max(dues, default=-1) + 1)
 
 
+FEW: Final = 20
+"""So many ids without a due instant are found by the index of ids: 15 ms for each with ten million rows. More are found
+by one second of reading."""
+
+
 async def find_rows(connection: Connection, ids: Sequence[int], dues: Dues) -> Places:
     """The places of the rows among ``ids``. Raises the driver's errors."""
     known = [number for number in ids if number in dues]
     unknown = [number for number in ids if number not in dues]
-    found = await connection.fetch(statements.read("find_rows"), unknown) if unknown else []
+    statement = "find_few_rows" if len(unknown) <= FEW else "find_rows"
+    found = await connection.fetch(statements.read(statement), unknown) if unknown else []
     if known:
         at = [dues[number] for number in known]
         lanes = await connection.fetchval(_EVERY_LANE)

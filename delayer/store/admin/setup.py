@@ -114,7 +114,7 @@ class LockNeed(NamedTuple):
         Postgres keeps one entry for each locked object, and twice as many for each holder of one.
         """
         beside = 16  # Locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment.
-        of_days = 4 * self.partitions + beside  # Table and primary key, and the same of out-of-line bodies.
+        of_days = 5 * self.partitions + beside  # A table with two indexes, and one of out-of-line bodies with one.
         things = of_days + LOCKS + self.lanes
         readers = 2 * of_days  # A dump or an export, and a command.
         holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
