@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import NAMES, Properties
 from delayer.core.filters import Filter
 from delayer.core.message import Timestamp, as_text
+from delayer.core.readable import instant
 
 TYPES: Final = {
     "b": "int8", "B": "uint8", "s": "int16", "u": "uint16", "I": "int32", "i": "uint32", "l": "int64", "L": "int64",
@@ -79,7 +79,7 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
     """A decoded value as JSON can represent it."""
     match value:
         case Timestamp():
-            return _instant(int(value))
+            return instant(int(value) * 1000)
         case bytes():
             return as_text(value)
         case str():
@@ -94,22 +94,6 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
             return {plain(name): plain(one) for name, one in value.items()}
         case _:
             return str(value)
-
-
-def _instant(seconds: int) -> str:
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, ValueError, OSError):
-        return f"{seconds} s"
-
-
-def iso(at_ms: int) -> str:
-    """A time in UTC with milliseconds, such as ``2026-05-01T08:00:00.000Z``; the number if it exceeds the calendar."""
-    try:
-        whole = datetime.fromtimestamp(at_ms // 1000, UTC).replace(tzinfo=None).isoformat()
-    except (OverflowError, ValueError, OSError):
-        return f"{at_ms} ms"
-    return f"{whole}.{at_ms % 1000:03d}Z"
 
 
 def address(exchange: bytes, routing_key: bytes) -> str:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import click
 
 from delayer.amqp import reading
-from delayer.amqp.reading import iso
 from delayer.cli.errors import ExitCode
 from delayer.cli.hints import say_hints
 from delayer.cli.list import say_native
@@ -30,6 +29,7 @@ from delayer.cli.options import (
 )
 from delayer.cli.output import note, print_json, progress
 from delayer.config.texts import duration_text, shift_ms
+from delayer.core import readable
 from delayer.core.filters import Filter, Token
 from delayer.core.readable import counted
 from delayer.store.admin import actions, listing
@@ -167,7 +167,7 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, FoundIn], 
     if waiting:
         entries, _ = ask_store(url, "look", lambda connection: listing.named(connection, list(map(named, waiting))))
         for token in (entry.place.token for entry in entries):
-            click.echo(f"{token.id} is due {iso(token.due_ms or 0)}; its id is {token} now.")
+            click.echo(f"{token.id} is due {readable.instant(token.due_ms or 0)}; its id is {token} now.")
 
 
 def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: bool, as_json: bool) -> int:
@@ -177,7 +177,7 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
     if matched.broken:
         note(f"{matched.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")
     about = counted(matched.messages, "message")
-    target = f" to {iso(new['at_ms'])}" if "at_ms" in new else ""
+    target = f" to {readable.instant(new['at_ms'])}" if "at_ms" in new else ""
     if "by_ms" in new:
         target = f" by {'-' if new['by_ms'] < 0 else ''}{duration_text(abs(new['by_ms']))}"
     if dry_run or not matched.messages:

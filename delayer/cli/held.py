@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from delayer.amqp import reading
-from delayer.amqp.reading import address, iso
+from delayer.amqp.reading import address
 from delayer.cli.errors import ExitCode
 from delayer.cli.hints import say_hints
 from delayer.cli.options import (
@@ -30,7 +30,7 @@ from delayer.cli.options import (
 )
 from delayer.cli.output import note, print_json, print_table
 from delayer.core.message import as_text
-from delayer.core.readable import counted
+from delayer.core.readable import counted, instant
 from delayer.http import as_json as for_programs
 from delayer.store.admin import actions, detail
 from delayer.store.admin.detail import HeldEntry
@@ -86,10 +86,10 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
     entry, hold = one
     return (
         str(entry.place.token),
-        iso(entry.place.due_us // 1000),
+        instant(entry.place.due_us // 1000),
         address(entry.to_exchange, entry.to_key),
         hold.attempts,
-        "by hand" if hold.retry_ms is None else iso(hold.retry_ms),
+        "by hand" if hold.retry_ms is None else instant(hold.retry_ms),
         as_text(reading.message_id(entry.properties) or b""),
         hold.reason,
     )

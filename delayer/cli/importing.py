@@ -11,12 +11,13 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from delayer.amqp.reading import address, iso
+from delayer.amqp.reading import address
 from delayer.cli.errors import CommandFailed, ExitCode, Misused, OutOfReach
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, read_as, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.core.importing import OTHER_REASONS, ImportSelection, Run, read_rewrite
+from delayer.core.readable import instant
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.state_machine import ImportReport, ImportSource, Preview
@@ -68,7 +69,7 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
     if goals:
         rows = []
         for target, goal in goals[:SHOWN_GOALS]:
-            first_due = "?" if goal.first_due_ms is None else iso(goal.first_due_ms)
+            first_due = "?" if goal.first_due_ms is None else instant(goal.first_due_ms)
             problem = seen.problems.get(target) or (f"{goal.unfit:,} unfit" if goal.unfit else "")
             rows.append((address(*target), f"{goal.messages:,}", first_due, _short(problem)))
         print_table(["destination", "messages", "first due", "problem"], rows, right=(1,))
@@ -90,7 +91,7 @@ def lines_of(seen: Preview) -> list[str]:
     survey = seen.survey
     said = [f"{survey.messages:,} messages are chosen."]
     if survey.first_due_ms is not None and survey.last_due_ms is not None:
-        said.append(f"The first is due {iso(survey.first_due_ms)}, the last {iso(survey.last_due_ms)}.")
+        said.append(f"The first is due {instant(survey.first_due_ms)}, the last {instant(survey.last_due_ms)}.")
     if seen.reasons:
         said.append(f"{seen.to_hold:,} of them would be held, as far as can be seen:")
         said += [f"  {count:,}, {why}" for count, why in _reasons(seen.reasons)]

@@ -11,7 +11,7 @@ import click
 from asyncpg import Connection
 
 from delayer.amqp import reading
-from delayer.amqp.reading import address, iso
+from delayer.amqp.reading import address
 from delayer.cli.errors import ExitCode
 from delayer.cli.hints import say_hints
 from delayer.cli.options import (
@@ -30,7 +30,7 @@ from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
 from delayer.core.filters import place_text, read_place
 from delayer.core.message import as_text
-from delayer.core.readable import away
+from delayer.core.readable import away, instant
 from delayer.http import as_json as for_programs
 from delayer.store.admin import audit_log as audit_trail
 from delayer.store.admin import detail, listing
@@ -110,7 +110,7 @@ def list_(
     rows = [
         (
             one.place.token,
-            iso(one.place.due_us // 1000),
+            instant(one.place.due_us // 1000),
             as_text(one.route),
             address(one.to_exchange, one.to_key),
             one.size,
@@ -178,14 +178,14 @@ def _print(found: FullMessage) -> None:
     rows: list[tuple[object, ...]] = [
         ("id", entry.place.token),
         ("where", for_programs.standing(found)),
-        ("due", f"{iso(due_ms)}, {away(due_ms, time.time_ns() // 1_000_000)}"),
+        ("due", f"{instant(due_ms)}, {away(due_ms, time.time_ns() // 1_000_000)}"),
         ("will happen", for_programs.fate(found)),
-        ("parked", iso(entry.parked_ms)),
+        ("parked", instant(entry.parked_ms)),
         ("came in at", address(entry.exchange, entry.routing_key)),
         ("route", as_text(entry.route) or '"" (straight to the queue)'),
     ]
     if hold is not None:
-        rows.append(("held", f"since {iso(hold.held_ms)}, attempts: {hold.attempts}, reason: {hold.reason}"))
+        rows.append(("held", f"since {instant(hold.held_ms)}, attempts: {hold.attempts}, reason: {hold.reason}"))
     if entry.key is not None:
         rows.append(("key", as_text(entry.key)))
     if said.broken:
@@ -222,7 +222,7 @@ def audit_log(context: click.Context, *, limit: int, before: int | None, as_json
     if as_json:
         print_json([one._asdict() for one in found])
         return
-    rows = [(one.id, iso(one.at_ms), one.who, one.verb, one.messages, one.asked) for one in found]
+    rows = [(one.id, instant(one.at_ms), one.who, one.verb, one.messages, one.asked) for one in found]
     if rows:
         print_table(["", "when", "who", "command", "messages", "arguments"], rows, right=(0, 4))
     else:

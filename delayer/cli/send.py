@@ -17,7 +17,6 @@ from aiormq.channel import Channel as Wire
 from aiormq.exceptions import ChannelNotFoundEntity, DeliveryError
 from pamqp.commands import Basic
 
-from delayer.amqp.reading import iso
 from delayer.broker.admin_connection import AdminConnection
 from delayer.cli.errors import CommandFailed, Misused
 from delayer.cli.options import Request, duration, fixed_instant, headers_of
@@ -25,7 +24,7 @@ from delayer.cli.output import note, quoted
 from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import Scalar, duration_text
 from delayer.core.readable import duration as duration_in_words
-from delayer.core.readable import readable
+from delayer.core.readable import instant, readable
 
 
 @dataclass(slots=True)
@@ -217,4 +216,4 @@ def _said(message: MessageToSend, message_id: str, now_ms: int) -> str:
     if message.due_ms is None:
         return f"Sent {what} to {where}; its due instant depends on its own header."
     about = f"in {duration_in_words((message.due_ms - now_ms) / 1000)}" if message.due_ms > now_ms else "now"
-    return f"Sent {what} to {where}; due {iso(message.due_ms)} ({about})."
+    return f"Sent {what} to {where}; due {instant(message.due_ms)} ({about})."

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import click
 
 from delayer.amqp import reading
-from delayer.amqp.reading import address, iso, raw
+from delayer.amqp.reading import address, raw
 from delayer.broker.errors import QueueMissing
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode
@@ -31,6 +31,7 @@ from delayer.config.model import Settings
 from delayer.config.texts import Scalar
 from delayer.config.topology import cascade_of, native_of, unread_delays
 from delayer.core.message import as_text
+from delayer.core.readable import instant
 from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
 from delayer.intake.set_aside import (
     ANY,
@@ -75,7 +76,7 @@ def _json_of_refused(one: RefusedMessage) -> dict[str, Any]:
 
 
 def _stray_row(one: Stray) -> tuple[object, ...]:
-    due = "?" if one.due_ms is None else iso(one.due_ms)
+    due = "?" if one.due_ms is None else instant(one.due_ms)
     to = address(one.target.exchange, one.target.routing_key)
     return one.id, due, to, one.attempts, one.message_id, one.hold.text
 

@@ -52,15 +52,16 @@ def readable(
 _UNITS: Final = (("years", 31_557_600), ("d", 86_400), ("h", 3_600), ("min", 60))
 
 
-def instant(at_ms: int | None) -> str:
-    """``2026-12-01 00:00:00Z``, to the second; a dash for none."""
+def instant(at_ms: int | None, *, exact: bool = False) -> str:
+    """``2026-12-01T00:00:00Z``, to the second, as people read it in every table, text and page; a dash for none.
+    ``exact``: with milliseconds, for programs, and for a form that sends the instant back."""
     if at_ms is None:
         return "–"
     try:
-        at = datetime.fromtimestamp(at_ms // 1000, UTC)
+        at = datetime.fromtimestamp(at_ms // 1000, UTC).replace(tzinfo=None).isoformat()
     except (OverflowError, ValueError, OSError):
-        return f"{at_ms:,} ms"  # Beyond the calendar.
-    return f"{at:%Y-%m-%d %H:%M:%S}Z"
+        return f"{at_ms} ms"  # Beyond the calendar.
+    return f"{at}.{at_ms % 1000:03d}Z" if exact else f"{at}Z"
 
 
 def away(at_ms: int | None, now_ms: int) -> str:

@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from delayer.amqp import reading
-from delayer.amqp.reading import iso
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
 from delayer.core.message import as_text
+from delayer.core.readable import instant
 from delayer.http import forms, render
 from delayer.http.forms import FieldError, Search
 from delayer.http.pages import Pages
@@ -204,7 +204,11 @@ class Actions:
         # "2h" stays the instant that was counted and shown, however late the person confirms.
         given = forms.fixed(filter_)
         fields = [*given.items(), *([] if given else [("all", "yes")])]
-        fields += [("at", "" if at_ms is None else iso(at_ms)), ("by", by), ("counted", str(meant.messages))]
+        fields += [
+            ("at", "" if at_ms is None else instant(at_ms, exact=True)),
+            ("by", by),
+            ("counted", str(meant.messages)),
+        ]
         return self.pages.html(
             request,
             "confirm.html",
@@ -212,7 +216,7 @@ class Actions:
             count=meant.messages,
             broken=meant.broken,
             facts=list(given.items()) or [("filter", "none")],
-            to=moved if at_ms is None else f" to {iso(at_ms)}",
+            to=moved if at_ms is None else f" to {instant(at_ms)}",
             path=request.url.path,
             fields=[one for one in fields if one[1] or one[0] in forms.NAMES],
             typed=not given,
@@ -266,7 +270,7 @@ class Actions:
 
 def _in_words(entry: Entry) -> str:
     name, key = reading.message_id(entry.properties), entry.key
-    parts = [reading.address(entry.to_exchange, entry.to_key), f"due {iso(entry.place.due_us // 1000)}"]
+    parts = [reading.address(entry.to_exchange, entry.to_key), f"due {instant(entry.place.due_us // 1000)}"]
     parts += [f"message_id {as_text(name)}"] if name else []
     return ", ".join([*parts, *([f"key {as_text(key)}"] if key is not None else [])])
 

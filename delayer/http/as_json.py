@@ -6,6 +6,7 @@ from typing import Any
 
 from delayer.amqp import reading
 from delayer.core.message import as_text
+from delayer.core.readable import instant
 from delayer.store.admin import detail
 from delayer.store.admin.detail import FullMessage
 from delayer.store.admin.listing import Entry
@@ -36,7 +37,7 @@ def entry(entry: Entry) -> dict[str, Any]:
 
 def fate(found: FullMessage) -> str:
     """The future of the message, in a sentence."""
-    return detail.fate(found, reading.address(found.entry.to_exchange, found.entry.to_key), found.owner, reading.iso)
+    return detail.fate(found, reading.address(found.entry.to_exchange, found.entry.to_key), found.owner, instant)
 
 
 def standing(found: FullMessage) -> str:

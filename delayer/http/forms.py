@@ -10,9 +10,10 @@ from urllib.parse import parse_qs
 
 from starlette.requests import Request
 
-from delayer.amqp.reading import iso, raw
+from delayer.amqp.reading import raw
 from delayer.config.texts import instant_ms, shift_ms, typed_header
 from delayer.config.values import duration_ms
+from delayer.core import readable
 from delayer.core.filters import Filter, Token, read_place, read_token
 from delayer.http.view import Repair
 
@@ -134,7 +135,10 @@ def _read(given: Mapping[str, str], now_ms: int) -> Search:
 def fixed(asked: Search) -> dict[str, str]:
     """The texts of the same filter with absolute instants: "2h" becomes the instant that it means now. Pure."""
     instants = {"due_after": asked.wanted.due_from_ms, "due_before": asked.wanted.due_before_ms}
-    return {**asked.given, **{name: iso(at) for name, at in instants.items() if at is not None}}
+    return {
+        **asked.given,
+        **{name: readable.instant(at, exact=True) for name, at in instants.items() if at is not None},
+    }
 
 
 def instant(text: str, now_ms: int, name: str) -> int:

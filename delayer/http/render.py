@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse
 
 from delayer import __version__
 from delayer.amqp import reading
-from delayer.amqp.reading import iso, message_id, value_text
+from delayer.amqp.reading import message_id, value_text
 from delayer.core import horizon
 from delayer.core.message import as_text
 from delayer.core.readable import away, duration, instant, size
@@ -71,7 +71,7 @@ ENVIRONMENT: Final = jinja2.Environment(
     lstrip_blocks=True,
 )
 for function in (
-    iso,
+    instant,
     ahead,
     duration,
     number,
@@ -87,7 +87,6 @@ for function in (
 ):
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
-ENVIRONMENT.filters["second"] = instant
 ENVIRONMENT.globals["version"] = __version__
 
 
@@ -163,7 +162,7 @@ def destinations_note(census: Census, rows: Sequence[DestinationRow]) -> str:
     how = "Counted" if census.exact else "Estimated from samples, so a message may be due earlier than this table says;"
     left = f" {number(others)} messages wait for other destinations." if others >= 1 else ""
     left += f" {number(packed)} compacted messages are not counted here." if packed else ""
-    return f"{how} at {iso(census.taken_ms)}. Rates are those of this daemon.{left}"
+    return f"{how} at {instant(census.taken_ms)}. Rates are those of this daemon.{left}"
 
 
 def backlog_note(census: Census | None, error: str) -> str:
@@ -174,7 +173,7 @@ def backlog_note(census: Census | None, error: str) -> str:
     classes, total = horizon.by_class(counts), sum(counts.values())
     how = "Counted" if census.exact else "Estimated from samples"
     return (
-        f"{how} at {iso(census.taken_ms)}: {number(total)} message{'' if total == 1 else 's'}, "
+        f"{how} at {instant(census.taken_ms)}: {number(total)} message{'' if total == 1 else 's'}, "
         f"{number(classes['overdue'])} of them overdue, {number(classes[horizon.LATER])} due in more "
         f"than a year.{f' Now: {error}.' if error else ''}"
     )

@@ -12,7 +12,6 @@ from typing import ClassVar, Final, Protocol
 
 from delayer.amqp.edits import COUNTED, DEATHS
 from delayer.amqp.properties import Properties, parsed
-from delayer.amqp.reading import iso
 from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
@@ -20,6 +19,7 @@ from delayer.core.errors import BrokerLost
 from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
 from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery, Target
+from delayer.core.readable import instant
 from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, asked
 from delayer.imports.state_machine import SourceLost
 
@@ -177,7 +177,7 @@ class Queues(ABC):
                 continue
             survey.messages += depth
             latest_ms = readers[name].latest_ms(now_ms)
-            until = "" if latest_ms is None else f", due {iso(latest_ms)} at the latest"
+            until = "" if latest_ms is None else f", due {instant(latest_ms)} at the latest"
             survey.remarks.append(f"{name}: {depth:,} messages{until}")
             if (target := readers[name].target) is not None:
                 survey.expect(self.meant.retargeted(target), depth)

@@ -11,7 +11,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.amqp.reading import iso
+from delayer.core.readable import instant
 from tests.faults.villain import held_rows
 from tests.support import ports
 from tests.support.place import Place, eventually
@@ -91,7 +91,7 @@ async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -
         await archive(postgres)
         await ledger.until(lambda: ledger.total() == 500)
         await asyncio.to_thread(postgres.kill)
-        crash = iso(now_ms())
+        crash = instant(now_ms(), exact=True)
         await daemon.event("store unreachable")
         await ledger.publish(200, delay_ms=1_000, absolute=True)
         await asyncio.to_thread(copy.recover, f"cp {wal}/%f %p")

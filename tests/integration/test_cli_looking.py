@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -15,8 +16,10 @@ import pytest
 from delayer.amqp import edits, reading
 from delayer.cli.set_aside import refused_of
 from delayer.config.loading import load
+from delayer.core.filters import read_token
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.readable import instant
 from delayer.core.units import DAY_MS
 from delayer.intake import set_aside
 from tests.integration.cli import Run, channel_to, ids, said, take
@@ -75,6 +78,10 @@ async def test_list(delayer: Run, database: str) -> None:
     table = delayer("list").stdout.splitlines()
     assert [line.split()[0] for line in table[1:]] == whole
     assert table[3].split()[-1] == "1", "the segment"
+    due = instant(read_token(of[b"soon"]).due_ms)
+    assert table[1].split()[1] == due
+    assert re.search(rf"^due +{due}, in", delayer("show", of[b"soon"]).stdout, re.MULTILINE)
+    assert f"next due in the store: {due} (in" in delayer("status").stdout
 
 
 @pytest.mark.words
@@ -135,7 +142,7 @@ async def test_reschedule(delayer: Run, database: str) -> None:
     told = delayer("reschedule", of[b"soon"], of[b"packed"], "--at", at.isoformat()).stdout
     assert "Rescheduled: 2 of 2." in told
     name = of[b"soon"].partition("@")[0]
-    assert f"{name} is due {at:%Y-%m-%dT%H:%M:%S}.000Z; its id is {name}@{at_ms} now." in told
+    assert f"{name} is due {at:%Y-%m-%dT%H:%M:%S}Z; its id is {name}@{at_ms} now." in told
     told = delayer("reschedule", f"{name}@{at_ms}", "--by", "1h").stdout
     assert f"its id is {name}@{at_ms + 3_600_000} now." in told
     told = delayer("reschedule", name, "--by", "-1h").stdout

@@ -22,10 +22,12 @@ def test_durations(seconds: float | None, expected: str) -> None:
 
 def test_instants_and_their_distance() -> None:
     assert instant(None) == "–"
-    assert instant(0) == "1970-01-01 00:00:00Z"
-    assert instant(1_763_769_602_481) == "2025-11-22 00:00:02Z"
-    assert instant(-1) == "1969-12-31 23:59:59Z"
-    assert instant(10**18) == "1,000,000,000,000,000,000 ms", "beyond the calendar"
+    assert instant(0) == "1970-01-01T00:00:00Z"
+    assert instant(1_763_769_602_481) == "2025-11-22T00:00:02Z"
+    assert instant(1_763_769_602_481, exact=True) == "2025-11-22T00:00:02.481Z"
+    assert (instant(-1), instant(-1, exact=True)) == ("1969-12-31T23:59:59Z", "1969-12-31T23:59:59.999Z")
+    assert instant(-62_135_596_800_000) == "0001-01-01T00:00:00Z"
+    assert instant(10**18) == "1000000000000000000 ms", "beyond the calendar"
     assert away(7_200_000, 0) == "in 2 h"
     assert away(0, 7_200_000) == "2 h ago"
     assert away(500, 0) == "now"
@@ -47,7 +49,7 @@ def test_details_in_words() -> None:
     table = {"first_due_ms": 0, "drain_seconds": 115.0, "none": None, "some": [81_230_411, 2], "empty": [],
              "deep": {"a": 1_200, "b": [True]}, "raw": "\x00"}  # fmt: skip
     assert list(words.details(table)) == [
-        ("first due", "1970-01-01 00:00:00Z"),
+        ("first due", "1970-01-01T00:00:00Z"),
         ("drain", "115 s"),
         ("some", "81230411, 2"),
         ("deep", "a: 1,200, b: yes"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.amqp.reading import iso
+from delayer.core import readable
 from delayer.core.filters import Filter, place_text
 from delayer.http.forms import FieldError, Trail, back, fixed, instant, later, meant, number, place, searched, token
 
@@ -106,7 +106,7 @@ def test_a_counted_filter_selects_the_same_messages_later() -> None:
 
 @pytest.mark.parametrize("at_ms", [0, NOW, NOW + 7, -1, -62_135_596_800_000, 253_402_300_799_999])
 def test_instants_are_read_as_they_are_written(at_ms: int) -> None:
-    assert instant(iso(at_ms), NOW, "Due") == at_ms
+    assert instant(readable.instant(at_ms, exact=True), NOW, "Due") == at_ms
 
 
 def test_the_trail_of_pages() -> None:

@@ -52,6 +52,12 @@ def test_headers_are_shown_as_json() -> None:
     ]  # fmt: skip
 
 
+def test_instants_are_seconds_for_people_and_milliseconds_for_scripts() -> None:
+    row = ENVIRONMENT.from_string('{% from "parts_times.html" import at %}{{ at(ms) }}')
+    exact = "2027-01-15T08:00:00.250Z"
+    assert row.render(ms=NOW + 250) == f'<time datetime="{exact}" title="{exact}">2027-01-15T08:00:00Z</time>'
+
+
 def test_the_counts_include_routes_without_messages() -> None:
     census = Census(0, {(b"a", 0): 1.0, (b"a", 60): 2.0, (b"a", 61): 4.0, (b"b", 70): 9.0}, exact=True, held={b"c": 3})
     assert render.routes(census, [b"a", b"idle"]) == [
