@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import asyncpg
 
+from delayer.broker.admin import Admin
 from tests.support.daemon import DaemonProcess
 from tests.support.ledger import Ledger
 from tests.support.odd import Clock, program
@@ -320,6 +321,7 @@ class Fleet:
     async def finish(self) -> None:
         """Let the daemons work until no message can still come, then stop them by SIGTERM."""
         while True:
+            await eventually(self._hidden, lambda count: count == 0, timeout=120)
             await eventually(self.place.standing, lambda standing: not set(standing) - self.aside, timeout=120)
             for daemon in self.daemons:
                 async with daemon.meant():
@@ -333,6 +335,14 @@ class Fleet:
             for daemon in self.daemons:
                 async with daemon.meant():
                     await daemon.start()
+
+    async def _hidden(self) -> int:
+        """The messages that the broker itself delays in the due queue. AMQP does not show them."""
+        if not self.rabbitmq.delays_messages:
+            return 0
+        broker, host = self.place.broker, self.rabbitmq.management_url
+        async with await Admin.connect(broker, management_url=host) as admin:
+            return sum(count or 0 for count in (await admin.delayed(["delays.due"])).values())
 
     @property
     def strays(self) -> str:

@@ -25,7 +25,7 @@ import uvloop
 from delayer.core.errors import BrokerLost
 from tests.support.daemon import DaemonProcess
 from tests.support.ledger import Arrival, Verdict
-from tests.support.place import Place, eventually, killed_by_fault, stopped
+from tests.support.place import STRATEGY, Place, eventually, killed_by_fault, stopped
 from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ
 
@@ -60,7 +60,7 @@ class Row:
     step_ms: int = 0
     messages: int = 1
     prefetch: int = 5_000
-    strategy: str = "auto"
+    strategy: str = STRATEGY
     prepared: Literal["", "compacted"] = ""
 
 

@@ -29,6 +29,8 @@ from tests.support.topology import declare
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.02
+STRATEGY = os.environ.get("TEST_STRATEGY", "auto")
+"""The strategy of native mode; "queue" needs a broker that delays messages itself."""
 _IN_SEGMENTS = "SELECT coalesce(sum(messages), 0) FROM segment"
 
 
@@ -62,7 +64,7 @@ class Place:
     via_broker: str = ""
     via_store: str = ""
     prefetch: int = 5_000
-    strategy: str = "auto"
+    strategy: str = STRATEGY
     lanes: int = 2
     daemons: list[DaemonProcess] = field(default_factory=list)
 
