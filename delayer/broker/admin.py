@@ -19,7 +19,7 @@ from delayer.amqp.address import Address
 from delayer.amqp.framing import UncheckedMethod
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import COUNTS_AGE, Management
+from delayer.broker.management_api import COUNTS_AGE, Management, delayed_reason
 from delayer.broker.pipelined_admin import DELAYS_FROM, QueueDelete, exchange_look, queue_look
 from delayer.broker.verify import TopologyFinding, Verifier
 from delayer.core.topology import Binding, Exchange, Topology
@@ -97,7 +97,7 @@ class Remover:
         states = {name: await queue_state(self._connection, name) for name in queues}
         reasons = {name: _reason(state) for name, state in states.items() if state is not None}
         if not any(reasons.values()):
-            reasons = {name: _delayed_reason(count) for name, count in (await self._delayed(reasons)).items()}
+            reasons = {name: delayed_reason(count) for name, count in (await self._delayed(reasons)).items()}
         return {f"queue {name}": reason for name, reason in reasons.items() if reason}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
@@ -141,12 +141,6 @@ def _reason(state: QueueState) -> str:
     if state.messages:
         return f"holds {state.messages} message{'s' * (state.messages != 1)}"
     return f"has {state.consumers} consumers" if state.consumers else ""
-
-
-def _delayed_reason(count: int | None) -> str:
-    if count is None:
-        return "may hold messages that this broker delays itself, and only broker.management_url can show them"
-    return f"holds {count} message{'s' * (count != 1)} that the broker itself delays" if count else ""
 
 
 def _raise_unless_gone(answer: object) -> None:

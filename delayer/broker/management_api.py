@@ -85,6 +85,13 @@ def _delayed(row: Mapping[str, Any]) -> int:
     return max(0, whole - sum(shown))
 
 
+def delayed_reason(count: int | None) -> str:
+    """What a queue may hide, for people; "" if nothing. None: unknown."""
+    if count is None:
+        return "may hold messages that this broker delays itself, and only broker.management_url can show them"
+    return f"holds {count} message{'s' * (count != 1)} that the broker itself delays" if count else ""
+
+
 async def delayed_in(queue: str, broker_url: str, management_url: str | None) -> int | None:
     """The messages that the broker delays in one queue. None: unknown."""
     if management_url is None:

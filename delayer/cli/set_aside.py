@@ -50,11 +50,12 @@ from delayer.store.admin import actions, audit_log
 
 def refused_of(settings: Settings, mend: Mend = AS_IT_IS) -> SetAside[RefusedMessage]:
     entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-    return refused_queue(settings.broker_url, settings.refused.queue, entries, mend)
+    return refused_queue(settings.broker_url, settings.management_url, settings.refused.queue, entries, mend)
 
 
 def strays_of(settings: Settings) -> SetAside[Stray]:
-    return strays_queue(settings.broker_url, cascade_of(settings), settings.native.due_queue.encode())
+    due_queue = settings.native.due_queue.encode()
+    return strays_queue(settings.broker_url, settings.management_url, cascade_of(settings), due_queue)
 
 
 def _refused_row(one: RefusedMessage) -> tuple[object, ...]:
@@ -156,12 +157,13 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
             {**source.figures(one), "reason": one.reason, "body_bytes": one.size, "body": reading.preview(one.head)}
             for one in seen.found
         ]
-        print_json({"depth": seen.depth, "messages": messages})
+        print_json({"depth": seen.depth, "delayed": seen.delayed, "messages": messages})
         return
     if seen.found:
         print_table(source.columns, map(source.row, seen.found), right=(source.right,))
-    else:
+    elif seen.depth or not seen.hidden:
         click.echo(f"No {source.noun} match." if seen.depth else f"There are no {source.noun}.")
+    _say_hidden(seen)
     if seen.depth > seen.looked:
         _say_cut(source, seen)
 
@@ -185,6 +187,7 @@ def _change(
     settings = request_of(context).settings()
     mend = _mend(settings, **mends) if mends else AS_IT_IS
     seen = asyncio.run(_look(settings, source, wanted))
+    _say_hidden(seen)
     if seen.cut:
         _say_cut(source, seen)
     missing = set() if seen.cut else wanted.ids.difference(*(one.names for one in seen.found))
@@ -210,6 +213,11 @@ def _change(
 def _mend(settings: Settings, delay_ms: int | None, headers: Mapping[str, Scalar], dropped: Sequence[str]) -> Mend:
     """The changes of a retry."""
     return Mend.of(delay_ms, headers, map(raw, dropped), unread_delays(settings))
+
+
+def _say_hidden(seen: Result[Any]) -> None:
+    if seen.hidden:
+        note(seen.hidden)
 
 
 def _say_cut(source: SetAsideQueue, seen: Result[Any]) -> None:

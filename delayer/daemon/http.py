@@ -18,7 +18,7 @@ from delayer.core.message import as_text
 from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, RefusedRow, Repair, SetAsideChange, State, StrayRow
+from delayer.http.view import Depths, RefusedRow, Repair, SetAsideChange, SetAsideList, State, StrayRow
 from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
 from delayer.intake.set_aside import RefusedMessage, Selection, SetAside, Stray, refused_queue, strays_queue
 from delayer.store.admin import actions, audit_log
@@ -64,10 +64,10 @@ class DaemonInside:
         delayed = await delayed_in(settings.native.due_queue, settings.broker_url, settings.management_url)
         return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, delayed, seen.may_delay)
 
-    async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
+    async def refused(self, limit: int) -> SetAsideList[RefusedRow]:
         with _reached():
             seen = await self._refused().look(limit=limit)
-        return [_row(one) for one in seen.found], seen.depth
+        return SetAsideList([_row(one) for one in seen.found], seen.depth, seen.hidden)
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> SetAsideChange:
         wanted, url = Selection(ids), self.settings.store_url
@@ -92,15 +92,15 @@ class DaemonInside:
         left += [("the rest", "too many stand before it")] if done.cut else []
         return SetAsideChange(len(done.found), left, again)
 
-    async def strays(self, limit: int) -> tuple[list[StrayRow], int]:
+    async def strays(self, limit: int) -> SetAsideList[StrayRow]:
         with _reached():
             try:
                 seen = await self._strays().look(limit=limit)
             except QueueMissing:
                 if self.settings.mode != "store":
                     raise
-                return [], 0  # The store holds such messages.
-        return [_stray_row(one) for one in seen.found], seen.depth
+                return SetAsideList()  # The store holds such messages.
+        return SetAsideList([_stray_row(one) for one in seen.found], seen.depth, seen.hidden)
 
     async def act_on_strays(self, verb: str, ids: frozenset[str], who: str) -> SetAsideChange:
         async def add(messages: int) -> None:
@@ -115,12 +115,13 @@ class DaemonInside:
 
     def _strays(self) -> SetAside[Stray]:
         settings = self.settings
-        return strays_queue(settings.broker_url, cascade_of(settings), settings.native.due_queue.encode())
+        due_queue = settings.native.due_queue.encode()
+        return strays_queue(settings.broker_url, settings.management_url, cascade_of(settings), due_queue)
 
     def _refused(self, mend: Mend = AS_IT_IS) -> SetAside[RefusedMessage]:
         settings = self.settings
         entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-        return refused_queue(settings.broker_url, settings.refused.queue, entries, mend)
+        return refused_queue(settings.broker_url, settings.management_url, settings.refused.queue, entries, mend)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from delayer.http import forms, render
 from delayer.http.forms import FieldError, Search
 from delayer.http.pages import Pages
 from delayer.http.recent import host_ms
-from delayer.http.view import STORE_ERRORS, Repair
+from delayer.http.view import STORE_ERRORS, Repair, SetAsideList
 from delayer.store.admin import actions, detail, listing
 from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
@@ -255,11 +255,11 @@ class Actions:
         """What a question says of each of these messages: its destination, instant, key and message_id."""
         view = self.pages.answers.view
         if path == "/actions/refused":
-            refused, _ = (await view.refused.get()).fresh or ((), 0)
-            return {one.id: f"{one.came_in}, {one.reason}" for one in refused}
+            refused = (await view.refused.get()).fresh or SetAsideList()
+            return {one.id: f"{one.came_in}, {one.reason}" for one in refused.rows}
         if path == "/actions/strays":
-            strays, _ = (await view.strays.get()).fresh or ((), 0)
-            return {one.id: f"{one.to}, {one.reason}" for one in strays}
+            strays = (await view.strays.get()).fresh or SetAsideList()
+            return {one.id: f"{one.to}, {one.reason}" for one in strays.rows}
         wanted = {forms.token(text): text for text in ids}
         async with listing.looking(view.url, "show") as connection:
             there, _ = await listing.named(connection, list(wanted))

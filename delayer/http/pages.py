@@ -19,7 +19,7 @@ from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
-from delayer.http.view import ROWS, STORE_ERRORS
+from delayer.http.view import ROWS, STORE_ERRORS, SetAsideList
 from delayer.store.admin import audit_log, detail, listing
 from delayer.store.admin.detail import FoundIn
 
@@ -278,15 +278,14 @@ class Pages:
         """Refused messages."""
         queue = self.answers.inside.settings.refused.queue
         seen = await self.answers.view.refused.get(patience=60.0)
-        rows, depth = seen.fresh or ((), 0)
-        status = 503 if seen.error else 200
-        return self.html(request, "refused.html", status, rows=rows, depth=depth, error=seen.error, queue=queue)
+        there = (seen.fresh or SetAsideList())._asdict()
+        return self.html(request, "refused.html", 503 if seen.error else 200, **there, error=seen.error, queue=queue)
 
     async def strays(self, request: Request) -> Response:
         """Strays."""
         seen = await self.answers.view.strays.get(patience=60.0)
-        rows, depth = seen.fresh or ((), 0)
-        return self.html(request, "strays.html", 503 if seen.error else 200, rows=rows, depth=depth, error=seen.error)
+        there = (seen.fresh or SetAsideList())._asdict()
+        return self.html(request, "strays.html", 503 if seen.error else 200, **there, error=seen.error)
 
     async def audit_log(self, request: Request) -> Response:
         """The audit log: the changes that operators made."""

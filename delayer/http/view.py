@@ -72,6 +72,17 @@ class StrayRow(NamedTuple):
     body: str
 
 
+T = TypeVar("T")
+
+
+class SetAsideList(NamedTuple, Generic[T]):
+    """The first messages of a queue, and the number of all. ``hidden``: what the queue hides from us, or ""."""
+
+    rows: Sequence[T] = ()
+    depth: int = 0
+    hidden: str = ""
+
+
 class Repair(NamedTuple):
     """The changes of refused messages before a retry, as the operator gave them."""
 
@@ -102,20 +113,19 @@ class DaemonPort(Protocol):
     async def depths(self) -> Depths:
         """Ask the broker. Raises BrokerLost."""
 
-    async def refused(self, limit: int) -> tuple[Sequence[RefusedRow], int]:
-        """The first refused messages, and the number of all. Raises BrokerLost."""
+    async def refused(self, limit: int) -> SetAsideList[RefusedRow]:
+        """The first refused messages. Raises BrokerLost."""
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> SetAsideChange:
         """Do "retry", with these changes, or "drop". Raises BrokerLost, StoreLost."""
 
-    async def strays(self, limit: int) -> tuple[Sequence[StrayRow], int]:
-        """The first strays, and the number of all. Raises BrokerLost."""
+    async def strays(self, limit: int) -> SetAsideList[StrayRow]:
+        """The first strays. Raises BrokerLost."""
 
     async def act_on_strays(self, verb: str, ids: frozenset[str], who: str) -> SetAsideChange:
         """Do "retry" or "drop". Raises BrokerLost."""
 
 
-T = TypeVar("T")
 ROWS: Final = 50
 """Rows of a list."""
 

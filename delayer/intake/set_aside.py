@@ -21,6 +21,7 @@ from delayer.amqp.properties import Properties
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.errors import BrokerRefused, QueueMissing
+from delayer.broker.management_api import delayed_in, delayed_reason
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
@@ -131,12 +132,20 @@ T = TypeVar("T", RefusedMessage, Stray)
 @dataclass(slots=True)
 class Result(Generic[T]):
     """The messages that match; of a change those that it changed, and those that stay with the reason. ``looked``:
-    how many of ``depth`` messages were looked at."""
+    how many of ``depth`` messages were looked at. ``delayed``: how many the broker itself delays, so that no look finds
+    them; None: unknown."""
 
     depth: int
+    delayed: int | None = 0
     looked: int = 0
     found: list[T] = field(default_factory=list)
     left: list[tuple[T, str]] = field(default_factory=list)
+
+    @property
+    def hidden(self) -> str:
+        """For people: what no look finds; "" if nothing."""
+        why = delayed_reason(self.delayed)
+        return f"The queue {why}." if why else ""
 
     @property
     def cut(self) -> bool:
@@ -155,6 +164,7 @@ class SetAside(Generic[T]):
     """One queue of such messages. All methods raise BrokerLost, BrokerRefused, QueueMissing."""
 
     url: str
+    management_url: str | None
     queue: str
     _read: Callable[[Delivery, int], T]
     _again: Publish
@@ -207,11 +217,12 @@ class SetAside(Generic[T]):
     @asynccontextmanager
     async def _consuming(self, prefetch: int) -> AsyncIterator[tuple[AmqpSubscription, AmqpPublisher, Result[T]]]:
         async with pipelined_admin(self.url, f"delayer {self.queue}") as admin:
-            depth = (await admin.depths([self.queue]))[self.queue]
+            depth, may_delay = (await admin.depths([self.queue]))[self.queue], admin.may_delay
         if isinstance(depth, ChannelClosed):
             if depth.code != ReplyCode.NOT_FOUND:
                 raise BrokerRefused(f"queue {self.queue}: {depth}")
             raise QueueMissing(f'queue "{self.queue}" does not exist. Next: `delayer topology apply`.')
+        delayed = await delayed_in(self.queue, self.url, self.management_url) if may_delay else 0
         # Two connections: a paused consumer must not delay the confirms.
         connections = [
             ReconnectingConnection(Address.parse(self.url), f"delayer {self.queue} {n}", heartbeat=20.0) for n in (1, 2)
@@ -222,7 +233,7 @@ class SetAside(Generic[T]):
         try:
             subscription = await AmqpConsumer(connections[0]).subscribe(self.queue, prefetch)
             try:
-                yield subscription, publisher, Result(depth)
+                yield subscription, publisher, Result(depth, delayed)
             finally:
                 await subscription.close()  # It returns the rest to its place.
         finally:
@@ -242,13 +253,15 @@ async def _portions(subscription: AmqpSubscription, count: int, result: Result[T
             yield some
 
 
-def refused_queue(url: str, queue: str, entries: EntryPoints, mend: Mend) -> SetAside[RefusedMessage]:
+def refused_queue(
+    url: str, management_url: str | None, queue: str, entries: EntryPoints, mend: Mend
+) -> SetAside[RefusedMessage]:
     """The refused queue. A retried message goes back, mended, to its exchange, one of ``entries``."""
 
     def read(delivery: Delivery, _most: int) -> RefusedMessage:
         return RefusedMessage(refusal_of(delivery, entries), delivery.properties, _head(delivery), len(delivery.body))
 
-    return SetAside(url, queue, read, lambda delivery, most: again(delivery, entries, most, mend))
+    return SetAside(url, management_url, queue, read, lambda delivery, most: again(delivery, entries, most, mend))
 
 
 def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:
@@ -266,7 +279,7 @@ def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_pr
         return f"not an envelope of ours: {broken}"
 
 
-def strays_queue(url: str, cascade: Cascade, due_queue: bytes) -> SetAside[Stray]:
+def strays_queue(url: str, management_url: str | None, cascade: Cascade, due_queue: bytes) -> SetAside[Stray]:
     """The strays queue of ``cascade``. A retried message goes to the due queue, where the daemon tries it at once."""
     exchange = cascade.delivery.encode()
 
@@ -281,4 +294,4 @@ def strays_queue(url: str, cascade: Cascade, due_queue: bytes) -> SetAside[Stray
         properties = enveloped(one.parcel, one.id, held)
         return Outgoing(exchange, routing_key(0, due_queue), properties, one.parcel.body, one.id)
 
-    return SetAside(url, cascade.strays, read, publish)
+    return SetAside(url, management_url, cascade.strays, read, publish)

@@ -247,7 +247,8 @@ async def destination(web: Web, name: str) -> list[str]:
 async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
     token = "a-token-for-this-test-alone"
     allowed = {"Authorization": f"Bearer {token}", "Accept": "application/json", "X-Delayer-Who": "nightly"}
-    async with place.working(place.environ("native") | ANY_PORT | {"HTTP__TOKEN": token}) as (daemon, raw, inbox):
+    told = {"HTTP__TOKEN": token, "BROKER__MANAGEMENT_URL": place.rabbitmq.management_url}
+    async with place.working(place.environ("native") | ANY_PORT | told) as (daemon, raw, inbox):
         web = await Web.of(daemon)
         now_ms = time.time_ns() // 1_000_000
         held = HoldNote(Hold(HoldKind.RETURNED, "312 NO_ROUTE"), 10, None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +17,12 @@ from delayer.broker.errors import BrokerUnreachable
 from delayer.core.cascade import Cascade, due_topology, intake_topology
 from tests.integration.cli import Run, channel_to
 from tests.support.servers import RabbitMQ
+from tests.support.topology import declare
 
 WHOLE = intake_topology() + Cascade().topology() + due_topology(Cascade())
 QUEUES = [queue.name for queue in WHOLE.queues]
 HOUR_MS = 3_600_000
+HOLDING: dict[str, Any] = {"x-queue-type": "quorum", "x-message-ttl": 7_200_000, "x-dead-letter-exchange": ""}
 
 
 async def publish(vhost: str, *queues: str, when: int | None = None) -> None:
@@ -35,21 +39,57 @@ def told(rabbitmq: RabbitMQ) -> dict[str, str]:
     return {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url, "DELAYER_MODE": "native"}
 
 
-async def test_no_queue_with_a_delayed_message_is_removed_unless_forced(
+VERBS: Mapping[str, tuple[int, int]] = {
+    "topology remove": (1, len(QUEUES)),
+    "topology remove --only-cascade": (1, len(QUEUES) - len(intake_topology().queues)),
+    "refused list": (0, 1),
+    "refused retry --all --yes": (0, 1),
+    "refused drop --all --yes": (0, 1),
+    "strays list": (0, 1),
+    "strays retry --all --yes": (0, 1),
+    "strays drop --all --yes": (0, 1),
+    "drain --to store --yes": (0, len(QUEUES) - len(intake_topology().queues)),
+    "import cascade preview": (0, 1),
+    "import cascade run --yes --unverified": (1, 1),
+    "import cascade run --yes --unverified --kind nservicebus-v2": (1, 1),
+    "import cascade run --yes --unverified --kind celery": (1, 1),
+    "import hold-queues preview --queue held.60s": (0, 1),
+    "import hold-queues run --yes --unverified --queue held.60s": (1, 1),
+}
+"""Every verb that reads, ends or empties a queue of delayer or of an import: its exit code, and how often it names
+messages that the broker delays, one in each queue."""
+NAMED = "(the broker itself|their broker) delays"
+
+
+@pytest.mark.deadline(240)
+async def test_no_verb_ends_a_delayed_message_or_calls_its_queue_empty(
     delayer: Run, delaying: RabbitMQ, vhost: str
 ) -> None:
+    delayer("db", "upgrade")
     delayer("topology", "apply", **told(delaying))
-    await publish(vhost, *QUEUES)
+    others = [Cascade("nservicebus-v2"), Cascade("celery")]
+    await declare(vhost, *(cascade.topology() for cascade in others))
+    async with channel_to(vhost) as channel:
+        await channel.declare_queue("held.60s", durable=True, arguments=HOLDING)
+    whole = [*QUEUES, "held.60s", *(cascade.level(20) for cascade in others)]
+    await publish(vhost, *whole)
     unknown = delayer("topology", "remove", expect=1, DELAYER_MODE="native")
     assert unknown.stdout.count("only broker.management_url can show them") == len(QUEUES)
-    for kind in ("refused", "strays"):  # They see no such message, and end none.
-        delayer(kind, "drop", "--all", "--yes", expect=1, **told(delaying))
-    hidden = "holds 1 message that the broker itself delays"
-    cascade = delayer("topology", "remove", "--only-cascade", expect=1, **told(delaying))
-    assert cascade.stdout.count(hidden) == len(QUEUES) - len(intake_topology().queues)
-    kept = delayer("topology", "remove", expect=1, **told(delaying))
-    assert kept.stdout.count(hidden) == len(QUEUES)
+    for verb, (code, named) in VERBS.items():
+        run = delayer(*verb.split(), expect=code, **told(delaying))
+        assert len(re.findall(NAMED, " ".join(run.output.split()))) == named, f"{verb}: {run.output}"
+    for kind in ("refused", "strays"):
+        assert "management_url can show them" in delayer(kind, "list", DELAYER_MODE="native").output
+        assert json.loads(delayer(kind, "list", "--json", **told(delaying)).stdout)["delayed"] == 1
     delayer("topology", "verify", **told(delaying))
+    async with channel_to(vhost) as channel:
+        for name in whole:  # A purge counts them.
+            assert (await (await channel.get_queue(name)).purge()).message_count == 1, name
+
+
+async def test_force_removes_delayed_messages(delayer: Run, delaying: RabbitMQ, vhost: str) -> None:
+    delayer("topology", "apply", **told(delaying))
+    await publish(vhost, *QUEUES)
     delayer("topology", "remove", "--force", **told(delaying))
     delayer("topology", "verify", expect=1, **told(delaying))
 
@@ -78,12 +118,7 @@ async def test_an_import_names_the_messages_that_its_source_delays(
     queue = "held.60s" if source == "hold-queues" else Cascade().level(20)
     async with channel_to(vhost) as channel:
         if source == "hold-queues":
-            arguments: dict[str, Any] = {
-                "x-queue-type": "quorum",
-                "x-message-ttl": 7_200_000,
-                "x-dead-letter-exchange": "",
-            }
-            await channel.declare_queue(queue, durable=True, arguments=arguments)
+            await channel.declare_queue(queue, durable=True, arguments=HOLDING)
     await publish(vhost, queue)
     chosen = ["--queue", queue] if source == "hold-queues" else []
     run = delayer("import", source, "run", *chosen, "--yes", "--unverified", "--json", expect=1, **told(delaying))

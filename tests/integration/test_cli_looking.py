@@ -354,8 +354,10 @@ def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too lo
     return found
 
 
-async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str) -> None:
-    assert "There are no refused messages." in applied("refused", "list").stdout
+async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str, rabbitmq: RabbitMQ) -> None:
+    told = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    assert "There are no refused messages." in applied("refused", "list", **told).stdout
+    assert json.loads(applied("refused", "list", "--json", **told).stdout)["delayed"] == 0
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*refused_ones(250), *refused_ones(3, "missing", "wrong"))
     assert len(ids(applied, "refused", "list", "--limit", "500")) == 253

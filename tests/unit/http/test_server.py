@@ -17,7 +17,7 @@ from delayer.core.errors import BrokerLost
 from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, RefusedRow, Repair, SetAsideChange, State, StrayRow
+from delayer.http.view import Depths, RefusedRow, Repair, SetAsideChange, SetAsideList, State, StrayRow
 from tests.support.fakes import until
 from tests.support.logged import capture_logs
 from tests.support.web import Web
@@ -49,11 +49,12 @@ class Inside:
             raise BrokerLost("no connection")
         return Depths({"delays": 3, "delays.due": 0, "delays.refused": 1}, {27: 5, 0: None})
 
-    async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
-        return [RefusedRow("id-1 $(reboot)", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL)][:limit], 1
+    async def refused(self, limit: int) -> SetAsideList[RefusedRow]:
+        rows = [RefusedRow("id-1 $(reboot)", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL)]
+        return SetAsideList(rows[:limit], 1)
 
-    async def strays(self, limit: int) -> tuple[list[StrayRow], int]:
-        return [StrayRow("s-1", 0, "queue q", 10, EVIL, EVIL, EVIL)][:limit], 1
+    async def strays(self, limit: int) -> SetAsideList[StrayRow]:
+        return SetAsideList([StrayRow("s-1", 0, "queue q", 10, EVIL, EVIL, EVIL)][:limit], 1)
 
     async def act_on_strays(self, verb: str, ids: frozenset[str], who: str) -> SetAsideChange:
         self.done.append((f"strays {verb}", ids, who))
@@ -187,9 +188,9 @@ async def test_looks_at_refused_messages_are_shared_for_seconds() -> None:
     inside = Inside()
     looks = []
 
-    async def refused(limit: int) -> tuple[list[RefusedRow], int]:
+    async def refused(limit: int) -> SetAsideList[RefusedRow]:
         looks.append(limit)
-        return [], len(looks)
+        return SetAsideList([], len(looks))
 
     inside.refused = refused  # type: ignore[method-assign]
     async with served(inside) as web:
@@ -310,15 +311,29 @@ async def test_a_quiet_connection_ends_after_its_answer() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("name", ["refused", "strays"])
+async def test_a_queue_that_hides_messages_is_not_called_empty(name: str) -> None:
+    inside = Inside()
+
+    async def look(limit: int) -> SetAsideList[Any]:
+        return SetAsideList(hidden="The queue holds 7 <messages>.")
+
+    setattr(inside, name, look)
+    async with served(inside) as web:
+        text = (await web.get(f"/{name}")).text
+    assert "The queue holds 7 &lt;messages&gt;." in text
+    assert "Nothing is refused" not in text and "There are no" not in text
+
+
 async def test_slow_queries_run_one_after_another() -> None:
     inside = Inside()
     began, go, at_once = asyncio.Event(), asyncio.Event(), []
 
-    async def refused(limit: int) -> tuple[list[RefusedRow], int]:
+    async def refused(limit: int) -> SetAsideList[RefusedRow]:
         at_once.append(1)
         began.set()
         await go.wait()
-        return [], 0
+        return SetAsideList()
 
     inside.refused = refused  # type: ignore[method-assign]
 
