@@ -48,7 +48,7 @@ VERBS: Mapping[str, tuple[int, int]] = {
     "strays list": (0, 1),
     "strays retry --all --yes": (0, 1),
     "strays drop --all --yes": (0, 1),
-    "drain --to store --yes": (0, len(QUEUES) - len(intake_topology().queues)),
+    "--mode store drain --to store --yes": (0, len(QUEUES) - len(intake_topology().queues)),
     "import cascade preview": (0, 1),
     "import cascade run --yes --unverified": (1, 1),
     "import cascade run --yes --unverified --kind nservicebus-v2": (1, 1),
