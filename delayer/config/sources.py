@@ -119,7 +119,7 @@ class File(SettingsSource):
         except UnicodeDecodeError as error:
             expected, found = "TOML in UTF-8", f"other bytes from position {error.start} on"
         except RecursionError:
-            found = "thousands of brackets"
+            found = "thousands of levels"
         except ValueError as error:  # TOML allows a number of thousands of digits, and Python does not convert it.
             found = str(error).partition(":")[0]
         except OSError as error:

@@ -19,7 +19,7 @@ from delayer.core.message import Timestamp
 _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
 # RFC 3339 section 5.6, with the lower-case letters and the space that its notes allow.
 _RFC3339 = re.compile(
-    r"(?P<year>\d{4})(?P<rest>-\d\d-\d\d[Tt ]\d\d:\d\d):(?P<second>\d\d)(?:\.(?P<fraction>\d{1,30}))?"
+    r"(?P<year>\d{4})(?P<rest>-\d\d-\d\d[Tt ](?:[01]\d|2[0-3]):\d\d):(?P<second>\d\d)(?:\.(?P<fraction>\d{1,30}))?"
     r"(?P<zone>[Zz]|[+-]\d\d:\d\d)",
     re.ASCII,
 )

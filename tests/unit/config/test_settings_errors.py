@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,10 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     }
 
 
+DEEP = "an unknown one" if sys.version_info < (3, 14) else "thousands of levels"
+"""A key of 5,000 parts. Python 3.14 reads no such key."""
+
+
 @pytest.mark.parametrize(
     ("content", "source", "found"),
     [
@@ -207,10 +212,10 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
         (b'mode = "store', ", end", "a syntax error: Unterminated string"),
         (b"[a]\n[a]\n", ", line 2", "a syntax error: Cannot declare ('a',) twice"),
         (b"[intake]\nprefetch = " + b"9" * 5_000, "", "Exceeds the limit (4300 digits) for integer string conversion"),
-        (b"a = " + b"[" * 5_000, "", "thousands of brackets"),
+        (b"a = " + b"[" * 5_000, "", "thousands of levels"),
         (b"a = " + b"[" * 40 + b"]" * 40, "", "an unknown one"),
-        (b".".join([b"a"] * 5_000) + b" = 1", "", "an unknown one"),
-        (b".".join([b"broker", *[b"a"] * 5_000]) + b" = 1", "", "an unknown one"),
+        (b".".join([b"a"] * 5_000) + b" = 1", "", DEEP),
+        (b".".join([b"broker", *[b"a"] * 5_000]) + b" = 1", "", DEEP),
         (b"[http]\ntoken = " + b"[" * 90 + b"]" * 90, "", "something else (not shown)"),
         (b'mode = "\xff"\n', "", "other bytes from position 8 on"),
     ],
