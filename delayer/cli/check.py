@@ -286,7 +286,8 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
         await servers.check(url)
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
         if (wrong := schema.outdated(seen.schema_found)) is None:
-            wrong_owner, need = await setup.mistaken(url), await setup.lock_need(url)
+            wrong_owner = await setup.mistaken(url)
+            need = await setup.lock_need(url, settings.store.history_days)
     except StoreUnfit as unfit:
         report.add("store", "off", unfit, unfit.advice)
         return
@@ -332,7 +333,7 @@ def _locks(report: CheckReport, need: setup.LockNeed) -> None:
     report.add(
         "locks",
         "note",
-        f"{found}; {need.lanes} lanes and {need.partitions} partitions may need {need.needed}",
+        f"{found}; {need.lanes} lanes and {need.partitions + need.of_history} partitions may need {need.needed}",
         f"ALTER SYSTEM SET max_locks_per_transaction = {need.needed}, and restart Postgres: a full lock table fails "
         "transactions of every database of the server",
     )

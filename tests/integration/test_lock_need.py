@@ -12,7 +12,7 @@ from delayer.cli.check import CheckReport, _locks
 from delayer.store import pool
 from delayer.store import postgres as parking
 from delayer.store.admin.setup import LockNeed, lock_need
-from delayer.store.rows import keys
+from delayer.store.rows import history, keys
 from tests.support.postgres import Postgres
 from tests.support.store import parcel, sql
 
@@ -79,8 +79,28 @@ async def test_the_size_of_the_lock_table(database: str) -> None:
     assert large.result == "ok"
 
 
+async def test_the_partitions_of_a_history_count_before_they_exist(database: str) -> None:
+    of_history = (await lock_need(database, history_days=5)).of_history
+    async with sql(database) as connection:
+        for today in range(20):
+            await history.keep_up(connection, today, days=5)
+        there = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'history'::regclass"
+        assert await connection.fetchval(there) == of_history
+    year = LockNeed(64, 122, 150, 4, history_days=365)
+    report = CheckReport()
+    _locks(report, year)
+    [small] = report
+    assert (small.result, f"and {150 + year.of_history} partitions may need" in small.found) == ("note", True)
+    assert year._replace(history_days=0).enough
+
+
 @pytest.mark.parametrize("lanes", [1, 4, 40])
 def test_more_of_anything_needs_no_fewer_locks(lanes: int) -> None:
     base = LockNeed(64, 122, 100, lanes)
-    for more in (base._replace(partitions=300), base._replace(lanes=lanes + 1), base._replace(connections=60)):
+    for more in (
+        base._replace(partitions=300),
+        base._replace(lanes=lanes + 1),
+        base._replace(connections=60),
+        base._replace(history_days=400),
+    ):
         assert more.needed >= base.needed

@@ -21,6 +21,7 @@ from delayer.store import pool
 from delayer.store.admin.listing import opened
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.locks import ADD
+from delayer.store.rows import history
 from delayer.store.rows.keys import LOCKS
 from delayer.store.schema import check, current_of
 
@@ -104,8 +105,14 @@ class LockNeed(NamedTuple):
     connections: int
     partitions: int
     lanes: int
+    history_days: int = 0
     parks: int = 4
     """Parks of one process at once."""
+
+    @property
+    def of_history(self) -> int:
+        """Partitions of the history, once it has run for ``history_days``."""
+        return self.history_days + history.DAYS_AHEAD + 2 if self.history_days else 0  # Today's, and the default one.
 
     @property
     def needed(self) -> int:
@@ -113,10 +120,12 @@ class LockNeed(NamedTuple):
 
         Postgres keeps one entry for each locked object, and twice as many for each holder of one.
         """
-        beside = 16  # Locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment.
+        # Locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment, history.
+        beside = 16
         of_days = 5 * self.partitions + beside  # A table with two indexes, and one of out-of-line bodies with one.
-        things = of_days + LOCKS + self.lanes
-        readers = 2 * of_days  # A dump or an export, and a command.
+        of_history = 3 * self.of_history  # Table, and out-of-line values with their index. Only readers lock all.
+        things = of_days + of_history + LOCKS + self.lanes
+        readers = 2 * (of_days + of_history)  # A dump or an export, and a command.
         holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
         usual = 64  # Postgres's default
         return max(usual, math.ceil(max(things, holders / 2) / self.connections))
@@ -126,10 +135,11 @@ class LockNeed(NamedTuple):
         return self.allowed >= self.needed
 
 
-async def lock_need(url: str) -> LockNeed:
-    """Return the size of the lock table, and the size that it needs. Raises StoreLost, BadStoreUrl."""
+async def lock_need(url: str, history_days: int = 0) -> LockNeed:
+    """Return the size of the lock table, and the size that it needs with a history of so many days. Raises StoreLost,
+    BadStoreUrl."""
     async with opened(url, "delayer check", "look at the locks") as connection:
-        return LockNeed(*await connection.fetchrow(_LOCK_TABLE))
+        return LockNeed(*await connection.fetchrow(_LOCK_TABLE))._replace(history_days=history_days)
 
 
 _OWNERS: Final = """
