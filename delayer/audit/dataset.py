@@ -57,6 +57,7 @@ _ROWS: Final = 20_000
 """Messages of one row group of a file."""
 _BYTES: Final = 32 << 20
 """Bytes of messages that wait in memory for their row groups, of all open files."""
+_ASCII: Final = re.compile(r"[\x00-\x7f]+")
 _NAME: Final = re.compile(r"v(\d+)-(\d+)-([0-9a-f]{16})-(plain|bodies)-\d+\.parquet")
 
 
@@ -86,8 +87,9 @@ class Partition(NamedTuple):
 
     @property
     def directory(self) -> str:
-        route = quote(self.route or NO_ROUTE, safe=" !#$&'()+,;@[]^{}~")
-        if len(route) > 200:  # A name has at most 255 bytes.
+        # Spark would make a character of each escape, so characters beyond ASCII have none.
+        route = _ASCII.sub(lambda some: quote(some[0], safe=" !#$&'()+,;@[]^{}~"), self.route or NO_ROUTE)
+        if len(route.encode()) > 200:  # A name has at most 255 bytes.
             route = f"{quote(self.route[:20], safe='')}~{sha256(self.route.encode()).hexdigest()[:16]}"
         return f"due_day={self.values['due_day']}/route={route}"
 

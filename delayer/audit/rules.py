@@ -387,9 +387,10 @@ def keys(store: Extract) -> list[Finding]:
         SELECT DISTINCT key, if(waits, id, pointed) AS id, if(waits, due_ms, pointed_ms) AS due_ms, 1 AS messages,
                CASE WHEN waits AND waiting > 1 THEN '{faults.COLLIDES}'
                     WHEN waits AND NOT met THEN '{faults.UNREACHABLE}'
-                    WHEN waiting = 0 AND pointed IS NOT NULL AND NOT reached THEN '{faults.DANGLES}' END AS subject
+                    WHEN waiting = 0 AND pointed IS NOT NULL AND NOT reached THEN '{faults.DANGLES}' END AS subject,
+               subject AS fault
         FROM by_key"""
-    return _found(store, KEYS, f"SELECT *, subject AS fault FROM ({rows})")
+    return _found(store, KEYS, rows)
 
 
 DESTINATIONS: Final = "destinations"

@@ -5,7 +5,9 @@ A question to Spark takes time, so one store has all defects of a kind, each in 
 
 from __future__ import annotations
 
+import re
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -197,6 +199,28 @@ def test_a_rule_of_the_users(spark: SparkSession) -> None:
     assert report.findings[0].details == {"examples": [5, 7]}
     assert report.findings[0].next == "ask the shop"
     assert [run.violations for run in report.rules if run.rule == "far"] == [1]
+
+
+def test_documented_rules_are_rules_of_a_user(spark: SparkSession) -> None:
+    """As a user would copy them from docs/backlog.md."""
+    text = (Path(__file__).parents[2] / "docs" / "backlog.md").read_text(encoding="utf-8")
+    queries = dict(re.findall(r"^-- (\w+)\n(.*?);$", text, re.DOTALL | re.MULTILINE))
+    limit = str(NOW + RESTORED_MS)
+    copied = [
+        AuditRuleTable(
+            name=f"my-{name}", sql=queries[name].replace("now_ms + restored_ms", limit), severity="violation"
+        )
+        for name in ("segments", "integrity", "keys")
+    ]
+    inside = [packed(number, 1) for number in range(10, 12)]
+    rows = [message(1, faults=[faults.CHECKSUM]), message(2, key=b"a"), message(3, key=b"a"), *inside]
+    report = judged(spark, rows, [segment(1, inside, raw_bytes=1)], [key(b"a", 2), key(b"b", 9)], own_rules=copied)
+    found = [(one.rule, one.subject) for one in report.findings]
+    ours = [(rule, subject) for rule, subject in found if not rule.startswith("my-")]
+    assert {rule for rule, _ in ours} == {"segments", "integrity", "keys"}
+    assert sorted((rule, subject) for rule, subject in found if rule.startswith("my-")) == sorted(
+        (f"my-{rule}", subject) for rule, subject in ours
+    )
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def expected(row: Row, *, bodies: bool) -> dict[str, Any]:
     return found | ({"body": row.body} if bodies else {})
 
 
-def _by_id(found: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def by_id(found: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     for one in found:
         one["headers"] = json.loads(one["headers"])
         one["due_day"] = str(one["due_day"])
@@ -117,7 +117,7 @@ def assert_same(found: dict[int, dict[str, Any]], wanted: dict[int, dict[str, An
 
 def read(path: Path) -> dict[int, dict[str, Any]]:
     """The dataset, by pyarrow."""
-    return _by_id(ds.dataset(path, partitioning="hive").to_table().to_pylist())
+    return by_id(ds.dataset(path, partitioning="hive").to_table().to_pylist())
 
 
 @pytest.mark.deadline(180)
@@ -142,7 +142,7 @@ async def test_readers_find_what_the_store_has(database: str, delayer: Run, tmp_
         found = duck.sql(query, params=[f"{where}/*/*/*.parquet"]).to_arrow_table().to_pylist()
     for one in found:
         one |= {name: datetime.fromtimestamp(one[name] / 1e6, UTC) for name in instants}
-    assert_same(_by_id(found), wanted)
+    assert_same(by_id(found), wanted)
 
 
 def found_in(path: Path, names: str = ".*") -> list[str]:
@@ -217,7 +217,7 @@ async def test_delta_has_a_version_for_each_export(database: str, delayer: Run, 
 
         def at(version: int) -> dict[int, dict[str, Any]]:
             found = DeltaTable(where, version=version).to_pyarrow_dataset().to_table()
-            return _by_id(found.to_pylist())
+            return by_id(found.to_pylist())
 
         assert_same(at(0), {id_: expected(row, bodies=False) for id_, row in there.items()})
         gone = next(iter(there))
