@@ -86,15 +86,17 @@ class StageWatcher:
 
         with suppress(Py4JError, OSError):  # The JVM is gone. The caller that waits for the tasks gets that error too.
             while not over.wait(0.25):
-                self._say(name, *self._tasks(name))
+                rows, done, of = self.seen(name)
+                self._say(f"{name}, {rows:,} rows" if rows else name, done, of)
 
-    def _tasks(self, name: str) -> tuple[int, int]:
-        """Tasks done, and all of them, over the stages that have begun."""
-        tracker = self._context.statusTracker()
+    def seen(self, name: str) -> tuple[int, int, int]:
+        """Rows that were read, tasks done, and all of them, over the stages that have begun."""
+        tracker, store = self._context.statusTracker(), self._context._jsc.sc().statusStore()
         jobs = (tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(name))
         stages = {stage for job in jobs if job is not None for stage in job.stageIds}
         known = [info for stage in stages if (info := tracker.getStageInfo(stage)) is not None]
-        return sum(info.numCompletedTasks for info in known), sum(info.numTasks for info in known)
+        rows = sum(store.lastStageAttempt(info.stageId).inputRecords() for info in known)
+        return rows, sum(info.numCompletedTasks for info in known), sum(info.numTasks for info in known)
 
 
 @contextmanager

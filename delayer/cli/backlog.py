@@ -143,7 +143,7 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
                         with dataset.writing():
                             for one in portion:
                                 writer.add(one.parcel.due_ms // DAY_MS, one)
-                        say("writing", writer.messages, of)
+                        say("writing messages", writer.messages, of)
             with dataset.writing():
                 writer.finish()
                 left = dataset.write_left(target.root, [target.former_root / file for file in gone], writer.ids)

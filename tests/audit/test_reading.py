@@ -110,6 +110,16 @@ def test_every_row_is_read_once_as_it_is(spark: SparkSession, filled: str) -> No
         assert all(value not in (properties, body) for name, value in row.items() if name not in names and value)
 
 
+def test_the_progress_tells_rows(spark: SparkSession, filled: str) -> None:
+    watching, step = StageWatcher(spark, lambda *_: None), "reading, for its progress"
+    with watching(step):
+        load(spark, filled, "message", split_bytes=64 << 10).write.format("noop").mode("overwrite").save()
+    spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()
+    rows, done, of = watching.seen(step)
+    assert rows == 3000
+    assert done == of > 5
+
+
 def test_instants_that_have_no_number_are_at_the_ends_of_the_calendar(spark: SparkSession, filled: str) -> None:
     execute(filled, "UPDATE message SET due_at = 'infinity' WHERE id = 1")
     execute(filled, "UPDATE message SET due_at = '0001-01-01 00:00:00+00 BC' WHERE id = 2")
