@@ -1,0 +1,74 @@
+"""Ctrl-C and SIGTERM end each command on the backlog within seconds, with one line, in each phase without a JVM.
+
+Another session holds a lock, so that the command waits in its phase. Phases with a JVM: tests/audit/test_killed.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from delayer.core.units import DAY_MS
+from tests.support.daemon import EXECUTABLE
+from tests.support.rows import compact, put, rows
+from tests.support.store import blocked, sql
+
+EMPTY = "message_p20991231"
+PHASES = {
+    "quick audit, waiting": (["audit", "--no-broker"], "counter", "LOCK TABLE message%"),
+    "deep audit, planning": (["audit", "--deep", "--no-broker"], "delayer_schema_version", "SELECT version_num%"),
+    "compact, planning": (["compact"], "message", "%date_trunc('hour', due_at)%"),
+    "compact, giving room back": (["compact"], f"{EMPTY} IN SHARE UPDATE EXCLUSIVE MODE", "VACUUM%"),
+    "restore, planning": (["restore", "--all"], "segment", "%segment%"),
+    "restore, restoring": (["restore", "--all"], "counter IN EXCLUSIVE MODE", "%INTO counter%"),
+    "backlog export, waiting": (["backlog", "export", "DIR"], "message", "LOCK TABLE ONLY message%"),
+    "backlog export, reading": (["backlog", "export", "DIR"], "segment", "%segment%"),
+}
+"""The command, the lock, and the statement that waits for it."""
+SIGNALS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "ended by SIGTERM")}
+SECONDS = 20.0
+"""A stop takes less than 3 s of a core, at the lowest priority. A wait for the lock would take 30 s."""
+
+
+def left(path: Path) -> list[Path]:
+    return list(path.iterdir())
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=str)
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_stop(database: str, tmp_path: Path, phase: str, number: int) -> None:
+    words, lock, waits = PHASES[phase]
+    where = tmp_path / "backlog"
+    async with sql(database) as admin, sql(database) as other:
+        now = await admin.fetchval("SELECT now()")
+        await put(admin, rows(600, now + 3 * DAY_MS))
+        await compact(admin)
+        await put(admin, rows(600, now + 3 * DAY_MS, first_id=1_000))
+        await admin.execute(
+            f"CREATE TABLE {EMPTY} PARTITION OF message FOR VALUES FROM ('2099-12-31 00:00Z') TO ('2100-01-01 00:00Z')"
+        )
+        await other.execute(f"BEGIN; LOCK TABLE {lock}")
+        process = await asyncio.create_subprocess_exec(
+            str(EXECUTABLE), "--store-url", database, *(str(where) if word == "DIR" else word for word in words),
+            env=os.environ | {"DELAYER_CONFIG": os.devnull},
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        try:
+            await blocked(admin, waits)
+            began = time.monotonic()
+            os.killpg(process.pid, number)
+            async with asyncio.timeout(SECONDS):
+                _, told = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        print(f"{phase}: ended after {time.monotonic() - began:.1f} s")
+    code, line = SIGNALS[number]
+    assert (process.returncode, told.decode()) == (code, f"delayer: {line}\n")
+    assert left(tmp_path) == []
