@@ -47,6 +47,10 @@ class Jobs:
     """Jobs on the store of ``url`` beside the traffic, and their results."""
 
     url: str
+    after_ms: int = PACKED_AFTER_MS
+    within_ms: int = RESTORED_WITHIN_MS
+    fewest: int = 0
+    """Messages of a segment at least."""
     chance: random.Random = field(default_factory=lambda: random.Random(SEED))
     packed: int = 0
     again: int = 0
@@ -64,7 +68,7 @@ class Jobs:
     async def pack(self) -> None:
         async with sql(self.url) as admin:
             begun = await admin.fetchval("SELECT coalesce(sum(n), 0) > 0 FROM counter WHERE kind = 'restored'")
-        planned = await compact.plan(self.url, PACKED_AFTER_MS, OF_A_SEGMENT)
+        planned = await compact.plan(self.url, self.after_ms, OF_A_SEGMENT, self.fewest)
         work = partial(compact.work, self.url, OF_A_SEGMENT, planned.fewest)
         halves = [asyncio.to_thread(work, planned.windows[of::2]) for of in range(2)]
         done = [one for part in await asyncio.gather(*halves) for one in part]
@@ -75,18 +79,18 @@ class Jobs:
         self.rounds += 1
         self.again += packed if begun else 0
 
-    async def restore(self, within_ms: int | None = RESTORED_WITHIN_MS) -> None:
-        done = await restore.run(self.url, await restore.plan(self.url, within_ms), quiet)
+    async def restore(self, *, everything: bool = False) -> None:
+        done = await restore.run(self.url, await restore.plan(self.url, None if everything else self.within_ms), quiet)
         assert not done.lost, done.lost
         assert not done.broken, done.broken
         self.restored += done.messages
 
-    async def cancel(self) -> None:
-        """Cancel some messages of a snapshot: each may have moved or left since."""
+    async def cancel(self, at_once: int = AT_ONCE) -> None:
+        """Cancel some messages without a key of a snapshot: each may have moved or left since."""
         async with sql(self.url) as connection:
             async with connection.transaction(isolation="repeatable_read", readonly=True):
-                standing = await everything(connection)
-            chosen = self.chance.sample(sorted(standing), min(AT_ONCE, len(standing)))
+                standing = {id_: row for id_, row in (await everything(connection)).items() if row.key is None}
+            chosen = self.chance.sample(sorted(standing), min(at_once, len(standing)))
             outcome = await actions.cancel(connection, chosen)
         for one, found in outcome.items():
             if found is not FoundIn.NOWHERE:
@@ -126,7 +130,7 @@ async def test_daemons_jobs_and_cancels_at_once(vhost: str, store: str) -> None:
                     group.create_task(again(actor))
             await sending
             while await place.segments():
-                await jobs.restore(None)
+                await jobs.restore(everything=True)
             await ledger.until(lambda: ledger.account.back >= ledger.account.sent - len(jobs.gone), timeout=60)
             await eventually(place.standing, lambda standing: not standing)
             assert [await one.stop(), await two.stop()] == [0, 0]
