@@ -1,6 +1,7 @@
 """Audits beside compactions, restores, exports, cancels, replaced keys and full traffic report no violation.
 
-AUDIT_MINUTES sets the duration (5 without it). An audit with a violation exits with 1, and its report ends the test.
+AUDIT_MINUTES sets the duration (5 without it; more than 10 need `-o faulthandler_timeout=0`). An audit with a violation
+exits with 1, and its report ends the test.
 """
 
 from __future__ import annotations
