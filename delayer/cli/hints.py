@@ -54,10 +54,15 @@ def say_hints(url: str, wanted: Filter, *, held: bool = False) -> None:
 def near_misses(wanted: Filter, entries: Iterable[Entry]) -> list[str]:
     """Options that would match one of ``entries``: those of ``wanted`` in another case, or with a value under another
     option. Pure."""
-    asked = list(_asked(wanted))
+    return near(_asked(wanted), (_offered(entry, headers=bool(wanted.headers)) for entry in entries))
+
+
+def near(wanted: Iterable[tuple[str, str]], offers: Iterable[Iterable[tuple[str, str]]]) -> list[str]:
+    """The same for options and their values: those that were asked for, and those of each message. Pure."""
+    asked = list(wanted)
     found: dict[str, None] = {}
-    for entry in entries:
-        offered = list(_offered(entry, headers=bool(wanted.headers)))
+    for offer in offers:
+        offered = list(offer)
         matching = {option for option, _ in offered}
         for option, value in asked:
             if option not in matching:
@@ -69,21 +74,22 @@ def _asked(wanted: Filter) -> Iterator[tuple[str, str]]:
     """Each option of the filter as an operator writes it, and its value."""
     fields = {**NAMES, "--message-id": "message_id"}
     for option, name in fields.items():
-        yield from _option(option, getattr(wanted, name))
+        yield from option_of(option, getattr(wanted, name))
     for header, value in wanted.headers:
-        yield from _option("--header", header + b"=" + reading.raw(value))
+        yield from option_of("--header", header + b"=" + reading.raw(value))
 
 
 def _offered(entry: Entry, *, headers: bool) -> Iterator[tuple[str, str]]:
     """The same of one message."""
     for option, name in NAMES.items():
-        yield from _option(option, getattr(entry, name))
-    yield from _option("--message-id", reading.message_id(entry.properties))
+        yield from option_of(option, getattr(entry, name))
+    yield from option_of("--message-id", reading.message_id(entry.properties))
     for header in reading.read(entry.properties).headers if headers else ():
-        yield from _option("--header", reading.raw(f"{header.name}={header.value}"))
+        yield from option_of("--header", reading.raw(f"{header.name}={header.value}"))
 
 
-def _option(option: str, value: bytes | None) -> Iterator[tuple[str, str]]:
+def option_of(option: str, value: bytes | None) -> Iterator[tuple[str, str]]:
+    """An option as an operator writes it, and its value; nothing for no value."""
     if value:
         text = as_text(value)
         yield f"{option} {shlex.quote(text)}", text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import re
+import shlex
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +17,7 @@ from delayer.amqp.reading import address, raw
 from delayer.broker.errors import QueueMissing
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode
+from delayer.cli.hints import near, option_of
 from delayer.cli.options import (
     as_json,
     change_options,
@@ -151,7 +154,8 @@ STRAYS: Final = SetAsideQueue(
 
 def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None, as_json: bool, **given: Any) -> None:
     settings = request_of(context).settings()
-    seen = asyncio.run(_look(settings, source, Selection(**given), limit))
+    wanted = Selection(**given)
+    seen = asyncio.run(_look(settings, source, wanted, limit))
     if as_json:
         messages = [
             {**source.figures(one), "reason": one.reason, "body_bytes": one.size, "body": reading.preview(one.head)}
@@ -163,6 +167,7 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
         print_table(source.columns, map(source.row, seen.found), right=(source.right,))
     elif seen.depth or not seen.hidden:
         click.echo(f"No {source.noun} match." if seen.depth else f"There are no {source.noun}.")
+        _say_hints(wanted, seen)
     _say_hidden(seen)
     if seen.depth > seen.looked:
         _say_cut(source, seen)
@@ -192,6 +197,8 @@ def _change(
         _say_cut(source, seen)
     missing = set() if seen.cut else wanted.ids.difference(*(one.names for one in seen.found))
     question = f"{verb.capitalize()} {len(seen.found):,} of {seen.depth:,} {source.noun}"
+    if not seen.found:
+        _say_hints(wanted, seen)
     some, sure = bool(seen.found), yes or bool(wanted.ids)
     fine = (some or everything) and not seen.cut
     go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
@@ -218,6 +225,32 @@ def _mend(settings: Settings, delay_ms: int | None, headers: Mapping[str, Scalar
 def _say_hidden(seen: Result[Any]) -> None:
     if seen.hidden:
         note(seen.hidden)
+
+
+def near_misses(wanted: Selection, others: Iterable[RefusedMessage | Stray]) -> list[str]:
+    """Options that would match one of ``others``, as :func:`hints.near_misses` finds them. Pure."""
+    return near(_asked(wanted), (_offered(wanted, one) for one in others))
+
+
+def _asked(wanted: Selection) -> Iterator[tuple[str, str]]:
+    yield from ((shlex.quote(name), name) for name in sorted(wanted.ids))
+    yield from option_of("--reason", reading.raw(wanted.reason))
+    yield from option_of("--route", None if wanted.exchange is None else reading.raw(wanted.exchange))
+    yield from option_of("--kind", None if wanted.kind is None else wanted.kind.encode())
+
+
+def _offered(wanted: Selection, one: RefusedMessage | Stray) -> Iterator[tuple[str, str]]:
+    yield from ((shlex.quote(name), name) for name in one.names if name)
+    if wanted.reason and (part := re.search(re.escape(wanted.reason), one.reason, re.IGNORECASE)):
+        yield from option_of("--reason", reading.raw(part[0]))
+    yield from option_of("--route", one.exchange)
+    if isinstance(one, Stray):
+        yield from option_of("--kind", one.hold.kind.encode())
+
+
+def _say_hints(wanted: Selection, seen: Result[Any]) -> None:
+    if found := near_misses(wanted, seen.others):
+        note(f"Did you mean {' or '.join(found)}?")
 
 
 def _say_cut(source: SetAsideQueue, seen: Result[Any]) -> None:

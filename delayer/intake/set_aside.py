@@ -35,6 +35,8 @@ AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
 KEPT: Final = 10_000
 """Most messages that one look holds unacknowledged: it ends there."""
+MOST_OTHERS: Final = 1_000
+"""Most messages without a match that a look returns, for hints."""
 UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")
 
 
@@ -132,14 +134,15 @@ T = TypeVar("T", RefusedMessage, Stray)
 @dataclass(slots=True)
 class Result(Generic[T]):
     """The messages that match; of a change those that it changed, and those that stay with the reason. ``looked``:
-    how many of ``depth`` messages were looked at. ``delayed``: how many the broker itself delays, so that no look finds
-    them; None: unknown."""
+    how many of ``depth`` messages were looked at. ``others``: of a look, the first that do not match. ``delayed``: how
+    many the broker itself delays, so that no look finds them; None: unknown."""
 
     depth: int
     delayed: int | None = 0
     looked: int = 0
     found: list[T] = field(default_factory=list)
     left: list[tuple[T, str]] = field(default_factory=list)
+    others: list[T] = field(default_factory=list)
 
     @property
     def hidden(self) -> str:
@@ -173,8 +176,10 @@ class SetAside(Generic[T]):
         """The messages that match among the first ``limit``, or among the first KEPT. They stay in the queue."""
         async with self._consuming(limit or KEPT) as (subscription, publisher, result):
             async for some in _portions(subscription, min(limit or KEPT, result.depth), result):
-                read = (self._read(one, publisher.max_properties) for one in some)
+                read = [self._read(one, publisher.max_properties) for one in some]
                 result.found += [one for one in read if wanted.matches(one)]
+                others = [one for one in read if not wanted.matches(one)]
+                result.others += others[: MOST_OTHERS - len(result.others)]
         return result
 
     async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result[T]:

@@ -12,7 +12,7 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.units import DAY_MS
 from delayer.store.admin.listing import Entry, Place
 from tests.integration.cli import Run, ids
-from tests.integration.test_cli_looking import QUEUE, envelope
+from tests.integration.test_cli_looking import QUEUE, envelope, refused_ones
 from tests.support.raw import Message, Props, Raw, text
 from tests.support.rows import waiting
 from tests.support.store import opened, owned, parcel, sql
@@ -76,6 +76,26 @@ async def test_the_kind_of_a_hold_selects_strays(delayer: Run, vhost: str) -> No
     assert [one["id"] for one in told["messages"]] == [f"{1:032x}"]
     assert "Dropped: 1." in delayer("--mode", "native", "strays", "drop", "--kind", "unfit", "--yes").stdout
     assert json.loads(delayer("--mode", "native", "strays", "list", "--json").stdout)["depth"] == 1
+
+
+async def test_a_filter_of_refused_messages_or_strays_gets_a_hint(delayer: Run, vhost: str) -> None:
+    native = ("--mode", "native")
+    delayer(*native, "topology", "apply")
+    delayer("topology", "apply")
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(*refused_ones(2), Message("", QUEUE, envelope(1, "312 NO_ROUTE")[1], b"body"))
+
+    def hint(*command: str) -> str:
+        return str(delayer(*command, expect=0 if "list" in command else 1).stderr)
+
+    assert hint("refused", "list", "--reason", "Too Long") == "Did you mean --reason 'too long'?\n"
+    assert "Did you mean --route delayer.in?" in hint("refused", "retry", "--route", "Delayer.In", "--yes")
+    assert "Did you mean --route delayer.in?" in hint("refused", "drop", "DELAYER.IN", "--yes")
+    assert "Did you mean delayer.in-1?" in hint("refused", "retry", "Delayer.in-1")
+    assert "Did you mean --reason NO_ROUTE?" in hint(*native, "strays", "list", "--reason", "no_route")
+    assert "Did you mean --route in?" in hint(*native, "strays", "drop", "--route", "IN", "--yes")
+    assert hint("refused", "list", "--reason", "too short") == ""
+    assert hint(*native, "strays", "list", "--kind", "late", "--reason", "312") == ""
 
 
 def test_the_audit_log_names_messages_that_a_cancel_did_not_find(delayer: Run) -> None:
