@@ -66,8 +66,9 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
         url, "list held messages", lambda connection: detail.held_page(connection, wanted, test, limit, after)
     )
     if as_json:
-        rows = [{**for_programs.entry(one.entry), "held": one.held._asdict()} for one in page.messages]
-        print_json({"messages": rows, "after": page.after, "bounded": page.bounded})
+        print_json(
+            {"messages": list(map(for_programs.held, page.messages)), "after": page.after, "bounded": page.bounded}
+        )
         return
     if not page.messages and page.bounded:
         click.echo("No messages match so far.")

@@ -67,43 +67,16 @@ def _refused_row(one: RefusedMessage) -> tuple[object, ...]:
     return refusal.id, where, one.size, refusal.message_id, refusal.reason
 
 
-def _json_of_refused(one: RefusedMessage) -> dict[str, Any]:
-    refusal, read = one.refusal, reading.read(one.properties)
-    return {
-        "id": refusal.id,
-        "exchange": None if refusal.exchange is None else as_text(refusal.exchange),
-        "routing_key": None if refusal.routing_key is None else as_text(refusal.routing_key),
-        "message_id": refusal.message_id or None,
-        "properties": read.properties,
-        "headers": [header._asdict() for header in read.headers],
-    }
-
-
 def _stray_row(one: Stray) -> tuple[object, ...]:
     due = "?" if one.due_ms is None else instant(one.due_ms)
     to = address(one.target.exchange, one.target.routing_key)
     return one.id, due, to, one.attempts, one.message_id, one.hold.text
 
 
-def _json_of_stray(one: Stray) -> dict[str, Any]:
-    return {
-        "id": one.id,
-        "message_id": one.message_id or None,
-        "due_ms": one.due_ms,
-        "to_exchange": as_text(one.target.exchange),
-        "to_key": as_text(one.target.routing_key),
-        "route": as_text(one.route),
-        "attempts": one.attempts,
-        "kind": one.hold.kind,
-        "may_be_delivered": one.hold.may_be_delivered,
-        "isolated": one.hold.isolated,
-    }
-
-
 class SetAsideQueue(NamedTuple):
-    """One of the two queues, and its words. ``row`` and ``figures`` show a message in a table and in JSON. ``right`` is
-    the column with numbers. A message that a retry left in the queue "stays ``stays``". ``limit``: the messages that a
-    list looks at; None for KEPT. ``about``, ``retry``, ``example``: help texts, and options for their examples."""
+    """One of the two queues, and its words. ``row`` shows a message in a table; ``right`` is the column with numbers. A
+    message that a retry left in the queue "stays ``stays``". ``limit``: the messages that a list looks at; None for
+    KEPT. ``about``, ``retry``, ``example``: help texts, and options for their examples."""
 
     name: str
     noun: str
@@ -113,7 +86,6 @@ class SetAsideQueue(NamedTuple):
     columns: Sequence[str]
     right: int
     row: Callable[[Any], tuple[object, ...]]
-    figures: Callable[[Any], dict[str, Any]]
     limit: int | None
     about: str
     retry: str
@@ -122,7 +94,7 @@ class SetAsideQueue(NamedTuple):
 
 REFUSED: Final = SetAsideQueue(
     "refused", "refused messages", "refused", "Published again", refused_of,
-    ("id", "came in at", "bytes", "message_id", "reason"), 2, _refused_row, _json_of_refused, 50,
+    ("id", "came in at", "bytes", "message_id", "reason"), 2, _refused_row, 50,
     """List, retry or drop refused messages. They could not be delayed, and are in the queue delays.refused, or in that
     of the configuration ([refused] queue).
 
@@ -139,7 +111,7 @@ REFUSED: Final = SetAsideQueue(
 )  # fmt: skip
 STRAYS: Final = SetAsideQueue(
     "strays", "strays", "a stray", "On their way again", strays_of,
-    ("id", "due", "to", "attempts", "message_id", "reason"), 3, _stray_row, _json_of_stray, None,
+    ("id", "due", "to", "attempts", "message_id", "reason"), 3, _stray_row, None,
     """List, retry or drop strays: messages in the strays queue on the broker, where no store holds them. Their
     destination did not take them ten times, or they came too late for their route (late_limit).
 
@@ -157,10 +129,7 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     wanted = Selection(**given)
     seen = asyncio.run(_look(settings, source, wanted, limit))
     if as_json:
-        messages = [
-            {**source.figures(one), "reason": one.reason, "body_bytes": one.size, "body": reading.preview(one.head)}
-            for one in seen.found
-        ]
+        messages = [one.as_dict() for one in seen.found]
         print_json({"depth": seen.depth, "delayed": seen.delayed, "messages": messages})
         return
     if seen.found:

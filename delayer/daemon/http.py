@@ -145,14 +145,13 @@ def _row(one: RefusedMessage, preview: int = 80, most: int = 40, longest: int = 
     ]
     shown += [("…", f"{len(said) - most} more: `delayer refused list --json`")] if len(said) > most else []
     shown += [("not readable", read.broken)] if read.broken else []
-    return RefusedRow(refusal.id, came_in, one.size, refusal.message_id, refusal.reason, body, shown)
+    return RefusedRow(refusal.id, came_in, one.size, refusal.message_id, refusal.reason, body, shown, one.as_dict())
 
 
 def _stray_row(one: Stray, preview: int = 80) -> StrayRow:
     to = reading.address(one.target.exchange, one.target.routing_key)
-    return StrayRow(
-        one.id, one.due_ms, to, one.attempts, one.message_id, one.reason, reading.preview(one.head, preview)
-    )
+    body = reading.preview(one.head, preview)
+    return StrayRow(one.id, one.due_ms, to, one.attempts, one.message_id, one.reason, body, one.as_dict())
 
 
 def serve(daemon: Daemon) -> None:

@@ -73,7 +73,7 @@ class Actions:
         except FieldError as wrong:
             back = forms.back(form, request.url.path)
             if not as_json and form.get("verb") == ["reschedule"] and {"id", "all", *forms.FIELDS} & form.keys():
-                result = self._mend(request, form, str(wrong), back)
+                result = await self._mend(request, form, str(wrong), back)
             else:
                 result = ActionResult("Not understood", [str(wrong)], 0, back, 400)
         except (BrokerLost, *STORE_ERRORS) as error:
@@ -91,7 +91,7 @@ class Actions:
         notice = result.heading, result.lines
         if result.status == 200 and not _by_program(request) and self.pages.sessions.leave(request, notice):
             return RedirectResponse(result.back, status_code=303)
-        return self.pages.html(
+        return await self.pages.html(
             request, "done.html", result.status, heading=result.heading, lines=result.lines, back=result.back
         )
 
@@ -141,7 +141,7 @@ class Actions:
         if not _confirmed(request, form):
             async with listing.looking(url, f"count for {verb}") as connection:
                 meant = actions.CountedMessages(len(await detail.held_matching(connection, filter_.wanted, test)), 0)
-            return self._confirm(request, verb, filter_, {"by": "", "wrong": form.get("typed", [""])[0]}, meant)
+            return await self._confirm(request, verb, filter_, {"by": "", "wrong": form.get("typed", [""])[0]}, meant)
         async with actions.recorded(url, who, f"held {verb}", filter_.wanted.as_dict()) as (connection, log_id):
             dues = await detail.held_matching(connection, filter_.wanted, test)
             done = await actions.change_held(connection, verb, dues, log_id)
@@ -182,7 +182,7 @@ class Actions:
             async with actions.acting(self.pages.answers.view.url, f"count for {verb}") as connection:
                 meant = await actions.count(connection, filter_.wanted, test)
             new |= {"by": form.get("by", [""])[0], "wrong": form.get("typed", [""])[0]}
-            return self._confirm(request, verb, filter_, new, meant)
+            return await self._confirm(request, verb, filter_, new, meant)
         asked = {**filter_.wanted.as_dict(), **new}
         async with actions.recorded(self.pages.answers.view.url, who, verb, asked) as (connection, log_id):
             found: Counter[FoundIn] = await actions.every(
@@ -194,7 +194,7 @@ class Actions:
             lines.append(f"{render.number(int(counted[:15]))} were counted before: others came or went meanwhile.")
         return ActionResult(f"{PAST[verb]}: {render.number(done)}", lines, done, _waiting(filter_))
 
-    def _confirm(
+    async def _confirm(
         self, request: Request, verb: str, filter_: Search, new: Mapping[str, Any], meant: actions.CountedMessages
     ) -> Response:
         if _by_program(request):
@@ -209,7 +209,7 @@ class Actions:
             ("by", by),
             ("counted", str(meant.messages)),
         ]
-        return self.pages.html(
+        return await self.pages.html(
             request,
             "confirm.html",
             verb=verb,
@@ -224,10 +224,10 @@ class Actions:
             back=_waiting(filter_) if request.url.path == "/actions/filtered" else "/held",
         )
 
-    def _mend(self, request: Request, form: Mapping[str, Sequence[str]], wrong: str, back: str) -> Response:
+    async def _mend(self, request: Request, form: Mapping[str, Sequence[str]], wrong: str, back: str) -> Response:
         """The same form again with its texts, because its instant cannot be read."""
         kept = [(name, text) for name, texts in form.items() if name not in ("verb", "at", "by") for text in texts]
-        return self.pages.html(
+        return await self.pages.html(
             request,
             "mend.html",
             400,
@@ -249,7 +249,7 @@ class Actions:
         facts = _first([(one, told.get(one, "not there any more")) for one in ids])
         fields = [("back", back), *(("id", one) for one in ids)]
         more: Any = {"fields": fields, "path": request.url.path, "back": back}
-        return self.pages.html(request, "confirm.html", verb=verb, count=len(ids), facts=facts, **more)
+        return await self.pages.html(request, "confirm.html", verb=verb, count=len(ids), facts=facts, **more)
 
     async def _told(self, path: str, ids: Sequence[str]) -> dict[str, str]:
         """What a question says of each of these messages: its destination, instant, key and message_id."""

@@ -1,4 +1,4 @@
-"""Messages for programs: the same for `--json` on the command line and for `/api/messages`."""
+"""Messages for programs: the same for `--json` on the command line and for `/api`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from delayer.amqp import reading
 from delayer.core.message import as_text
 from delayer.core.readable import instant
 from delayer.store.admin import detail
-from delayer.store.admin.detail import FullMessage
+from delayer.store.admin.detail import FullMessage, HeldEntry
 from delayer.store.admin.listing import Entry
 
 
@@ -33,6 +33,11 @@ def entry(entry: Entry) -> dict[str, Any]:
         "headers": [one._asdict() for one in said.headers],
         "broken": said.broken or None,
     }
+
+
+def held(one: HeldEntry) -> dict[str, Any]:
+    """One held message of a list, for programs."""
+    return {**entry(one.entry), "held": one.held._asdict()}
 
 
 def fate(found: FullMessage) -> str:

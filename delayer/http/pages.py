@@ -19,12 +19,14 @@ from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
-from delayer.http.view import ROWS, STORE_ERRORS, SetAsideList
+from delayer.http.view import ROWS, STORE_ERRORS, Cached, RefusedRow, SetAsideList, StrayRow
 from delayer.store.admin import audit_log, detail, listing
-from delayer.store.admin.detail import FoundIn
+from delayer.store.admin.detail import FoundIn, FullMessage
 
 MOST_COUNTED: Final = 1_000
 """Messages of a filter that a page counts at most."""
+MOST_BODY: Final = 1 << 20
+"""Bytes of a body that the page reads at most: 128 clients may ask at a time."""
 _CASCADE: Final = "The overview counts them by level; they cannot be listed, moved or cancelled."
 _STRAYS: Final = (
     "Messages that no destination takes go back into the cascade; after ten attempts to the strays: /strays."
@@ -64,7 +66,7 @@ class Pages:
     answers: Answers
     sessions: Sessions
 
-    def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
+    async def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
         """A page with the parts that every page has; for /api, its error as JSON."""
         if _by_program(request):
             error = values.get("wrong") or values.get("missing") or " ".join(values.get("lines", ()))
@@ -76,6 +78,7 @@ class Pages:
             "can_open": self.sessions.can_open,
             "names": names,
         }
+        more["counts"] = await self.answers.view.set_aside() if self.readable(request) else {}
         more |= {"has_store": self.answers.view.has_store, "notice": self.sessions.take_notice(request)}
         return render.html(template, status, here=here, **more, **values)
 
@@ -91,7 +94,7 @@ class Pages:
         value, settings = None if census is None else census.value, self.answers.inside.settings
         rates = recent.sent_rates(self.answers.inside.state()["recent"], 60.0)
         largest = [] if value is None else render.destinations(value, rates)
-        return self.html(
+        return await self.html(
             request,
             "overview.html",
             **await self._live(),
@@ -170,7 +173,7 @@ class Pages:
     async def waiting(self, request: Request) -> Response:
         """Waiting messages, page by page."""
         if not self.answers.view.has_store:
-            return self._storeless(request, "Waiting messages", _CASCADE)
+            return await self._storeless(request, "Waiting messages", _CASCADE)
         given = dict(request.query_params)
         values: dict[str, Any] = {"rows": [], "bounded": False, "broken": 0, "next": "", "given": given}
         values |= {"previous": "", "first": "", "numbers": ""}
@@ -186,7 +189,7 @@ class Pages:
             values["messages"] = list(map(as_json.entry, values.pop("rows")))
             return JSONResponse({name: values[name] for name in ("messages", "bounded", "broken", "next")})
         back = "/waiting" + (f"?{request.url.query}" if request.url.query else "")
-        return self.html(request, "waiting.html", status, wrong=wrong, back=back, **values)
+        return await self.html(request, "waiting.html", status, wrong=wrong, back=back, **values)
 
     async def _list(self, request: Request, form: forms.Search, trail: forms.Trail) -> dict[str, Any]:
         """The rows of a page, the ways to others, and the number of all. The page counts a filter's messages while it
@@ -221,24 +224,14 @@ class Pages:
         return render.number(seen.held if of == "held" else seen.waiting + seen.segments.messages)
 
     async def message(self, request: Request) -> Response:
-        """One message. Its name is an id, or a message_id, key or x-delayer-id that no other row has."""
-        text = request.path_params["name"]
-        if not self.answers.view.has_store:
-            return self._storeless(request, f"Message {text[:80]}", _CASCADE)
-        try:
-            async with listing.looking(self.answers.view.url, "show") as connection:
-                if (token := await _named(connection, text)) is None:
-                    listed = RedirectResponse("/waiting?" + render.query({}, message_id=text), status_code=303)
-                    return self.html(request, "", 404, wrong=_UNNAMED) if _by_program(request) else listed
-                found = await detail.show(connection, token, most=1 << 20)
-        except STORE_ERRORS as error:
-            return self.html(request, "message.html", 503, token=text[:80], missing=str(error))
-        if isinstance(found, FoundIn):
-            return self.html(request, "message.html", 404, token=str(token), missing=detail.absent(token, found))
+        """One message."""
+        found = await self._one(request)
+        if isinstance(found, Response):
+            return found
         if _by_program(request):
             return JSONResponse(as_json.message(found))
         shown = found.body[:16_384]
-        return self.html(
+        return await self.html(
             request,
             "message.html",
             token=str(found.entry.place.token),
@@ -251,10 +244,44 @@ class Pages:
             shown=len(shown),
         )
 
+    async def body(self, request: Request) -> Response:
+        """The body of one message, as a file."""
+        found = await self._one(request)
+        if isinstance(found, Response):
+            return found
+        place = found.entry.place
+        if len(found.body) < found.entry.size:
+            lines = [f"Expected at most {MOST_BODY} bytes. Next: `delayer show {place.token} --body`."]
+            back = f"/message/{place.token}"
+            return await self.html(request, "done.html", 413, heading="Too large for the page", lines=lines, back=back)
+        # No browser shows it or runs it, whatever it is.
+        headers = {"Content-Disposition": f'attachment; filename="{place.id}.bin"'}
+        return Response(found.body, headers=headers, media_type="application/octet-stream")
+
+    async def _one(self, request: Request) -> FullMessage | Response:
+        """The message of a path; or the answer without one. Its name is an id, or a message_id, key or x-delayer-id
+        that no other row has."""
+        text = request.path_params["name"]
+        if not self.answers.view.has_store:
+            return await self._storeless(request, f"Message {text[:80]}", _CASCADE)
+        try:
+            async with listing.looking(self.answers.view.url, "show") as connection:
+                if (token := await _named(connection, text)) is None:
+                    if _by_program(request):
+                        return await self.html(request, "", 404, wrong=_UNNAMED)
+                    return RedirectResponse("/waiting?" + render.query({}, message_id=text), status_code=303)
+                found = await detail.show(connection, token, most=MOST_BODY)
+        except STORE_ERRORS as error:
+            return await self.html(request, "message.html", 503, token=text[:80], missing=str(error))
+        if isinstance(found, FoundIn):
+            missing = detail.absent(token, found)
+            return await self.html(request, "message.html", 404, token=str(token), missing=missing)
+        return found
+
     async def held(self, request: Request) -> Response:
         """Held messages."""
         if not self.answers.view.has_store:
-            return self._storeless(request, "Held messages", _STRAYS)
+            return await self._storeless(request, "Held messages", _STRAYS)
         try:
             query = request.query_params
             forms.once([name for name, _ in query.multi_items() if name != "id"])
@@ -263,68 +290,87 @@ class Pages:
             test = reading.properties_test(form.wanted)
             async with listing.looking(self.answers.view.url, "list held messages") as connection:
                 page = await detail.held_page(connection, form.wanted, test, ROWS, after)
-                groups = [] if form.given or after else await detail.held_groups(connection)
+                grouped = not (form.given or after or _by_program(request))
+                groups = await detail.held_groups(connection) if grouped else []
         except (FieldError, *STORE_ERRORS) as error:
-            return self._unreached(request, error)
-        full = len(page.messages) == ROWS
+            return await self._unreached(request, error)
+        full = len(page.messages) == ROWS and not _by_program(request)
         onward = {} if page.after is None else trail.next(str(page.after), full=full)
-        more = f"/held?{render.query(form.given, **onward)}" if onward else ""
+        more = f"{request.url.path}?{render.query(form.given, **onward)}" if onward else ""
+        if _by_program(request):
+            messages = list(map(as_json.held, page.messages))
+            return JSONResponse({"messages": messages, "bounded": page.bounded, "next": more})
         total = "" if form.given else await self._total("held")
         around = _around("/held", form.given, trail, len(page.messages), total)
         shown: dict[str, Any] = {"page": page, "next": more, "given": form.given, "groups": groups, **around}
-        return self.html(request, "held.html", **shown)
+        return await self.html(request, "held.html", **shown)
 
     async def refused(self, request: Request) -> Response:
-        """Refused messages."""
-        queue = self.answers.inside.settings.refused.queue
-        seen = await self.answers.view.refused.get(patience=60.0)
-        there = (seen.fresh or SetAsideList())._asdict()
-        return self.html(request, "refused.html", 503 if seen.error else 200, **there, error=seen.error, queue=queue)
+        """The first refused messages."""
+        view, queue = self.answers.view, self.answers.inside.settings.refused.queue
+        return await self._set_aside(request, "refused.html", view.refused, queue=queue)
 
     async def strays(self, request: Request) -> Response:
-        """Strays."""
-        seen = await self.answers.view.strays.get(patience=60.0)
-        there = (seen.fresh or SetAsideList())._asdict()
-        return self.html(request, "strays.html", 503 if seen.error else 200, **there, error=seen.error)
+        """The first strays."""
+        return await self._set_aside(request, "strays.html", self.answers.view.strays)
+
+    async def _set_aside(
+        self,
+        request: Request,
+        template: str,
+        look: Cached[SetAsideList[RefusedRow]] | Cached[SetAsideList[StrayRow]],
+        **more: Any,
+    ) -> Response:
+        if _by_program(request) and request.query_params:
+            wrong = f"Expected no fields, found {next(iter(request.query_params))[:40]!r}: this list has no filter."
+            return await self.html(request, "", 400, wrong=wrong)
+        seen = await look.get(patience=60.0)
+        there = seen.fresh or SetAsideList()
+        if _by_program(request) and not seen.error:
+            messages = [one.figures for one in there.rows]
+            return JSONResponse({"depth": there.depth, "hidden": there.hidden, "messages": messages})
+        status = 503 if seen.error else 200
+        return await self.html(request, template, status, **there._asdict(), wrong=seen.error, **more)
 
     async def audit_log(self, request: Request) -> Response:
         """The audit log: the changes that operators made."""
         if not self.answers.view.has_store:
-            return self._storeless(request, "Audit log", "The audit log is in the store.")
+            return await self._storeless(request, "Audit log", "The audit log is in the store.")
         try:
             before = forms.number(request.query_params.get("before", ""))
             async with listing.looking(self.answers.view.url, "audit-log") as connection:
                 rows = await audit_log.listed(connection, ROWS, before)
         except (FieldError, *STORE_ERRORS) as error:
-            return self._unreached(request, error)
+            return await self._unreached(request, error)
         more = f"/audit-log?before={rows[-1].id}" if len(rows) == ROWS else ""
-        return self.html(request, "audit_log.html", rows=rows, next=more)
+        part = bool(more or before)
+        return await self.html(request, "audit_log.html", rows=rows, next=more, part=part)
 
     async def login(self, request: Request) -> Response:
         """The form for the token, and the session that it opens."""
         if request.method == "GET":
-            return self.html(request, "login.html", wrong="", who="")
+            return await self.html(request, "login.html", wrong="", who="")
         try:
             form = await said(request)
         except FieldError as wrong:
-            return self.html(request, "login.html", 400, wrong=str(wrong), who="")
+            return await self.html(request, "login.html", 400, wrong=str(wrong), who="")
         who, token = (form.get(name, [""])[0].strip() for name in ("who", "token"))
         who = who[:80]
         if not who:
-            return self.html(request, "login.html", 400, wrong="Say who you are.", who=who)
+            return await self.html(request, "login.html", 400, wrong="Say who you are.", who=who)
         host = request.client.host if request.client else "?"
         session = self.sessions.open(token, f"{who} (page, {host})")
         if session is None:
-            return self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
+            return await self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
         answer = RedirectResponse("/", status_code=303)
         # Not "secure", because the daemon serves HTTP without TLS. A proxy may add TLS.
         answer.set_cookie(cookie_name(request.headers["host"]), session, httponly=True, samesite="strict", path="/")
         return answer
 
-    def locked(self, request: Request) -> Response:
+    async def locked(self, request: Request) -> Response:
         """The answer where reading needs the token, and the client has not given it."""
         wrong = "Reading needs the token: of messages by a program always, of others unless [http] open is set."
-        return self.html(request, "login.html", 403, wrong=wrong, who="")
+        return await self.html(request, "login.html", 403, wrong=wrong, who="")
 
     async def logout(self, request: Request) -> Response:
         """Close the session."""
@@ -333,12 +379,12 @@ class Pages:
         answer.delete_cookie(cookie_name(request.headers["host"]), httponly=True, samesite="strict", path="/")
         return answer
 
-    def _storeless(self, request: Request, heading: str, line: str) -> Response:
+    async def _storeless(self, request: Request, heading: str, line: str) -> Response:
         """The answer in native mode without a store: there is nothing to list."""
         lines = ["No store is configured: the broker keeps the waiting messages.", line]
-        return self.html(request, "done.html", 404, heading=heading, lines=lines, back="/")
+        return await self.html(request, "done.html", 404, heading=heading, lines=lines, back="/")
 
-    def _unreached(self, request: Request, error: Exception) -> Response:
+    async def _unreached(self, request: Request, error: Exception) -> Response:
         if isinstance(error, FieldError):
-            return self.html(request, "done.html", 400, heading="Not understood", lines=[str(error)], back="/")
-        return self.html(request, "done.html", 503, heading="This cannot be shown", lines=[str(error)], back="/")
+            return await self.html(request, "done.html", 400, heading="Not understood", lines=[str(error)], back="/")
+        return await self.html(request, "done.html", 503, heading="This cannot be shown", lines=[str(error)], back="/")

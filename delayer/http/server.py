@@ -74,14 +74,14 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
 
     async def nowhere(request: Request, _error: Exception) -> Response:
         line = "No page of delayer has this address."
-        return pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
+        return await pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
 
     def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None, *, private: bool = False) -> HttpHandler:
         """If private, or away from loopback unless the page is open: an answer for clients with the token only."""
 
         async def answered(request: Request) -> Response:
             if not (sessions.who(request) is not None if private else pages.readable(request)):
-                return pages.locked(request)
+                return await pages.locked(request)
             async with turns or nullcontext():
                 return await answer(request)
 
@@ -98,9 +98,13 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/api/backlog", shown(pages.backlog_json)),
             Route("/api/messages", shown(pages.waiting, looks, private=True)),
             Route("/api/messages/{name:path}", shown(pages.message, looks, private=True)),
+            Route("/api/held", shown(pages.held, looks, private=True)),
+            Route("/api/refused", shown(pages.refused, private=True)),
+            Route("/api/strays", shown(pages.strays, private=True)),
             Route("/waiting", shown(pages.waiting, looks)),
             Route("/find", shown(pages.find, looks)),
             Route("/message/{name:path}", shown(pages.message, looks)),
+            Route("/body/{name:path}", shown(pages.body, looks)),
             Route("/held", shown(pages.held, looks)),
             Route("/refused", shown(pages.refused)),
             Route("/strays", shown(pages.strays)),

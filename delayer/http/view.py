@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar
+from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import Census, StoreOverview
@@ -58,6 +59,8 @@ class RefusedRow(NamedTuple):
     body: str
     said: Sequence[tuple[str, str]] = ()
     """Its properties and headers, each with its value."""
+    figures: Mapping[str, Any] = {}
+    """The same for programs."""
 
 
 class StrayRow(NamedTuple):
@@ -70,6 +73,8 @@ class StrayRow(NamedTuple):
     message_id: str
     reason: str
     body: str
+    figures: Mapping[str, Any] = {}
+    """The same for programs."""
 
 
 T = TypeVar("T")
@@ -224,6 +229,18 @@ class View:
     @property
     def parts(self) -> Sequence[Cached[Any]]:
         return self.store, self.census, self.depths, self.refused, self.strays
+
+    async def set_aside(self, patience: float = 0.2) -> dict[str, int | None]:
+        """The number of held and refused messages and of strays, each under the page that lists them, for the menu.
+        None: unknown. It reads no message."""
+        settings = self._inside.settings
+        depths = (await self.depths.get(patience)).fresh
+        queues = {} if depths is None else depths.queues
+        found = {"/refused": queues.get(settings.refused.queue), "/strays": queues.get(cascade_of(settings).strays)}
+        if self.has_store:
+            store = (await self.store.get(patience)).fresh
+            found["/held"] = None if store is None or store.upgrade_pending else store.held
+        return found
 
     @property
     def has_store(self) -> bool:

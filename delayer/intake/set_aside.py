@@ -66,6 +66,19 @@ class RefusedMessage(NamedTuple):
     def reason(self) -> str:
         return self.refusal.reason
 
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        refusal, read = self.refusal, reading.read(self.properties)
+        return {
+            "id": refusal.id,
+            "exchange": None if refusal.exchange is None else as_text(refusal.exchange),
+            "routing_key": None if refusal.routing_key is None else as_text(refusal.routing_key),
+            "message_id": refusal.message_id or None,
+            "properties": read.properties,
+            "headers": [header._asdict() for header in read.headers],
+            **_rest(self),
+        }
+
 
 class Stray(NamedTuple):
     """A stray with the beginning of its body. ``due_ms`` is None if its envelope cannot be read."""
@@ -102,6 +115,26 @@ class Stray(NamedTuple):
     @property
     def reason(self) -> str:
         return self.hold.text
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "id": self.id,
+            "message_id": self.message_id or None,
+            "due_ms": self.due_ms,
+            "to_exchange": as_text(self.target.exchange),
+            "to_key": as_text(self.target.routing_key),
+            "route": as_text(self.route),
+            "attempts": self.attempts,
+            "kind": self.hold.kind,
+            "may_be_delivered": self.hold.may_be_delivered,
+            "isolated": self.hold.isolated,
+            **_rest(self),
+        }
+
+
+def _rest(one: RefusedMessage | Stray) -> dict[str, Any]:
+    return {"reason": one.reason, "body_bytes": one.size, "body": reading.preview(one.head)}
 
 
 class Selection(NamedTuple):

@@ -148,8 +148,18 @@ async def test_a_program_with_the_token_finds_a_message(place: OwnVhost, store: 
         for name, body in ((one["id"], "m/1"), ("m%2F1", "m/1"), ("order-1", "keyed")):
             found = (await web.get(f"/api/messages/{name}", **allowed)).json
             assert (found["body"], found["where"]) == (body, "waiting")
-        wrong = {"/api/messages/m-2": 404, "/api/messages/nobody": 404, "/api/messages/999": 404,
-                 "/api/messages?rout=x": 400}  # fmt: skip
+            file = await web.get(f"/body/{name}")
+            assert (file.status, file.text) == (200, body)
+            assert file.headers["content-type"] == "application/octet-stream"
+            assert file.headers["x-content-type-options"] == "nosniff"
+            assert re.fullmatch(r'attachment; filename="\d+\.bin"', file.headers["content-disposition"])
+        large = Message("in", b"inbox", Props(headers=hour, message_id=b"large"), b"\0" * ((1 << 20) + 1))
+        await raw.publish(large)
+        await eventually(lambda: listed(""), lambda rows: len(rows) == 5)
+        assert (await web.get("/body/large")).status == 413
+        assert "delayer show" in (await web.get("/message/large")).text
+        wrong = {"/api/messages/m-2": 404, "/api/held?rout=x": 400, "/api/messages/nobody": 404,
+                 "/api/messages/999": 404, "/api/messages?rout=x": 400}  # fmt: skip
         for path, status in wrong.items():
             answer = await web.get(path, **allowed)
             assert (answer.status, list(answer.json)) == (status, ["error"])
@@ -167,7 +177,16 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         await raw.publish(*(delayed(f"inbox {n}", 10) for n in range(50)), *(delayed("x", HOUR) for n in range(2)))
         lost = [delayed(f"{key} {n}", 10, through=to, key=key) for to, key in GROUPS for n in range(2)]
         await raw.publish(*lost, delayed("other", 10, through="in.missing", key="c"))
-        page = await eventually(lambda: web.get("/held"), lambda page: page.text.count("/message/") == 7)
+        counted = '<a href="/held" aria-current="page">Held <span class="count">7</span></a>'
+        page = await eventually(
+            lambda: web.get("/held"), lambda page: counted in page.text
+        )  # It is cached for seconds.
+        assert page.text.count("/message/") == 7
+        allowed = {"Authorization": f"Bearer {token}"}
+        there = (await web.get("/api/held", **allowed)).json
+        assert (len(there["messages"]), there["bounded"], there["next"]) == (7, False, "")
+        there = (await web.get("/api/held?to_key=q.a&kind=returned", **allowed)).json["messages"]
+        assert [(one["to_key"], one["held"]["kind"]) for one in there] == [("q.a", "returned")] * 2
         assert '<a href="/held?route=in.queue">4</a>' in (await web.get("/")).text
         group = "to_exchange=amq.default&amp;to_key=q.a"
         assert f'<a href="/held?{group}">2</a>' in (await web.get("/")).text, "the row of its destination"
@@ -256,6 +275,9 @@ async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
             parcel = Parcel(now_ms, b"in", b"in", to, Target(b"", to), Props(message_id=name).encode(), name, None)
             await raw.publish(Message("", b"delayer.delay-strays", enveloped(parcel, name, held), name))
         page = await eventually(lambda: web.get("/strays"), lambda page: "2, the first 2 are shown" in page.text)
+        found = (await web.get("/api/strays", **allowed)).json
+        assert (found["depth"], [one["id"] for one in found["messages"]]) == (2, ["one", "two"])
+        assert [one["reason"] for one in found["messages"]] == ["312 NO_ROUTE"] * 2
         for text_of in ("queue nowhere", "312 NO_ROUTE", "<code>two</code>"):
             assert text_of in page.text
         done = (await web.post("/actions/strays", {"verb": "retry", "id": "one"}, **allowed)).json

@@ -204,11 +204,16 @@
       button.type = "button";
       button.className = "sort";
       button.textContent = head.textContent;
+      if ("part" in table.dataset) button.title = "Sorts the rows of this page, not the whole list";
       head.replaceChildren(button);
       button.addEventListener("click", () => {
         const up = head.ariaSort !== "ascending";
         for (const other of table.tHead.rows[0].cells) other.ariaSort = null;
         head.ariaSort = up ? "ascending" : "descending";
+        if ("part" in table.dataset && !table.querySelector("caption")) {
+          table.createCaption().setAttribute("role", "status");
+          table.caption.textContent = "Sorted: the rows of this page, not the whole list. A filter makes the list shorter.";
+        }
         const bare = text => text.replace(/\u202f/g, "");
         body.append(...[...body.rows].sort((one, other) => (up ? 1 : -1) * order(bare(value(one.cells[column])), bare(value(other.cells[column])))));
       });

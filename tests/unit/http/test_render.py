@@ -39,7 +39,7 @@ def test_templates_escape_every_value_and_run_no_inline_code(template: Path) -> 
 def test_hostile_text_is_escaped_in_every_place() -> None:
     hostile = "\"><script>alert(1)</script>'"
     shown = render.html("done.html", heading=hostile, lines=[hostile], back=hostile, here="", session=None,
-                        can_open=False, names={}, has_store=True,
+                        can_open=False, names={}, has_store=True, counts={},
                         notice=(hostile, [hostile])).body.decode()  # fmt: skip
     assert "<script>alert" not in shown
     assert shown.count("&lt;script&gt;alert(1)") == 6

@@ -50,7 +50,7 @@ class Inside:
         return Depths({"delays": 3, "delays.due": 0, "delays.refused": 1}, {27: 5, 0: None})
 
     async def refused(self, limit: int) -> SetAsideList[RefusedRow]:
-        rows = [RefusedRow("id-1 $(reboot)", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL)]
+        rows = [RefusedRow("id-1 $(reboot)", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL, figures={"id": "id-1"})]
         return SetAsideList(rows[:limit], 1)
 
     async def strays(self, limit: int) -> SetAsideList[StrayRow]:
@@ -98,7 +98,12 @@ async def served(inside: Inside, *, metrics_only: bool = False) -> AsyncIterator
         ("/find?id=zz", 303, ""),
         ("/api/messages", 403, '{"error":"Reading needs the token'),
         ("/api/messages/7", 403, '{"error":"Reading needs the token'),
+        ("/api/held", 403, '{"error":"Reading needs the token'),
+        ("/api/refused", 403, '{"error":"Reading needs the token'),
+        ("/api/strays", 403, '{"error":"Reading needs the token'),
         ("/message/7", 404, "No store is configured"),
+        ("/body/7", 404, "No store is configured"),
+        ("/", 200, '<a href="/refused">Refused <span class="count">1</span></a>'),
         ("/held", 404, "No store is configured"),
         ("/refused", 200, "&lt;script&gt;alert(1)&lt;/script&gt;"),
         ("/refused", 200, "delayer refused retry &#39;id-1 $(reboot)&#39; --delay 10s"),
@@ -182,6 +187,38 @@ async def test_a_retry_of_refused_messages_mends_headers(form: dict[str, Any], r
             assert [(one.delay_ms, one.headers, list(one.dropped)) for one in inside.repairs] == [
                 (repair.delay_ms, repair.headers, list(repair.dropped))
             ]
+
+
+async def test_a_program_with_the_token_lists_what_is_set_aside() -> None:
+    inside = Inside()
+    allowed = {"Authorization": f"Bearer {TOKEN}"}
+    async with served(inside) as web:
+        assert (await web.get("/api/refused", **allowed)).json == {
+            "depth": 1,
+            "hidden": "",
+            "messages": [{"id": "id-1"}],
+        }
+        assert (await web.get("/api/strays", **allowed)).json == {"depth": 1, "hidden": "", "messages": [{}]}
+        filtered = await web.get("/api/refused?reason=x", **allowed)
+        assert (filtered.status, "no filter" in filtered.json["error"]) == (400, True)
+        held = await web.get("/api/held", **allowed)
+        assert (held.status, "No store" in held.json["error"]) == (404, True)
+
+
+async def test_the_menu_counts_without_a_look_into_a_queue() -> None:
+    inside = Inside()
+
+    async def refused(limit: int) -> SetAsideList[RefusedRow]:
+        raise AssertionError(limit)
+
+    inside.refused = refused  # type: ignore[method-assign]
+    async with served(inside) as web:
+        for path in ("/", "/login", "/strays", "/nowhere"):
+            assert '<span class="count">1</span>' in (await web.get(path)).text, path
+        assert inside.looks == 1, "pages share a count for seconds"
+    inside.lost = True
+    async with served(inside) as web:
+        assert "count" not in (await web.get("/login")).text
 
 
 async def test_looks_at_refused_messages_are_shared_for_seconds() -> None:
