@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode
@@ -87,7 +88,14 @@ class Reading:
         """Run a statement and ignore its rows. Raises the driver's errors."""
         with closing(adbc.AdbcStatement(self._connection)) as statement:
             statement.set_sql_query(sql)
-            handle, _ = statement.execute_query()
+            # A signal does not interrupt the driver while it waits for a lock. It interrupts the wait for a thread.
+            with ThreadPoolExecutor(1) as thread:
+                running = thread.submit(statement.execute_query)
+                try:
+                    handle, _ = running.result()
+                except KeyboardInterrupt:
+                    statement.cancel()
+                    raise
             handle.release()
 
     def batches(self, sql: str) -> Iterator[pa.RecordBatch]:

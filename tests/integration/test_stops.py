@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -72,3 +73,29 @@ async def test_a_stop(database: str, tmp_path: Path, phase: str, number: int) ->
     code, line = SIGNALS[number]
     assert (process.returncode, told.decode()) == (code, f"delayer: {line}\n")
     assert left(tmp_path) == []
+
+
+LOCKING = """
+import sys
+from delayer.audit.extract import hold_snapshot
+from delayer.core.secret import SecretUrl
+with hold_snapshot(SecretUrl(sys.argv[1])):
+    pass
+"""
+
+
+async def test_a_stop_interrupts_the_driver_of_the_deep_audit(database: str) -> None:
+    """The driver waits in C for the lock. Without the interruption it would wait for 30 s."""
+    async with sql(database) as admin, sql(database) as other:
+        await other.execute("BEGIN; LOCK TABLE counter")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", LOCKING, database, stderr=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        await blocked(admin, "LOCK TABLE message%")
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(40):
+            _, told = await process.communicate()
+    print(f"ended after {time.monotonic() - began:.1f} s")
+    assert told.endswith(b"KeyboardInterrupt\n"), told.decode()
+    assert time.monotonic() - began < SECONDS
