@@ -370,6 +370,7 @@ async def test_times_run_and_tables_are_sorted(place: OwnVhost, store: str, tmp_
             await page.get_by_role("button", name="size").click()
             assert await bodies.all_inner_texts() == sizes
             assert await page.locator("th[aria-sort]").get_attribute("aria-sort") == direction
+        assert await page.locator("caption").count() == 0, "the page has the whole list"
         # The clock of the page moves on: the texts follow.
         first = page.locator("[data-at]").last
         text_of = await first.inner_text()
@@ -385,6 +386,15 @@ async def test_times_run_and_tables_are_sorted(place: OwnVhost, store: str, tmp_
         await page.get_by_role("button", name="Reschedule", exact=True).click()
         assert await result(page) == "Rescheduled: 1 of 1"
         assert 1_927_594_815_000 in {row["due_ms"] for row in await this.waiting()}
+        await page.goto(f"/message/{rows[1]['id']}")
+        async with page.expect_download() as download:
+            await page.get_by_role("link", name="Download the body").click()
+        assert await asyncio.to_thread((await (await download.value).path()).read_bytes) == b"x" * 20
+        await this.raw.publish(*(delayed("x", 200 * HOUR) for _ in range(50)))
+        await eventually(this.waiting, lambda rows: len(rows) == 50)
+        await page.goto("/waiting")
+        await page.get_by_role("button", name="size").click()
+        assert "not the whole list" in await page.locator("caption").inner_text()
 
 
 async def _pressed(page: Any) -> None:
