@@ -49,11 +49,11 @@ VERBS: Mapping[str, tuple[int, int]] = {
     "strays retry --all --yes": (0, 1),
     "strays drop --all --yes": (0, 1),
     "--mode store drain --to store --yes": (0, len(QUEUES) - len(intake_topology().queues)),
-    "import cascade preview": (0, 1),
+    "import cascade preview": (1, 1),
     "import cascade run --yes --unverified": (1, 1),
     "import cascade run --yes --unverified --kind nservicebus-v2": (1, 1),
     "import cascade run --yes --unverified --kind celery": (1, 1),
-    "import hold-queues preview --queue held.60s": (0, 1),
+    "import hold-queues preview --queue held.60s": (1, 1),
     "import hold-queues run --yes --unverified --queue held.60s": (1, 1),
 }
 """Every verb that reads, ends or empties a queue of delayer or of an import: its exit code, and how often it names
