@@ -79,12 +79,17 @@ class Traffic:
     place: Place
     ledger: Ledger
     raw: Raw
+    jobs: Jobs
     keyed: int = 0
 
+    def settled(self) -> int:
+        """Messages that came back or were cancelled."""
+        return self.ledger.account.back + len(self.jobs.gone)
+
     async def send(self) -> None:
+        before = self.settled()
         await self.ledger.publish(NEAR, longest_ms=NEAR_MS)
-        back = self.ledger.account.back
-        await self.ledger.until(lambda: self.ledger.account.back >= back + NEAR * 3 // 4, timeout=None)
+        await eventually(self.settled, lambda settled: settled >= before + NEAR * 3 // 4, timeout=300)
         if await self.place.rows() < MOST_FAR:
             await self.ledger.publish(FAR, longest_ms=FAR_MS)
 
@@ -101,7 +106,7 @@ async def test_no_audit_reports_a_violation(vhost: str, store: str, tmp_path: Pa
     jobs = Jobs(store, PACKED_AFTER_MS, RESTORED_WITHIN_MS, FEWEST)
     reports = Reports(place, tmp_path)
     async with place.ledger() as ledger, await Raw.connect(vhost) as raw:
-        traffic = Traffic(place, ledger, raw)
+        traffic = Traffic(place, ledger, raw, jobs)
         async with place.daemon(**SETTINGS) as one, place.daemon(**SETTINGS) as two:
             await asyncio.gather(one.ready(), two.ready())
             await traffic.replace()
