@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import date, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -278,13 +278,15 @@ def plain(path: Path) -> Iterator[PlainDataset]:
     target = Path(os.path.realpath(path))
     if target.is_mount():
         raise Unfit(f"{path}: expected a directory in a file system, found its mount point: name a directory in it")
-    for other in target.parent.glob(f".{target.name}.*.part"):
-        _remove_dead(other, target)
-    root = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
-    root.mkdir(mode=0o700)
-    lock = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        with _locked(target.parent):  # Another export that begins sees this one's directory with its lock, or none.
+            parts = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.part")
+            for other in filter(lambda file: parts.fullmatch(file.name), target.parent.iterdir()):
+                _remove_dead(other, target)
+            root = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
+            root.mkdir(mode=0o700)
+            stack.callback(shutil.rmtree, root, ignore_errors=True)  # After the commit it is the former state.
+            stack.enter_context(_locked(root))
         one, other = root / "one", root / "other"
         one.mkdir()
         other.mkdir()
@@ -292,9 +294,16 @@ def plain(path: Path) -> Iterator[PlainDataset]:
         one.rmdir()
         other.rmdir()
         yield PlainDataset(target, root)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(lock)
-        shutil.rmtree(root, ignore_errors=True)  # After the commit it is the former state.
 
 
 def _remove_dead(part: Path, target: Path) -> None:

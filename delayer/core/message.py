@@ -1,8 +1,8 @@
 """The values that the layers exchange: deliveries, publishes and their outcomes, parcels, claimed rows and lanes.
 
-Exchange names, routing keys and keys are ``bytes``, because AMQP short strings need not be UTF-8; nothing decodes them
-on the way. ``properties`` is the payload of a content-header frame after class, weight and body size: the property
-flags and the property list, unchanged.
+Exchange names, routing keys and keys are ``bytes``, because AMQP short strings need not be UTF-8; the daemon never
+decodes them on the way. ``properties`` is the payload of a content-header frame after class, weight and body size: the
+property flags and the property list, unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Delivery(NamedTuple):
 class Outgoing(NamedTuple):
     """A message to publish with the mandatory flag. ``token`` is the value of its header ``x-delayer-id``.
 
-    The token identifies a returned message. It is unique among the publishes in flight on a channel.
+    When the broker returns a message, its token tells which publish that was. It is unique among the publishes in
+    flight on a channel.
     """
 
     exchange: bytes
@@ -44,29 +45,29 @@ class Outgoing(NamedTuple):
     body: bytes
     token: bytes
     isolated: bool = False
-    """Whether an earlier publish closed a connection. If so, only the isolation connection publishes it
-    (core/hold.py)."""
+    """Whether an earlier publish of this message closed its connection. If so, only the isolation connection publishes
+    it (core/hold.py)."""
 
 
 @dataclass(slots=True)
 class Schedule:
-    """The instants of a batch: each message is published when the clock shows its own, and not before."""
+    """The instants of a batch: each message is published at its own, and not before."""
 
     due_ms: Sequence[int]
     """One for each message, in ascending order."""
     now_ms: Callable[[], float]
-    """A lower bound of the clock that decides."""
+    """Returns a lower bound of the time of the clock that decides, in epoch milliseconds."""
     on_written: Callable[[], object] = bool
-    """Called when the last message was written."""
+    """Called when the last message was written. The default does nothing."""
     written_ms: dict[int, float] = field(default_factory=dict)
-    """When each message was written on the shared channel. The isolation's messages are not in it."""
+    """When each message was written on the shared channel. Messages of the isolation connection are not in it."""
 
 
 WINDOW_MS: Final = 250
-"""A claim takes the messages that are due within this time. A Schedule publishes each at its instant, so that claims
-are few, and cost no lateness."""
+"""A claim takes the messages that are due within the next 250 ms, so that claims are few. A Schedule still publishes
+each at its instant."""
 BROKER_LEAD_MS: Final = 100
-"""RabbitMQ 4.4 delivers a delayed envelope so long before it is due, and the daemon keeps it for the rest."""
+"""An envelope that RabbitMQ 4.4 delays is delivered so long before it is due. The daemon keeps it for the rest."""
 
 
 def as_bytes(value: object) -> bytes | None:
@@ -82,8 +83,8 @@ def as_text(raw: bytes) -> str:
 
 
 DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
-"""The prefix of the pseudo-queues for direct replies. At the default exchange they route to one consumer, past all
-queues."""
+"""The prefix of the pseudo-queues for direct replies. At the default exchange they lead to one consumer, without a
+queue."""
 
 
 def is_direct_reply(exchange: bytes, routing_key: bytes) -> bool:
@@ -102,7 +103,7 @@ class Target(NamedTuple):
 class Parcel(NamedTuple):
     """A message on its way into the store: as it was received, with the decisions about it.
 
-    ``route`` is the ``from`` of the route that chose the target, for lists and audits. The release needs only the
+    ``route`` is the exchange that the message came through, for lists and audits. The release needs only the
     target, so a later change of the configuration does not affect it.
     """
 
@@ -115,8 +116,8 @@ class Parcel(NamedTuple):
     body: bytes
     key: bytes | None = None
     token: bytes = b""
-    """The present ``x-delayer-id`` of a message that was published or went through the cascade before it was held: it
-    keeps that id. If empty, the release sets one."""
+    """The ``x-delayer-id`` that the message has already, because it was published or went through the cascade before it
+    was held. If empty, the release sets one."""
 
     @property
     def names(self) -> dict[str, bytes]:
@@ -125,7 +126,7 @@ class Parcel(NamedTuple):
 
 
 class Due(NamedTuple):
-    """A claimed message: the store gave it up for release. It has its identity in the store.
+    """A message that a claim locked, in order to release it. ``id`` is its number in the store.
 
     ``sound`` is false if the stored checksum or format does not match the bytes: the daemon holds such a message.
     """
@@ -136,7 +137,7 @@ class Due(NamedTuple):
     parcel: Parcel
     sound: bool
     hold: Hold | None = None
-    """Why the message is held; None for a message that was never held."""
+    """Why the message was held last; None for a message that was never held."""
     parked_ms: int | None = None
     """When it was parked, epoch milliseconds; known where the store keeps a history."""
 

@@ -1,4 +1,4 @@
-"""Rates and lateness of the last minutes, from this process's counters every five seconds. Pure, except Recent."""
+"""Rates and lateness of the last minutes, from this process's counters every five seconds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RATE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
 class Step(NamedTuple):
-    """The counts of one step, of all routes together. ``below``: messages within each bound of LATENESS. ``late``: all
-    delivered messages. ``total``: the sum of their lateness in seconds. ``sent``: the messages of the MOST_SENT
-    destinations with the most."""
+    """The counts of one step, of all routes together. ``at_ms``: its end. ``below``: messages within each bound of
+    LATENESS. ``late``: all delivered messages. ``total``: the sum of their lateness in seconds. ``sent``: the MOST_SENT
+    destinations with the most messages, and the number of each."""
 
     at_ms: int
     counts: Mapping[str, int]
@@ -35,7 +35,7 @@ def host_ms() -> int:
 
 
 class Recent:
-    """The steps of this process, of the last quarter of an hour."""
+    """The last ``kept`` steps of this process: 180 are a quarter of an hour."""
 
     def __init__(self, counters: Counters, now_ms: int, kept: int = 180) -> None:
         self._counters = counters
@@ -53,10 +53,12 @@ class Recent:
                 self.note(host_ms())
 
     def note(self, now_ms: int) -> None:
-        """End a step, unless one has ended within these five seconds."""
+        """End a step, unless one has ended within these five seconds. If the clock was set back, forget all before."""
         at_ms = now_ms // STEP_MS * STEP_MS
-        if at_ms <= self._at_ms:
+        if at_ms <= self._at_ms < at_ms + STEP_MS:
             return
+        if at_ms < self._at_ms:
+            self.steps.clear()
         totals = self._now()
         *new, late, total = (now - before for now, before in zip(totals, self._totals, strict=True))
         counts = dict(zip(RATE_KINDS, map(int, new), strict=False))
@@ -77,8 +79,8 @@ class Recent:
 def quantile(share: float, below: Sequence[int], count: int, total: float = inf) -> float | None:
     """The lateness in seconds that ``share`` of the messages did not exceed, None without messages.
 
-    The value is interpolated between two bounds of LATENESS, and is at most what ``total``, the sum of all, allows.
-    Beyond the last bound it is that bound.
+    The value is interpolated between two bounds of LATENESS. It is at most so high that the messages above it do not
+    exceed ``total``, the sum of all. Beyond the last bound it is that bound.
 
     >>> quantile(0.5, [0, 0, 10, *[10] * (len(LATENESS) - 3)], 10)
     0.0175
@@ -106,7 +108,7 @@ class Summary(NamedTuple):
     p50: float | None
     p99: float | None
     worst: float | None
-    """A bound that no message exceeded."""
+    """No message exceeded it, if it is below the last bound of LATENESS."""
 
 
 def summary(of: Sequence[Step], seconds: float) -> Summary:
@@ -122,7 +124,8 @@ def summary(of: Sequence[Step], seconds: float) -> Summary:
 
 
 def sent_rates(of: Sequence[Step], seconds: float) -> dict[tuple[bytes, bytes], float]:
-    """The messages a second that this process released to each destination, over the last ``seconds``."""
+    """The messages a second that this process released to each destination, over the last ``seconds``. A destination
+    that is not among the MOST_SENT of a step has none in that step."""
     last = of[-max(1, round(seconds * 1000 / STEP_MS)) :]
     totals: Counter[tuple[bytes, bytes]] = Counter()
     for one in last:

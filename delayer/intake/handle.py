@@ -1,8 +1,9 @@
 """The handlers of the intake queue and of the due queue.
 
-The intake handler plans deliveries when they arrive. Parcels and cancels wait up to 50 ms for company before they go to
-the store. It publishes other messages to the cascade, their destination or the refused queue. It keeps messages that
-are due soon in memory until their instants. A delivery is accepted after the commit or the confirm.
+The intake handler decides what to do with each delivery when it arrives. It collects parcels and cancels for up to
+50 ms, so that they share a commit. It publishes other messages to the cascade, their destination or the refused queue.
+It keeps messages that are due soon in memory until their instants. It accepts a delivery after the store's commit or
+the broker's confirm.
 """
 
 from __future__ import annotations
@@ -37,22 +38,21 @@ from delayer.intake.holding import Objection
 log = structlog.get_logger(__name__)
 
 GATHER_MS: Final = 50
-"""How long messages wait for company before they are parked, because a commit costs the same for one message as for
-many."""
+"""The longest wait of a message before it is parked. A commit costs the same for one message as for many."""
 URGENT_MS: Final = 10
-"""The same for a SMALL_BATCH, and if one of them has a key, cancels another message, or is due soon."""
-SMALL_BATCH: Final = 200
-"""Messages that share a commit well enough."""
+"""The wait when ENOUGH_MESSAGES are collected, or when one of them has a key, cancels another, or is due soon."""
+ENOUGH_MESSAGES: Final = 200
+"""So many messages share the cost of a commit well enough."""
 KEEP_MS: Final = WINDOW_MS + GATHER_MS
-"""A message that is due sooner is kept in memory in store mode: a claim takes rows WINDOW_MS before they are due, and a
-park takes up to GATHER_MS. A message that is due within GATHER_MS more is urgent."""
+"""In store mode a message that is due sooner is kept in memory. A claim takes rows WINDOW_MS before they are due, and a
+message waits up to GATHER_MS to be parked. A message that is due within KEEP_MS and GATHER_MS is urgent."""
 SLOT_MS: Final = 50
 """Messages that are due within one slot are published by one call."""
 SLOT_LEAD_MS: Final = 10
-"""How long before a slot that call begins, on a busy machine."""
+"""The call begins so long before its slot, because a busy machine may delay it."""
 PARK_MESSAGES: Final = 2000
 PARK_BYTES: Final = 8 << 20
-"""A park of so many messages or bytes waits for no company."""
+"""With so many messages, or bytes of their bodies, a park begins at once."""
 
 
 Classified = tuple[Delivery, Properties | None, Plan]
@@ -61,7 +61,7 @@ Classified = tuple[Delivery, Properties | None, Plan]
 
 @dataclass(slots=True)
 class StoreTransaction:
-    """One transaction of the store: its cancels act before its parcels. ``deliveries`` are what its commit accepts."""
+    """One transaction of the store: its cancels act before its parcels. Its commit accepts ``deliveries``."""
 
     deliveries: list[Delivery] = field(default_factory=list)
     parcels: list[Parcel] = field(default_factory=list)
@@ -78,9 +78,9 @@ class BatchPlan:
     steps: list[StoreTransaction] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
     kept: list[tuple[int, Publication]] = field(default_factory=list)
-    """Publications for their instants."""
+    """Publications to keep in memory until these instants, in epoch milliseconds."""
     late: list[Objection] = field(default_factory=list)
-    """Messages to hold without a publish."""
+    """Messages that are too late: they are held without a publish."""
 
     def park(self, delivery: Delivery, parcel: Parcel) -> None:
         step = self._step()
@@ -90,7 +90,7 @@ class BatchPlan:
             step.keys.add(parcel.key)
 
     def cancel(self, delivery: Delivery, key: bytes, ask: replies.CancelToAnswer | None = None) -> None:
-        """Add a cancel. Behind a parcel of its key it begins a new step, because cancels of a step act first."""
+        """Add a cancel. After a parcel with its key it begins a new step, because the cancels of a step act first."""
         step = self._step()
         if key in step.keys or (isinstance(key, KeyGroup) and any(one.startswith(key) for one in step.keys)):
             step = StoreTransaction()
@@ -109,7 +109,7 @@ class BatchPlan:
 def classify(
     delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, now_lower_ms: int | None = None
 ) -> Classified:
-    """Read the request of a message and plan it. The daemon refuses broken bytes; they raise nothing."""
+    """Read the request of a message and plan it. For malformed properties the plan is a refusal; it raises nothing."""
     raw = delivery.properties
     if len(raw) + edits.ROOM > max_properties:
         return _unusable(
@@ -175,7 +175,7 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
 
 
 def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = None) -> Parcel:
-    """The delivery as it was received, with its due instant and target. A route has the name of its exchange."""
+    """The delivery with its due instant and target. Its route is named as its exchange, also if none is configured."""
     route = delivery.exchange
     return Parcel(
         due_ms, route, delivery.exchange, delivery.routing_key, target, delivery.properties, delivery.body, key
@@ -183,7 +183,7 @@ def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = 
 
 
 def to_refused(delivery: Delivery, plan: Refuse, names: Endpoints, token: bytes) -> Publication:
-    """Set aside in the refused queue."""
+    """The publication that puts a delivery into the refused queue."""
     properties, carried = edits.refused(delivery, plan.reason, token, names.max_properties)
     outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, carried)
     return Publication(delivery, outgoing, refusal=plan.reason)
@@ -217,7 +217,7 @@ class KeepingHandler(Handler):
 
     def _publish_slot(self, slot: int) -> None:
         kept = sorted(self._slots.pop(slot, ()), key=itemgetter(0))
-        if kept:  # The session may be over.
+        if kept:  # The end of a session empties the slots, and leaves their timers.
             publications, due_ms = [one for _, one in kept], [due_ms for due_ms, _ in kept]
             self._session.start(self._dispatch(publications, self._session.acks, due_ms), punctual=True)
 
@@ -231,7 +231,8 @@ class KeepingHandler(Handler):
 
 
 class IntakeHandler(KeepingHandler):
-    """Plans the deliveries of the intake queue when they arrive. Parcels wait for company in ``_parcels``."""
+    """Plans the deliveries of the intake queue when they arrive. ``_parcels`` collects those to park, and
+    cancels."""
 
     def __init__(self, live: LivePolicy, dispatch: Dispatch, parking: Parking, counters: Counters) -> None:
         super().__init__(live, dispatch)
@@ -250,14 +251,14 @@ class IntakeHandler(KeepingHandler):
     def take(self, batch: Sequence[Delivery]) -> None:
         policy, names = self._policy(), self._live.names()
         self._counters.batch("intake", len(batch))
-        clock = monotonic()  # Before the upper bound: a pause of the process between the two lengthens a delay.
+        clock = monotonic()  # Read first: if the process pauses before the others, a delay becomes longer, not shorter.
         now_ms, now_lower_ms = self._live.now_upper_ms(), self._live.now_lower_ms()
         stored: list[Classified] = []
         others: list[Classified] = []
         undelayed: list[bytes] = []
         size, urgent = 0, False
         for delivery in batch:
-            # The clocks may drift apart by half a millisecond in a second.
+            # 999.5 and not 1000 ms for each second, because the two clocks may drift apart by 0.5 ms in it.
             read_ms = now_ms - int((clock - delivery.read_at) * 999.5) if delivery.read_at else now_ms
             one = classify(delivery, policy, read_ms, names.max_properties, now_lower_ms)
             plan = one[2]
@@ -285,7 +286,8 @@ class IntakeHandler(KeepingHandler):
             self._gather(stored, size, urgent=urgent)
 
     def _policy(self) -> Policy:
-        """The policy of the next batch. It keeps none if kept messages fill half of the prefetch, or of KEPT_BYTES."""
+        """The policy of the next batch. If kept messages fill half of the prefetch or of KEPT_BYTES, no more are
+        kept."""
         policy, acks = self._live.policy(), self._session.acks
         crowded = acks.kept * 2 > self._session.prefetch or acks.kept_bytes * 2 > KEPT_BYTES
         return replace(policy, keep_ms=0) if crowded and policy.keep_ms else policy
@@ -297,7 +299,7 @@ class IntakeHandler(KeepingHandler):
         self._bytes += size
         loop = asyncio.get_running_loop()
         full = len(self._parcels) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
-        urgent = urgent or len(self._parcels) >= SMALL_BATCH
+        urgent = urgent or len(self._parcels) >= ENOUGH_MESSAGES
         if full or self._session.acks.outstanding >= self._session.prefetch:
             self.flush()
         elif self._timer is None or (urgent and self._timer.when() > loop.time() + URGENT_MS / 1000):
@@ -327,7 +329,7 @@ class IntakeHandler(KeepingHandler):
             return
         async with self._keyed:
             if self._keyed_failed:
-                # The messages of that batch come again, and those of this one must come after them.
+                # The broker delivers that batch again, and this one must come after it.
                 raise StoreLost("an earlier batch with keys was not parked: this one is given back, to keep the order")
             self._keyed_failed = True
             await self._park(work, acks)
@@ -341,22 +343,22 @@ class IntakeHandler(KeepingHandler):
             self._counters.batch("park", len(step.parcels) + len(step.cancels))
             self._counters.add("parked", [parcel.route for parcel in step.parcels])
             acks.accept(delivery.tag for delivery in step.deliveries)
-            if step.asked:  # A queue that does not confirm its replies delays no batch.
+            if step.asked:  # In a task of its own: a reply that is not confirmed delays no batch.
                 self._session.start(self._reply(step.asked, taken_out), punctual=True)
 
     async def _reply(self, asked: Sequence[replies.CancelToAnswer], taken_out: frozenset[bytes]) -> None:
         """Answer cancels, except into delayer's own queues."""
         ours = self._live.policy().own_queues
-        heard = [ask for ask in asked if ask.reply_to not in ours]
-        answers = [replies.reply(ask, self._new_id(), cancelled=ask.key in taken_out) for ask in heard]
+        to_answer = [ask for ask in asked if ask.reply_to not in ours]
+        answers = [replies.reply(ask, self._new_id(), cancelled=ask.key in taken_out) for ask in to_answer]
         await replies.send(self._dispatch.publisher, answers)
 
 
 class DueHandler(KeepingHandler):
     """Handles the deliveries of the due queue: envelopes at the end of the cascade, or of the broker's own delay.
 
-    The cascade measures whole seconds by the broker's clock. A daemon's clock computed the due instant. The later of
-    both decides, so no message is early.
+    The cascade measures whole seconds by the broker's clock. A daemon's clock computed the due instant. A message
+    leaves at the later of the two, so none is early.
     """
 
     def take(self, batch: Sequence[Delivery]) -> None:
@@ -389,15 +391,15 @@ class DueHandler(KeepingHandler):
 
 
 def _instant(envelope: Envelope, now_ms: int) -> int:
-    """When to publish an envelope that the broker delivered. One that is due already is late, or the clock was set
-    forward: then the rest of its delay counts from now."""
+    """When to publish an envelope that the broker delivered. If its instant has passed, it waits for the rest of its
+    delay from now: it is late, or the clock was set forward, and the daemon cannot tell which."""
     return envelope.next_ms if envelope.next_ms > now_ms else now_ms + envelope.rest_ms
 
 
 def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Endpoints) -> Publication:
     """The next publish of a message: to its destination, or through the cascade if its instant is a second away or
-    more. Not into the due queue again: a broker whose clock is ahead, or that delays no more, would return it at once,
-    for ever. Raises MalformedProperties, MalformedTable."""
+    more. It never goes straight into the due queue again. A broker whose clock is ahead, or that delays no more, would
+    return it at once, for ever. Raises MalformedProperties, MalformedTable."""
     id, parcel, held, _ = envelope
     released = edits.released(Properties.parse(parcel.properties), id, parcel.due_ms)
     seconds = min(whole_seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)

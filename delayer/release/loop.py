@@ -1,5 +1,5 @@
-"""The release of one lane: it publishes rows when they are due. A claim locks rows shortly before. When the broker has
-answered for all of them, one commit deletes the confirmed ones and holds the others."""
+"""The release of one lane: it publishes rows when they are due. A claim locks rows up to WINDOW_MS before. When the
+broker has answered for all of them, one commit deletes the confirmed ones and holds the others."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ SLICE_SECONDS: Final = 1.0
 """Longest single sleep, in seconds. After each one the loop notices a stop and feeds the watchdog."""
 
 BEHIND_SECONDS: Final = 2.0
-"""Seconds after which a lane that has not taken all due rows counts as behind. A broker that begins a new log file
-confirms nothing for one second."""
+"""A lane that has had due rows for so many seconds is behind. A broker that begins a new log file confirms nothing for
+one second, which is not enough."""
 CLAIM_MESSAGES: Final = 1000
 CLAIM_BYTES: Final = 256 << 10
-"""The bounds of one claim. Its messages must be confirmed well within the publisher's deadline, and come from the store
-over a slow line before the server ends an idle transaction (4 s). A claim takes at least one message, however large. So
-each of a lane's two claims needs at most CLAIM_BYTES and one message of memory."""
+"""The limits of one claim. The broker must confirm all of it well within the publisher's deadline. The store must send
+it within 4 s, also over a slow line: then the server ends an idle transaction. A claim takes at least one message,
+however large. A lane has two claims at a time, and each needs at most CLAIM_BYTES and one message of memory."""
 
 
 class LaneRelease:
-    """The release of one lane. It has a loop for each claimer: while one publishes and settles, the other claims."""
+    """The release of one lane, with a task for each of its two claimers: while one publishes and settles, the other
+    claims."""
 
     def __init__(
         self, lane: Lane, publisher: AmqpPublisher, live: LivePolicy, *, heartbeat: Heartbeat, counters: Counters
@@ -62,27 +63,28 @@ class LaneRelease:
 
     @property
     def behind(self) -> bool:
-        """Whether this lane does not keep up: it has had due rows for BEHIND_SECONDS without a pause."""
+        """Whether this lane has had due rows for BEHIND_SECONDS all the time. The rate of a limited route does that
+        too."""
         return self._busy_since is not None and time.monotonic() - self._busy_since > BEHIND_SECONDS
 
     def leave(self) -> None:
-        """Ask only this release to end. Its loops notice that within SLICE_SECONDS and finish their open claims."""
+        """Ask only this release to end. Its tasks notice that within SLICE_SECONDS and finish their open claims."""
         self.leaving.set()
 
     async def run(self, stopping: asyncio.Event, pause: Pause = pause) -> None:
-        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane. After the
-        loss of the broker a loop sleeps for a ``pause``."""
-        loops = {asyncio.create_task(self._run_claimer(claimer, stopping, pause)) for claimer in self._lane.claimers}
+        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane. A task
+        that lost the broker sleeps for a ``pause`` before it claims again."""
+        tasks = {asyncio.create_task(self._run_claimer(claimer, stopping, pause)) for claimer in self._lane.claimers}
         try:
-            await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self.leave()
-            await asyncio.wait(loops)
+            await asyncio.wait(tasks)
         finally:
-            for loop in loops:
-                loop.cancel()
-            await asyncio.wait(loops)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             self._forget()
-            failures = take_failures(loops)
+            failures = take_failures(tasks)
             try:
                 await self._lane.close()
             finally:
@@ -95,8 +97,8 @@ class LaneRelease:
         raise_first(failures, unless=(LaneLost, StoreLost))
 
     async def _run_claimer(self, claimer: Claimer, stopping: asyncio.Event, pause: Pause) -> None:
-        """Claim, publish and settle by one claimer. The loop that waits for a claim feeds the watchdog; all other
-        work has deadlines. Raises LaneLost, StoreLost."""
+        """Claim, publish and settle by one claimer. The task whose turn it is to claim feeds the watchdog. Publishing
+        and settling have deadlines. Raises LaneLost, StoreLost."""
         retry, failed = Backoff(self._beat, stopping, self.leaving, pause=pause), False
         while not (self.leaving.is_set() or stopping.is_set()):
             async with self._turn:
@@ -117,7 +119,7 @@ class LaneRelease:
                 retry.succeeded()
 
     async def _next_claim(self, claimer: Claimer, retry: Backoff, stopping: asyncio.Event) -> list[Due]:
-        """Rest until there is something to claim, and claim it. No rows: this release is over.
+        """Wait until rows can be claimed, and claim them. An empty list means that this release is over.
 
         Raises LaneLost, StoreLost.
         """
@@ -137,7 +139,7 @@ class LaneRelease:
         return []
 
     async def _claim(self, claimer: Claimer) -> list[Due]:
-        """Claim a portion; of a limited route, one row for each token. Without a token, sleep, and claim nothing."""
+        """Claim rows; for a limited route at most one for each token. Without a token it sleeps and returns none."""
         limit = min(CLAIM_MESSAGES, self._publisher.batch_limit)
         route, now = self._lane.route, time.monotonic()
         rate = None if route is None else self._live.rates.get(route)
@@ -174,8 +176,8 @@ class LaneRelease:
             held += [(row, one) for row, one in zip(sendable, outcomes, strict=True) if not isinstance(one, Confirmed)]
             held = [(row, hold.after(row.hold)) for row, hold in held]
         except BaseException:
-            # All rows go back, confirmed ones too (they are repeated), and also after a cancellation: to settle a part
-            # of a claim needs a second transaction.
+            # All rows return to the store, also after a cancellation. So confirmed messages are published twice. To
+            # settle only some rows would need a second transaction.
             await claimer.give_up()
             raise
         finally:
@@ -190,7 +192,7 @@ class LaneRelease:
             report_held([(row.id, row.parcel, hold, row.attempts) for row, hold in held], self._counters)
 
     def _prepared(self, rows: Sequence[Due]) -> tuple[list[Due], list[Outgoing], list[tuple[Due, Hold]]]:
-        """The rows to publish, in the order of their instants, the message of each, and the rows to hold at once."""
+        """The rows to publish in the order of their instants, their messages, and the rows to hold at once."""
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, Hold]] = []

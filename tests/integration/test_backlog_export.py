@@ -308,6 +308,16 @@ async def test_a_broken_segment_is_named_and_all_others_are_written(
     assert set(read(tmp_path / "backlog")) == set(there) - set(first["ids"])
 
 
+def test_one_export_at_a_time_writes_a_dataset(tmp_path: Path) -> None:
+    killed, target, other = tmp_path / ".data.0123456789abcdef.part", tmp_path / "data", tmp_path / "data.old"
+    killed.mkdir()
+    with dataset.plain(other), dataset.plain(target):
+        assert not killed.exists()
+        with pytest.raises(dataset.Unfit, match="another export is writing it"), dataset.plain(target):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_long_and_odd_routes_have_names_of_files() -> None:
     for route in (b"/" * 255, b"\xff" * 255, "ä".encode() * 127, b".", b"..", b"a=b"):
         partition = dataset.Partition.of(1, route)
