@@ -141,7 +141,8 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
     state = await admin.state(settings.intake.queue)
     if state is not None and not state.consumers:  # A missing queue was reported already.
         found = f"no consumer reads {quoted(settings.intake.queue)}; {state.messages} wait in it"
-        report.add("intake", "note", found, "start the daemon, or see in its log what it waits for")
+        result: CheckResult = "off" if state.messages else "note"
+        report.add("intake", result, found, "start the daemon, or see in its log what it waits for")
     ours = {exchange.name for exchange in topology_of(settings).exchanges}
     for name in dict.fromkeys(route.to for route in settings.routes if route.to):
         if await admin.exchange_exists(name):

@@ -7,7 +7,8 @@ import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -120,6 +121,8 @@ class Session:
         self._punctual: set[asyncio.Task[None]] = set()
         self._lost: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self.waiting = 0
+        """Tasks among the work that wait for another one: they do not count against the batches in flight."""
         self.any_succeeded = False
         """Whether some work ended well. The reader sets it back."""
         self.failed = False
@@ -148,7 +151,23 @@ class Session:
 
     async def room(self) -> None:
         """Wait until another batch may begin. Raises the first failure."""
-        await self._until(lambda: len(self._tasks) < self._in_flight and self.acks.kept_bytes < KEPT_BYTES)
+        await self._until(
+            lambda: len(self._tasks) - self.waiting < self._in_flight and self.acks.kept_bytes < KEPT_BYTES
+        )
+
+    @asynccontextmanager
+    async def turn(self, lock: asyncio.Lock) -> AsyncIterator[None]:
+        """Hold ``lock``. While this work waits for it, another batch may begin. The prefetch bounds these batches."""
+        self.waiting += 1
+        self._changed.set()
+        try:
+            await lock.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            lock.release()
 
     async def settled(self) -> None:
         """Wait until all work is done, and no delivery is kept any more. Raises the first failure."""

@@ -327,7 +327,7 @@ class IntakeHandler(KeepingHandler):
         if not any(step.keys or step.cancels for step in work.steps):
             await self._park(work, acks)
             return
-        async with self._keyed:
+        async with self._session.turn(self._keyed):
             if self._keyed_failed:
                 # The broker delivers that batch again, and this one must come after it.
                 raise StoreLost("an earlier batch with keys was not parked: this one is given back, to keep the order")

@@ -48,8 +48,6 @@ CREATE TABLE message (
     CONSTRAINT message_pkey PRIMARY KEY (lane, due_at, id)
 ) PARTITION BY RANGE (due_at);
 ALTER TABLE message ALTER COLUMN body SET STORAGE EXTERNAL, ALTER COLUMN properties SET STORAGE EXTERNAL;
--- The blocks of an id without its due instant. Rows lie nearly in the order of their ids, so 10,000,000 need 2 MB.
-CREATE INDEX message_by_id ON message USING brin (id) WITH (pages_per_range = 32, autosummarize = on);
 
 CREATE TABLE message_default PARTITION OF message DEFAULT WITH ({ROWS_THAT_CHURN});
 

@@ -376,9 +376,11 @@ async def test_an_intake_queue_without_a_consumer_is_reported(delayer: Run, vhos
         await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
         assert rows(delayer, "intake") == [], "the queue is not there yet"
         delayer("topology", "apply")
-        await channel.default_exchange.publish(aio_pika.Message(b""), "delays")
         (row,) = rows(delayer, "intake")
-        assert (row["result"], row["found"]) == ("note", 'no consumer reads "delays"; 1 wait in it')
+        assert (row["result"], row["found"]) == ("note", 'no consumer reads "delays"; 0 wait in it')
+        await channel.default_exchange.publish(aio_pika.Message(b""), "delays")
+        (row,) = rows(delayer, "intake", expect=1)
+        assert (row["result"], row["found"]) == ("off", 'no consumer reads "delays"; 1 wait in it')
 
         async def keep(_message: object) -> None:
             """Keep the message without an acknowledgement."""

@@ -133,6 +133,16 @@ async def test_cancel(delayer: Run, database: str) -> None:
     assert "order-1" in delayer("audit-log").stdout
 
 
+async def test_a_number_that_is_an_id_and_a_key_changes_nothing(delayer: Run, database: str) -> None:
+    _, of = await filled(database)
+    number, _, due_ms = of[b"soon"].partition("@")
+    async with sql(database) as admin:
+        await admin.execute("UPDATE message_key SET key = $1", number.encode())
+    for verb in (["cancel"], ["reschedule", "--by", "1h"]):
+        assert f"{number} is an id and a key" in delayer(*verb, number, expect=2).stderr
+    assert "Cancelled: 1 of 1." in delayer("cancel", f"{number}@{due_ms}").stdout
+
+
 async def test_reschedule(delayer: Run, database: str) -> None:
     now, of = await filled(database)
     delayer("reschedule", of[b"soon"], expect=2)

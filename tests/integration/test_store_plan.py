@@ -189,19 +189,3 @@ async def test_looking_around_reads_little(stores: dict[int, str], look: Callabl
     await look(stores[MANY])
     read = await counted(stores[MANY]) - before
     assert read < MANY / 4, read
-
-
-async def test_an_id_without_its_instant_is_found_by_a_small_part_of_each_partition(stores: dict[int, str]) -> None:
-    """As `delayer show 48213` does. Autovacuum keeps the index of ids up to date; here VACUUM does."""
-    url = stores[MANY]
-    async with sql(url) as admin:
-        await admin.execute("VACUUM (ANALYZE) message", timeout=120)
-        far = await admin.fetchval(
-            "SELECT id FROM message WHERE body = decode(md5('777'), 'hex') AND key IS NULL LIMIT 1"
-        )
-    before = await counted(url)
-    async with listing.looking(url, "show") as connection:
-        found = await listing.find_rows(connection, [far], {})
-    assert list(found.ids) == [far]
-    read = await counted(url) - before
-    assert 0 < read < MANY / 4, read

@@ -338,6 +338,12 @@ async def called(
     return found
 
 
+async def keys_among(connection: Connection, texts: Sequence[bytes]) -> list[bytes]:
+    """Those that are keys of waiting or held messages. Raises the driver's errors."""
+    rows = await connection.fetch("SELECT key FROM message_key WHERE key = ANY($1)", texts)
+    return [row["key"] for row in rows]
+
+
 async def _find_keyed(connection: Connection, wanted: Filter, test: Test | None, after: tuple[int, int]) -> FoundPage:
     rows = await connection.fetch(_KEYED, wanted.key)
     places = [Place(due_us, number, lane) for lane, due_us, number in rows]
@@ -470,17 +476,11 @@ class Places(NamedTuple):
         return cls(lanes, dues, ids, min(dues, default=0), max(dues, default=-1) + 1)
 
 
-FEW: Final = 20
-"""So many ids without a due instant are found by the index of ids: 15 ms for each with ten million rows. More are found
-by one second of reading."""
-
-
 async def find_rows(connection: Connection, ids: Sequence[int], dues: Dues) -> Places:
     """The places of the rows among ``ids``. Raises the driver's errors."""
     known = [number for number in ids if number in dues]
     unknown = [number for number in ids if number not in dues]
-    statement = "find_few_rows" if len(unknown) <= FEW else "find_rows"
-    found = await connection.fetch(statements.read(statement), unknown) if unknown else []
+    found = await connection.fetch(statements.read("find_rows"), unknown) if unknown else []
     if known:
         at = [dues[number] for number in known]
         lanes = await connection.fetchval(_EVERY_LANE)
