@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import click
 
 from delayer.amqp import reading
-from delayer.cli.errors import ExitCode, Misused
+from delayer.cli.errors import ExitCode
 from delayer.cli.hints import say_hints
 from delayer.cli.list import say_native
 from delayer.cli.options import (
@@ -19,7 +19,7 @@ from delayer.cli.options import (
     as_json,
     ask_store,
     instant,
-    messages_of,
+    messages_to_change,
     read_as,
     request_of,
     selected,
@@ -31,7 +31,6 @@ from delayer.cli.output import note, print_json, progress
 from delayer.config.texts import duration_text, shift_ms
 from delayer.core import readable
 from delayer.core.filters import Filter, Token
-from delayer.core.message import as_text
 from delayer.core.readable import counted
 from delayer.store.admin import actions, listing
 from delayer.store.admin.actions import PAST, Do, NewDue
@@ -126,21 +125,10 @@ def _act(
     url = store_url(settings)
     say_native(settings)
     if names:
-        tokens = messages_of(url, names)
-        _refuse_keys(url, [name for name, token in tokens.items() if token is not None and token.due_ms is None])
-        code = _named(url, change, tokens, dry_run=dry_run, as_json=as_json)
+        code = _named(url, change, messages_to_change(url, names), dry_run=dry_run, as_json=as_json)
     else:
         code = _filtered(url, change, wanted, dry_run=dry_run, yes=yes, as_json=as_json)
     context.exit(code)
-
-
-def _refuse_keys(url: str, numbers: Sequence[str]) -> None:
-    """Raise Misused if one of these ids is the key of a waiting message too. An order number is often a key."""
-    if numbers and (
-        keys := ask_store(url, "find", lambda one: listing.keys_among(one, list(map(reading.raw, numbers))))
-    ):
-        key = as_text(keys[0])
-        raise Misused(f"{key} is an id and a key: expected ID@DUE as of `delayer list`, or --delay-key {key}")
 
 
 def _named(url: str, change: Change, names: Mapping[str, Token | None], *, dry_run: bool, as_json: bool) -> int:

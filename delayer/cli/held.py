@@ -21,7 +21,7 @@ from delayer.cli.options import (
     go_on,
     kind_option,
     limit_option,
-    messages_of,
+    messages_to_change,
     request_of,
     selected,
     store_url,
@@ -136,7 +136,7 @@ def _act(
 ) -> None:
     wanted = selected(names, given, everything=everything)
     url = store_url(request_of(context).settings())
-    tokens = messages_of(url, names)
+    tokens = messages_to_change(url, names)
     ids = {token.id for token in tokens.values() if token is not None} if names else None
     test = reading.properties_test(wanted)
     look = (

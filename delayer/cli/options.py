@@ -29,8 +29,10 @@ from delayer.config.texts import Scalar
 from delayer.config.values import duration_ms
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.hold import HoldKind
+from delayer.core.message import as_text
 from delayer.core.secret import SecretUrl
 from delayer.store.admin import listing
+from delayer.store.rows import keys
 
 
 class Stoppable(click.Command):
@@ -158,6 +160,17 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
                 number = f"{len(tokens)} or more" if len(tokens) == listing.NAMED else len(tokens)
                 raise Misused(f"{quoted(others[text])} names {number} messages: give an id of {several}")
             found[others[text]] = tokens[0] if tokens else None
+    return found
+
+
+def messages_to_change(url: str, names: Sequence[str]) -> dict[str, Token | None]:
+    """The same for a verb that changes them. An order number is often a key, so this raises Misused too for an id that
+    is the key of a message."""
+    found = messages_of(url, names)
+    numbers = [raw(name) for name, token in found.items() if token is not None and token.due_ms is None]
+    if numbers and (known := ask_store(url, "find", lambda connection: keys.among(connection, numbers))):
+        key = as_text(known[0])
+        raise Misused(f"{key} is an id and a key: expected ID@DUE as of `delayer list`, or --delay-key {key}")
     return found
 
 

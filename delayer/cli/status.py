@@ -193,7 +193,7 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
 
 
 def next_steps(settings: Settings, seen: CascadeDepths, held: int) -> list[str]:
-    """What an operator does about missing queues, and about ``held`` and other messages that were set aside. Pure."""
+    """Tell an operator what to do about missing queues, and about ``held`` and other messages set aside. Pure."""
     used, strays = uses_cascade(settings), cascade_of(settings).strays
     needed = {name: depth for name, depth in seen.queues.items() if used or name in intake_queues(settings)}
     missing = [name for name, depth in needed.items() if depth is None and name not in seen.hidden]

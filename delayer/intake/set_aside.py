@@ -209,10 +209,11 @@ class SetAside(Generic[T]):
         """The messages that match among the first ``limit``, or among the first KEPT. They stay in the queue."""
         async with self._consuming(limit or KEPT) as (subscription, publisher, result):
             async for some in _portions(subscription, min(limit or KEPT, result.depth), result):
-                read = [self._read(one, publisher.max_properties) for one in some]
-                result.found += [one for one in read if wanted.matches(one)]
-                others = [one for one in read if not wanted.matches(one)]
-                result.others += others[: MOST_OTHERS - len(result.others)]
+                for one in (self._read(delivery, publisher.max_properties) for delivery in some):
+                    if wanted.matches(one):
+                        result.found.append(one)
+                    elif len(result.others) < MOST_OTHERS:
+                        result.others.append(one)
         return result
 
     async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result[T]:

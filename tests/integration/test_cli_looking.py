@@ -138,7 +138,7 @@ async def test_a_number_that_is_an_id_and_a_key_changes_nothing(delayer: Run, da
     number, _, due_ms = of[b"soon"].partition("@")
     async with sql(database) as admin:
         await admin.execute("UPDATE message_key SET key = $1", number.encode())
-    for verb in (["cancel"], ["reschedule", "--by", "1h"]):
+    for verb in (["cancel"], ["reschedule", "--by", "1h"], ["held", "drop"], ["held", "retry"]):
         assert f"{number} is an id and a key" in delayer(*verb, number, expect=2).stderr
     assert "Cancelled: 1 of 1." in delayer("cancel", f"{number}@{due_ms}").stdout
 

@@ -338,12 +338,6 @@ async def called(
     return found
 
 
-async def keys_among(connection: Connection, texts: Sequence[bytes]) -> list[bytes]:
-    """Those that are keys of waiting or held messages. Raises the driver's errors."""
-    rows = await connection.fetch("SELECT key FROM message_key WHERE key = ANY($1)", texts)
-    return [row["key"] for row in rows]
-
-
 async def _find_keyed(connection: Connection, wanted: Filter, test: Test | None, after: tuple[int, int]) -> FoundPage:
     rows = await connection.fetch(_KEYED, wanted.key)
     places = [Place(due_us, number, lane) for lane, due_us, number in rows]
