@@ -41,7 +41,7 @@ GATHER_MS: Final = 50
 """The longest wait of a message before it is parked. A commit costs the same for one message as for many."""
 URGENT_MS: Final = 10
 """The wait when ENOUGH_MESSAGES are collected, or when one of them has a key, cancels another, or is due soon."""
-ENOUGH_MESSAGES: Final = 200
+ENOUGH_MESSAGES: Final = 400
 """So many messages share the cost of a commit well enough."""
 KEEP_MS: Final = WINDOW_MS + GATHER_MS
 """In store mode a message that is due sooner is kept in memory. A claim takes rows WINDOW_MS before they are due, and a

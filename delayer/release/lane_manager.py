@@ -39,7 +39,7 @@ MORE_LANES: Final = "`delayer db lanes N` raises the number of lanes"
 AWAY_SECONDS: Final = 10.0
 UPKEEP_LOOKS: Final = 60
 """Looks between two rounds of partition upkeep."""
-BULK_MESSAGES: Final = 128
+BULK_MESSAGES: Final = 400
 BULK_BYTES: Final = 1 << 20
 """From so many messages or bytes on, each write goes to the next lane, so that all lanes release in parallel. With one
 lane a process releases a fifth less in bulk. Smaller writes stay in one lane, so that messages that are due together
