@@ -144,8 +144,8 @@ def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) 
     """Show a message: its properties, its headers with their types, the beginning of its body, its place, its future.
 
     The ID is that of `delayer list`, such as 48213@1795291200000. The part before the @ is enough, and finds a moved
-    message. It reads the index of every partition: a second or more with ten million waiting messages. A message_id, a
-    key or an x-delayer-id is an ID too, if it is not a number. It reads every message: minutes in a large store.
+    message. A message_id, a key or an x-delayer-id is an ID too, if it is not a number. To find it, this command reads
+    every message: minutes in a large store.
     Exit code 1 if the message is not found: it was delivered, cancelled, replaced, refused, or never parked.
 
     \b

@@ -189,3 +189,28 @@ async def test_looking_around_reads_little(stores: dict[int, str], look: Callabl
     await look(stores[MANY])
     read = await counted(stores[MANY]) - before
     assert read < MANY / 4, read
+
+
+_BLOCKS = "SELECT sum(idx_blks_hit + idx_blks_read)::bigint FROM pg_statio_user_indexes WHERE relname ~ '^message_'"
+
+
+async def blocks(url: str) -> int:
+    """Blocks of the indexes of messages that ended sessions have read so far."""
+    await counted(url)  # Waits until they have ended.
+    async with sql(url) as admin:
+        return int(await admin.fetchval(_BLOCKS))
+
+
+async def test_an_id_without_its_instant_costs_a_few_blocks_of_each_partition(stores: dict[int, str]) -> None:
+    """As `delayer show 48213` asks. Without the index of ids it would read every primary key from first to last."""
+    url = stores[MANY]
+    async with sql(url) as admin:
+        [far] = await admin.fetchrow(
+            "SELECT id FROM message WHERE body = decode(md5('777'), 'hex') AND key IS NULL LIMIT 1"
+        )
+    before = await blocks(url)
+    async with listing.looking(url, "show") as connection:
+        found = await listing.find_rows(connection, [far], {})
+    assert list(found.ids) == [far]
+    read = await blocks(url) - before
+    assert 0 < read < 6 * (DAYS + 2), read

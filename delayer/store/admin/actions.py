@@ -80,8 +80,8 @@ async def cancel(
 ) -> dict[int, FoundIn]:
     """Cancel messages by id. Returns the place where each was met.
 
-    Finding a row by its id alone reads the index of every partition, and the ids of every segment. So ask for many at
-    once, or give their due instants in ``dues``. The cancel waits for a message that is being released, and then finds
+    Finding a row by its id alone reads the ids of every segment. So ask for many at once, or give their due instants in
+    ``dues``. The cancel waits for a message that is being released, and then finds
     it NOWHERE, or waiting again. ``log_id``: the entry of the audit log (audit_log.py). Raises the driver's errors;
     messages cancelled by then are in the audit log.
     """

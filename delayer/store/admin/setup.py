@@ -122,7 +122,7 @@ class LockNeed(NamedTuple):
         """
         # Locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment, history.
         beside = 16
-        of_days = 4 * self.partitions + beside  # Table and primary key, and the same of out-of-line bodies.
+        of_days = 5 * self.partitions + beside  # A table with two indexes, and one of out-of-line bodies with one.
         of_history = 3 * self.of_history  # Table, and out-of-line values with their index. Only readers lock all.
         things = of_days + of_history + LOCKS + self.lanes
         readers = 2 * (of_days + of_history)  # A dump or an export, and a command.
