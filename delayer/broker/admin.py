@@ -19,9 +19,10 @@ from delayer.amqp.address import Address
 from delayer.amqp.framing import UncheckedMethod
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import COUNTS_AGE, Management, delayed_reason
+from delayer.broker.management_api import Management, delayed_reason
 from delayer.broker.pipelined_admin import DELAYS_FROM, QueueDelete, exchange_look, queue_look
 from delayer.broker.verify import TopologyFinding, Verifier
+from delayer.core.readable import COUNTS_AGE
 from delayer.core.topology import Binding, Exchange, Topology
 
 Delayed = Callable[[Collection[str]], Awaitable[dict[str, int | None]]]

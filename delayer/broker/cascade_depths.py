@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from delayer.amqp.errors import ChannelClosed, ReplyCode
 from delayer.broker.errors import BrokerRefused
@@ -24,19 +24,26 @@ class LevelState:
 @dataclass(frozen=True, slots=True)
 class CascadeDepths:
     """The output of ``topology show``. ``queues``: depths of the queues around the cascade, None for a missing one.
-    ``hidden``: queues that the broker does not show to this user; their depths are None too. ``may_delay``: whether the
-    broker can delay messages itself, which no depth counts."""
+    ``hidden``: queues that the broker does not show to this user; their depths are None too. ``delayed``: the messages
+    of each level and queue that the broker delays itself, which no depth counts; None if unknown. It is empty for a
+    broker that delays none."""
 
     kind: str
     delivery: str
     levels: tuple[LevelState, ...]
     queues: dict[str, int | None]
     hidden: tuple[str, ...] = ()
-    may_delay: bool = False
+    delayed: dict[str, int | None] = field(default_factory=dict)
 
 
 async def cascade_depths(
-    url: str, name: str, cascade: Cascade, queues: Iterable[str], *, patience: float = PATIENCE
+    url: str,
+    name: str,
+    cascade: Cascade,
+    queues: Iterable[str],
+    *,
+    patience: float = PATIENCE,
+    management_url: str | None = None,
 ) -> CascadeDepths:
     """Levels with their depths, and the depths of ``queues`` and of the strays queue.
 
@@ -55,12 +62,21 @@ async def cascade_depths(
             raise BrokerRefused(str(answers[first]))
         there = isinstance(answers[first], int) or isinstance(answers[last], int)
         answers |= await broker.depths(inner) if there else dict.fromkeys(inner, answers[first])
-        may_delay = broker.may_delay
+        delays = broker.may_delay
+    delayed = await _delayed(every, url, management_url) if delays else {}
     hidden = [name for name in every if _forbidden(answers[name])]
     depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}
     levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())
     queues_around = {name: depths[name] for name in around}
-    return CascadeDepths(cascade.kind, cascade.delivery, tuple(levels), queues_around, tuple(hidden), may_delay)
+    return CascadeDepths(cascade.kind, cascade.delivery, tuple(levels), queues_around, tuple(hidden), delayed)
+
+
+async def _delayed(queues: Sequence[str], url: str, management_url: str | None) -> dict[str, int | None]:
+    if management_url is None:
+        return dict.fromkeys(queues)
+    from delayer.broker.management_api import delayed_in  # noqa: PLC0415 - urllib takes 12 ms to load
+
+    return await delayed_in(queues, url, management_url)
 
 
 def _forbidden(answer: int | ChannelClosed) -> bool:

@@ -8,7 +8,7 @@ import json
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http.client import HTTPException
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
@@ -16,8 +16,6 @@ from urllib.parse import quote, unquote, urlsplit
 from delayer.amqp.address import Address
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 
-COUNTS_AGE: Final = 12.0
-"""Seconds that the broker's counts may be old: two ticks of a quorum queue, and the pause of the management API."""
 _OTHER: Final = "this is not RabbitMQ's management API"
 
 
@@ -92,12 +90,13 @@ def delayed_reason(count: int | None) -> str:
     return f"holds {count} message{'s' * (count != 1)} that the broker itself delays" if count else ""
 
 
-async def delayed_in(queue: str, broker_url: str, management_url: str | None) -> int | None:
-    """The messages that the broker delays in one queue. None: unknown."""
+async def delayed_in(queues: Iterable[str], broker_url: str, management_url: str | None) -> dict[str, int | None]:
+    """The messages of each queue that the broker delays, by one request. None: unknown."""
     if management_url is None:
-        return None
+        return dict.fromkeys(queues)
     address = Address.parse(broker_url)
     try:
-        return (await Management(management_url, address.vhost, timeout=5.0, tls=address.tls).delayed()).get(queue, 0)
+        found = await Management(management_url, address.vhost, timeout=5.0, tls=address.tls).delayed()
     except (BrokerRefused, BrokerUnreachable):
-        return None
+        return dict.fromkeys(queues)
+    return {name: found.get(name, 0) for name in queues}

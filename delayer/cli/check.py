@@ -187,7 +187,11 @@ async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:
     if state is not None and state.messages:
         advice = 'choose another name; bring them over (docs/operations.md, "An existing queue with other arguments")'
         return f"{found}; messages in it, which deleting it loses: {state.messages}", advice
-    how = "delete it while it is empty and has no consumer," if one.kind == "queue" else "delete it"
+    how = (
+        "delete it while it has no consumer and no messages, delayed ones included,"
+        if one.kind == "queue"
+        else "delete it"
+    )
     return found, f"{how} or choose another name; the broker names the first difference only"
 
 
@@ -209,7 +213,7 @@ async def _taken_over(report: CheckReport, admin: Admin, settings: Settings) -> 
             report.add("takeover", "note", found, "nothing: its owner declares it, and the daemon waits for that")
         else:
             waiting = sum(depth or 0 for depth in depths.values())
-            report.add("takeover", "ok", f"{of}: {len(depths)} levels, {waiting} messages in them")
+            report.add("takeover", "ok", f"{of}: {len(depths)} levels, {waiting} ready messages in them")
 
 
 async def _left_in_the_cascade(report: CheckReport, admin: Admin, due_queue: str) -> None:

@@ -20,7 +20,7 @@ from delayer.broker.publisher import AmqpPublisher
 from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.importing import import_failures
 from delayer.cli.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
-from delayer.cli.output import note, print_json, print_table, progress
+from delayer.cli.output import print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.cascade import MAX_SECONDS
@@ -45,9 +45,10 @@ AGAIN: Final = "the same once more"
 
 
 class LeftBehind(NamedTuple):
-    """Messages that stay, and why. ``next_step``: how they leave. ``by_itself``: they leave without help."""
+    """Messages that stay, and why. ``messages``: None if their number is unknown. ``next_step``: how they leave.
+    ``by_itself``: they leave without help."""
 
-    messages: int
+    messages: int | None
     where: str
     why: str
     next_step: str
@@ -73,7 +74,7 @@ def left_in_store(now: draining.DrainBacklog, unsound: int, *, keys_too: bool) -
         LeftBehind(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
         LeftBehind(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
     ]  # fmt: skip
-    return [one for one in found if one.messages > 0]
+    return [one for one in found if (one.messages or 0) > 0]
 
 
 LOWEST: Final = 5
@@ -102,11 +103,18 @@ def left_in_cascade(around: BrokerDepths) -> list[LeftBehind]:
             around.strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"
         ),
     ]
-    return [one for one in found if one.messages > 0]
+    return [one for one in found if one.messages]
 
 
 def left_delayed(delayed: Mapping[str, int | None]) -> list[LeftBehind]:
-    """The messages of each queue that the broker itself delays, so that a drain cannot read them."""
+    """The messages of each queue that the broker itself delays, so that a drain cannot read them; or that their number
+    is unknown."""
+    if None in delayed.values():
+        why, step = (
+            "the broker may delay some itself",
+            "none: they come out when due; broker.management_url counts them",
+        )
+        return [LeftBehind(None, "cascade", why, step, by_itself=True)]
     why, step = "the broker itself delays them", "none: they come out when they are due"
     return [LeftBehind(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items() if count]
 
@@ -136,8 +144,6 @@ async def left_of(settings: Settings, around: BrokerDepths) -> list[LeftBehind]:
     names = [*(level.name for level in levels.levels()), settings.native.due_queue, levels.strays]
     async with await Admin.connect(settings.broker_url, management_url=settings.management_url, name=NAME) as admin:
         delayed = await admin.delayed(names)
-    if None in delayed.values():
-        note("Note: the broker may delay messages itself in these queues; only broker.management_url would show them.")
     return left_in_cascade(around) + left_delayed(delayed)
 
 
@@ -268,7 +274,7 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
     count, left = asyncio.run(_planned(settings, url, keys_too=keys_too))
     done = 0
     if count and not dry_run:
-        kept = sum(one.messages for one in left)
+        kept = sum(one.messages or 0 for one in left)
         into = "cascade" if target == "native" else "store"
         if not agreed(f"Move {count:,} messages into the {into}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
             context.exit(ExitCode.DONE)
@@ -311,7 +317,7 @@ def _tell(target: str, count: int, done: int, left: Sequence[LeftBehind], *, dry
             click.echo(f"Moved into the {into}: {done:,}." if count else "There are no messages to move.")
         if left:
             click.echo(f"{'Would stay' if dry_run else 'Left'}:")
-            cells = [(f"{one.messages:,}", one.where, one.why, one.next_step) for one in left]
+            cells = [("?" if (n := one.messages) is None else f"{n:,}", *one[1:4]) for one in left]
             print_table(["messages", "where", "because", "next step"], cells, right=(0,))
         else:
             click.echo(f"Nothing {'would be' if dry_run else 'is'} left in the {other}.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delayer.core.lines import escaped
-from delayer.core.readable import Say, away, duration, instant, readable
+from delayer.core.readable import Say, away, delayed_rows, duration, instant, readable
 
 if TYPE_CHECKING:
     from delayer.broker.cascade_depths import CascadeDepths
@@ -103,12 +103,9 @@ def intake_queues(settings: Settings) -> tuple[str, str]:
     return settings.intake.queue, settings.refused.queue
 
 
-def print_queues(
-    settings: Settings, seen: CascadeDepths, delayed: int | None, *, used: bool, every_level: bool
-) -> None:
-    """Print the depths of the cascade and of the queues around it. ``delayed``: the messages that the broker itself
-    delays in the due queue, None if unknown. ``used``: whether new delays take the cascade. ``every_level``: also those
-    without messages."""
+def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_level: bool) -> None:
+    """Print the depths of the cascade and of the queues around it. ``used``: whether new delays take the cascade.
+    ``every_level``: also those without messages."""
     intake = intake_queues(settings)
 
     def depth(name: str, messages: int | None) -> str:
@@ -128,10 +125,7 @@ def print_queues(
     elif not every_level:
         rows.append(("", "cascade, all levels", "", sum(one.depth or 0 for one in seen.levels)))
     rows += [("", name, "", depth(name, messages)) for name, messages in seen.queues.items()]
-    due_queue = settings.native.due_queue
-    if seen.may_delay and seen.queues.get(due_queue) is not None:
-        shown = "unknown without broker.management_url" if delayed is None else delayed
-        rows.append(("", f"{due_queue}, delayed by RabbitMQ itself", "", shown))
+    rows += [("", what, "", count) for what, count in delayed_rows(seen.delayed)]
     print_table(["level", "queue", "waits", "messages"], rows, right=(0, 2, 3))
 
 

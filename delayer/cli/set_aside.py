@@ -134,8 +134,9 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
         return
     if seen.found:
         print_table(source.columns, map(source.row, seen.found), right=(source.right,))
-    elif seen.depth or not seen.hidden:
-        click.echo(f"No {source.noun} match." if seen.depth else f"There are no {source.noun}.")
+    else:
+        none = f"No {source.noun} are ready." if seen.hidden else f"There are no {source.noun}."
+        click.echo(f"No {source.noun} match." if seen.depth else none)
         _say_hints(wanted, seen)
     _say_hidden(seen)
     if seen.depth > seen.looked:
@@ -278,7 +279,8 @@ def _group(source: SetAsideQueue) -> click.Group:
     retry = change_options(partial(_change, source=source, verb="retry"))
     verbs: dict[str, tuple[str, str, Any]] = {
         "list": (
-            f"List {source.noun} from the head of their queue, with the reason. They stay in the queue.",
+            f"List {source.noun} from the head of their queue, with the reason. They stay in the queue. RabbitMQ can "
+            "delay some itself, from 4.3 on: no list shows these, and their count is up to 12 s old.",
             source.example,
             as_json(limit(click.pass_context(partial(_list, source=source)))),
         ),

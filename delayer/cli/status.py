@@ -175,8 +175,7 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
         show(now)
         if depths is not None:
             click.echo()
-            delayed = broker["delayed"]["messages"]
-            print_queues(settings, depths, delayed, used=uses_cascade(settings), every_level=False)
+            print_queues(settings, depths, used=uses_cascade(settings), every_level=False)
             for step in next_steps(settings, depths, (store or {}).get("held", 0)):
                 note(step)
     parts = {"broker": broker, "store": store or {}}
@@ -214,17 +213,13 @@ async def _look(
 async def _broker(settings: Settings) -> tuple[CascadeDepths | None, dict[str, Any]]:
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
     try:
-        seen = await cascade_depths(settings.broker_url, "delayer status", cascade_of(settings), queues)
+        seen = await cascade_depths(
+            settings.broker_url, "delayer status", cascade_of(settings), queues, management_url=settings.management_url
+        )
     except (BrokerLost, BrokerRefused) as error:
         return None, {"error": str(error), "advice": broker_advice(error)}
     levels = [{"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in seen.levels]
-    waiting = None
-    if settings.management_url is not None:
-        from delayer.broker.management_api import delayed_in  # noqa: PLC0415 - urllib takes 12 ms to load
-
-        waiting = await delayed_in(settings.native.due_queue, settings.broker_url, settings.management_url)
-    delayed = {"queue": settings.native.due_queue, "messages": waiting}
-    return seen, {"error": None, "queues": dict(seen.queues), "cascade": levels, "delayed": delayed}
+    return seen, {"error": None, "queues": dict(seen.queues), "cascade": levels, "delayed": dict(seen.delayed)}
 
 
 async def _store(settings: Settings) -> dict[str, Any] | None:

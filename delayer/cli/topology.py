@@ -11,7 +11,6 @@ import click
 
 from delayer.broker.admin import Admin, Removal
 from delayer.broker.cascade_depths import cascade_depths
-from delayer.broker.management_api import delayed_in
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode
 from delayer.cli.options import Request, as_json, request_of
@@ -116,13 +115,20 @@ def show(request: Request, as_json: bool) -> None:
     """
     settings = request.settings()
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
-    seen = asyncio.run(cascade_depths(settings.broker_url, "delayer topology", cascade_of(settings), queues))
-    delayed = asyncio.run(delayed_in(settings.native.due_queue, settings.broker_url, settings.management_url))
+    seen = asyncio.run(
+        cascade_depths(
+            settings.broker_url,
+            "delayer topology",
+            cascade_of(settings),
+            queues,
+            management_url=settings.management_url,
+        )
+    )
     if as_json:
-        print_json(asdict(seen) | {"delayed": {"queue": settings.native.due_queue, "messages": delayed}})
+        print_json(asdict(seen))
         return
     used = uses_cascade(settings)
-    print_queues(settings, seen, delayed, used=used, every_level=True)
+    print_queues(settings, seen, used=used, every_level=True)
     if not used:
         note("Store mode without store.park_beyond: new delays do not enter the cascade.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
@@ -11,6 +11,8 @@ from delayer.core.secret import AS_PARAMETER, HIDDEN
 
 Say = Callable[[str, int, int | None], None]
 """Reports progress: the step, the amount done, and the whole amount if it is known."""
+COUNTS_AGE: Final = 12.0
+"""Seconds that the broker's counts may be old: two ticks of a quorum queue, and the pause of the management API."""
 
 # The password extends to the last "@" before a blank. People forget to escape "/" or "@" in a password, and the output
 # must not show a half of it. The price: two URLs without a blank between them lose the text between them.
@@ -101,3 +103,17 @@ def size(amount: float) -> str:
 def counted(number: int, noun: str) -> str:
     """``1 violation``, ``1,200 violations``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def delayed_rows(delayed: Mapping[str, int | None]) -> list[tuple[str, int | str]]:
+    """The messages of each queue that the broker delays itself, and their sum. ``delayed``: None for an unknown count;
+    empty if this broker delays none."""
+    if not delayed:
+        return []
+    if None in delayed.values():
+        return [("all queues, delayed by RabbitMQ itself", "unknown (see broker.management_url)")]
+    found = {f"{name}, delayed by RabbitMQ itself": count for name, count in delayed.items() if count}
+    return [
+        *found.items(),
+        (f"all queues, delayed by RabbitMQ itself up to {COUNTS_AGE:.0f} s ago", sum(found.values())),
+    ]

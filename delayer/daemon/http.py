@@ -10,7 +10,6 @@ import structlog
 from delayer.amqp import reading
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing
-from delayer.broker.management_api import delayed_in
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, unread_delays
 from delayer.core.errors import BrokerLost
@@ -58,11 +57,17 @@ class DaemonInside:
         settings = self.settings
         queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
         try:
-            seen = await cascade_depths(settings.broker_url, "delayer look", cascade_of(settings), queues, patience=5.0)
+            seen = await cascade_depths(
+                settings.broker_url,
+                "delayer look",
+                cascade_of(settings),
+                queues,
+                patience=5.0,
+                management_url=settings.management_url,
+            )
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
-        delayed = await delayed_in(settings.native.due_queue, settings.broker_url, settings.management_url)
-        return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, delayed, seen.may_delay)
+        return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, seen.delayed)
 
     async def refused(self, limit: int) -> SetAsideList[RefusedRow]:
         with _reached():

@@ -200,7 +200,7 @@ class Daemon:
     async def _tell_delayed(self) -> None:
         """Log the messages that the broker itself delays in the intake queue, where it hides them from the daemon."""
         queue, management_url = self.settings.intake.queue, self.settings.management_url
-        if count := await delayed_in(queue, self.settings.broker_url, management_url):
+        if count := (await delayed_in([queue], self.settings.broker_url, management_url))[queue]:
             log.warning("messages delayed by the broker", queue=queue, messages=count, next_step="send x-deliver-at")
 
     async def _choose(self, broker: PipelinedAdmin, strategy: str) -> None:

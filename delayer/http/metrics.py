@@ -94,7 +94,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "queue_messages": _gauge(
         "queue role", "messages", "ready messages in delayer's own queues, by the role of the queue"
     ),
-    "delayed_messages": _gauge("", "messages", "messages that RabbitMQ 4.4 itself delays in the due queue"),
+    "delayed_messages": _gauge("queue", "messages", "messages that RabbitMQ itself delays, counted up to 12 s ago"),
     "cascade_messages": _gauge("level", "messages", "messages waiting in a level of the cascade"),
     "look_age_seconds": _gauge("part", "seconds", "age of the figures of store, backlog and queues"),
 }
@@ -216,8 +216,7 @@ def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[Metric
     for queue, depth in seen.fresh.queues.items():
         if depth is not None:
             yield "queue_messages", [queue, of.get(queue, "strays")], depth
-    if seen.fresh.delayed is not None:
-        yield "delayed_messages", [], seen.fresh.delayed
+    yield from (("delayed_messages", [name], n) for name, n in seen.fresh.delayed.items() if n is not None)
     yield from (("cascade_messages", [str(n)], depth) for n, depth in seen.fresh.levels.items() if depth is not None)
 
 

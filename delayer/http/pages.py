@@ -15,6 +15,7 @@ from delayer.amqp import reading
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.core import horizon
 from delayer.core.filters import Token, place_text, read_token
+from delayer.core.readable import delayed_rows
 from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
@@ -126,6 +127,7 @@ class Pages:
             "broker_error": depths.error,
             "cascade": None if seen is None else sum(levels.values()),
             "depths": seen,
+            "delayed": [] if seen is None else delayed_rows(seen.delayed),
             "state": state,
             "settings": settings,
             "now": recent.summary(state["recent"], 60.0),

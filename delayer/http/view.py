@@ -39,13 +39,12 @@ State = Mapping[str, Any]
 
 class Depths(NamedTuple):
     """Ready messages of the broker's queues, None for a missing queue. ``levels``: of the cascade, by number.
-    ``delayed``: messages that the broker itself delays in the due queue; None: unknown. ``may_delay``: whether it can.
-    """
+    ``delayed``: messages that the broker itself delays in each of all these queues, None if unknown; empty if it delays
+    none."""
 
     queues: Mapping[str, int | None]
     levels: Mapping[int, int | None]
-    delayed: int | None = None
-    may_delay: bool = False
+    delayed: Mapping[str, int | None] = {}
 
 
 class RefusedRow(NamedTuple):

@@ -27,6 +27,7 @@ from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
 from delayer.core.hold import Confirmed, Hold, HoldKind
 from delayer.core.message import Delivery, Outgoing, Target, as_text
+from delayer.core.readable import COUNTS_AGE
 from delayer.intake.refusals import EntryPoints, Mend, Refusal, again, refusal_of
 
 SETTLED: Final = 2.0
@@ -168,7 +169,7 @@ T = TypeVar("T", RefusedMessage, Stray)
 class Result(Generic[T]):
     """The messages that match; of a change those that it changed, and those that stay with the reason. ``looked``:
     how many of ``depth`` messages were looked at. ``others``: of a look, the first that do not match. ``delayed``: how
-    many the broker itself delays, so that no look finds them; None: unknown."""
+    many the broker itself delays, so that no look finds them; None: unknown. ``may_delay``: whether it delays any."""
 
     depth: int
     delayed: int | None = 0
@@ -176,10 +177,14 @@ class Result(Generic[T]):
     found: list[T] = field(default_factory=list)
     left: list[tuple[T, str]] = field(default_factory=list)
     others: list[T] = field(default_factory=list)
+    may_delay: bool = False
 
     @property
     def hidden(self) -> str:
-        """For people: what no look finds; "" if nothing."""
+        """For people: what no look finds; "" if nothing. Messages that came since the broker counted are not known, so
+        a look that found nothing says how old the count is."""
+        if self.may_delay and self.delayed == 0 and not self.found:
+            return f"The broker itself delayed none there up to {COUNTS_AGE:.0f} s ago; later ones are not counted yet."
         why = delayed_reason(self.delayed)
         return f"The queue {why}." if why else ""
 
@@ -261,7 +266,7 @@ class SetAside(Generic[T]):
             if depth.code != ReplyCode.NOT_FOUND:
                 raise BrokerRefused(f"queue {self.queue}: {depth}")
             raise QueueMissing(f'queue "{self.queue}" does not exist. Next: `delayer topology apply`.')
-        delayed = await delayed_in(self.queue, self.url, self.management_url) if may_delay else 0
+        delayed = (await delayed_in([self.queue], self.url, self.management_url))[self.queue] if may_delay else 0
         # Two connections: a paused consumer must not delay the confirms.
         connections = [
             ReconnectingConnection(Address.parse(self.url), f"delayer {self.queue} {n}", heartbeat=20.0) for n in (1, 2)
@@ -272,7 +277,7 @@ class SetAside(Generic[T]):
         try:
             subscription = await AmqpConsumer(connections[0]).subscribe(self.queue, prefetch)
             try:
-                yield subscription, publisher, Result(depth, delayed)
+                yield subscription, publisher, Result(depth, delayed, may_delay=may_delay)
             finally:
                 await subscription.close()  # It returns the rest to its place.
         finally:

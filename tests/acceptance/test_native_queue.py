@@ -87,7 +87,7 @@ async def test_messages_waiting_in_the_due_queue_are_counted(
         await raw.publish(*(delayed(f"{n}", HOUR_MS + n) for n in range(20)))
 
         async def counted() -> int:
-            found: int = (await answered(config, "status"))["broker"]["delayed"]["messages"]
+            found: int = (await answered(config, "status"))["broker"]["delayed"]["delays.due"]
             return found
 
         assert await eventually(counted, lambda count: count == 20)

@@ -87,7 +87,9 @@ async def test_a_mismatch_is_named_and_nothing_is_bound(delayer: Run, vhost: str
     assert "'delays'" in refused.stderr
     assert "Nothing was bound" in refused.stderr
     (row,) = [row for row in rows(delayer, "topology", expect=1) if "queue delays:" in row["found"]]
-    assert row["advice"].startswith("delete it while it is empty and has no consumer, or choose another name")
+    assert row["advice"].startswith(
+        "delete it while it has no consumer and no messages, delayed ones included, or choose"
+    )
     assert "`rabbitmqctl delete_queue NAME`, while it is empty" in refused.stderr
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from delayer.amqp import edits
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string, parsed
-from delayer.cli.drain import AGAIN, BrokerDepths, LeftBehind, left_in_cascade, left_in_store, row_into_cascade
+from delayer.cli.drain import (
+    AGAIN,
+    BrokerDepths,
+    LeftBehind,
+    left_delayed,
+    left_in_cascade,
+    left_in_store,
+    row_into_cascade,
+)
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import ImportItem
@@ -126,7 +135,21 @@ def test_messages_that_a_drain_leaves_in_the_cascade(
     check_left(left_in_cascade(BrokerDepths(levels, due, strays)), left)
 
 
-def check_left(found: list[LeftBehind], expected: list[tuple[int, str, str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("delayed", "left"),
+    [
+        ({"level": 0, "due": 0}, []),
+        ({"level": 0, "due": 7}, [(7, "queue due", "itself delays", "none")]),
+        ({"level": None, "due": None}, [(None, "cascade", "may delay", "none: they come out when due; broker.mana")]),
+    ],
+)
+def test_messages_that_the_broker_delays_are_left_too(
+    delayed: dict[str, int | None], left: list[tuple[int | None, str, str, str]]
+) -> None:
+    check_left(left_delayed(delayed), left)
+
+
+def check_left(found: Sequence[LeftBehind], expected: Sequence[tuple[int | None, str, str, str]]) -> None:
     assert len(found) == len(expected), found
     for one, (messages, where, why, next_step) in zip(found, expected, strict=True):
         assert (one.messages, one.where) == (messages, where)

@@ -53,7 +53,13 @@ def sight(**more: Any) -> MetricSources:
         "store": Snapshot(store, "", 0.5),
         "census": Snapshot(Census(0, counts, exact=True), "", 3.0),
         "depths": Snapshot(
-            Depths({"delays": 7, "delays.due": None, "delayer.delay-strays": 1}, {27: 0, 0: 2}, 3), "", 1.0
+            Depths(
+                {"delays": 7, "delays.due": None, "delayer.delay-strays": 1},
+                {27: 0, 0: 2},
+                {"delays": 3, "level": None},
+            ),
+            "",
+            1.0,
         ),
         "ready": True,
         "roles": roles(Settings()),
@@ -104,6 +110,7 @@ def test_every_metric_is_served() -> None:
         (("delayer_backlog_messages", "due=later", "route=mail\\xff"), 4),
         (("delayer_queue_messages", "queue=delays", "role=intake"), 7),
         (("delayer_queue_messages", "queue=delayer.delay-strays", "role=strays"), 1),
+        (("delayer_delayed_messages", "queue=delays"), 3),
         (("delayer_cascade_messages", "level=0"), 2),
         (("delayer_reconnects_total", "connection=intake"), 0),
         (("delayer_ready",), 1),

@@ -348,6 +348,34 @@ async def test_a_quiet_connection_ends_after_its_answer() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize(
+    ("delayed", "shown"),
+    [
+        ({}, []),
+        ({"delays": 0, "delays.due": 0}, ["all queues, delayed by RabbitMQ itself up to 12 s ago 0"]),
+        (
+            {"delays": 7, "delays.due": 0, "delays.refused": 5},
+            [
+                "delays, delayed by RabbitMQ itself 7", "delays.refused, delayed by RabbitMQ itself 5",
+                "all queues, delayed by RabbitMQ itself up to 12 s ago 12",
+            ],
+        ),
+        ({"delays": None}, ["all queues, delayed by RabbitMQ itself unknown (see broker.management_url)"]),
+    ],
+)  # fmt: skip
+async def test_delayed_messages_are_shown_for_every_queue(delayed: dict[str, int | None], shown: list[str]) -> None:
+    inside = Inside()
+
+    async def depths() -> Depths:
+        return Depths({"delays": 3, "delays.due": 0, "delays.refused": 1}, {}, delayed)
+
+    inside.depths = depths  # type: ignore[method-assign]
+    async with served(inside) as web:
+        page = (await web.get("/")).text
+    rows = re.findall(r"<tr><td[^>]*>([^<]*delayed by RabbitMQ[^<]*)</td><td[^>]*>([^<]*)</td></tr>", page)
+    assert [" ".join(row) for row in rows] == shown
+
+
 @pytest.mark.parametrize("name", ["refused", "strays"])
 async def test_a_queue_that_hides_messages_is_not_called_empty(name: str) -> None:
     inside = Inside()

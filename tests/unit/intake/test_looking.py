@@ -10,10 +10,20 @@ from delayer.amqp import reading
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.message import Delivery
 from delayer.intake.refusals import EntryPoints, refusal_of, with_short
+from delayer.intake.set_aside import RefusedMessage, Result
 from delayer.store.lanes.notify import HELD, WAITING, parsed
 from tests.support.raw import Props, Value, array, number, octets, table, text
 
 ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in"}))
+
+
+@pytest.mark.parametrize(
+    ("delayed", "may_delay", "hidden"),
+    [(0, False, ""), (0, True, "up to 12 s ago"), (2, True, "holds 2 messages"), (None, True, "may hold")],
+)
+def test_an_empty_queue_may_hide_messages(delayed: int | None, may_delay: bool, hidden: str) -> None:
+    found: Result[RefusedMessage] = Result(0, delayed, may_delay=may_delay)
+    assert hidden in found.hidden and bool(found.hidden) == bool(hidden)
 
 
 @pytest.mark.parametrize(
