@@ -71,6 +71,7 @@ VERBS: Mapping[str, tuple[int, int]] = {
 """Every verb that reads, ends or empties a queue of delayer or of an import: its exit code, and how often it names
 messages that the broker delays, one in each queue."""
 NAMED = '(the broker itself|their broker) delays|, delayed by RabbitMQ itself 1|1 (wait )?in "'
+HELD = "--queue held.60s --ttl 2h --exchange= --routing-key work"
 UNTOLD: Mapping[str, tuple[int, int]] = {
     "status": (0, 1),
     "topology show": (0, 1),
@@ -89,8 +90,8 @@ UNTOLD: Mapping[str, tuple[int, int]] = {
     "import cascade run --yes --unverified": (0, 1),
     "import cascade run --yes --unverified --kind nservicebus-v2": (0, 1),
     "import cascade run --yes --unverified --kind celery": (0, 1),
-    "import hold-queues preview --queue held.60s": (0, 1),
-    "import hold-queues run --yes --unverified --queue held.60s": (0, 1),
+    f"import hold-queues preview {HELD}": (0, 1),
+    f"import hold-queues run --yes --unverified {HELD}": (0, 1),
 }
 """The same verbs without a management API: how often each says that it does not know what the broker delays."""
 UNKNOWN = (
