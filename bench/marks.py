@@ -29,8 +29,8 @@ def instant(ms: int) -> bytes:
     return _INSTANT.pack(ms)
 
 
-DAEMON_HEADER, BROKER_HEADER = "x-deliver-at", "x-opt-delivery-time"
-"""The header that asks the daemon for an instant, and the one that asks RabbitMQ 4.4 itself."""
+DAEMON_HEADER, RELATIVE_HEADER, BROKER_HEADER = "x-deliver-at", "x-delay", "x-opt-delivery-time"
+"""The headers that ask the daemon for an instant and for a delay, and the one that asks RabbitMQ 4.4 itself."""
 
 
 def due_at(instant_ms: int, n: int, header: str = DAEMON_HEADER) -> bytes:
@@ -52,11 +52,13 @@ class Chunk:
     def _places(self, value: int) -> list[int]:
         return [found.start() for found in re.finditer(re.escape(_INSTANT.pack(value)), bytes(self.data))]
 
-    def fill(self, instants_ms: Iterable[int], first: int) -> bytearray:
-        """The messages with these instants, numbered from ``first`` on."""
-        for n, (ms, places, place) in enumerate(zip(instants_ms, self._instants, self._numbers, strict=True), first):
-            for one in places:
-                _INSTANT.pack_into(self.data, one, ms)
+    def fill(self, asked: Iterable[int], due_ms: Iterable[int], first: int) -> bytearray:
+        """The messages that ask for these instants (or delays), numbered from ``first`` on. The consumer counts their
+        lateness from ``due_ms``."""
+        values = zip(asked, due_ms, self._instants, self._numbers, strict=True)
+        for n, (ask, due, (header, mark), place) in enumerate(values, first):
+            _INSTANT.pack_into(self.data, header, ask)
+            _INSTANT.pack_into(self.data, mark, due)
             _INSTANT.pack_into(self.data, place, n)
         return self.data
 

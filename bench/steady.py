@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.figures import median
-from bench.marks import BROKER_HEADER
+from bench.marks import BROKER_HEADER, DAEMON_HEADER, RELATIVE_HEADER
 from bench.meter import peak_mb
 from bench.rows import KEY
 from bench.run import Bench
@@ -22,6 +22,7 @@ SIZE = 512
 LEAD_SECONDS = 1.2
 """Time for the helpers to start."""
 PATIENCE_SECONDS = 20.0
+LATENESS = (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999"))
 TOO_LATE_MS = 1000.0
 """If half of the messages are so late, the machine is too small for that rate."""
 
@@ -42,14 +43,16 @@ class Steady:
         return int(max(self.sent - self.seen["came"], 0))
 
 
-async def once(place: Place, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
+async def once(
+    place: Place, rate: int, seconds: int, delays_ms: tuple[int, int, int], *, header: str = DAEMON_HEADER
+) -> Steady:
     """A daemon under ``rate`` messages a second, measured for ``seconds`` once the longest delay is over.
 
     ``delays_ms``: shortest, longest, step.
     """
     async with place.daemon() as daemon:
         await daemon.ready()
-        steady = await under_load(place, daemon.pid, rate, seconds, delays_ms)
+        steady = await under_load(place, daemon.pid, rate, seconds, delays_ms, header=header)
         await daemon.stop()
     return steady
 
@@ -64,8 +67,9 @@ async def in_memory(place: Place, rate: int, seconds: int, delays_ms: tuple[int,
 
 
 async def under_load(
-    place: Place, pid: int | None, rate: int, seconds: int, delays_ms: tuple[int, int, int], *, delaying: str = ""
-) -> Steady:
+    place: Place, pid: int | None, rate: int, seconds: int, delays_ms: tuple[int, int, int],
+    *, header: str = DAEMON_HEADER, delaying: str = "",
+) -> Steady:  # fmt: skip
     """Measure the relaying process ``pid`` and its children. ``delaying``: a queue whose messages RabbitMQ 4.4 itself
     delays; then there is no relaying process."""
     warm = delays_ms[1] / 1000 + 1
@@ -73,7 +77,8 @@ async def under_load(
     since, until = start + warm, start + warm + seconds
     count = round((warm + seconds) * rate)
     common = {"url": place.broker_url, "size": SIZE, "start": start, "rate": rate}
-    sending = {"exchange": IN, "key": KEY, "queue": "delays", "delays_ms": delays_ms, "seconds": warm + seconds}
+    load: dict[str, Any] = {"delays_ms": delays_ms, "seconds": warm + seconds}
+    sending = load | {"exchange": IN, "key": KEY, "queue": "delays", "header": header}
     if delaying:
         sending |= {"exchange": "", "key": delaying, "queue": delaying, "header": BROKER_HEADER}
     reading = {"queue": delaying or INBOX, "count": count, "distinct": count, "patience": warm + PATIENCE_SECONDS}
@@ -109,14 +114,14 @@ async def run(bench: Bench) -> None:
     for rate in options.rates:
         bench.say(f"{rate:,} messages a second through the destination queue alone")
         seen = await alone(place, rate, options.steady_seconds)
-        for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999")):
+        for name, share in LATENESS:
             bench.add(f"broker alone, lateness {name}", seen["late"][share], "ms", rate=rate, backlog=0)
         if options.quick:
             continue
         bench.say(f"{rate:,} messages a second through a relay without a store")
         # As long as the daemon itself: a broker starts a new log about once a minute, and is late then.
         floor = await in_memory(place, rate, options.steady_seconds, _delays(bench))
-        for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999")):
+        for name, share in LATENESS:
             bench.add(f"without a store, lateness {name}", floor.seen["late"][share], "ms", rate=rate, backlog=0)
         for of in ("daemon", "broker"):
             name = "relay" if of == "daemon" else of
@@ -135,6 +140,13 @@ async def run(bench: Bench) -> None:
             found[rate, backlog].append(await once(place, rate, options.steady_seconds, _delays(bench)))
     for (rate, backlog), runs in found.items():
         report(bench, runs, rate=rate, backlog=backlog)
+    if not options.quick:
+        rate = options.rates[0]
+        bench.say(f"{rate:,} messages a second for {options.steady_seconds} s, relative delays")
+        place = await bench.place(0)
+        relative = await once(place, rate, options.steady_seconds, _delays(bench), header=RELATIVE_HEADER)
+        for name, share in LATENESS:
+            bench.add(f"relative delays, lateness {name}", relative.seen["late"][share], "ms", rate=rate, backlog=0)
 
 
 def _delays(bench: Bench) -> tuple[int, int, int]:

@@ -22,7 +22,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.figures import percentile
-from bench.marks import DAEMON_HEADER, DUE, NUMBERED, PLACEHOLDER, UNREAD, Chunk, Tally, distinct, due_at, instant
+from bench.marks import (
+    DAEMON_HEADER,
+    DUE,
+    NUMBERED,
+    PLACEHOLDER,
+    RELATIVE_HEADER,
+    UNREAD,
+    Chunk,
+    Tally,
+    distinct,
+    due_at,
+    instant,
+)
 from bench.plain import PORTION, Plain, message, portions
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +57,8 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
     chance = random.Random(1)
     body = b"x" * order["size"]
     few, many, step = order["delays_ms"]
-    chunk = Chunk(order["exchange"], order["key"], body, each, order.get("header", DAEMON_HEADER))
+    header = order.get("header", DAEMON_HEADER)
+    chunk = Chunk(order["exchange"], order["key"], body, each, header)
     delays = cycle([[chance.randrange(few, many + 1, step) for _ in range(each)] for _ in range(CHUNKS)])
     plain = Plain(order["url"])
     ticks, behind = round(order["seconds"] * order["rate"] / each), 0.0
@@ -58,7 +71,9 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
         else:
             behind = max(behind, -pause)
         now = int(time.time() * 1000)
-        plain.socket.sendall(chunk.fill((now + delay for delay in next(delays)), tick * each))
+        waits = next(delays)
+        due_ms = [now + wait for wait in waits]
+        plain.socket.sendall(chunk.fill(waits if header == RELATIVE_HEADER else due_ms, due_ms, tick * each))
     plain.depth(order["queue"])  # the answer comes after the broker has read all messages
     plain.close()
     return {"sent": ticks * each, "behind_ms": behind * 1000, "cpu_seconds": time.process_time()}
