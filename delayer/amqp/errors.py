@@ -39,6 +39,7 @@ class NoFreeChannel(BrokerLost):
 
 class _Closed(BrokerLost):
     """A closed connection or channel. ``code`` and ``text`` are from the side that closed it; code 0 if there is none.
+    The full stop at the end of the broker's text is removed, because sentences of ours go on after it.
 
     ``outcomes``: the known outcomes of a publish's batch, None for each message in doubt.
     """
@@ -48,7 +49,7 @@ class _Closed(BrokerLost):
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
         self.code = code
-        self.text = text
+        self.text = text.removesuffix(".")
 
     def __str__(self) -> str:
         return f"{self.code} {self.text}" if self.code else self.text

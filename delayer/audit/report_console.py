@@ -15,6 +15,8 @@ from delayer.audit.findings import AuditReport, Bar, Finding, Past
 from delayer.core.readable import away, counted, duration, instant, size
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_ALWAYS: Final = ("parked", "released", "cancelled")
+"""Counters that every table of the lanes shows."""
 _STYLES: Final = {"good": "green", "warn": "yellow", "bad": "bold red", "": "dim"}
 
 
@@ -164,12 +166,13 @@ def _past(past: Past, console: Console) -> None:
 def _lanes(report: AuditReport, console: Console) -> None:
     if not report.lanes:
         return
-    table = _table(
-        "lane", "owner", "", "parked", "released", "held", "waiting", "in segments", right=(0, 3, 4, 5, 6, 7)
-    )
+    # Compactions make the counters "restored" and "compacted". Without one the table is narrower.
+    kinds = [kind for kind in words.COUNTED if kind in _ALWAYS or any(lane.counters[kind] for lane in report.lanes)]
+    columns = ("lane", "owner", "", *kinds, "held", "waiting", "in segments")
+    table = _table(*columns, right=(0, *range(3, len(columns))))
     for lane in report.lanes:
         alive = {True: Text("running", "green"), False: Text("free", "yellow"), None: Text("not known", "dim")}
-        counts = lane.counters["parked"], lane.counters["released"], lane.held, lane.waiting, lane.packed
+        counts = *(lane.counters[kind] for kind in kinds), lane.held, lane.waiting, lane.packed
         owner = Text(words.name(lane.owner, "-"))
         table.add_row(str(lane.number), owner, alive[lane.alive], *(f"{count:,}" for count in counts))
     _indented(console, table)

@@ -22,7 +22,6 @@ from delayer.core.readable import away, counted, duration, instant, size
 from delayer.core.units import HOUR_MS
 from delayer.store.admin.stats import waiting
 
-COLUMN_KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
 _HELPERS: Final = (
     instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
     words.late, words.destination, words.badge, words.verdict, words.groups, words.destinations, words.peaks,
@@ -45,7 +44,7 @@ def page(report: AuditReport) -> str:
         asked=next((run.skipped for run in report.rules if run.rule == "destinations"), ""),
         share=lambda messages: 100 * messages / max(most, 1),
         off=_off,
-        kinds=COLUMN_KINDS,
+        kinds=words.COUNTED,
     )
 
 

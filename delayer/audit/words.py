@@ -9,6 +9,8 @@ from delayer.audit.findings import AuditReport, Finding, Peak, Severity, Share
 from delayer.broker.route_check import Verdict
 from delayer.core.readable import counted, duration, instant, readable
 
+COUNTED: Final = ("parked", "restored", "released", "cancelled", "compacted")
+"""The counters of a lane. With its held and waiting messages they add up (rules.conservation)."""
 _WIDTHS: Final = {1_000: "second", 60_000: "minute", 3_600_000: "hour", 86_400_000: "day"}
 
 

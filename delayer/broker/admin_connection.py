@@ -76,7 +76,7 @@ class AdminConnection:
                 async with asyncio.timeout(self._patience):
                     return await method(await self._open_channel())
             except ChannelAccessRefused as error:
-                raise BrokerRefused(f"{self.where}: {error}") from error
+                raise BrokerRefused(f"{self.where}: {_text(error)}") from error
 
     async def ask(self, method: Frame) -> Frame | ChannelClosed | None:
         """The broker's answer to one method; a refusal is a value. Raises as :meth:`call`."""
@@ -150,4 +150,5 @@ def translated(where: str) -> Iterator[None]:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    """The text without the full stop that the broker puts at its end: sentences of ours go on after it."""
+    return str(error).removesuffix(".") or type(error).__name__

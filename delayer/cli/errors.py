@@ -71,7 +71,7 @@ EXPECTED_ERRORS = (
 
 def failure(error: Exception) -> CommandError:
     """The failure and its next step, for one of :data:`EXPECTED_ERRORS`."""
-    text = readable(str(error)).removesuffix(".")  # The broker ends its sentences with a full stop, and so do we.
+    text = readable(str(error)).removesuffix(".")  # Texts with an advice of their own end with a full stop.
     match error:
         case ConfigError(problems=problems):
             lines = "\n".join(f"  {problem}" for problem in problems)

@@ -152,7 +152,7 @@ def print_lanes(lanes: Sequence[dict[str, Any]], now_ms: int) -> None:
         )
         for one in lanes
     ]
-    columns = ["lane", "of route", "owner", "", "parked", "held", "released", "next due"]
+    columns = ["lane", "of route", "owner", "", "waiting", "held", "released", "next due"]
     print_table(columns, rows, right=(0, 4, 5, 6))
 
 

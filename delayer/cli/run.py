@@ -15,9 +15,9 @@ from delayer.cli.options import Request
 def run(request: Request) -> None:
     """Run the daemon, in the foreground.
 
-    It waits for a broker or a store that is not there yet, and logs that. SIGTERM and SIGINT stop it; it settles
-    messages in flight first. SIGHUP reads the configuration again. Logs go to stderr. Several daemons with the same
-    configuration share the work: under systemd, delayer@1, delayer@2 and so on.
+    It waits for a broker or a store that is not there yet, or that refuses the login, and logs that. SIGTERM and SIGINT
+    stop it; it settles messages in flight first. SIGHUP reads the configuration again. Logs go to stderr. Several
+    daemons with the same configuration share the work: under systemd, delayer@1, delayer@2 and so on.
 
     \b
     Examples:

@@ -7,6 +7,7 @@ import shlex
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -23,6 +24,8 @@ from delayer.cli.options import Request, duration, fixed_instant, headers_of
 from delayer.cli.output import note, quoted
 from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import Scalar, duration_text
+from delayer.core.filters import read_token
+from delayer.core.plan import Route, misspelt
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import instant, readable
 
@@ -149,8 +152,16 @@ def send(
     if CANCEL in message.headers:
         note(cancelling(str(message.headers[CANCEL]), settings))
         return
-    one = f", and `delayer show {shlex.quote(message_id)}` the message" if settings.mode == "store" else ""
+    one = f", and `{_look_up(message_id)}` the message" if settings.mode == "store" else ""
     note(f"Next: `delayer status` shows the backlog{one}.")
+
+
+def _look_up(message_id: str) -> str:
+    """The command that finds the message. `delayer show` takes a number for an id of the store."""
+    with suppress(ValueError):
+        read_token(message_id)
+        return f"delayer list --message-id {shlex.quote(message_id)}"
+    return f"delayer show {shlex.quote(message_id)}"
 
 
 def cancelling(key: str, settings: Settings) -> str:
@@ -188,7 +199,12 @@ def prepared(route: RouteTable, intake: str, key: str, body: bytes, headers: Map
 def ask(message: MessageToSend, route: RouteTable, delay_ms: int | None, at_ms: int | None, *, now_ms: int) -> None:
     """Put the delay into ``message``, in the first form that its route reads. Raises Misused if no form fits."""
     if delay_ms is None and at_ms is None:
-        message.due_ms = None if set(message.headers) & {*_RELATIVE, *_ABSOLUTE} else now_ms + route.default_delay_ms
+        if set(message.headers) & {*_RELATIVE, *_ABSOLUTE}:
+            return
+        rules = Route(b"", b"", delay_from=route.delay_from, routing_key_header=route.routing_key_header.encode())
+        if wrong := misspelt(map(str.encode, message.headers), rules):
+            raise Misused(f"delayer would refuse this: {wrong}")
+        message.due_ms = now_ms + route.default_delay_ms
         return
     forms = set(route.delay_from)
     relative = next((form for form in _RELATIVE if form in forms), None)

@@ -140,7 +140,7 @@ def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
 @click.option("--watch", is_flag=True, help="Look every two seconds, until interrupted; with --json an object a line.")
 @click.pass_context
 def status(context: click.Context, as_json: bool, watch: bool) -> None:
-    """Show the broker, the database, the mode, the lanes, the counts of parked, held and compacted messages, and the
+    """Show the broker, the database, the mode, the lanes, the counts of waiting, held and compacted messages, and the
     next due instant. Show rates and lateness over the last minutes, and the depths of all queues, the cascade's levels
     among them.
 
@@ -182,7 +182,7 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
     unreached = {name: part for name, part in parts.items() if part.get("error")}
     for name, part in unreached.items():
         advice = part.get("advice")
-        note(f"The {name} is out of reach: {part['error']}" + (f". Next: {advice}." if advice else ""))
+        note(f"The {name} is out of reach: {part['error']}" + (f". Next: {advice}." if advice else "."))
     if unreached:
         return ExitCode.OUT_OF_REACH
     if store is not None and store["advice"]:
@@ -256,7 +256,7 @@ def _print_store(store: dict[str, Any] | None) -> None:
         return
     now_ms = store["store_now_ms"]
     next_due = when(store["next_due_ms"], now_ms)
-    click.echo(f"parked: {store['waiting']}   held: {store['held']}   next due in the store: {next_due}")
+    click.echo(f"waiting: {store['waiting']}   held: {store['held']}   next due in the store: {next_due}")
     if store["segments"]["count"]:
         _print_segments(store["segments"], now_ms)
     if store["brokers"] > 1:

@@ -65,7 +65,7 @@ def apply(request: Request) -> None:
         f"New exchanges and queues: {new}."
     )
     for name in dict.fromkeys(missing):
-        note(f"Note: exchange {quoted(name)}, for due messages, does not exist: declare it, or by a [[destination]].")
+        note(f"Due messages go to exchange {quoted(name)}, which does not exist. Declare it, or add a [[destination]].")
     note(
         "Next: `delayer db upgrade`, unless that is done; `delayer run`."
         if settings.store_url
@@ -130,7 +130,7 @@ def show(request: Request, as_json: bool) -> None:
     used = uses_cascade(settings)
     print_queues(settings, seen, used=used, every_level=True)
     if not used:
-        note("Store mode without store.park_beyond: new delays do not enter the cascade.")
+        note("In store mode without store.park_beyond, new messages do not enter the cascade.")
 
 
 @topology.command()

@@ -7,7 +7,7 @@ Start here to understand the system: this module decides the way of a new messag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -279,13 +279,21 @@ def _asked(request: DelayRequest, route: Route) -> Asked | None:
             raise Unacceptable(f"{form}: {unreadable}") from unreadable
         if asked is not None:
             return asked
-    for name in request.properties.names()[:100]:  # A message may have ten thousand headers.
-        right = None if name in route.named else meant(name)
-        if right is not None and (right.decode() in route.delay_from or right.decode() not in OWN_SOURCES):
-            raise Unacceptable(f"the message has no delay, but a header {_name(name)}: expected {_name(right)}")
+    if wrong := misspelt(request.properties.names()[:100], route):  # A message may have ten thousand headers.
+        raise Unacceptable(wrong)
     if route.require_delay:
         raise Unacceptable(f"the message has no delay: expected one, by {', '.join(route.delay_from)} (require_delay)")
     return None
+
+
+def misspelt(names: Iterable[bytes], route: Route) -> str:
+    """Why a message with these headers, and without a delay, is refused: one of them is nearly a delay header. "" if
+    none is."""
+    for name in names:
+        right = None if name in route.named else meant(name)
+        if right is not None and (right.decode() in route.delay_from or right.decode() not in OWN_SOURCES):
+            return f"the message has no delay, but a header {_name(name)}: expected {_name(right)}"
+    return ""
 
 
 def _due(asked: Asked, request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int) -> tuple[int, int]:

@@ -70,12 +70,14 @@ class Reload:
             return str(wrong) or type(wrong).__name__
         logs.configure(wanted.log.format, wanted.log.level)
         self._daemon.live.adopt(wanted)
-        if restart := changed(wanted, new):
+        keys, restart = changed(old, wanted), changed(wanted, new)
+        if restart:
             log.warning("restart needed", keys=restart)
         if old.mode != wanted.mode:
             log.info("mode switched", before=old.mode, now=wanted.mode)
         unpaced = without_effect(wanted)
-        log.info("reloaded", keys=changed(old, wanted), **({"max_rate_without_effect": unpaced} if unpaced else {}))
+        if keys or not restart:  # Otherwise nothing was taken over, and "reloaded" would look as if it were.
+            log.info("reloaded", keys=keys, **({"max_rate_without_effect": unpaced} if unpaced else {}))
         return ""
 
     async def _make_ready(self, wanted: Settings) -> None:

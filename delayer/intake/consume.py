@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.amqp.edits import HoldNote
+from delayer.amqp.reading import message_id
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.ports import Heartbeat, LivePolicy
 from delayer.broker.publisher import AmqpPublisher
@@ -310,6 +311,7 @@ class Dispatch:
                     reason=publication.refusal,
                     exchange=publication.delivery.exchange,
                     routing_key=publication.delivery.routing_key,
+                    message_id=message_id(publication.delivery.properties),
                 )
         await self.hold(objections, acks)
         return stuck

@@ -5,6 +5,7 @@ above its share and takes free ones up to it. Lanes of limited routes are shared
 lanes go to the last processes, so that no process has two lanes more than another.
 
 A process that has been without its broker for 10 seconds drops all lanes and its presence, so that others take them.
+Before its first connection to the broker it takes none.
 """
 
 from __future__ import annotations
@@ -252,11 +253,13 @@ class LaneManager:
             self._start_upkeep(self._store, number)
 
     def _away(self) -> bool:
-        """Whether the broker has been out of reach for ``away_seconds``."""
+        """Whether the broker has been out of reach for ``away_seconds``, or since the start."""
         now = time.monotonic()
         if self._connection is None or self._connection.current is not None:
             self._away_since = None
             return False
+        if not self._connection.connects:
+            return True
         self._away_since = self._away_since or now
         return now - self._away_since >= self._away_seconds
 

@@ -9,6 +9,7 @@ BadStoreUrl           the URL cannot be read: an operator must act
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -77,6 +78,9 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
 )
 
 
+_ERRNO = re.compile(r"\[Errno -?\d+\] ")
+
+
 def lost(doing: str, error: BaseException) -> StoreLost:
     """The loss that a driver's error means, with the advice that its cause calls for. Raise it from ``error``."""
     driver: BaseException | None = error  # SQLAlchemy wraps the driver's own.
@@ -88,9 +92,13 @@ def lost(doing: str, error: BaseException) -> StoreLost:
 
 
 def describe(error: BaseException) -> str:
-    """One line for a driver's error: its class and first line, without the details that may quote data."""
-    text = str(error).strip().split("\n", 1)[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """One line for a driver's error: its first line, without the details that may quote data. The class of any other
+    error stands before it."""
+    text = _ERRNO.sub("", str(error).strip().split("\n", 1)[0])
+    if text and isinstance(error, DRIVER_ERRORS):
+        return text
+    name = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+    return f"{name}: {text}" if text else name
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from delayer.cli.send import cancelling
 from delayer.config.model import Settings
 from tests.integration.cli import Run, channel_to, said, take
 from tests.support.daemon import DaemonProcess
+from tests.support.raw import Props
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import opened, owned, parcel, sql
 
@@ -41,7 +42,8 @@ def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ
     assert "delayer topology apply" in missing.stderr
     applied = delayer("topology", "apply")
     assert "In place: 2 exchanges, 2 queues, 2 bindings. New exchanges and queues: 4." in applied.stdout
-    assert 'exchange "delayer.out"' in applied.stderr
+    missing = 'Due messages go to exchange "delayer.out", which does not exist. Declare it, or add a [[destination]].'
+    assert missing in applied.stderr
     assert "New exchanges and queues: 0." in delayer("topology", "apply").stdout
     assert "as it should be" in delayer("topology", "verify").stdout
     found = json.loads(delayer("topology", "verify", "--json").stdout)
@@ -161,6 +163,40 @@ async def test_send_does_not_send_what_the_daemon_would_refuse(delayer: Run, vho
     delayer("topology", "apply")
     assert "longer than intake.max_delay, 3650d" in delayer("send", "--delay", "5000d", expect=2).stderr
     assert await take(vhost, "delays") == []
+
+
+@pytest.mark.parametrize(("number", "command"), [("777", "list --message-id"), ("7-7", "show")])
+async def test_send_names_the_command_that_finds_the_message(
+    delayer: Run, vhost: str, database: str, number: str, command: str
+) -> None:
+    """`delayer show` takes a number for an id of the store."""
+    delayer("topology", "apply")
+    assert f"`delayer {command} {number}` the message" in delayer("send", "--message-id", number).stderr
+    async with opened(database) as store, owned(store) as [lane]:
+        named = parcel(store.now_upper_ms() + 60_000, b"x", properties=Props(message_id=number.encode()).encode())
+        await store.park(lane, [named], [])
+    assert number in delayer(*command.split(), number).stdout
+
+
+async def test_send_refuses_a_misspelt_delay_header_as_the_daemon_does(delayer: Run, vhost: str) -> None:
+    delayer("topology", "apply")
+    for name in ("x-dealy", "X-Delay"):
+        refused = delayer("send", "--header", f"{name}:int=5000", expect=2).stderr
+        assert f"the message has no delay, but a header '{name}': expected 'x-delay'" in refused
+    assert await take(vhost, "delays") == []
+    delayer("send", "--header", "x-dealy:int=5000", "--delay", "1s")
+    named = '[{"from": "delayer.in", "delay_from": ["header:x-dealy"]}]'
+    delayer("send", "--header", "x-dealy:int=5000", DELAYER_ROUTE=named)
+    assert len(await take(vhost, "delays")) == 2
+
+
+@pytest.mark.parametrize(
+    "verb", [["status"], ["check"], ["send", "--delay", "1s"], ["topology", "verify"]], ids=" ".join
+)
+def test_a_refused_login_is_told_in_whole_sentences(delayer: Run, vhost: str, verb: list[str]) -> None:
+    refused = delayer(*verb, expect=3, DELAYER_BROKER__URL=vhost.replace("guest:guest@", "guest:wrong@"))
+    assert "efused" in refused.output
+    assert ".." not in refused.output
 
 
 async def test_send_gives_a_timestamp_to_a_route_that_reads_it(delayer: Run, vhost: str) -> None:
@@ -291,7 +327,7 @@ def test_status(delayer: Run, empty_database: str) -> None:
     told = delayer("status")
     assert re.search(r"^broker: \S+:\d+   virtual host: \S+   database: \w+ on \S+$", told.stdout, re.MULTILINE)
     assert "mode: store" in told.stdout
-    assert "parked: 0   held: 0   next due in the store: -" in told.stdout
+    assert "waiting: 0   held: 0   next due in the store: -" in told.stdout
     assert ["delays", "3"] in [line.split() for line in told.stdout.splitlines()]
     answer = json.loads(delayer("status", "--json").stdout)
     assert answer["mode"] == "store"
@@ -362,10 +398,11 @@ def test_status_works_with_one_server_out_of_reach(delayer: Run) -> None:
     half = delayer("status", "--json", expect=3, DELAYER_STORE__URL="postgresql://u:hunter2@127.0.0.1:1/d")
     answer = json.loads(half.stdout)
     assert answer["broker"]["queues"]["delays"] == 0
-    assert "Connection" in answer["store"]["error"] or "connect" in answer["store"]["error"]
+    assert answer["store"]["error"].startswith("connect: Connect call failed ('127.0.0.1', 1)")
     assert "hunter2" not in half.stdout + half.stderr
     half = delayer("status", expect=3, DELAYER_BROKER__URL="amqp://u:hunter2@127.0.0.1:1")
-    assert "parked: 0" in half.stdout
+    assert "waiting: 0" in half.stdout
+    assert re.search(r"^lane +of route +owner +waiting +held +released +next due$", half.stdout, re.MULTILINE)
     assert "The broker is out of reach" in half.stderr
     assert "Next: check broker.url" in half.stderr
     assert "hunter2" not in half.stdout + half.stderr

@@ -100,6 +100,8 @@ async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
     assert "a number needs --message-id" in delayer("show", "999", expect=1).stderr
     assert "the part before the @" in delayer("show", of[b"far"].partition("@")[0] + "@5", expect=1).stderr
     delayer("show", "", expect=1)
+    for name in ("m-9", "999"):
+        assert f"`delayer refused list {name}` shows it" in delayer("show", name, expect=1).stderr
 
 
 async def test_cancel(delayer: Run, database: str) -> None:
@@ -208,9 +210,12 @@ async def test_held(delayer: Run, database: str) -> None:
     assert "no queue is bound" in delayer("held", "list").stdout
     assert ids(delayer, "held", "list") == [of[b"held"]]
     assert ids(delayer, "held", "list", "--route", "unknown") == []
+    async with sql(database) as admin:
+        await admin.execute("UPDATE held SET attempts = 3")
     assert "To be tried again now: 1." in delayer("held", "retry", "--all", "--yes").stdout
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT retry_at < now() + interval '1 second' FROM held")
+        assert await admin.fetchval("SELECT attempts FROM held") == 1, "the count begins anew"
     assert "1 held message match" in delayer("held", "drop", "--all", "--dry-run").stdout
     missing = delayer("held", "drop", of[b"held"], "999", expect=1)
     assert "Dropped: 1." in missing.stdout

@@ -368,7 +368,7 @@ async def test_messages_that_are_there_already_are_not_written_twice(database: s
         assert [(one.segment, type(one)) for one in back] == [(first.segment, Broken), (second.segment, Restored)]
         [left] = await catalog.listed(admin)
         assert left.broken is not None
-        assert "cannot be written: UniqueViolationError" in left.broken
+        assert "cannot be written: duplicate key value" in left.broken
         assert len(await waiting(admin)) == 11
         assert (await catalog.count(admin)).broken_messages == 10
         await admin.execute("DELETE FROM message WHERE lane = 1 AND id = 5")

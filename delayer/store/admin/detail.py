@@ -3,6 +3,7 @@ retried or dropped."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -46,11 +47,11 @@ def absent(name: Token | str, found: FoundIn) -> str:
     """Why the message of this name is not here, in a sentence. Pure."""
     if found is FoundIn.UNREADABLE:
         return f"{name} may be in a segment that does not read back: see docs/backlog.md."
-    advice = ""
-    if isinstance(name, Token):
+    advice = f" If it was refused, `delayer refused list {shlex.quote(str(name))}` shows it."
+    if isinstance(name, Token) and name.due_ms is None:
+        advice += " A message_id or key that is a number needs --message-id or --delay-key, as of `delayer list`."
+    elif isinstance(name, Token):
         advice = " If it was rescheduled, try the part before the @."
-        if name.due_ms is None:
-            advice = " A message_id or key that is a number needs --message-id or --delay-key, as of `delayer list`."
     return f"{name} is not in the store: it was delivered, cancelled, replaced, refused, or never parked.{advice}"
 
 

@@ -4,6 +4,7 @@ the successful reloads."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
@@ -126,6 +127,20 @@ async def test_native_mode_reloads_while_its_store_is_out_of_reach() -> None:
     await until(lambda: line.said == ["reloading", "reloaded mode native"])
     stopping.set()
     await running
+
+
+async def test_a_reload_whose_keys_all_need_a_restart_is_not_called_reloaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    new = settings(store={"url": "postgresql://localhost:1/out-of-reach"})
+    reload, line = reloading(StubDaemon(settings(store=STORE)), lambda: new)
+    reload.request()
+    running = asyncio.create_task(reload.run(stopping := asyncio.Event()))
+    await until(lambda: len(line.said) == 2)
+    stopping.set()
+    await running
+    told = [json.loads(one) for one in capsys.readouterr().err.splitlines()]
+    assert [(one["event"], one["keys"]) for one in told] == [("restart needed", ["store.url"])]
 
 
 async def test_requests_during_a_reload_cause_one_more_reload() -> None:

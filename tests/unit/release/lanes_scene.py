@@ -23,7 +23,7 @@ class Scene:
         self.heartbeat = Heartbeat()
         self.counters = Counters()
         self.stopping = asyncio.Event()
-        self.connection = SimpleNamespace(current=True)
+        self.connection = SimpleNamespace(current=True, connects=1)
 
         async def at_once() -> ScriptedStore:
             return store

@@ -221,6 +221,18 @@ async def test_the_wait_for_a_silent_store_is_limited() -> None:
         silence.set()
 
 
+async def test_no_lane_is_taken_before_the_first_connection_to_the_broker() -> None:
+    """With a wrong password the daemon would keep lanes, and release nothing from them."""
+    store = ScriptedStore()
+    async with scene(store) as it:
+        it.connection.current, it.connection.connects = None, 0
+        await until(lambda: store.maintained >= 1)
+        assert it.lanes.numbers == []
+        it.connection.current, it.connection.connects = True, 1
+        await it.lanes.ready.wait()
+        assert it.lanes.numbers == [1, 2]
+
+
 async def test_the_daemon_waits_for_lanes_dropped_without_a_broker() -> None:
     """The first look with a broker takes the lanes again, and messages with keys may come before it."""
     async with at_work() as it:
