@@ -56,17 +56,17 @@ BODY: Final = pa.field("body", pa.binary())
 _ROWS: Final = 20_000
 """Messages of one row group of a file."""
 _BYTES: Final = 32 << 20
-"""Bytes of messages that wait in memory for their row groups, of all open files."""
+"""Bytes of messages in memory, of all open files together, above which all of them are written."""
 _ASCII: Final = re.compile(r"[\x00-\x7f]+")
 _NAME: Final = re.compile(r"v(\d+)-(\d+)-([0-9a-f]{16})-(plain|bodies)-\d+\.parquet")
 
 
 class Unfit(Exception):
-    """The directory or its file system does not fit. The text says what was expected and found."""
+    """The directory or its file system cannot hold the dataset. The text says what was expected and found."""
 
 
 class DatasetNotWritten(Exception):
-    """A file could not be written. No OSError: in the store's session that would count as the store's."""
+    """A file could not be written. It is no OSError, because the store's session reports an OSError as its own."""
 
 
 class Partition(NamedTuple):
@@ -174,8 +174,8 @@ class _File:
 
 
 class PartitionWriter:
-    """Writes messages in the order of their due instants to the files of their partitions. The files of one day are
-    open at a time. ``wanted``: the path of the file of each partition; messages of others are left out."""
+    """Writes messages, in the order of their due instants, to the files of their partitions. Only the files of one
+    day are open at a time. ``wanted``: the path for each partition. It skips messages of all other partitions."""
 
     def __init__(self, wanted: Mapping[Partition, Path], *, bodies: bool) -> None:
         self.ids = IdBitset()
@@ -220,8 +220,8 @@ class PartitionWriter:
 
 
 class Dataset(Protocol):
-    """A dataset that an export brings up to date. ``root``: where new files are written. ``former``: the file of each
-    partition's directory so far, relative to ``former_root``."""
+    """A dataset that an export updates. ``root``: the directory for new files. ``former``: the present file of each
+    partition by the partition's directory, relative to ``former_root``."""
 
     @property
     def root(self) -> Path: ...
@@ -231,8 +231,8 @@ class Dataset(Protocol):
     def former(self) -> Mapping[str, Path]: ...
 
     def commit(self, kept: Iterable[Path], written: Mapping[Partition, Path], gone: Iterable[Path]) -> None:
-        """Make the new state visible: the ``kept`` and ``written`` files. ``gone``: the files that are replaced or have
-        no messages any more. Raises OSError, Unfit."""
+        """Make the new state visible, once it is on the disk: the ``kept`` and ``written`` files. ``gone``: files that
+        were replaced, or whose partition has no messages any more. Raises OSError, Unfit."""
 
 
 class PlainDataset:
@@ -247,6 +247,7 @@ class PlainDataset:
         for file in kept:
             (self.root / file.parent).mkdir(parents=True, exist_ok=True)
             os.link(self.former_root / file, self.root / file)
+        sync_directories(self.root)
         if self.former_root.exists():
             shutil.copymode(self.former_root, self.root)
             exchange(self.root, self.former_root)
@@ -267,12 +268,13 @@ def _files(path: Path) -> list[Path]:
 
 
 LEFT: Final = "_left.csv"
-"""The file with the ids of messages that left since the export before. Readers of datasets ignore names like it."""
+"""The file with the ids of messages that left since the export before. Readers of datasets ignore names that begin
+with an underscore."""
 
 
 @contextmanager
 def plain(path: Path) -> Iterator[PlainDataset]:
-    """The dataset at ``path``, or a new one. Whatever is not committed at the end is removed. Raises OSError, Unfit."""
+    """The dataset at ``path``, or a new one. Files without a commit are removed at the end. Raises OSError, Unfit."""
     if path.exists() and not path.is_dir():
         raise Unfit(f"{path}: expected a directory, found a file")
     target = Path(os.path.realpath(path))
@@ -290,7 +292,7 @@ def plain(path: Path) -> Iterator[PlainDataset]:
         one, other = root / "one", root / "other"
         one.mkdir()
         other.mkdir()
-        exchange(one, other)  # So that a file system without it is found before the work.
+        exchange(one, other)  # A file system without it is refused before the work.
         one.rmdir()
         other.rmdir()
         yield PlainDataset(target, root)
@@ -332,6 +334,13 @@ def exchange(one: Path, other: Path) -> None:
         raise OSError(number, os.strerror(number), str(one))
 
 
+def sync_directories(root: Path) -> None:
+    """Put the names of all files below ``root`` on the disk. A sync of a file need not include its name. Raises
+    OSError."""
+    for directory, _, _ in os.walk(root):
+        _sync(Path(directory))
+
+
 def _sync(directory: Path) -> None:
     number = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -361,8 +370,8 @@ def writing() -> Iterator[None]:
 
 
 def write_left(root: Path, files: Iterable[Path], ids: IdBitset) -> int:
-    """Write the messages in ``files`` that are not among ``ids`` to a CSV file in ``root``. Returns their number.
-    Raises OSError, Unfit."""
+    """Write the messages in ``files`` that are not among ``ids`` to a CSV file in ``root``. Returns their number. A
+    route is that of its directory, so a long one is shortened. Raises OSError, Unfit."""
     count = 0
     with replacing(root / LEFT, mode=0o600) as out:
         out.write(b"id,due_at,route\r\n")

@@ -1,5 +1,5 @@
-"""Reports from the history. They show lateness by route and hour, and the releases at once against the forecast. They
-name destinations that get worse, and delays that look like seconds given as milliseconds."""
+"""Reports from the history: lateness by route and hour, the largest numbers of releases against the forecast,
+destinations that get worse, and delays that a publisher may have given in the wrong unit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from delayer.audit.findings import Bar, Calendar, Capacity, OddDelays, Past, Pas
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 
 HOURS: Final = 31 * 24
-"""The last hours that are shown, of all routes together and of each route."""
+"""The report has the hours of this span before the snapshot, for all routes together and for each listed route."""
 ROUTES: Final = 10
+"""The report lists so many routes at most, those with most messages."""
 LISTED: Final = 20
-"""Destinations of each list at most."""
+"""Each list has so many destinations at most."""
 FEWEST: Final = 20
-"""Messages of a destination in each of two spans, below which they are not compared."""
+"""Two spans of a destination are compared if each has so many messages that were released or held."""
 
-# Only a release is late. A drained or early message counts as on time.
+# Only a released message has a lateness. A message that was released early counts as on time.
 _FIGURES: Final = """
 count_if(what = 'released') AS released, count_if(what = 'held') AS held, count_if(what = 'cancelled') AS cancelled,
 percentile_approx(late, 0.5) AS p50_ms, percentile_approx(late, 0.99) AS p99_ms, max(late) AS worst_ms
@@ -30,7 +31,7 @@ _ROWS: Final = f"""
 
 
 def told(store: Extract, forecast: Calendar) -> Past | None:
-    """What the history of the extract tells; None if it has no rows. Spark's errors pass."""
+    """The report of the extract's history; None if the history has no rows. Spark's errors pass."""
     [whole] = store.rows(f"SELECT min(at_ms) AS first_ms, max(at_ms) AS last_ms, {_FIGURES} FROM {_ROWS}")
     if whole.first_ms is None:
         return None
@@ -65,7 +66,7 @@ def _hour(row: Any, start_ms: int) -> PastHour:
 
 
 def _capacity(store: Extract, forecast: Calendar, width: int) -> Capacity:
-    """The most that was released, and the most that is due, within ``width`` ms."""
+    """The largest number of messages released, and the largest number due, within one span of ``width`` ms."""
     rows = store.rows(f"""
         SELECT at_ms - pmod(at_ms, {width}) AS start_ms, count(*) AS messages FROM history WHERE what = 'released'
         GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1""")
@@ -79,8 +80,8 @@ def _capacity(store: Extract, forecast: Calendar, width: int) -> Capacity:
 
 
 def _worse(store: Extract) -> tuple[Worse, ...]:
-    """Destinations whose last day is worse than the time before: twice the share of held messages, and 1 % at least; or
-    twice the lateness that 99 of 100 messages do not exceed, and a second at least."""
+    """Destinations whose last day is worse than the time before it. Their share of held messages doubled and is 1 % at
+    least, or their 99th percentile of lateness doubled and is a second at least."""
     rows = store.rows(f"""
         WITH spans AS (
             SELECT to_exchange, to_key, at_ms >= {store.now_ms - DAY_MS} AS recent, {_FIGURES}
@@ -104,8 +105,8 @@ def _worse(store: Extract) -> tuple[Worse, ...]:
 
 
 def _odd(store: Extract) -> tuple[OddDelays, ...]:
-    """Delays that are a thousandth of the route's median (seconds given as milliseconds), or a thousand times as long,
-    within a factor of two. Medians below a second are not judged."""
+    """Destinations with delays that are a thousandth of the route's median (seconds in a field of milliseconds), or a
+    thousand times the median, within a factor of two. A route with a median below a second is left out."""
     rows = store.rows(f"""
         WITH known AS (SELECT * FROM history WHERE delay_ms > 0),
         usual AS (SELECT route, percentile_approx(delay_ms, 0.5) AS usual_ms FROM known GROUP BY route),

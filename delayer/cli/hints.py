@@ -1,4 +1,5 @@
-"""Hints for a filter that matches nothing: options that would match, and the other list with such messages."""
+"""Hints for a filter that matches no message: options that match one, and whether the other list (of waiting or of
+held messages) has matching messages."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from delayer.store.admin import detail, listing
 from delayer.store.admin.listing import Entry
 
 LOOKED: Final = 1_000
-"""Messages that a hint reads: the soonest, or of held ones the oldest."""
+"""A hint reads so many messages at most: the soonest waiting ones, or the oldest held ones."""
 MOST: Final = 3
-"""Options that a hint names."""
+"""A hint names so many options at most."""
 NAMES: Final = {"--route": "route", "--exchange": "to_exchange", "--routing-key": "to_key", "--delay-key": "key"}
 """The options of a Filter that an Entry has too, each with the name of the field in both."""
 
 
 def say_hints(url: str, wanted: Filter, *, held: bool = False) -> None:
-    """Tell the operator why ``wanted`` may match no waiting message, or no ``held`` one. Raises StoreLost,
+    """Print the hints for ``wanted``, which matched no waiting message (``held``: no held message). Raises StoreLost,
     BadStoreUrl, SchemaOutdated."""
     if wanted.everything:
         return
@@ -52,13 +53,14 @@ def say_hints(url: str, wanted: Filter, *, held: bool = False) -> None:
 
 
 def near_misses(wanted: Filter, entries: Iterable[Entry]) -> list[str]:
-    """Options that would match one of ``entries``: those of ``wanted`` in another case, or with a value under another
-    option. Pure."""
+    """Options that match one of ``entries``. Each has a value of ``wanted``, in another case or under another option.
+    Pure."""
     return near(_asked(wanted), (_offered(entry, headers=bool(wanted.headers)) for entry in entries))
 
 
 def near(wanted: Iterable[tuple[str, str]], offers: Iterable[Iterable[tuple[str, str]]]) -> list[str]:
-    """The same for options and their values: those that were asked for, and those of each message. Pure."""
+    """The same for pairs of an option and its value: ``wanted`` has those of the filter, and each of ``offers`` those
+    of one message. Pure."""
     asked = list(wanted)
     found: dict[str, None] = {}
     for offer in offers:
@@ -80,7 +82,7 @@ def _asked(wanted: Filter) -> Iterator[tuple[str, str]]:
 
 
 def _offered(entry: Entry, *, headers: bool) -> Iterator[tuple[str, str]]:
-    """The same of one message."""
+    """Each option that would match this message, and its value. ``headers``: also those of its headers."""
     for option, name in NAMES.items():
         yield from option_of(option, getattr(entry, name))
     yield from option_of("--message-id", reading.message_id(entry.properties))
@@ -89,7 +91,7 @@ def _offered(entry: Entry, *, headers: bool) -> Iterator[tuple[str, str]]:
 
 
 def option_of(option: str, value: bytes | None) -> Iterator[tuple[str, str]]:
-    """An option as an operator writes it, and its value; nothing for no value."""
+    """An option as an operator writes it, and its value. Without a value it yields nothing."""
     if value:
         text = as_text(value)
         yield f"{option} {shlex.quote(text)}", text

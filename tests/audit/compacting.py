@@ -105,7 +105,7 @@ def until_idle(spark: SparkSession) -> None:
     until = time.monotonic() + 60
     while running := sum(executor.numRunningTasks() for executor in tracker.getExecutorInfos()):
         assert time.monotonic() < until, f"{running} tasks are still at work"
-        time.sleep(0.02)
+        time.sleep(0.02)  # Spark announces the end of a task only to listeners inside the JVM.
 
 
 def failed_tasks(spark: SparkSession, name: str) -> int:

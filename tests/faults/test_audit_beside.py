@@ -112,7 +112,7 @@ async def test_no_audit_reports_a_violation(vhost: str, store: str, tmp_path: Pa
             await traffic.replace()
             works = (traffic.send, traffic.replace, jobs.pack, jobs.restore, jobs.cancel)
             async with repeated(*works, reports.quick, reports.deep, reports.export):
-                await asyncio.sleep(60 * MINUTES)
+                await asyncio.sleep(60 * MINUTES)  # not to wait for anything: this is the length of the test
             while await place.segments():
                 await jobs.restore(everything=True)
             await jobs.cancel(at_once=1 << 31)
