@@ -203,7 +203,7 @@ def ask(message: MessageToSend, route: RouteTable, delay_ms: int | None, at_ms: 
             return
         rules = Route(b"", b"", delay_from=route.delay_from, routing_key_header=route.routing_key_header.encode())
         if wrong := misspelt(map(str.encode, message.headers), rules):
-            raise Misused(f"delayer would refuse this: {wrong}")
+            raise Misused(f"the daemon would refuse it: {wrong}")
         message.due_ms = now_ms + route.default_delay_ms
         return
     forms = set(route.delay_from)

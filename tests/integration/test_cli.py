@@ -182,7 +182,7 @@ async def test_send_refuses_a_misspelt_delay_header_as_the_daemon_does(delayer: 
     delayer("topology", "apply")
     for name in ("x-dealy", "X-Delay"):
         refused = delayer("send", "--header", f"{name}:int=5000", expect=2).stderr
-        assert f"the message has no delay, but a header '{name}': expected 'x-delay'" in refused
+        assert f"delayer: the daemon would refuse it: the message has no delay, but a header '{name}'" in refused
     assert await take(vhost, "delays") == []
     delayer("send", "--header", "x-dealy:int=5000", "--delay", "1s")
     named = '[{"from": "delayer.in", "delay_from": ["header:x-dealy"]}]'
