@@ -50,6 +50,8 @@ class LaneLost(StoreLost):
     """The lane belongs to another process, which releases its rows. This process must not park into it."""
 
 
+ERRNO: Final = re.compile(r"\[Errno -?\d+\] ")
+"""The number that Python puts before the text of an error of the operating system."""
 _NOT_BELIEVED: Final = re.compile("certificate.verify.failed", re.IGNORECASE)
 _OTHER_HOST: Final = re.compile("hostname mismatch|ip address mismatch", re.IGNORECASE)
 _NOT_NOW: Final = re.compile("has expired|not yet valid", re.IGNORECASE)

@@ -14,6 +14,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, ProgrammingError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from delayer.core.errors import ERRNO
 from delayer.imports.state_machine import BadSource, ImportImpossible, SourceLost
 
 DRIVERS: Final = {
@@ -137,12 +138,14 @@ class Database:
             ) from error
 
     def _described(self, error: Exception) -> str:
-        """The error in one line, without passwords that the driver quotes."""
+        """The error in one line, without passwords that the driver quotes, and without names of Python."""
         inner = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-        text = str(inner).strip().split("\n", 1)[0]
+        # MySQL's errors have a number before the text.
+        text = str(inner.args[1] if len(inner.args) > 1 and isinstance(error, DBAPIError) else inner)
+        text = ERRNO.sub("", text.strip().split("\n", 1)[0])
         for secret in sorted(secrets(self._url), key=len, reverse=True):
             text = text.replace(secret, "***")
-        return f"{type(inner).__name__}: {text}"
+        return text or type(inner).__name__
 
     async def close(self) -> None:
         """Close all connections. Safe to call twice."""

@@ -9,7 +9,6 @@ BadStoreUrl           the URL cannot be read: an operator must act
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -78,9 +77,6 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
 )
 
 
-_ERRNO = re.compile(r"\[Errno -?\d+\] ")
-
-
 def lost(doing: str, error: BaseException) -> StoreLost:
     """The loss that a driver's error means, with the advice that its cause calls for. Raise it from ``error``."""
     driver: BaseException | None = error  # SQLAlchemy wraps the driver's own.
@@ -94,7 +90,7 @@ def lost(doing: str, error: BaseException) -> StoreLost:
 def describe(error: BaseException) -> str:
     """One line for a driver's error: its first line, without the details that may quote data. The class of any other
     error stands before it."""
-    text = _ERRNO.sub("", str(error).strip().split("\n", 1)[0])
+    text = errors.ERRNO.sub("", str(error).strip().split("\n", 1)[0])
     if text and isinstance(error, DRIVER_ERRORS):
         return text
     name = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__

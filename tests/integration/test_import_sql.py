@@ -308,7 +308,9 @@ async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source:
 async def test_a_source_out_of_reach(delayer: Run, source: Source) -> None:
     scheme = source.url.partition(":")[0]
     nowhere = Source(source.kind, f"{scheme}://me:{MariaDB.PASSWORD}@127.0.0.1:1/x")
-    assert "the source is out of reach" in run_of(delayer, nowhere)("run", expect=3)
+    told = run_of(delayer, nowhere)("run", expect=3)
+    assert "the source is out of reach: C" in told, "Connect call failed; Can't connect to MySQL server"
+    assert "Error" not in told and "Errno" not in told
     nonsense = Source(source.kind, f"{MariaDB.PASSWORD}::")
     assert "cannot be read" in run_of(delayer, nonsense)("run", expect=2)
 
