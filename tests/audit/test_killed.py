@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.audit import compacting
 from tests.audit.compacting import kill_tree, tree
 from tests.audit.test_reading import fill
 from tests.support.daemon import EXECUTABLE
@@ -128,6 +129,23 @@ async def test_a_stop_leaves_nothing(filled: str, tmp_path: Path, phase: str, ho
     assert (process.returncode, names(tmp_path)) == (code, []), told.decode()
     assert b"Traceback" not in told, told.decode()
     assert told.splitlines()[-1].startswith(b"delayer: ")
+
+
+@pytest.mark.parametrize("how", [*SIGNALS, "SIGTERM alone"])
+async def test_a_stop_of_compact_that_starts_the_jvm(database: str, tmp_path: Path, how: str) -> None:
+    end, number, code = SIGNALS.get(how, (os.kill, signal.SIGTERM, 143))
+    async with compacting.filled(database, compacting.FEW):
+        before = await compacting.everything(database)
+        async with compacting.command(database, "compact", fault="", TMPDIR=str(tmp_path)) as process:
+            await reached(process, lambda: names(tmp_path) and psutil.Process(process.pid).children())
+            end(process.pid, number)
+            async with asyncio.timeout(SECONDS):
+                _, told = await process.communicate()  # stderr ends with the JVM
+        assert (process.returncode, names(tmp_path)) == (code, []), told.decode()
+        assert b"Traceback" not in told, told.decode()
+        assert told.splitlines()[-1].startswith(b"delayer: ")
+        assert await compacting.everything(database) == before
+        assert (await compacting.lawful(database))["compacted"] == 0
 
 
 async def test_a_lost_jvm_is_one_sentence(filled: str, tmp_path: Path) -> None:
