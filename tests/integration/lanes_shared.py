@@ -55,7 +55,7 @@ class Process:
     def __init__(self, url: str, name: str, rates: Mapping[bytes, float], publisher: Publisher | None = None) -> None:
         self._url, self._name, self.live = url, name, StoreLive(rates=rates)
         self.publisher = publisher or Publisher()
-        self.connection = SimpleNamespace(current=True)
+        self.connection = SimpleNamespace(current=True, connects=1)
         self.store: PostgresStore | None = None
         self.lanes = LaneManager(
             self._release,
