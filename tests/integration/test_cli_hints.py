@@ -88,14 +88,14 @@ async def test_a_filter_of_refused_messages_or_strays_gets_a_hint(delayer: Run, 
     def hint(*command: str) -> str:
         return str(delayer(*command, expect=0 if "list" in command else 1).stderr)
 
-    assert hint("refused", "list", "--reason", "Too Long") == "Did you mean --reason 'too long'?\n"
+    assert "Did you mean --reason 'too long'?\n" in hint("refused", "list", "--reason", "Too Long")
     assert "Did you mean --route delayer.in?" in hint("refused", "retry", "--route", "Delayer.In", "--yes")
     assert "Did you mean --route delayer.in?" in hint("refused", "drop", "DELAYER.IN", "--yes")
     assert "Did you mean delayer.in-1?" in hint("refused", "retry", "Delayer.in-1")
     assert "Did you mean --reason NO_ROUTE?" in hint(*native, "strays", "list", "--reason", "no_route")
     assert "Did you mean --route in?" in hint(*native, "strays", "drop", "--route", "IN", "--yes")
-    assert hint("refused", "list", "--reason", "too short") == ""
-    assert hint(*native, "strays", "list", "--kind", "late", "--reason", "312") == ""
+    assert "Did you" not in hint("refused", "list", "--reason", "too short")
+    assert "Did you" not in hint(*native, "strays", "list", "--kind", "late", "--reason", "312")
 
 
 def test_the_audit_log_names_messages_that_a_cancel_did_not_find(delayer: Run) -> None:
