@@ -195,10 +195,10 @@ SHORT = 0.05
 
 
 async def stubborn() -> None:
-    """Ignore every cancellation."""
+    """Ignore every cancellation. The loop's timer keeps the task from the garbage collector while the loop runs."""
     while True:
         try:
-            await asyncio.Event().wait()
+            await asyncio.sleep(3600)
         except asyncio.CancelledError:
             continue
 
