@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from delayer.broker.admin import Admin
 from delayer.cli.hints import near_misses
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold, HoldKind
@@ -13,6 +14,7 @@ from delayer.core.units import DAY_MS
 from delayer.store.admin.listing import Entry, Place
 from tests.integration.cli import Run, ids
 from tests.integration.test_cli_looking import QUEUE, envelope, refused_ones
+from tests.support.place import eventually
 from tests.support.raw import Message, Props, Raw, text
 from tests.support.rows import waiting
 from tests.support.store import opened, owned, parcel, sql
@@ -74,6 +76,8 @@ async def test_the_kind_of_a_hold_selects_strays(delayer: Run, vhost: str) -> No
         await raw.publish(Message("", QUEUE, envelope(1, "312")[1], b"body"), Message("", QUEUE, Props(), b"none"))
     told = json.loads(delayer("--mode", "native", "strays", "list", "--kind", "returned", "--json").stdout)
     assert [one["id"] for one in told["messages"]] == [f"{1:032x}"]
+    async with await Admin.connect(vhost) as admin:  # The broker returns what the list read when its command has ended.
+        await eventually(lambda: admin.depths([QUEUE.decode()]), lambda depths: depths[QUEUE.decode()] == 2)
     assert "Dropped: 1." in delayer("--mode", "native", "strays", "drop", "--kind", "unfit", "--yes").stdout
     assert json.loads(delayer("--mode", "native", "strays", "list", "--json").stdout)["depth"] == 1
 
