@@ -70,15 +70,21 @@ async def test_the_kind_of_a_hold_selects_held_messages(delayer: Run, database: 
     assert json.loads(json.loads(delayer("audit-log", "--json").stdout)[0]["asked"]) == {"kind": "late"}
 
 
+async def returned(vhost: str, count: int, queue: str = QUEUE.decode()) -> None:
+    """Wait until so many messages are ready: the broker returns what a command has read after the command has ended."""
+    async with await Admin.connect(vhost) as admin:
+        await eventually(lambda: admin.depths([queue]), lambda depths: depths[queue] == count)
+
+
 async def test_the_kind_of_a_hold_selects_strays(delayer: Run, vhost: str) -> None:
     delayer("--mode", "native", "topology", "apply")
     async with await Raw.connect(vhost) as raw:
         await raw.publish(Message("", QUEUE, envelope(1, "312")[1], b"body"), Message("", QUEUE, Props(), b"none"))
     told = json.loads(delayer("--mode", "native", "strays", "list", "--kind", "returned", "--json").stdout)
     assert [one["id"] for one in told["messages"]] == [f"{1:032x}"]
-    async with await Admin.connect(vhost) as admin:  # The broker returns what the list read when its command has ended.
-        await eventually(lambda: admin.depths([QUEUE.decode()]), lambda depths: depths[QUEUE.decode()] == 2)
+    await returned(vhost, 2)
     assert "Dropped: 1." in delayer("--mode", "native", "strays", "drop", "--kind", "unfit", "--yes").stdout
+    await returned(vhost, 1)
     assert json.loads(delayer("--mode", "native", "strays", "list", "--json").stdout)["depth"] == 1
 
 
@@ -89,17 +95,19 @@ async def test_a_filter_of_refused_messages_or_strays_gets_a_hint(delayer: Run, 
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*refused_ones(2), Message("", QUEUE, envelope(1, "312 NO_ROUTE")[1], b"body"))
 
-    def hint(*command: str) -> str:
+    async def hint(*command: str) -> str:
+        await returned(vhost, 2, "delays.refused")
+        await returned(vhost, 1)
         return str(delayer(*command, expect=0 if "list" in command else 1).stderr)
 
-    assert "Did you mean --reason 'too long'?\n" in hint("refused", "list", "--reason", "Too Long")
-    assert "Did you mean --route delayer.in?" in hint("refused", "retry", "--route", "Delayer.In", "--yes")
-    assert "Did you mean --route delayer.in?" in hint("refused", "drop", "DELAYER.IN", "--yes")
-    assert "Did you mean delayer.in-1?" in hint("refused", "retry", "Delayer.in-1")
-    assert "Did you mean --reason NO_ROUTE?" in hint(*native, "strays", "list", "--reason", "no_route")
-    assert "Did you mean --route in?" in hint(*native, "strays", "drop", "--route", "IN", "--yes")
-    assert "Did you" not in hint("refused", "list", "--reason", "too short")
-    assert "Did you" not in hint(*native, "strays", "list", "--kind", "late", "--reason", "312")
+    assert "Did you mean --reason 'too long'?\n" in await hint("refused", "list", "--reason", "Too Long")
+    assert "Did you mean --route delayer.in?" in await hint("refused", "retry", "--route", "Delayer.In", "--yes")
+    assert "Did you mean --route delayer.in?" in await hint("refused", "drop", "DELAYER.IN", "--yes")
+    assert "Did you mean delayer.in-1?" in await hint("refused", "retry", "Delayer.in-1")
+    assert "Did you mean --reason NO_ROUTE?" in await hint(*native, "strays", "list", "--reason", "no_route")
+    assert "Did you mean --route in?" in await hint(*native, "strays", "drop", "--route", "IN", "--yes")
+    assert "Did you" not in await hint("refused", "list", "--reason", "too short")
+    assert "Did you" not in await hint(*native, "strays", "list", "--kind", "late", "--reason", "312")
 
 
 def test_the_audit_log_names_messages_that_a_cancel_did_not_find(delayer: Run) -> None:
