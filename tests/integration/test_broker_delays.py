@@ -48,18 +48,18 @@ def names(run: Result, pattern: str) -> int:
     return len(re.findall(pattern, " ".join(run.output.split())))
 
 
+SET_ASIDE: Mapping[str, tuple[int, int]] = {
+    f"{queue} {verb}": (0, 1)
+    for queue in ("refused", "strays")
+    for verb in ("list", "retry --all --yes", "drop --all --yes")
+}
 VERBS: Mapping[str, tuple[int, int]] = {
     "status": (0, len(QUEUES)),
     "topology show": (0, len(QUEUES)),
     "check": (0, len(QUEUES) + len(OTHERS)),
     "topology remove": (1, len(QUEUES)),
     "topology remove --only-cascade": (1, len(QUEUES) - len(intake_topology().queues)),
-    "refused list": (0, 1),
-    "refused retry --all --yes": (0, 1),
-    "refused drop --all --yes": (0, 1),
-    "strays list": (0, 1),
-    "strays retry --all --yes": (0, 1),
-    "strays drop --all --yes": (0, 1),
+    **SET_ASIDE,
     "--mode store drain --to store --yes": (0, len(QUEUES) - len(intake_topology().queues)),
     "import cascade preview": (1, 1),
     "import cascade run --yes --unverified": (1, 1),
@@ -78,12 +78,7 @@ UNTOLD: Mapping[str, tuple[int, int]] = {
     "check": (0, 1),
     "topology remove": (1, len(QUEUES)),
     "topology remove --only-cascade": (1, len(QUEUES) - len(intake_topology().queues)),
-    "refused list": (0, 1),
-    "refused retry --all --yes": (0, 1),
-    "refused drop --all --yes": (0, 1),
-    "strays list": (0, 1),
-    "strays retry --all --yes": (0, 1),
-    "strays drop --all --yes": (0, 1),
+    **SET_ASIDE,
     "--mode store drain --to store --dry-run": (0, 1),
     "--mode store drain --to store --yes": (0, 1),
     "import cascade preview": (0, 1),
