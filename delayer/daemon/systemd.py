@@ -153,23 +153,21 @@ class Watchdog:
             await first_set(stopping, seconds=interval)
 
 
-def trouble(*, connected: bool, blocked: bool, store: bool, usable: bool, consuming: bool, spare: bool = False) -> str:
+def trouble(*, connected: bool, blocked: bool, no_lane: str, consuming: bool) -> str:
     """The reasons why the daemon does not do its work, in words; empty where all is well. Pure.
 
-    ``blocked``: by a resource alarm of the broker. ``store``: whether one is configured, ``usable``: whether the daemon
-    owns a lane of it; ``spare``: whether there are more processes than lanes.
+    ``blocked``: by a resource alarm of the broker. ``no_lane``: the reason of the lane manager, or empty.
 
-    >>> trouble(connected=False, blocked=False, store=True, usable=False, consuming=False)
-    'the broker is out of reach; the store is out of reach, refuses us, or gives us no lane'
+    >>> trouble(connected=False, blocked=False, no_lane="the store is out of reach, or refuses us", consuming=False)
+    'the broker is out of reach; the store is out of reach, or refuses us'
     """
     found = []
     if not connected:
         found.append("the broker is out of reach")
     elif blocked:
         found.append("the broker takes no publishes (a resource alarm)")
-    if store and not usable:
-        none = "no lane for this process: there are more processes than lanes"
-        found.append(none if spare else "the store is out of reach, refuses us, or gives us no lane")
+    if no_lane:
+        found.append(no_lane)
     if not consuming and not found:
         found.append("nothing is consumed yet")
     return "; ".join(found)

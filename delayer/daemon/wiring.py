@@ -175,9 +175,7 @@ class Daemon:
         return trouble(
             connected=all(one["connected"] for one in connections),
             blocked=any(one["blocked"] for one in connections),
-            store=self.lanes.configured,
-            usable=self.lanes.usable,
-            spare=self.lanes.spare.is_set(),
+            no_lane=self.lanes.reason_without_lane(),
             consuming=self._intake.consuming.is_set(),
         )
 

@@ -131,13 +131,22 @@ class LaneManager:
         if not self.configured:
             raise StoreLost("no store is configured")
         if not await first_set(self.ready, seconds=seconds):
-            raise StoreLost(*self._why_without(seconds))
+            raise self._without_lane()
 
-    def _why_without(self, seconds: float) -> tuple[str, str]:
+    def reason_without_lane(self) -> str:
+        """Why the store gives this process no lane. Empty if it has one, if no store is configured, and if a store in
+        reach waits for the broker: its connection is the reason then."""
+        if not self.configured or self.usable:
+            return ""
         if self.spare.is_set():
-            return "no lane for this process: there are more processes than lanes", MORE_LANES
-        text = f"no lane after {seconds:g} s: the store is out of reach, refuses us, or other processes own all lanes"
-        return text, ""
+            return "no lane for this process: there are more processes than lanes"
+        if not self.reached:
+            return "the store is out of reach, or refuses us"
+        return "" if self._connection is not None and self._connection.current is None else "no free lane in the store"
+
+    def _without_lane(self) -> StoreLost:
+        reason = self.reason_without_lane() or "no lane without a connection to the broker"
+        return StoreLost(reason, MORE_LANES if self.spare.is_set() else "")
 
     async def wait_known(self, seconds: float) -> None:
         """Wait until there is a lane, or no store in reach; ``seconds`` at most. Raises StoreLost where a store is
@@ -146,7 +155,7 @@ class LaneManager:
             return
         await first_set(self.ready, self.out_of_reach, self.spare, seconds=seconds)
         if self.spare.is_set() and not self.usable:
-            raise StoreLost(*self._why_without(seconds))
+            raise self._without_lane()
 
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         return await self._write(lambda store, lane: store.park(lane, parcels, cancels), parcels)

@@ -56,7 +56,7 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         proxy.lead_to(standby.port)
         await proxy.accept()
         await ledger.publish(500, delay_ms=500)
-        await daemon.event("store unreachable", where=lambda one: "ReadOnly" in one["reason"])
+        await daemon.event("store unreachable", where=lambda one: "during recovery" in one["reason"])
         await eventually(lambda: place.depth("delays"), lambda depth: depth == 500)
         assert ledger.total() == 0
         with pytest.raises(StoreUnfit, match="expected a primary, found a standby"):  # the error of a new daemon

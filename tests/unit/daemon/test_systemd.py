@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -115,22 +116,21 @@ def test_trouble_follows_the_status_and_is_sent_once(systemd: tuple[str, socket.
     assert said == [f"STATUS={words}" for words in expected]
 
 
-WELL = {"connected": True, "blocked": False, "store": True, "usable": True, "consuming": True}
+WELL: dict[str, Any] = {"connected": True, "blocked": False, "no_lane": "", "consuming": True}
 
 
 @pytest.mark.parametrize(
     ("seen", "words"),
     [
         (WELL, ""),
-        (WELL | {"store": False, "usable": False}, ""),
         (WELL | {"connected": False}, "the broker is out of reach"),
         (WELL | {"connected": False, "blocked": True}, "the broker is out of reach"),
         (WELL | {"blocked": True}, "the broker takes no publishes (a resource alarm)"),
-        (WELL | {"usable": False, "consuming": False}, "the store is out of reach, refuses us, or gives us no lane"),
+        (WELL | {"no_lane": "no free lane in the store", "consuming": False}, "no free lane in the store"),
         (WELL | {"consuming": False}, "nothing is consumed yet"),
     ],
 )
-def test_words(seen: dict[str, bool], words: str) -> None:
+def test_words(seen: dict[str, Any], words: str) -> None:
     assert trouble(**seen) == words
 
 

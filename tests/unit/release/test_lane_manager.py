@@ -218,7 +218,10 @@ async def test_the_wait_for_a_silent_store_is_limited() -> None:
     async with scene(connect=connect) as it:
         await asyncio.wait_for(it.lanes.wait_known(0.01), 5)
         assert not it.lanes.usable
+        assert it.lanes.reason_without_lane() == "the store is out of reach, or refuses us"
         silence.set()
+        await it.lanes.ready.wait()
+        assert it.lanes.reason_without_lane() == ""
 
 
 async def test_no_lane_is_taken_before_the_first_connection_to_the_broker() -> None:
@@ -228,6 +231,9 @@ async def test_no_lane_is_taken_before_the_first_connection_to_the_broker() -> N
         it.connection.current, it.connection.connects = None, 0
         await until(lambda: store.maintained >= 1)
         assert it.lanes.numbers == []
+        assert it.lanes.reason_without_lane() == "", "the lost broker is the reason, and the store is not"
+        with pytest.raises(StoreLost, match="no lane without a connection to the broker"):
+            await it.lanes.wait_usable(0.01)
         it.connection.current, it.connection.connects = True, 1
         await it.lanes.ready.wait()
         assert it.lanes.numbers == [1, 2]
