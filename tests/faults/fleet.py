@@ -61,6 +61,7 @@ class Kept:
         self.process = DaemonProcess({})
         self._fleet = fleet
         self._meant = 0
+        self._started = asyncio.Event()
         self._left: DaemonProcess | None = None
 
     async def start(self, fault: str = "") -> None:
@@ -80,6 +81,7 @@ class Kept:
         process.told = self._told
         await process.start()
         self.process = process
+        self._started.set()
 
     def _told(self, event: dict[str, Any] | str) -> None:
         self.log.write(f"{event}\n")
@@ -130,7 +132,8 @@ class Kept:
                 )
                 await self.start()
             else:
-                await asyncio.sleep(0.1)  # perhaps the fault that ended it starts another one
+                self._started.clear()
+                await self._started.wait()  # The fault that ended it may start another one.
 
 
 class Fleet:

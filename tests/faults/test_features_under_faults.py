@@ -174,7 +174,7 @@ async def test_the_border_between_cascade_and_store(servers: Servers, tmp_path: 
         async def move() -> None:
             fleet.more = f'[store]\npark_beyond = "{next(borders)}"\n'
             fleet.switch(STORE)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)  # not to wait for anything: this is the pace of the changes
 
         async with meanwhile(move):
             await ledger.publish(500, longest_ms=4_000)

@@ -110,7 +110,7 @@ async def at_rest(fleet: Fleet) -> bool:
     for _ in range(10):
         if await fleet.place.standing() or (await ledger.depths(ledger.queue))[ledger.queue]:
             return False
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # not to wait for anything: the second of rest is ten looks, a tenth apart
     return True
 
 

@@ -66,7 +66,7 @@ async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
                 f"SELECT count(*) FILTER (WHERE pg_cancel_backend(pid)) FROM pg_stat_activity"
                 f" WHERE {OURS} AND state = 'active'"
             )
-            await asyncio.sleep(0.1 if cancelled else 0.002)
+            await asyncio.sleep(0.1 if cancelled else 0.002)  # not to wait for anything: this is the fault's pace
     if not cancelled:
         raise Untouched("no statement of the daemons ran at any of these moments")
 
