@@ -32,7 +32,7 @@ POSTGRES: Mapping[str, str | int] = {
 }
 SEGMENTS = 100
 # The default of RabbitMQ; the test setup has a smaller value, which rolls the log over all the time.
-BROKER: Mapping[str, str | int] = {"raft.wal_max_size_bytes": 512 << 20}
+BROKER: dict[str, str | int] = {"raft.wal_max_size_bytes": 512 << 20}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from bench.marks import BROKER_HEADER, DAEMON_HEADER, RELATIVE_HEADER
 from bench.meter import peak_mb
 from bench.rows import KEY
 from bench.run import Bench
-from bench.servers import IN, INBOX, Place
+from bench.servers import BROKER, IN, INBOX, Place, Servers, running_servers
 from bench.traffic import Helper
 
 SIZE = 512
@@ -25,6 +25,8 @@ PATIENCE_SECONDS = 20.0
 LATENESS = (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999"))
 TOO_LATE_MS = 1000.0
 """If half of the messages are so late, the machine is too small for that rate."""
+STAMPS = {"message_interceptors.incoming.set_header_timestamp.overwrite": "false"}
+"""With it the broker adds the instant at which it got a message, from which a relative delay counts then."""
 
 
 @dataclass
@@ -141,12 +143,18 @@ async def run(bench: Bench) -> None:
     for (rate, backlog), runs in found.items():
         report(bench, runs, rate=rate, backlog=backlog)
     if not options.quick:
-        rate = options.rates[0]
-        bench.say(f"{rate:,} messages a second for {options.steady_seconds} s, relative delays")
-        place = await bench.place(0)
-        relative = await once(place, rate, options.steady_seconds, _delays(bench), header=RELATIVE_HEADER)
-        for name, share in LATENESS:
-            bench.add(f"relative delays, lateness {name}", relative.seen["late"][share], "ms", rate=rate, backlog=0)
+        await _relative(bench, bench.servers, "relative delays")
+        if bench.servers.broker.version >= (4,):
+            async with running_servers(broker_settings=BROKER | STAMPS) as stamping:
+                await _relative(bench, stamping, "relative delays, timestamp_in_ms by the broker")
+
+
+async def _relative(bench: Bench, servers: Servers, what: str) -> None:
+    rate, seconds = bench.options.rates[0], bench.options.steady_seconds
+    bench.say(f"{rate:,} messages a second for {seconds} s, {what}")
+    turn = await once(await servers.place(), rate, seconds, _delays(bench), header=RELATIVE_HEADER)
+    for name, share in LATENESS:
+        bench.add(f"{what}, lateness {name}", turn.seen["late"][share], "ms", rate=rate, backlog=0)
 
 
 def _delays(bench: Bench) -> tuple[int, int, int]:
