@@ -247,13 +247,13 @@ class PlainDataset:
         for file in kept:
             (self.root / file.parent).mkdir(parents=True, exist_ok=True)
             os.link(self.former_root / file, self.root / file)
-        sync_directories(self.root)
+        sync(Path(directory) for directory, _, _ in os.walk(self.root))
         if self.former_root.exists():
             shutil.copymode(self.former_root, self.root)
             exchange(self.root, self.former_root)
         else:
             self.root.rename(self.former_root)
-        _sync(self.former_root.parent)
+        sync([self.former_root.parent])
 
 
 def _files(path: Path) -> list[Path]:
@@ -334,19 +334,15 @@ def exchange(one: Path, other: Path) -> None:
         raise OSError(number, os.strerror(number), str(one))
 
 
-def sync_directories(root: Path) -> None:
-    """Put the names of all files below ``root`` on the disk. A sync of a file need not include its name. Raises
+def sync(directories: Iterable[Path]) -> None:
+    """Put the names of the files in these directories on the disk. A sync of a file need not include its name. Raises
     OSError."""
-    for directory, _, _ in os.walk(root):
-        _sync(Path(directory))
-
-
-def _sync(directory: Path) -> None:
-    number = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    for directory in directories:
+        number = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from deltalake import DeltaTable, Schema
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
-from delayer.audit.dataset import BODY, COLUMNS, Partition, Unfit, messages_of, sync_directories
+from delayer.audit.dataset import BODY, COLUMNS, Partition, Unfit, messages_of, sync
 
 PARTITIONED_BY: Final = pa.schema({"due_day": pa.date32(), "route": pa.string()})
 
@@ -59,7 +59,8 @@ class DeltaDataset:
         ]
         removed = [RemoveAction(str(file), data_change=True, deletion_timestamp=now_ms) for file in gone]
         names = PARTITIONED_BY.names
-        sync_directories(self.root)
+        # Only the directories of new files: a VACUUM may remove others meanwhile.
+        sync({directory for path in written.values() for directory in path.parents[:3]})
         try:
             if self._table is None:
                 create_table_with_add_actions(str(self.root), self._schema, added, partition_by=names)

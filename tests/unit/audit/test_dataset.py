@@ -73,10 +73,12 @@ def test_directories_are_synced_before_a_plain_dataset_is_visible(
 def test_directories_are_synced_before_a_commit_to_a_delta_table(
     tmp_path: Path, partition: Path, synced: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Directories without a new file are not touched, because a VACUUM may remove them meanwhile."""
     where, seen = tmp_path / "table", list[set[Path]]()
     create = looking(delta.create_table_with_add_actions, synced, seen)
     monkeypatch.setattr(delta, "create_table_with_add_actions", create)
     with delta.delta(where, bodies=False) as target:
         write(where / partition)
+        (where / "due_day=2020-01-01/route=other").mkdir(parents=True)
         target.commit([], {dataset.Partition(20_000, "mail.in"): where / partition}, [])
-    assert directories(where, partition) <= seen[0]
+    assert directories(where, partition) == seen[0]
