@@ -15,8 +15,8 @@ from delayer.audit.findings import AuditReport, Bar, Finding, Past
 from delayer.core.readable import away, counted, duration, instant, size
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-_ALWAYS: Final = ("parked", "released", "cancelled")
-"""Counters that every table of the lanes shows."""
+_ALWAYS: Final = ("parked", "released", "cancelled", "held", "waiting")
+"""The numbers of lanes that are shown even if all of them are 0."""
 _STYLES: Final = {"good": "green", "warn": "yellow", "bad": "bold red", "": "dim"}
 
 
@@ -166,15 +166,18 @@ def _past(past: Past, console: Console) -> None:
 def _lanes(report: AuditReport, console: Console) -> None:
     if not report.lanes:
         return
-    # Compactions make the counters "restored" and "compacted". Without one the table is narrower.
-    kinds = [kind for kind in words.COUNTED if kind in _ALWAYS or any(lane.counters[kind] for lane in report.lanes)]
-    columns = ("lane", "owner", "", *kinds, "held", "waiting", "in segments")
-    table = _table(*columns, right=(0, *range(3, len(columns))))
-    for lane in report.lanes:
+    counts = [
+        {kind: lane.counters[kind] for kind in words.COUNTED}
+        | {"held": lane.held, "waiting": lane.waiting, "in segments": lane.packed}
+        for lane in report.lanes
+    ]
+    # Without a compaction the table fits a terminal of 80 columns.
+    shown = [kind for kind in counts[0] if kind in _ALWAYS or any(one[kind] for one in counts)]
+    table = _table("lane", "owner", "", *shown, right=(0, *range(3, len(shown) + 3)))
+    for lane, one in zip(report.lanes, counts, strict=True):
         alive = {True: Text("running", "green"), False: Text("free", "yellow"), None: Text("not known", "dim")}
-        counts = *(lane.counters[kind] for kind in kinds), lane.held, lane.waiting, lane.packed
         owner = Text(words.name(lane.owner, "-"))
-        table.add_row(str(lane.number), owner, alive[lane.alive], *(f"{count:,}" for count in counts))
+        table.add_row(str(lane.number), owner, alive[lane.alive], *(f"{one[kind]:,}" for kind in shown))
     _indented(console, table)
 
 
