@@ -132,8 +132,8 @@ class Calendar:
 
 @dataclass(frozen=True, slots=True)
 class PastHour:
-    """An hour of the history from ``start_ms`` on, or a longer span. Lateness of released messages: what half of them
-    and 99 of 100 did not exceed, and the worst."""
+    """An hour of the history from ``start_ms`` on, or a longer span. The lateness is that of released messages:
+    p50, p99 and maximum, in ms."""
 
     start_ms: int
     released: int
@@ -165,7 +165,7 @@ class Capacity:
 @dataclass(frozen=True, slots=True)
 class Worse:
     """A destination whose last day is worse than the time before: the shares of its messages that were held (0 to 1),
-    and the lateness that 99 of 100 did not exceed. ``messages``: of the last day."""
+    and the p99 of the lateness. ``messages``: of the last day."""
 
     to_exchange: bytes
     to_key: bytes

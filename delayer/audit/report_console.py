@@ -136,7 +136,7 @@ def _past(past: Past, console: Console) -> None:
     console.print(Text("What was", "bold"))
     told = f"{whole.released:,} released, {whole.held:,} held, {whole.cancelled:,} cancelled"
     console.print(Text(f"  {instant(past.first_ms)} to {instant(past.last_ms)}: {told}"))
-    table = _table("route", "released", "held", "late: half", "99 of 100", "at worst", right=(1, 2, 3, 4, 5))
+    table = _table("route", "released", "held", "late: p50", "p99", "max", right=(1, 2, 3, 4, 5))
     for one in past.routes[:5]:
         figures = one.whole
         late = (words.late(ms) for ms in (figures.p50_ms, figures.p99_ms, figures.worst_ms))
@@ -148,7 +148,7 @@ def _past(past: Past, console: Console) -> None:
         table.add_row(words.width(width.width_ms), *counts)
     _indented(console, table)
     if past.worse:
-        table = _table("destination that got worse", "held", "before", "late: 99 of 100", "before", right=(1, 2, 3, 4))
+        table = _table("destination that got worse", "held", "before", "late: p99", "before", right=(1, 2, 3, 4))
         for bad in past.worse[:10]:
             shares = f"{bad.held_now:.1%}", f"{bad.held_before:.1%}"
             nines = words.late(bad.p99_now_ms), words.late(bad.p99_before_ms)

@@ -96,7 +96,7 @@ def _charts(report: AuditReport) -> Iterator[Chart]:
 def _past_charts(past: Past) -> Iterator[Chart]:
     """Releases and lateness of each hour, and the lateness of the largest routes."""
     series = [("Released per hour", past.hours, "released"), ("Held per hour", past.hours, "held")]
-    series += [("Lateness per hour, 99 of 100 messages", past.hours, "p99_ms")]
+    series += [("Lateness per hour, p99", past.hours, "p99_ms")]
     routes = past.routes[:LATE_ROUTES] if len(past.routes) > 1 else ()
     series += [(f"Lateness of {words.name(one.route, 'no route')}", one.hours, "p99_ms") for one in routes]
     for title, hours, of in series:

@@ -115,7 +115,7 @@ def audit(
     audited = _deep(options, master, conf) if deep else _quick(options)
     for remark in audited.remarks:
         note(remark)
-    _tell(audited.report, as_json=as_json)
+    tell(audited.report, as_json=as_json)
     code = ExitCode.DONE
     if html is not None:
         from delayer.audit import report_html  # noqa: PLC0415
@@ -146,13 +146,18 @@ def _deep(options: Options, master: str | None, conf: dict[str, str]) -> Audited
         return job.run(session, options, say)
 
 
-def _tell(report: AuditReport, *, as_json: bool) -> None:
+def tell(report: AuditReport, *, as_json: bool) -> None:
     if as_json:
         click.echo(report.to_json())
         return
     from delayer.audit import report_console  # noqa: PLC0415
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
-    report_console.show(report, console)
+    if console.is_terminal:
+        report_console.show(report, console)
+        return
+    console.width = 160
+    with console.capture() as told:
+        report_console.show(report, console)
+    for line in told.get().splitlines():  # rich pads each line to the width of its table
+        click.echo(line.rstrip())

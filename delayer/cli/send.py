@@ -24,8 +24,10 @@ from delayer.cli.options import Request, duration, fixed_instant, headers_of
 from delayer.cli.output import note, quoted
 from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import Scalar, duration_text
+from delayer.core.delay_headers import DelayRequest, due_and_start_ms
+from delayer.core.delay_sources import header_of
 from delayer.core.filters import read_token
-from delayer.core.plan import Route, misspelt
+from delayer.core.plan import Route, Unacceptable, delay_of
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import instant, readable
 
@@ -33,7 +35,7 @@ from delayer.core.readable import instant, readable
 @dataclass(slots=True)
 class MessageToSend:
     """The message to publish. ``timestamp``: epoch seconds. ``due_ms``: when this host's clock expects it back, epoch
-    ms; None if unknown."""
+    ms; None for a cancel. It satisfies delay_headers.RequestProperties."""
 
     exchange: str
     routing_key: str
@@ -41,6 +43,12 @@ class MessageToSend:
     headers: dict[str, Scalar] = field(default_factory=dict)
     timestamp: int | None = None
     due_ms: int | None = None
+
+    def short(self, name: str) -> bytes | None:
+        return None
+
+    def names(self) -> list[bytes]:
+        return [name.encode() for name in self.headers]
 
 
 async def publish(url: str, message: MessageToSend, message_id: str) -> str | None:
@@ -197,19 +205,16 @@ def prepared(route: RouteTable, intake: str, key: str, body: bytes, headers: Map
 
 
 def ask(message: MessageToSend, route: RouteTable, delay_ms: int | None, at_ms: int | None, *, now_ms: int) -> None:
-    """Put the delay into ``message``, in the first form that its route reads. Raises Misused if no form fits."""
+    """Put the delay into ``message``, in the first form that its route reads. Without one the message's own headers
+    count, by the daemon's rules. Raises Misused if no form fits, or if the daemon would refuse the delay."""
     if delay_ms is None and at_ms is None:
-        if set(message.headers) & {*_RELATIVE, *_ABSOLUTE}:
-            return
-        rules = Route(b"", b"", delay_from=route.delay_from, routing_key_header=route.routing_key_header.encode())
-        if wrong := misspelt(map(str.encode, message.headers), rules):
-            raise Misused(f"the daemon would refuse it: {wrong}")
-        message.due_ms = now_ms + route.default_delay_ms
+        if CANCEL not in message.headers:
+            message.due_ms = _own_due_ms(message, route, now_ms)
         return
     forms = set(route.delay_from)
     relative = next((form for form in _RELATIVE if form in forms), None)
     absolute = next((form for form in _ABSOLUTE if form in forms), None)
-    if clash := sorted(forms & set(message.headers)):
+    if clash := sorted({header_of(form).decode() or form for form in forms} & set(message.headers)):
         raise Misused(f"--header {clash[0]} gives the delay too: leave out --delay and --at, or this header")
     message.due_ms = due_ms = at_ms if at_ms is not None else now_ms + (delay_ms or 0)
     if delay_ms is not None and relative is not None:
@@ -224,12 +229,28 @@ def ask(message: MessageToSend, route: RouteTable, delay_ms: int | None, at_ms: 
         raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")
 
 
+def _own_due_ms(message: MessageToSend, route: RouteTable, now_ms: int) -> int:
+    rules = Route(
+        route.from_.encode(),
+        route.to.encode(),
+        delay_from=route.delay_from,
+        require_delay=route.require_delay,
+        routing_key_header=route.routing_key_header.encode(),
+    )
+    headers = {name.encode(): value for name, value in message.headers.items()}
+    request = DelayRequest(rules.source, message.routing_key.encode(), headers, message, message.body)
+    try:
+        asked = delay_of(request, rules) or (route.default_delay_ms, None)
+    except Unacceptable as reason:
+        raise Misused(f"the daemon would refuse it: {reason}") from reason
+    return due_and_start_ms(asked, request, now_ms, now_ms)[0]
+
+
 def _said(message: MessageToSend, message_id: str, now_ms: int) -> str:
     what = f"message_id {message_id}"
     where = f"exchange {quoted(message.exchange)}" if message.exchange else f"queue {quoted(message.routing_key)}"
     if CANCEL in message.headers:
         return f"Sent {what} to {where}; asks to cancel the message under key {quoted(str(message.headers[CANCEL]))}."
-    if message.due_ms is None:
-        return f"Sent {what} to {where}; its due instant depends on its own header."
-    about = f"in {duration_in_words((message.due_ms - now_ms) / 1000)}" if message.due_ms > now_ms else "now"
-    return f"Sent {what} to {where}; due {instant(message.due_ms)} ({about})."
+    due_ms = message.due_ms or 0
+    about = f"in {duration_in_words((due_ms - now_ms) / 1000)}" if due_ms > now_ms else "now"
+    return f"Sent {what} to {where}; due {instant(due_ms)} ({about})."

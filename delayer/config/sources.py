@@ -115,7 +115,7 @@ class File(SettingsSource):
             what, _, where = str(error).rpartition(" (at ")
             line = re.match(r"line ([0-9]+)", where)
             place += f", line {line[1]}" if line else ", end"
-            expected, found = "TOML", f"a syntax error: {what or where}"
+            expected, found = "TOML, with quotes around text", f"a syntax error: {what or where}"
         except UnicodeDecodeError as error:
             expected, found = "TOML in UTF-8", f"other bytes from position {error.start} on"
         except RecursionError:

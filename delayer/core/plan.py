@@ -115,7 +115,7 @@ class Policy:
 
 
 class Unacceptable(Exception):
-    """An internal exception with a reason; decide() turns it into a Refuse."""
+    """The reason why a message is refused; decide() turns it into a Refuse."""
 
 
 class EnterCascade(NamedTuple):
@@ -215,7 +215,7 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     if route.sagas and (cleared := _of_timeout(nservicebus.cleared_timeouts, headers)) is not None:
         _check_store(nservicebus.CLEAR_TIMEOUTS, policy)
         return Cancel(cleared)
-    found = _asked(request, route)
+    found = delay_of(request, route)
     asked = (route.default_delay_ms, None) if found is None else found
     due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
@@ -270,8 +270,8 @@ def _retried(
     return Retry(failed, _placed(due_ms, max(now_ms, now_lower_ms), target, route, policy, late_limit_ms=None))
 
 
-def _asked(request: DelayRequest, route: Route) -> Asked | None:
-    """Return what the message asks for, by the first form that it has; None if it has none."""
+def delay_of(request: DelayRequest, route: Route) -> Asked | None:
+    """What the message asks for, by the first form that it has; None if it has none. Raises Unacceptable."""
     for form, read in route.sources:
         try:
             asked = read(request)
@@ -279,14 +279,14 @@ def _asked(request: DelayRequest, route: Route) -> Asked | None:
             raise Unacceptable(f"{form}: {unreadable}") from unreadable
         if asked is not None:
             return asked
-    if wrong := misspelt(request.properties.names()[:100], route):  # A message may have ten thousand headers.
+    if wrong := _misspelt(request.properties.names()[:100], route):  # A message may have ten thousand headers.
         raise Unacceptable(wrong)
     if route.require_delay:
         raise Unacceptable(f"the message has no delay: expected one, by {', '.join(route.delay_from)} (require_delay)")
     return None
 
 
-def misspelt(names: Iterable[bytes], route: Route) -> str:
+def _misspelt(names: Iterable[bytes], route: Route) -> str:
     """Why a message with these headers, and without a delay, is refused: one of them is nearly a delay header. "" if
     none is."""
     for name in names:

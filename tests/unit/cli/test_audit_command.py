@@ -1,11 +1,13 @@
-"""`delayer audit`: options that it refuses."""
+"""`delayer audit`: options that it refuses, and its report in a pipe."""
 
 from __future__ import annotations
 
 import pytest
 from click.testing import CliRunner
 
+from delayer.cli.audit import tell
 from delayer.cli.main import cli
+from tests.unit.audit import audit_reports
 
 
 def test_options_of_the_deep_audit_are_refused_without_it() -> None:
@@ -18,3 +20,11 @@ def test_an_option_without_a_number_is_refused(option: str) -> None:
     result = CliRunner().invoke(cli, ["audit", option, "nan"], prog_name="delayer")
     assert result.exit_code == 2
     assert option in result.output
+
+
+def test_a_piped_report_has_no_blanks_at_the_ends_of_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    tell(audit_reports.full(), as_json=False)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "1 violation: Conservation"
+    assert told[-1].startswith("✗ 9 violations, 15 warnings")
+    assert [line for line in told if line != line.rstrip()] == []

@@ -23,7 +23,7 @@ from delayer.cli.main import cli
 from delayer.cli.send import MessageToSend, ask, prepared
 from delayer.config.errors import ConfigError, Expected, Problem
 from delayer.config.model import RouteTable
-from delayer.config.texts import instant_ms
+from delayer.config.texts import Scalar, instant_ms
 from delayer.core.errors import StoreLost, certificate_advice
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
 from tests.support.logged import logging_as_it_was
@@ -95,6 +95,15 @@ MISTAKES = {
         ["--set", 'route=[{"from": "a", "delay_from": []}]', "send", "--delay", "1s"],
     ],
     "--header x-delay gives the delay too": [["send", "--delay", "1s", "--header", "x-delay:int=5"]],
+    "--header x-due gives the delay too": [
+        ["--set", 'route=[{"from": "a", "delay_from": ["header:x-due"]}]', "send", "--at", "2031-01-31T08:00:00Z",
+         "--header", "x-due:int=5"],
+    ],
+    "the daemon would refuse it: x-delay: expected milliseconds": [["send", "--header", "x-delay=soon"]],
+    "the daemon would refuse it: the message has no delay: expected one": [
+        ["--set", 'route=[{"from": "a", "require_delay": true}]', "send"]
+    ],
+    "the delay is longer than intake.max_delay": [["send", "--header", "x-delay:int=315360000001"]],
     "--routing-key: expected at most 255 bytes": [["send", "--routing-key", "k" * 256]],
     "'--after': expected a duration": [["compact", "--after", "7"]],
     "expected more than store.restore_ahead": [
@@ -256,10 +265,25 @@ def test_the_delay_is_said_in_a_form_that_the_route_reads(
     assert (message.headers, message.timestamp, message.due_ms) == (headers, timestamp, due_ms)
 
 
-def test_a_header_of_the_user_gives_the_delay() -> None:
-    message = prepared(route(), "delays", "key", b"", {"x-delay": 5})
-    ask(message, route(), None, None, now_ms=NOW_MS)
-    assert (message.headers, message.due_ms) == ({"x-delay": 5}, None)
+@pytest.mark.parametrize(
+    ("headers", "delay_from", "due_ms"),
+    [
+        ({"x-delay": 5}, ["x-delay"], NOW_MS + 5),
+        ({"x-deliver-at": NOW_MS + 7}, ["x-delay", "x-deliver-at"], NOW_MS + 7),
+        ({"x-due": 3, "x-dealy": 1}, ["header:x-due:s", "x-delay"], NOW_MS + 3000),
+        ({"x-dealy": 1}, ["header:x-dealy"], NOW_MS + 1),
+        ({"x-dealy": 1}, ["json:/at", "x-delay"], NOW_MS + 9),
+        ({"x-delay": 5}, ["header:x-due"], NOW_MS + 60_000),
+        ({"x-delay-cancel": "k", "X-Delay": 1}, ["x-delay"], None),
+    ],
+)
+def test_a_delay_of_the_users_own_is_read_as_the_daemon_reads_it(
+    headers: dict[str, Scalar], delay_from: list[str], due_ms: int | None
+) -> None:
+    of = route(delay_from=delay_from, default_delay="1m")
+    message = prepared(of, "delays", "key", b'{"at": %d}' % (NOW_MS + 9), headers)
+    ask(message, of, None, None, now_ms=NOW_MS)
+    assert (message.headers, message.due_ms) == (headers, due_ms)
 
 
 def test_the_shortcuts_change_the_settings() -> None:

@@ -227,6 +227,13 @@ def test_not_toml(content: bytes, source: str, found: str, tmp_path: Path) -> No
     assert (problem.source, problem.found) == (f"{file}{source}", found)
 
 
+def test_text_without_quotes_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "delayer.toml"
+    file.write_text("mode = store")
+    (problem,) = problems(file, {}, {})
+    assert problem.expected == "TOML, with quotes around text"
+
+
 def test_no_such_file(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path / "missing.toml", {}, {})
     assert (problem.source, problem.found) == (f"{tmp_path}/missing.toml", "No such file or directory")
