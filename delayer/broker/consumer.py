@@ -145,6 +145,8 @@ IDLE: Final = 1.0
 ANSWER_SECONDS: Final = 2.0
 """Seconds that a subscription waits for a connection, and for the broker to end a consumer."""
 BATCH_BYTES: Final = 8 << 20
+UNCOUNTED: Final = (4, 3)
+"""The first version of RabbitMQ that does not count a nacked message as delivered."""
 
 
 class AmqpConsumer:
@@ -285,8 +287,9 @@ class AmqpSubscription:
         consumer. On 3.10.8 hundreds of messages were repeated after an orderly stop. The end of a consumer goes through
         the queue's log, after all its acknowledgements.
 
-        A ``basic.nack`` after the end of the consumer returns the other messages to their places. RabbitMQ from 4.3 on
-        does not count that as a delivery, but it counts the end of a channel.
+        The other messages return to their places. Where UNCOUNTED, a ``basic.nack`` after the end of the consumer
+        returns them, because RabbitMQ counts the end of a channel as a delivery, but not that. Elsewhere the end of the
+        channel returns them, because 3.10 returns more than 32 nacked messages in the order of a hash.
         """
         self.stop()
         with self._flow_control.listening(ENDING):
@@ -298,7 +301,7 @@ class AmqpSubscription:
                 async with asyncio.timeout(seconds):
                     await self._channel.cancel(self._consumer_tag)
                 self.in_order = not self._channel.closed.done()
-                if self.in_order:
+                if self.in_order and self._connection.version >= UNCOUNTED:
                     self._channel.nack(0, multiple=True)
             except (BrokerLost, TimeoutError) as lost:
                 # The broker may deliver the last acknowledged messages again, as after any loss.

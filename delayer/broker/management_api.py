@@ -86,7 +86,7 @@ def _delayed(row: Mapping[str, Any]) -> int:
 def delayed_reason(count: int | None) -> str:
     """What a queue may hide, for people; "" if nothing. None: unknown."""
     if count is None:
-        return "may hold messages that this broker delays itself, and only broker.management_url can show them"
+        return "may hold messages that this broker delays itself: broker.management_url is not set, or did not answer"
     return f"holds {count} message{'s' * (count != 1)} that the broker itself delays" if count else ""
 
 

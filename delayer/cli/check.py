@@ -239,7 +239,7 @@ async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Se
     delayed = await admin.delayed(queues_at_work(settings), fresh=False)
     if None in delayed.values():
         found = "RabbitMQ 4.3 and later can delay messages in these queues, and only its management API shows them"
-        report.add("broker's delays", "note", found, "set broker.management_url")
+        report.add("broker's delays", "note", found, _SEEING)
         return
     own = delayed.pop(settings.native.due_queue) or 0
     for name, count in delayed.items():

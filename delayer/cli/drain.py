@@ -109,13 +109,11 @@ def left_in_cascade(around: BrokerDepths) -> list[LeftBehind]:
 def left_delayed(delayed: Mapping[str, int | None]) -> list[LeftBehind]:
     """The messages of each queue that the broker itself delays, so that a drain cannot read them; or that their number
     is unknown."""
+    step = "none: they come out when they are due"
     if None in delayed.values():
-        why, step = (
-            "the broker may delay some itself",
-            "none: they come out when due; broker.management_url counts them",
-        )
+        why = "the broker may delay some itself: broker.management_url is not set, or did not answer"
         return [LeftBehind(None, "cascade", why, step, by_itself=True)]
-    why, step = "the broker itself delays them", "none: they come out when they are due"
+    why = "the broker itself delays them"
     return [LeftBehind(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items() if count]
 
 

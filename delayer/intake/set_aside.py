@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -22,9 +22,10 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.broker.management_api import delayed_in, delayed_reason
-from delayer.broker.pipelined_admin import pipelined_admin
+from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
+from delayer.core.errors import BrokerLost
 from delayer.core.hold import Confirmed, Hold, HoldKind
 from delayer.core.message import Delivery, Outgoing, Target, as_text
 from delayer.core.readable import COUNTS_AGE
@@ -34,6 +35,8 @@ SETTLED: Final = 2.0
 """Seconds that the daemon has to refuse retried messages again. It needs milliseconds."""
 AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
+BACK: Final = 2.0
+"""Seconds that a look waits for its messages to be back in the queue. Another consumer may have taken them."""
 KEPT: Final = 10_000
 """Most messages that one look holds unacknowledged: it ends there."""
 MOST_OTHERS: Final = 1_000
@@ -224,7 +227,7 @@ class SetAside(Generic[T]):
     async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result[T]:
         """Publish again ("retry") or "drop" the messages that match among the first ``limit``, or the first KEPT. Each
         is added to the audit log before it leaves the queue."""
-        async with self._consuming(KEPT) as (subscription, publisher, result):
+        async with self._consuming(KEPT, changing=True) as (subscription, publisher, result):
             async for some in _portions(subscription, min(limit or KEPT, KEPT, result.depth), result):
                 read = [(one, self._read(one, publisher.max_properties)) for one in some]
                 matching = [(delivery, one) for delivery, one in read if wanted.matches(one)]
@@ -259,7 +262,10 @@ class SetAside(Generic[T]):
         ]
 
     @asynccontextmanager
-    async def _consuming(self, prefetch: int) -> AsyncIterator[tuple[AmqpSubscription, AmqpPublisher, Result[T]]]:
+    async def _consuming(
+        self, prefetch: int, *, changing: bool = False
+    ) -> AsyncIterator[tuple[AmqpSubscription, AmqpPublisher, Result[T]]]:
+        """``changing``: the messages that are found leave the queue."""
         async with pipelined_admin(self.url, f"delayer {self.queue}") as admin:
             depth, may_delay = (await admin.depths([self.queue]))[self.queue], admin.may_delay
         if isinstance(depth, ChannelClosed):
@@ -274,16 +280,31 @@ class SetAside(Generic[T]):
         for connection in connections:
             connection.start()
         publisher = AmqpPublisher(connections[1])
+        result: Result[T] = Result(depth, delayed, may_delay=may_delay)
         try:
             subscription = await AmqpConsumer(connections[0]).subscribe(self.queue, prefetch)
             try:
-                yield subscription, publisher, Result(depth, delayed, may_delay=may_delay)
+                yield subscription, publisher, result
             finally:
                 await subscription.close()  # It returns the rest to its place.
+            await _until_back(connections[0], self.queue, depth - (len(result.found) if changing else 0))
         finally:
             await publisher.close()
             for connection in connections:
                 await connection.close()
+
+
+async def _until_back(reconnecting: ReconnectingConnection, queue: str, count: int) -> None:
+    """Wait until the queue has ``count`` messages ready, for BACK seconds at most. A quorum queue may return messages
+    a moment after the broker closed their channel, and the next look would miss them."""
+    with suppress(TimeoutError, BrokerLost):
+        async with asyncio.timeout(BACK):
+            admin = PipelinedAdmin(await reconnecting.connection(BACK), BACK)
+            while True:
+                ready = (await admin.depths([queue]))[queue]
+                if not isinstance(ready, int) or ready >= count:
+                    return
+                await asyncio.sleep(0.01)
 
 
 async def _portions(subscription: AmqpSubscription, count: int, result: Result[T]) -> AsyncIterator[list[Delivery]]:

@@ -90,7 +90,7 @@ UNTOLD: Mapping[str, tuple[int, int]] = {
 }
 """The same verbs without a management API: how often each says that it does not know what the broker delays."""
 UNKNOWN = (
-    "only broker.management_url can show|broker.management_url counts them|see broker.management_url|"
+    "broker.management_url is not set, or did not answer|see broker.management_url|"
     "a management URL would show|only its management API shows"
 )
 EMPTY = "There are no (refused|strays)|Nothing (is|would be) left|delayed by RabbitMQ itself up to 12 s ago 0"
