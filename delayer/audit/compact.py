@@ -90,20 +90,19 @@ def _lost(window: CompactionWindow, one: PackedWindow | None, reason: str) -> Pa
 
 
 async def pack_window(connection: Connection, window: CompactionWindow, rows: int, fewest: int) -> PackedWindow:
-    """Make segments of ``window`` until no row in it can be taken."""
+    """Make segments of ``window``, in the order of the due times. It takes no row that a restore brings back behind it:
+    the job would pack these again and again, until shortly before they are due."""
     made: list[Compacted] = []
     ours = Turns(connection, _traffic)
     lost = broken = None
-    attempts = 0
+    attempts, rest = 0, window
     # A window that loses against other transactions is tried five times.
     while attempts < 5:
         try:
             async with ours.turn() as beside_traffic:
                 # Beside traffic it locks 1,000 rows at once: 10 ms of the server, and a megabyte of its log.
                 portion = 1_000 if beside_traffic else None
-                one = await compact.compact_one(
-                    connection, window, rows=rows, fewest=fewest, portion=portion, pause=0.01
-                )
+                one = await compact.compact_one(connection, rest, rows=rows, fewest=fewest, portion=portion, pause=0.01)
                 if one is not None:
                     made.append(one)  # Committed, even if the turn then fails.
         except WORTH_REPEATING as error:
@@ -119,6 +118,7 @@ async def pack_window(connection: Connection, window: CompactionWindow, rows: in
         lost, attempts = None, 0
         if one is None or not one.more:
             break
+        rest = rest._replace(first_ms=one.last_due_ms)
     return PackedWindow(
         window,
         len(made),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from itertools import pairwise
+from typing import Any
 
 import asyncpg
 import pytest
@@ -18,7 +19,7 @@ from delayer.store.rows import partitions
 from delayer.store.segments import catalog, restore
 from delayer.store.segments import compact as compacting
 from delayer.store.segments.catalog import FOREVER_MS
-from delayer.store.segments.compact import CompactionWindow
+from delayer.store.segments.compact import Compacted, CompactionWindow
 from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.support.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
 from tests.support.store import blocked, claim_when_due, opened, owned, parcel, release_all, sql
@@ -160,6 +161,30 @@ async def test_few_messages_stay_rows_and_a_dry_run_plans_as_the_run(database: s
         assert (told.messages, told.segments, told.few, told.keyed) == (400, 1, 5 + 299, 200)
         assert [(one.messages, one.segments) for one in done] == [(400, 1), (0, 0)]
         assert told.raw_bytes == done[0].raw_bytes
+
+
+async def test_rows_that_a_restore_brings_back_wait_for_the_next_job(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each segment is restored at once. The job would pack its rows again and again."""
+    made, pack = list[int](), compacting.compact_one
+
+    async with store(database) as admin, sql(database) as other:
+
+        async def pack_and_restore(*given: Any, **named: Any) -> Compacted | None:
+            if (one := await pack(*given, **named)) is not None:
+                assert await restore.restore(other, one.segment)
+                made.append(one.messages)
+            return one
+
+        await put(admin, [row(n, START_MS + n) for n in range(25)])
+        [window] = await compacting.windows(admin, 0)
+        monkeypatch.setattr(compacting, "compact_one", pack_and_restore)
+        async with asyncio.timeout(20.0):
+            await pack_window(admin, window, 10, 0)
+        assert made == [10, 10, 7], "each segment begins with the last row of the one before, which is a row again"
+        assert len(await waiting(admin)) == 25
+        await conserved(admin)
 
 
 async def test_many_due_at_one_instant(database: str) -> None:

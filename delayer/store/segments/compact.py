@@ -62,10 +62,12 @@ class CompactionWindow(NamedTuple):
 
 
 class Compacted(NamedTuple):
-    """A segment that was committed. ``more``: the window may have rows left, as a limit was met."""
+    """A segment that was committed. ``last_due_ms``: of its last message. ``more``: the window may have rows left after
+    that, as a limit was met."""
 
     segment: int
     messages: int
+    last_due_ms: int
     raw_bytes: int
     packed_bytes: int
     more: bool
@@ -124,9 +126,10 @@ async def compact_one(
     """Pack the first rows of ``window`` into a segment, in one transaction; None when none are left there, or less than
     ``fewest``.
 
-    Call it again while ``more``. Rows with a key, rows of more than LARGEST bytes and locked rows stay rows. It locks
-    and reads ``portion`` rows at a time, with ``pause`` seconds after each; None: all at once. Raises the driver's
-    errors, and SegmentBroken if the written segment does not read back; then nothing is committed.
+    Call it again while ``more``, from the last due instant on. Rows with a key, rows of more than LARGEST bytes and
+    locked rows stay rows. It locks and reads ``portion`` rows at a time, with ``pause`` seconds after each; None: all
+    at once. Raises the driver's errors, and SegmentBroken if the written segment does not read back; then nothing is
+    committed.
     """
     from delayer.store.segments import packing  # noqa: PLC0415 - pyarrow
 
@@ -155,7 +158,7 @@ async def compact_one(
         await connection.execute(statements.COUNT, [window.lane], ["compacted"], [packed.messages])
         reach("compact.deleted")
     reach("compact.committed")
-    return Compacted(segment, packed.messages, packed.raw_bytes, len(packed.packed), more)
+    return Compacted(segment, packed.messages, packed.last_due_ms, packed.raw_bytes, len(packed.packed), more)
 
 
 async def _lock(
