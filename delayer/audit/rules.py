@@ -321,7 +321,7 @@ def late_ones(
             if row.kind == faults.PACED:
                 details["max_rate"] = {as_text(bytes(one.route)): paced[bytes(one.route)] for one in here}
         subject = _SUBJECTS[row.kind].format(row.lane)
-        step = faults.NEXT[_STEPS.get(row.kind, faults.OVERDUE)]
+        step = faults.NEXT[faults.UNOWNED if owned is False else _STEPS.get(row.kind, faults.OVERDUE)]
         found.append(Finding(OVERDUE, severity, subject, row.messages, row.first_due_ms, details, step))
     return found
 

@@ -61,9 +61,9 @@ def destinations(report: AuditReport) -> list[Share]:
 
 
 def peaks(report: AuditReport) -> list[Peak]:
-    """The peaks to show: several messages, and at least 5 % of the longest time to drain."""
+    """The peaks to show: a second to drain at least, and 5 % of the longest."""
     longest = max((peak.drain_seconds for peak in report.calendar.peaks), default=0.0)
-    return [peak for peak in report.calendar.peaks if peak.drain_seconds >= 0.05 * longest and peak.messages > 1]
+    return [peak for peak in report.calendar.peaks if peak.drain_seconds >= max(1.0, 0.05 * longest)]
 
 
 class Group(NamedTuple):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from delayer.audit import rules
+from delayer.audit import faults, rules
 from delayer.audit.extract import LaneState
-from delayer.audit.findings import LaneFigures
+from delayer.audit.findings import HELD, PACKED, WAITING, LaneFigures
 from delayer.audit.rules import GRACE_MS, STUCK_MS, TAKEN_MS
 from delayer.core.units import DAY_MS
 from tests.audit.rows import NOW, Row, held, judged, message, packed, said, store
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ALIVE = {1: True, 2: None, 3: False}
+KINDS = (WAITING, HELD, PACKED, faults.PACED)
 LANES = tuple(LaneState(number, "somebody", alive) for number, alive in ALIVE.items())
 
 
@@ -87,6 +89,12 @@ def test_held_messages_without_a_retry_are_found(spark: SparkSession) -> None:
         subject.format(1): "warning",
         subject.format(3): "violation",
     }
+
+
+def test_a_daemon_is_the_next_step_for_overdue_messages_of_lanes_without_an_owner() -> None:
+    rows = [SimpleNamespace(lane=3, kind=kind, messages=1, first_due_ms=0, late_ms=GRACE_MS) for kind in KINDS]
+    found = rules.late_ones(rows, [], figures(LANES[2:]), {})
+    assert [one.next for one in found] == [faults.NEXT[faults.UNOWNED]] * len(KINDS)
 
 
 def test_lanes(spark: SparkSession) -> None:
