@@ -123,7 +123,8 @@ def list_(
     if rows:
         print_table(["id", "due", "route", "to", "bytes", "message_id", "key", "segment"], rows, right=(4,))
     else:
-        click.echo("No messages match." if not found.bounded else "No messages match so far.")
+        everything = wanted.everything and not tokens and after is None
+        click.echo("No messages wait." if everything else f"No messages match{' so far' if found.bounded else ''}.")
         if not found.bounded and after is None:
             say_hints(url, wanted)
     say_native(settings)

@@ -55,7 +55,8 @@ async def filled(database: str) -> tuple[int, dict[bytes, str]]:
 
 
 async def test_list(delayer: Run, database: str) -> None:
-    assert "No messages match." in delayer("list").stdout
+    assert delayer("list").stdout == "No messages wait.\n"
+    assert delayer("list", "--route", "x").stdout.startswith("No messages match.\n")
     _, of = await filled(database)
     whole = [of[b"soon"], of[b"keyed"], of[b"packed"], of[b"far"]]
     assert ids(delayer, "list") == whole
