@@ -84,6 +84,10 @@ class Remover:
             if exchange.name in queues and not await self._remove_queue(exchange.name):
                 return self._result
             queues.pop(exchange.name, None)
+        if not self._force and (reasons := await self._delayed_in(queues)):
+            # A publisher may have sent them until the exchanges were removed.
+            self._result.left |= reasons
+            return self._result
         for queue in queues:
             if not await self._remove_queue(queue):
                 return self._result
@@ -97,9 +101,12 @@ class Remover:
     async def _reasons_against(self, queues: list[str]) -> dict[str, str]:
         states = {name: await queue_state(self._connection, name) for name in queues}
         reasons = {name: _reason(state) for name, state in states.items() if state is not None}
-        if not any(reasons.values()):
-            reasons = {name: delayed_reason(count) for name, count in (await self._delayed(reasons)).items()}
-        return {f"queue {name}": reason for name, reason in reasons.items() if reason}
+        found = {f"queue {name}": reason for name, reason in reasons.items() if reason}
+        return found or await self._delayed_in(reasons)
+
+    async def _delayed_in(self, queues: Collection[str]) -> dict[str, str]:
+        delayed = await self._delayed(queues)
+        return {f"queue {name}": reason for name, count in delayed.items() if (reason := delayed_reason(count))}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
         if isinstance(await self._connection.ask(exchange_look(exchange.name)), ChannelClosed):

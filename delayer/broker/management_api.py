@@ -42,9 +42,10 @@ class Management:
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
         )
 
-    async def delayed(self) -> dict[str, int]:
+    async def delayed(self) -> dict[str, int | None]:
         """For every queue of the vhost the messages that are neither ready nor unacknowledged: the broker itself delays
-        them. The broker counts up to COUNTS_AGE seconds late, and nothing of a new queue."""
+        them. The broker counts up to COUNTS_AGE seconds late. None: it has not counted the messages of a new queue yet,
+        or counts none (``management.disable_stats``)."""
         rows = await self.get(f"queues/{self.vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
         try:
             return {row["name"]: _delayed(row) for row in rows}
@@ -78,8 +79,11 @@ class Management:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 
 
-def _delayed(row: Mapping[str, Any]) -> int:
-    whole, *shown = (int(row.get(name, 0)) for name in ("messages", "messages_ready", "messages_unacknowledged"))
+def _delayed(row: Mapping[str, Any]) -> int | None:
+    names = ("messages", "messages_ready", "messages_unacknowledged")
+    if not row.keys() >= set(names):
+        return None
+    whole, *shown = (int(row[name]) for name in names)
     return max(0, whole - sum(shown))
 
 

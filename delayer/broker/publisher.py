@@ -35,6 +35,9 @@ SHARED_FRACTION: Final = 0.625
 """The share of that time for the shared channel. The rest is for the isolation of unconfirmed messages."""
 MAX_BATCH: Final = 10_000
 """The most messages of a batch."""
+LONGEST_AHEAD: Final = 2.0
+"""Seconds that the last message of a schedule may be ahead at most: claims and kept messages are due sooner. If a clock
+was set back, it is further ahead. Then the deadline ends the wait, and the messages are planned by the new time."""
 
 
 class AmqpPublisher:
@@ -87,7 +90,8 @@ class AmqpPublisher:
         if not batch:
             return []
         loop = asyncio.get_running_loop()
-        pending = Pending(batch, loop.time() + self._timeout + seconds_until_due(schedule, -1), schedule)
+        ahead = min(seconds_until_due(schedule, -1), LONGEST_AHEAD)
+        pending = Pending(batch, loop.time() + self._timeout + ahead, schedule)
         lost: Exception | None = None
         try:
             # This bounds every other wait, such as the opening of a channel.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
 from pamqp.encode import field_table
@@ -130,11 +131,11 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: M
         append, remove = append + header(USER_ID, long_string(user_id)), remove | {USER_ID}
     delivery_time = properties.get(DELIVERY_TIME) if was_refused else None
     if delivery_time is not None and OPT_TIME not in mend.headers:
-        if why := _unfit_time(delivery_time):
-            return why
         append += header(OPT_TIME, delivery_time.type_and_value)
     append += b"".join(mend.headers.values())
     raw = splice(properties, remove=remove | mend.headers.keys(), append=append, drop=("user_id",))
+    if (time := Properties.parse(raw).get(OPT_TIME)) is not None and (why := _unfit_time(time)):
+        return why
     expiration = _expiration(properties) if was_refused else None
     if expiration is not None:
         raw = with_short(raw, "expiration", expiration)
@@ -144,11 +145,13 @@ def again(delivery: Delivery, entries: EntryPoints, max_properties: int, mend: M
 
 
 def _unfit_time(delivery_time: Field) -> str:
-    """Why the message cannot get its ``x-opt-delivery-time`` back. Empty if it can."""
+    """Why the message cannot leave with this ``x-opt-delivery-time``. Empty if it can."""
     try:
         when = delivery_time.value
     except MalformedTable as broken:
         return f"its x-opt-delivery-time cannot be read: {broken}"
+    if isinstance(when, Decimal | list | dict):
+        return "its x-opt-delivery-time is no number: RabbitMQ 4.4 would close the connection"
     if isinstance(when, int) and int(when) * (1000 if isinstance(when, Timestamp) else 1) > LONGEST_TIMER_MS:
         return "its x-opt-delivery-time is too far ahead: RabbitMQ 4.4 would end the queue that it comes to"
     return ""

@@ -10,6 +10,7 @@ import pytest
 
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.broker import publisher as publishing
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination
 from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import AmqpPublisher
@@ -185,6 +186,16 @@ async def test_doubtful_messages_of_several_destinations_wait_until_the_last_of_
         assert not [body for body, at_ms in at_a + at_b if at_ms < due[int(body)]]
         await publisher.close()
         isolation.close()
+
+
+async def test_a_clock_that_is_set_back_does_not_keep_a_batch(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message is due in an hour by the new clock: its deadline ends the wait, and the caller plans it anew."""
+    monkeypatch.setattr(publishing, "LONGEST_AHEAD", 0.1)
+    async with place.world("q") as world:
+        with pytest.raises(BrokerLost):
+            async with asyncio.timeout(BOUND * 3):
+                await world.publisher.publish([message(1, "q")], Schedule([3_600_000], lambda: 0))
+        assert await world.hand.drain("q") == []
 
 
 async def test_without_a_connection(place: Place) -> None:

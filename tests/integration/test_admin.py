@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections.abc import Collection
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -155,6 +156,23 @@ async def test_a_message_that_slips_in_stops_the_removal_there(rabbitmq: RabbitM
     left = inventory(rabbitmq, vhost)
     assert set(left["queues"]) == {cascade.level(n) for n in range(11)} | {cascade.strays}
     assert set(left["exchanges"]) == {cascade.level(n) for n in range(10)} | {cascade.delivery, cascade.strays}
+
+
+async def test_messages_that_the_broker_delays_meanwhile_stop_the_removal(vhost: str) -> None:
+    """They come between the first count and the removal of the exchanges, and no depth shows them."""
+    topology = whole(Cascade())
+    last = topology.queues[-1].name
+    async with await Admin.connect(vhost) as admin:
+        await declare(vhost, topology)
+        answers = [{}, {last: 2}]
+
+        async def delayed(queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
+            return dict.fromkeys(queues, 0) | answers.pop(0)
+
+        admin.delayed = delayed  # type: ignore[method-assign]
+        removal = await admin.remove(topology)
+        assert removal.left == {f"queue {last}": "holds 2 messages that the broker itself delays"}
+        assert await admin.queue_exists(last)
 
 
 async def test_a_consumer_keeps_everything_standing(rabbitmq: RabbitMQ, vhost: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -257,6 +258,15 @@ async def test_a_management_api_out_of_reach_is_said_and_the_rest_is_done(
     "told", [b"AMQP\0\0\x09\x01", b"HTTP/1.0 200 OK\r\n\r\n<html>", b'HTTP/1.0 200 OK\r\n\r\n{"a": 1}']
 )
 async def test_something_else_than_a_management_api(told: bytes) -> None:
+    async with answering(told) as url:
+        with pytest.raises(BrokerUnreachable, match="not RabbitMQ's management API"):
+            await Management(url, "/").delayed()
+
+
+@asynccontextmanager
+async def answering(told: bytes) -> AsyncIterator[str]:
+    """The URL of a server that answers each request with ``told``."""
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(told)
@@ -265,9 +275,14 @@ async def test_something_else_than_a_management_api(told: bytes) -> None:
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(BrokerUnreachable, match="not RabbitMQ's management API"):
-            await Management(f"http://127.0.0.1:{port}", "/").delayed()
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_a_queue_without_counts_is_unknown() -> None:
+    """With ``management.disable_stats`` a row has no counts, and so has that of a new queue."""
+    rows = b'[{"name": "a"}, {"name": "b", "messages": 3, "messages_ready": 1, "messages_unacknowledged": 0}]'
+    async with answering(b"HTTP/1.0 200 OK\r\n\r\n" + rows) as url:
+        assert await Management(url, "/").delayed() == {"a": None, "b": 2}
 
 
 async def test_a_read_only_user_sees_existing_objects(rabbitmq: RabbitMQ, vhost: str) -> None:

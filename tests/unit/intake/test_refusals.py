@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from delayer.amqp import edits
+from delayer.amqp.properties import Properties
 from delayer.core.message import Delivery, Outgoing
-from delayer.intake.refusals import AS_IT_IS, EntryPoints, again, refusal_of
-from tests.support.raw import Header, Props, Value, array, content, nested, number, table, text
+from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend, again, refusal_of
+from tests.support.raw import Header, Props, Value, array, content, decimal, nested, number, table, text
 
 LIMIT = 100_000
 ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in", b"other.in"}))
@@ -122,6 +123,22 @@ def test_no_retry_carries_a_time_that_ends_a_queue_of_rabbitmq_44(when: Value) -
     assert b"x-opt-delivery-time" not in properties, "the header would end the refused queue too"
     back = again(Delivery(2, True, b"delays.refused", b"k", properties, b""), ENTRIES, LIMIT, AS_IT_IS)
     assert isinstance(back, str) and "too far ahead" in back
+
+
+def test_a_decimal_time_leaves_by_no_publish() -> None:
+    """RabbitMQ 4.4 would close the connection of the daemon."""
+    when = decimal(3, 1_800_000_000)
+    came = Delivery(1, False, b"delayer.in", b"k", Props(headers=((b"x-opt-delivery-time", when),)).encode(), b"")
+    properties, _ = edits.refused(came, "no instant", b"abc", LIMIT)
+    assert Properties.parse(properties).get(b"x-opt-delivery-time") is None
+    stands = Delivery(2, True, b"delays.refused", b"k", properties, b"")
+    assert "is no number" in str(again(stands, ENTRIES, LIMIT, AS_IT_IS))
+    assert isinstance(again(stands, ENTRIES, LIMIT, Mend.of(None, {}, [b"x-opt-delivery-time"], {})), Outgoing)
+
+
+def test_a_new_time_that_ends_a_queue_stops_a_retry() -> None:
+    mend = Mend.of(None, {"x-opt-delivery-time": 1_800_000_000_000_000}, [], {})
+    assert "too far ahead" in str(again(standing(*says("delayer.in")), ENTRIES, LIMIT, mend))
 
 
 def test_a_failed_retry_has_a_reason() -> None:
