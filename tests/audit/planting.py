@@ -6,7 +6,7 @@ Each uses messages, and a segment, of its own, and keeps all counters right but 
 from __future__ import annotations
 
 import asyncpg
-import pyarrow  # noqa: F401 - at the first compaction its import would stop the keepalive of lanes for seconds
+import pandas  # noqa: F401 - pyarrow loads it for its first table, and no lane is kept alive meanwhile: seconds
 
 from delayer.audit import faults
 from delayer.core.units import DAY_MS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pandas  # noqa: F401 - pyarrow loads it for its first table, and no lane is kept alive meanwhile: seconds
 import pytest
 
 from delayer.broker.ports import Store
