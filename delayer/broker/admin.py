@@ -6,9 +6,10 @@ It reads topologies as values. Parts that another system owns (``shared``) are n
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
 from pamqp.commands import Basic as BasicMethods
@@ -59,6 +60,11 @@ class Removal:
     left: dict[str, str] = field(default_factory=dict)
 
 
+LEADER_SECONDS: Final = 0.25
+"""If the leader of a quorum queue does not answer for so long, RabbitMQ counts 0 messages."""
+LEADER_TRIES: Final = 40
+
+
 class Remover:
     """One removal of a topology; see :meth:`Admin.remove`.
 
@@ -98,8 +104,18 @@ class Remover:
             self._result.left[what] = "shared with another system"
         return not shared
 
+    async def _state(self, name: str) -> QueueState | None:
+        """The state of a queue, asked again while its leader is slow. Raises BrokerUnreachable if it stays slow."""
+        for _ in range(LEADER_TRIES):
+            began = time.monotonic()
+            state = await queue_state(self._connection, name)
+            if state is None or state.messages or self._force or time.monotonic() - began < LEADER_SECONDS:
+                return state
+        slow = f"queue {name!r} did not answer within {LEADER_SECONDS * 1000:.0f} ms, so its messages are not known"
+        raise BrokerUnreachable(f"{slow}; on a slow line use --force")
+
     async def _reasons_against(self, queues: list[str]) -> dict[str, str]:
-        states = {name: await queue_state(self._connection, name) for name in queues}
+        states = {name: await self._state(name) for name in queues}
         reasons = {name: _reason(state) for name, state in states.items() if state is not None}
         found = {f"queue {name}": reason for name, reason in reasons.items() if reason}
         return found or await self._delayed_in(reasons)
@@ -133,7 +149,7 @@ class Remover:
 
     async def _remove_queue(self, name: str) -> bool:
         """Remove a queue. Returns False if it has new messages, and so stays."""
-        state = await queue_state(self._connection, name)
+        state = await self._state(name)
         if state is None:
             return True
         if not self._force and (reason := _reason(state)):

@@ -12,6 +12,7 @@ from urllib.parse import quote, urlsplit
 import aio_pika
 import pytest
 
+from delayer.broker import admin as admin_module
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
@@ -21,6 +22,7 @@ from delayer.core.errors import BrokerLost
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
+from tests.support.silent import silent
 from tests.support.topology import bound, declare
 
 CASCADE = Cascade()
@@ -156,6 +158,21 @@ async def test_a_message_that_slips_in_stops_the_removal_there(rabbitmq: RabbitM
     left = inventory(rabbitmq, vhost)
     assert set(left["queues"]) == {cascade.level(n) for n in range(11)} | {cascade.strays}
     assert set(left["exchanges"]) == {cascade.level(n) for n in range(10)} | {cascade.delivery, cascade.strays}
+
+
+async def test_a_queue_whose_leader_does_not_answer_is_not_taken_for_empty(
+    rabbitmq: RabbitMQ, vhost: str, vhost_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RabbitMQ counts 0 messages for it."""
+    monkeypatch.setattr(admin_module, "LEADER_TRIES", 2)
+    topology = Topology((), (Queue("full", arguments({"x-queue-type": "quorum"})),), ())
+    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
+        await declare(vhost, topology)
+        await publish(vhost, "full")
+        async with silent(rabbitmq, vhost_name, "full"):
+            with pytest.raises(BrokerUnreachable, match="'full' did not answer within 250 ms"):
+                await admin.remove(topology)
+        assert (await admin.remove(topology)).left == {"queue full": "holds 1 message"}
 
 
 async def test_messages_that_the_broker_delays_meanwhile_stop_the_removal(vhost: str) -> None:
