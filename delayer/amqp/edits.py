@@ -218,12 +218,12 @@ def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
     """Properties of a refused message, and its token.
 
-    ``expiration``, ``user_id`` and ``x-opt-delivery-time`` become headers of ours. The first would delete the message
-    from the refused queue, the second would make the broker close the channel, and the third would delay the message,
-    or close the connection if it is a decimal. If the header table is malformed, or the result exceeds the frame's
-    limit, one header carries the original properties. If they do not fit in a header, they go without the note and
-    without these three and ``x-death``; the token is empty then. Properties that fit in neither way are dropped, and
-    only the note goes.
+    ``expiration``, ``user_id`` and an ``x-opt-delivery-time`` that is not text become headers of ours. The first would
+    delete the message from the refused queue, the second would make the broker close the channel, and the third would
+    delay the message, or close the connection if it is a decimal. If the header table is malformed, or the result
+    exceeds the frame's limit, one header carries the original properties. If they do not fit in a header, they go
+    without the note and without these three and ``x-death``; the token is empty then. Properties that fit in neither
+    way are dropped, and only the note goes.
     """
     notes = (
         entry(ID, long_string(id))
@@ -254,7 +254,7 @@ def _with_notes(properties: Properties, notes: bytes) -> bytes:
             notes += entry(header, long_string(value))
     remove = _OF_THE_REFUSED | {ID}
     delivery_time = properties.get(OPT_TIME)
-    if delivery_time is not None:
+    if delivery_time is not None and not isinstance(delivery_time.value, str):  # The broker ignores text.
         notes += entry(DELIVERY_TIME, delivery_time.type_and_value)
         remove |= {OPT_TIME}
     return splice(properties, remove=remove, append=notes, drop=("user_id", "expiration"))
