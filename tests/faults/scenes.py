@@ -99,7 +99,8 @@ class Play:
         if not self.row.prepared:
             await self._daemon.ready()
         if self.row.step_ms:
-            await self._ledger.publish(1, delay_ms=500, absolute=True)
+            # A message that is due sooner, and is read late, is kept in memory and leaves without the store.
+            await self._ledger.publish(1, delay_ms=2_000, absolute=True)
             released = "SELECT coalesce(sum(n), 0)::int FROM counter WHERE kind = 'released'"
             await eventually(lambda: self.place.ask(released), lambda count: count == 1)
 
