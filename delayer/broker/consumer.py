@@ -287,9 +287,9 @@ class AmqpSubscription:
         consumer. On 3.10.8 hundreds of messages were repeated after an orderly stop. The end of a consumer goes through
         the queue's log, after all its acknowledgements.
 
-        The other messages return to their places. Where UNCOUNTED, a ``basic.nack`` after the end of the consumer
-        returns them, because RabbitMQ counts the end of a channel as a delivery, but not that. Elsewhere the end of the
-        channel returns them, because 3.10 returns more than 32 nacked messages in the order of a hash.
+        The other messages return to their places. From UNCOUNTED on a ``basic.nack`` after the end of the consumer
+        returns them: the broker does not count it as a delivery, but it counts the end of a channel. In older versions
+        the end of the channel returns them: 3.10 returns more than 32 nacked messages in the order of a hash.
         """
         self.stop()
         with self._flow_control.listening(ENDING):
