@@ -16,7 +16,7 @@ from delayer.core.message import Parcel, Target
 from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER
 from tests.support.daemon import DaemonProcess
-from tests.support.place import eventually
+from tests.support.place import counted, eventually
 from tests.support.raw import Message, Props, number, text
 from tests.support.servers import Postgres
 from tests.support.web import Web
@@ -286,6 +286,7 @@ async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
         await inbox.got([b"one"])
         done = (await web.post("/actions/strays", {"verb": "drop", "id": ["two", "one"]}, **allowed)).json
         assert done == {"heading": "Dropped: 1 of 2", "lines": ["1 are not there any more."], "done": 1}
+        await counted(place.rabbitmq, place.url)
         none = "There are no strays." if place.rabbitmq.version < DELAYS_FROM else "up to 12 s ago"
         assert none in (await web.get("/strays")).text
         told = await daemon.event("strays acted on")

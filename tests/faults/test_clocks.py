@@ -70,7 +70,7 @@ async def test_without_a_store_a_set_clock_makes_no_message_early(vhost: str, tm
     """The cascade measures durations. After a clock is set forward, messages come in time. After it is set back, the
     daemon takes them for an hour early and sends them round again: late by its clock, never lost."""
     clock = Clock(tmp_path / "clock")
-    place = await Place("native", vhost).declare()
+    place = await Place("native", vhost, strategy="cascade").declare()
     async with place.ledger(SEED + 1) as ledger, odd_daemon(place, clock) as daemon:
         await ledger.publish(300, delay_ms=6_000)
         await eventually(lambda: in_the_cascade(place), lambda count: count == 300)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tests.support.verdict import Verdict
 
 SEED = 6_000
 MESSAGES = 1_000
+CASCADE = {"NATIVE__STRATEGY": "cascade"}
 
 
 Opened = Callable[..., AbstractAsyncContextManager[Fleet]]
@@ -30,8 +31,10 @@ Opened = Callable[..., AbstractAsyncContextManager[Fleet]]
 def fleet_with(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> Opened:
     """Opens a fleet whose daemons have this bug."""
 
-    def open_fleet(bug: str, mode: str = "store") -> AbstractAsyncContextManager[Fleet]:
-        return Fleet.open(rabbitmq, postgres, tmp_path, mode=mode, seed=SEED, bug=bug)
+    def open_fleet(
+        bug: str, mode: str = "store", environ: Mapping[str, str] | None = None
+    ) -> AbstractAsyncContextManager[Fleet]:
+        return Fleet.open(rabbitmq, postgres, tmp_path, mode=mode, seed=SEED, bug=bug, environ=environ)
 
     return open_fleet
 
@@ -140,7 +143,7 @@ async def test_a_new_name_for_a_copy_is_found(fleet_with: Opened) -> None:
 async def test_a_new_name_at_the_end_of_the_cascade_is_found(fleet_with: Opened) -> None:
     """Killed between the confirm of the destination and the acknowledgement of the due queue: the same, without a store
     to count the names."""
-    async with fleet_with("new id", mode="native") as fleet:
+    async with fleet_with("new id", mode="native", environ=CASCADE) as fleet:
         first, second = fleet.daemons
         async with first.meant(), second.meant():
             await second.kill()

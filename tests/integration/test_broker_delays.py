@@ -17,6 +17,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable
 from delayer.core.cascade import Cascade, due_topology, intake_topology
 from tests.integration.cli import Run, channel_to
+from tests.support.place import counted
 from tests.support.servers import RabbitMQ
 from tests.support.topology import declare
 
@@ -90,8 +91,8 @@ UNTOLD: Mapping[str, tuple[int, int]] = {
 }
 """The same verbs without a management API: how often each says that it does not know what the broker delays."""
 UNKNOWN = (
-    "broker.management_url is not set, or did not answer|see broker.management_url|"
-    "a management URL would show|only its management API shows"
+    "broker.management_url is not set, or has no count yet|see broker.management_url|"
+    "no management URL, or no count yet|only its management API shows"
 )
 EMPTY = "There are no (refused|strays)|Nothing (is|would be) left|delayed by RabbitMQ itself up to 12 s ago 0"
 
@@ -107,6 +108,7 @@ async def test_no_verb_ends_a_delayed_message_or_calls_its_queue_empty(
         await channel.declare_queue("held.60s", durable=True, arguments=HOLDING)
     whole = [*QUEUES, "held.60s", *(cascade.level(20) for cascade in OTHERS)]
     await publish(vhost, *whole)
+    await counted(delaying, vhost)
     known = {**told(delaying), "DELAYER_TAKEOVER": TAKEOVERS}
     # The broker's counts may not have these messages yet.
     for kind in ("refused", "strays"):

@@ -24,6 +24,7 @@ from delayer.core.readable import instant
 from delayer.core.units import DAY_MS
 from delayer.intake import set_aside
 from tests.integration.cli import Run, channel_to, ids, said, take
+from tests.support.place import counted
 from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.rows import compact, conserved, waiting
 from tests.support.servers import RabbitMQ
@@ -374,6 +375,7 @@ def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too lo
 
 async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str, rabbitmq: RabbitMQ) -> None:
     told = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    await counted(rabbitmq, vhost)
     run = applied("refused", "list", **told)
     if rabbitmq.version < DELAYS_FROM:
         assert run.stdout == "There are no refused messages.\n"

@@ -24,6 +24,7 @@ from delayer.core.importing import Left
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.integration.cli import Run
+from tests.support.place import counted
 from tests.support.rabbitmq import RabbitMQ
 from tests.support.raw import Message, Props, Raw, now_ms, number, text, wire_instant
 from tests.support.rows import conserved
@@ -302,6 +303,7 @@ async def test_levels_below_the_cutoff_are_not_touched(
     began = await publish(vhost, 40, 41, 5_000, 7_000, 200_000)
     cutoff = ("--cutoff", instant(began + 6_000_000))
     management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    await counted(rabbitmq, vhost)
     words = ("import", "cascade", "preview", "--kind", "nservicebus-v2", *cutoff, "--json")
     seen = json.loads(delayer(*words, **management).stdout)
     assert (seen["messages"], seen["left"]) == (3, {LEFT: 2})
@@ -405,6 +407,7 @@ async def test_a_pattern_that_meets_work_queues_leaves_them(
         channel = await connection.channel()
         await channel.set_qos(1)
         await (await channel.get_queue("work.mirror")).consume(keep)
+        await counted(rabbitmq, vhost)
         words = ("--queue", "work*", "--json")
         seen = json.loads(delayer("import", "hold-queues", "preview", *words, expect=1, **management).stdout)
         assert (seen["messages"], seen["left"]) == (2, {Left.UNHELD: 1, Left.CONSUMED: 2})
@@ -426,6 +429,7 @@ async def test_delayers_own_queues_are_never_taken(delayer: Run, vhost: str, rab
         for name in (*own, "delay_work"):
             await raw.publish(Message("", name.encode(), Props(), name.encode()))
     management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    await counted(rabbitmq, vhost)
     words = ("--queue", "delay*", "--ttl", "5m")
     seen = json.loads(delayer("import", "hold-queues", "preview", *words, "--json", **management).stdout)
     assert seen["messages"] == 1
