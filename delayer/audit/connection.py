@@ -73,6 +73,8 @@ _SESSION: Final = (
     "SET LOCAL max_parallel_workers_per_gather = 0",
     "SELECT set_config(name, '0', true) FROM pg_settings WHERE name = 'transaction_timeout'",  # Since Postgres 17.
 )
+_NO_SNAPSHOT: Final = re.compile("invalid snapshot identifier|snapshot .* does not exist")
+"""Postgres's words before version 16, and since."""
 _DAMAGED: Final = re.compile("invalid page|missing chunk|could not (read|open)|is corrupt|unexpected (chunk|data|zero)")
 """Postgres's words for a page or a value that it cannot read."""
 
@@ -165,7 +167,7 @@ def advice_for(text: str) -> str:
             "the replica gave up our snapshot to catch up with its primary: set hot_standby_feedback = on there, or "
             "raise max_standby_streaming_delay"
         )
-    if "invalid snapshot identifier" in text:
+    if _NO_SNAPSHOT.search(text):
         return "the connection that held the snapshot is gone: run the job again"
     if _DAMAGED.search(text):
         return DAMAGE_ADVICE

@@ -84,10 +84,9 @@ async def midway(url: str, work: Path) -> asyncio.subprocess.Process:
 
 
 def launched(pid: int) -> bool:
-    """Whether this process has a child that runs another program. A child between fork and exec is still Python, and
-    prints a traceback at Ctrl-C."""
-    command = psutil.Process(pid)
-    return any(child.name() != command.name() for child in command.children())
+    """Whether a child of this process is the JVM, or the script that starts it has a child. A child between fork and
+    exec is still Python, and prints a traceback at Ctrl-C; so may its parent in that moment."""
+    return any(child.name() == "java" or child.children() for child in psutil.Process(pid).children())
 
 
 SIGNALS = {"SIGTERM": (os.killpg, signal.SIGTERM, 143), "Ctrl-C": (os.killpg, signal.SIGINT, 130)}
