@@ -18,6 +18,7 @@ from delayer.cli.options import (
     agreed,
     as_json,
     ask_store,
+    asked_ids,
     instant,
     messages_to_change,
     read_as,
@@ -57,8 +58,8 @@ def cancel(context: click.Context, /, *, names: Sequence[str], as_json: bool, **
     queue. A held message whose queue did not answer ("no confirm") may be in that queue; the command names each one.
 
     A filter matches waiting messages, in segments too. Cancel a held message by its id, or with `delayer held drop`.
-    `delayer audit-log` shows every cancel. Exit code 1 if an id was not found, or if nothing
-    matched the filter.
+    `delayer audit-log` shows every cancel. With ids --json prints where each was found: "waiting", "held" or
+    "segment" means cancelled. Exit code 1 if an id was not found, or if nothing matched the filter.
 
     \b
     Examples:
@@ -93,8 +94,8 @@ def reschedule(
     A message keeps its id; the part behind the @ in `delayer list` is the new instant. The daemon tries a held message
     again at that instant. For a held message that waits for an operator (late, unfit), --by counts from now, or from
     its due instant if that is later. Do not repeat --by after exit code 3, because it may move some messages twice.
-    --at is safe to repeat. `delayer audit-log` shows every reschedule. Exit code 1 if an id was not found, or if
-    nothing matched the filter.
+    --at is safe to repeat. `delayer audit-log` shows every reschedule. With ids --json prints where each message was
+    found. Exit code 1 if an id was not found, or if nothing matched the filter.
 
     \b
     Examples:
@@ -136,7 +137,7 @@ def _named(url: str, change: Change, names: Mapping[str, Token | None], *, dry_r
     tokens = [token for token in names.values() if token is not None]
 
     async def work() -> dict[int, FoundIn]:
-        asked = {"ids": [str(token or name) for name, token in names.items()], **new}
+        asked = {"ids": asked_ids(names), **new}
         async with actions.recorded(url, whoami(), verb, asked) as (connection, log_id):
             return await actions.named(connection, do, tokens, log_id)
 

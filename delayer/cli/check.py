@@ -19,8 +19,8 @@ from delayer.config.model import Settings
 from delayer.config.texts import duration_text, is_loopback
 from delayer.config.topology import cascade_of, queues_at_work, topology_of, uses_cascade, without_effect
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
-from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.readable import duration
 from delayer.store import schema, servers
 from delayer.store.admin import setup, stats
 from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
@@ -351,7 +351,7 @@ def _lanes(report: CheckReport, seen: stats.StoreOverview, mark: str) -> None:
         report.add("lanes", "ok", f"{len(owned)} owned by {', '.join(sorted({lane.owner for lane in owned}))}")
     left = [lane for lane in seen.lanes if not lane.alive and lane.overdue_ms(seen.store_now_ms) > UNOWNED_MS]
     if left:
-        since = in_words(max(lane.overdue_ms(seen.store_now_ms) for lane in left))
+        since = duration(max(lane.overdue_ms(seen.store_now_ms) for lane in left) / 1000)
         lanes = f"lane {left[0].number}" if len(left) == 1 else f"{len(left)} lanes"
         found = f"messages are overdue by {since} in {lanes} that no daemon owns"
         report.add("lanes", "off", found, "start a daemon: it takes them within seconds; or see its log")

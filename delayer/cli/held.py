@@ -16,6 +16,7 @@ from delayer.cli.hints import say_hints
 from delayer.cli.options import (
     as_json,
     ask_store,
+    asked_ids,
     filter_of,
     filter_options,
     go_on,
@@ -149,7 +150,7 @@ def _act(
         say_hints(url, wanted, held=True)
     some, sure = bool(dues), yes or bool(names)
     go_on(context, question, missing, some=some, fine=some or everything, dry_run=dry_run, yes=sure)
-    asked = wanted.as_dict() if ids is None else {"ids": sorted(ids)}
+    asked = wanted.as_dict() if ids is None else {"ids": asked_ids(tokens)}
     click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, asked, dues)):,}.")
     if missing:
         context.exit(ExitCode.FOUND)

@@ -33,7 +33,6 @@ from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar
 from delayer.config.topology import cascade_of, native_of, unread_delays
-from delayer.core.message import as_text
 from delayer.core.readable import instant
 from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
 from delayer.intake.set_aside import (
@@ -127,7 +126,8 @@ STRAYS: Final = SetAsideQueue(
 def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None, as_json: bool, **given: Any) -> None:
     settings = request_of(context).settings()
     wanted = Selection(**given)
-    seen = asyncio.run(_look(settings, source, wanted, limit))
+    # A page of all messages is short. Those that an operator asks for may be anywhere in the queue.
+    seen = asyncio.run(_look(settings, source, wanted, limit or (source.limit if wanted == ANY else None)))
     if as_json:
         messages = [one.as_dict() for one in seen.found]
         print_json({"depth": seen.depth, "delayed": seen.delayed, "messages": messages})
@@ -173,9 +173,8 @@ def _change(
     fine = (some or everything) and not seen.cut
     go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
     queue = refused_of(settings, mend) if mend.headers else source.queue(settings)
-    asked = wanted.as_dict() | ({"mended": sorted(map(as_text, mend.headers))} if mend.headers else {})
     change = partial(queue.change, verb, wanted, limit=seen.looked)
-    done = asyncio.run(_recorded(settings, source, verb, asked, change))
+    done = asyncio.run(_recorded(settings, source, verb, {**wanted.as_dict(), **mend.asked}, change))
     click.echo(f"{source.retried if verb == 'retry' else actions.PAST[verb]}: {len(done.found):,}.")
     for one, why in done.left:
         note(f"{one.names[0] or 'a message without an id'} stays {source.stays}: {why}.")
@@ -224,7 +223,7 @@ def _say_hints(wanted: Selection, seen: Result[Any]) -> None:
 
 
 def _say_cut(source: SetAsideQueue, seen: Result[Any]) -> None:
-    note(f"The queue has {seen.depth:,} {source.noun}; only the first {seen.looked:,} were looked at.")
+    note(f"The queue has {seen.depth:,} {source.noun}; only the first {seen.looked:,} were looked at (--limit).")
 
 
 async def _look(settings: Settings, source: SetAsideQueue, wanted: Selection, limit: int | None = None) -> Result[Any]:
@@ -274,7 +273,9 @@ _MENDING: Final = joined(
 def _group(source: SetAsideQueue) -> click.Group:
     """The verbs of one queue."""
     limit = click.option(
-        "--limit", type=click.IntRange(1, KEPT), default=source.limit, show_default=True, help="Messages to look at."
+        "--limit",
+        type=click.IntRange(1, KEPT),
+        help=f"Messages to look at. By default {source.limit or KEPT:,}, and with an ID or a filter {KEPT:,}.",
     )
     retry = change_options(partial(_change, source=source, verb="retry"))
     verbs: dict[str, tuple[str, str, Any]] = {

@@ -13,7 +13,6 @@ from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, unread_delays
 from delayer.core.errors import BrokerLost
-from delayer.core.message import as_text
 from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
@@ -77,7 +76,7 @@ class DaemonInside:
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> SetAsideChange:
         wanted, url = Selection(ids), self.settings.store_url
         mend = Mend.of(repair.delay_ms, repair.headers, map(reading.raw, repair.dropped), unread_delays(self.settings))
-        asked = wanted.as_dict() | ({"mended": sorted(map(as_text, mend.headers))} if mend.headers else {})
+        asked = {**wanted.as_dict(), **mend.asked}
         queue = self._refused(mend)
         with _reached():
             if url is None:

@@ -90,10 +90,12 @@ def _reason_and_origin(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str,
 
 class Mend(NamedTuple):
     """The changes of a retry. ``headers``: names with their encoded entries; an empty entry only removes the header.
-    ``unfit``: exchanges whose messages stay refused, because their routes would not read it, with the reason."""
+    ``unfit``: exchanges whose messages stay refused, because their routes would not read it, with the reason.
+    ``asked``: the changes as an operator gave them, for the audit log."""
 
     headers: Mapping[bytes, bytes] = {}
     unfit: Mapping[bytes, str] = {}
+    asked: Mapping[str, Any] = {}
 
     @classmethod
     def of(
@@ -101,11 +103,17 @@ class Mend(NamedTuple):
     ) -> Mend:
         """``delay_ms`` sets ``x-delay`` in place of the other delays; messages from ``unread`` exchanges stay then."""
         removed = [*dropped]
+        asked = {"delay_ms": delay_ms, "headers": dict(headers), "dropped": list(map(as_text, removed))}
         if delay_ms is not None:
             headers, removed = {**headers, as_text(DELAY): delay_ms}, [*removed, DELIVER_AT, OPT_DELAY, OPT_TIME]
         # Each value is the entry of a table with one header, without the table's length.
         entries = {raw(name): field_table({name: it})[4:] for name, it in headers.items()}
-        return cls(dict.fromkeys(removed, b"") | entries, {} if delay_ms is None else unread)
+        mended = {name: it for name, it in asked.items() if it not in (None, {}, [])}
+        return cls(
+            dict.fromkeys(removed, b"") | entries,
+            {} if delay_ms is None else unread,
+            {"mended": mended} if mended else {},
+        )
 
 
 AS_IT_IS: Final = Mend()

@@ -49,10 +49,12 @@ def absent(name: Token | str, found: FoundIn) -> str:
         return f"{name} may be in a segment that does not read back: see docs/backlog.md."
     advice = f" If it was refused, `delayer refused list {shlex.quote(str(name))}` shows it."
     if isinstance(name, Token) and name.due_ms is None:
-        advice += " A message_id or key that is a number needs --message-id or --delay-key, as of `delayer list`."
+        advice += (
+            f" For a message_id: `delayer list --message-id {name}`; for a key: `delayer list --delay-key {name}`."
+        )
     elif isinstance(name, Token):
         advice = " If it was rescheduled, try the part before the @."
-    return f"{name} is not in the store: it was delivered, cancelled, replaced, refused, or never parked.{advice}"
+    return f"{name} is not in the store: it was delivered, cancelled, replaced, refused, or never parked there.{advice}"
 
 
 class HeldState(NamedTuple):
