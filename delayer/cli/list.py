@@ -181,7 +181,7 @@ def _print(found: FullMessage) -> None:
         ("where", for_programs.standing(found)),
         ("due", f"{instant(due_ms)}, {away(due_ms, time.time_ns() // 1_000_000)}"),
         ("will happen", for_programs.fate(found)),
-        ("parked", instant(entry.parked_ms)),
+        *([("parked", instant(entry.parked_ms))] if hold is None else []),
         ("came in at", address(entry.exchange, entry.routing_key)),
         ("route", as_text(entry.route) or '"" (straight to the queue)'),
     ]

@@ -12,13 +12,13 @@ from delayer.store.admin.detail import FullMessage, HeldEntry
 from delayer.store.admin.listing import Entry
 
 
-def entry(entry: Entry) -> dict[str, Any]:
-    """One entry of a list, for programs."""
+def entry(entry: Entry, *, held: bool = False) -> dict[str, Any]:
+    """One entry of a list, for programs. The store does not know any more when a held message was parked."""
     said = reading.read(entry.properties)
     return {
         "id": str(entry.place.token),
         "due_ms": entry.place.due_us // 1000,
-        "parked_ms": entry.parked_ms,
+        "parked_ms": None if held else entry.parked_ms,
         "lane": entry.place.lane,
         "segment": entry.place.segment,
         "route": as_text(entry.route),
@@ -37,7 +37,7 @@ def entry(entry: Entry) -> dict[str, Any]:
 
 def held(one: HeldEntry) -> dict[str, Any]:
     """One held message of a list, for programs."""
-    return {**entry(one.entry), "held": one.held._asdict()}
+    return {**entry(one.entry, held=True), "held": one.held._asdict()}
 
 
 def fate(found: FullMessage) -> str:
@@ -56,7 +56,7 @@ def message(found: FullMessage) -> dict[str, Any]:
     """One message with the beginning of its body, for programs."""
     held = found.held
     return {
-        **entry(found.entry),
+        **entry(found.entry, held=held is not None),
         "where": found.where.value,
         "sound": found.sound,
         "owner": found.owner,
