@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -83,8 +84,9 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
         with watching("gathering destinations"):
             # The broker is asked about 100,000 destinations at most, the soonest due.
             targets = coming.targets(store, 100_000)
-        # With PySpark's handler of Ctrl-C, asyncio could not cancel its task.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if threading.current_thread() is threading.main_thread():
+            # With PySpark's handler of Ctrl-C, asyncio could not cancel its task.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         report, remarks = asked(report, targets, options)
     return Audited(replace(report, seconds=round(time.monotonic() - began, 3)), remarks)
 

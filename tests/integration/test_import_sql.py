@@ -406,15 +406,16 @@ async def test_each_timeout_is_in_one_store(source: Source, postgres: Postgres) 
             await holder.execute(text(HOLD[source.kind]))
 
             async def waiting() -> int:
+                assert not (ended := [one.result() for one in imports if one.done()]), f"did not wait: {ended}"
                 async with source.connected() as watcher:
                     count: int = (await watcher.execute(text(WAITING[source.kind]))).scalar_one()
                 return count
 
-            both = asyncio.gather(import_into(one, source), import_into(other, source))
+            imports = [asyncio.create_task(import_into(store, source)) for store in (one, other)]
             await eventually(waiting, lambda count: count == 2)
             if source.kind == "mysql":
                 await holder.execute(text("UNLOCK TABLES"))
-        ended = await both
+        ended = await asyncio.gather(*imports)
         assert [code for code, _, _ in ended] == [0, 0], ended
         brought = []
         for store, (_, report, _) in zip((one, other), ended, strict=True):
