@@ -90,7 +90,7 @@ def _delayed(row: Mapping[str, Any]) -> int | None:
 def delayed_reason(count: int | None) -> str:
     """What a queue may hide, for people; "" if nothing. None: unknown."""
     if count is None:
-        return "may hold messages that this broker delays itself: broker.management_url is not set, or has no count yet"
+        return "may hold messages that this broker delays itself: broker.management_url is not set, or gives no count"
     return f"holds {count} message{'s' * (count != 1)} that the broker itself delays" if count else ""
 
 

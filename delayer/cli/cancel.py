@@ -57,7 +57,8 @@ def cancel(context: click.Context, /, *, names: Sequence[str], as_json: bool, **
     commit, a cancel prevents the second copy only. The daemon parks a message again that a crash left in the intake
     queue. A held message whose queue did not answer ("no confirm") may be in that queue; the command names each one.
 
-    A filter matches waiting messages, in segments too. Cancel a held message by its id, or with `delayer held drop`.
+    A number alone is an id of `delayer list`: a message_id that is a number needs --message-id. A filter matches
+    waiting messages, in segments too. Cancel a held message by its id, or with `delayer held drop`.
     `delayer audit-log` shows every cancel. With ids --json prints where each was found: "waiting", "held" or
     "segment" means cancelled. Exit code 1 if an id was not found, or if nothing matched the filter.
 
@@ -90,6 +91,8 @@ def reschedule(
     **given: Any,
 ) -> None:
     """Give messages another due instant, by their ids or by a filter: --at INSTANT, or --by DURATION.
+
+    A number alone is an id: a message_id that is a number needs --message-id.
 
     A message keeps its id; the part behind the @ in `delayer list` is the new instant. The daemon tries a held message
     again at that instant. For a held message that waits for an operator (late, unfit), --by counts from now, or from

@@ -111,7 +111,7 @@ def left_delayed(delayed: Mapping[str, int | None]) -> list[LeftBehind]:
     is unknown."""
     step = "none: they come out when they are due"
     if None in delayed.values():
-        why = "the broker may delay some itself: broker.management_url is not set, or has no count yet"
+        why = "the broker may delay some itself: broker.management_url is not set, or gives no count"
         return [LeftBehind(None, "cascade", why, step, by_itself=True)]
     why = "the broker itself delays them"
     return [LeftBehind(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items() if count]

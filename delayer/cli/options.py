@@ -32,6 +32,7 @@ from delayer.core.hold import HoldKind
 from delayer.core.message import as_text
 from delayer.core.secret import SecretUrl
 from delayer.store.admin import listing
+from delayer.store.rows import keys
 
 
 class Stoppable(click.Command):
@@ -163,18 +164,13 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
 
 
 def messages_to_change(url: str, names: Sequence[str]) -> dict[str, Token | None]:
-    """The same for a verb that changes them. An order number is often a key or a message_id, so this raises Misused too
-    for an id that a message has as one of these."""
+    """The same for a verb that changes them. An order number is often a key, so this raises Misused too for an id that
+    is the key of a message."""
     found = messages_of(url, names)
     numbers = [raw(name) for name, token in found.items() if token is not None and token.due_ms is None]
-    if numbers:
-        there = ask_store(url, "find", lambda connection: listing.called(connection, numbers, message_id, packed=True))
-        for number, others in ((as_text(text), tokens) for text, tokens in there.items()):
-            if any(other.id != int(number) for other in others):
-                raise Misused(
-                    f"{number} is an id, and the key or message_id of {others[0]}: expected ID@DUE as of `delayer "
-                    f"list`, --delay-key {number}, or --message-id {number}"
-                )
+    if numbers and (known := ask_store(url, "find", lambda connection: keys.among(connection, numbers))):
+        key = as_text(known[0])
+        raise Misused(f"{key} is an id and a key: expected ID@DUE as of `delayer list`, or --delay-key {key}")
     return found
 
 

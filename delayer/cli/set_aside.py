@@ -74,8 +74,8 @@ def _stray_row(one: Stray) -> tuple[object, ...]:
 
 class SetAsideQueue(NamedTuple):
     """One of the two queues, and its words. ``row`` shows a message in a table; ``right`` is the column with numbers. A
-    message that a retry left in the queue "stays ``stays``". ``limit``: the messages that a list looks at; None for
-    KEPT. ``about``, ``retry``, ``example``: help texts, and options for their examples."""
+    message that a retry left in the queue "stays ``stays``". ``limit``: the messages that a list without ids looks
+    at; None for KEPT. ``about``, ``retry``, ``example``: help texts, and options for their examples."""
 
     name: str
     noun: str
@@ -126,8 +126,8 @@ STRAYS: Final = SetAsideQueue(
 def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None, as_json: bool, **given: Any) -> None:
     settings = request_of(context).settings()
     wanted = Selection(**given)
-    # A page of all messages is short. Those that an operator asks for may be anywhere in the queue.
-    seen = asyncio.run(_look(settings, source, wanted, limit or (source.limit if wanted == ANY else None)))
+    # A message that an operator names may be anywhere in the queue.
+    seen = asyncio.run(_look(settings, source, wanted, limit or (None if wanted.ids else source.limit)))
     if as_json:
         messages = [one.as_dict() for one in seen.found]
         print_json({"depth": seen.depth, "delayed": seen.delayed, "messages": messages})
@@ -223,7 +223,7 @@ def _say_hints(wanted: Selection, seen: Result[Any]) -> None:
 
 
 def _say_cut(source: SetAsideQueue, seen: Result[Any]) -> None:
-    note(f"The queue has {seen.depth:,} {source.noun}; only the first {seen.looked:,} were looked at (--limit).")
+    note(f"The queue has {seen.depth:,} {source.noun}; only the first {seen.looked:,} were looked at.")
 
 
 async def _look(settings: Settings, source: SetAsideQueue, wanted: Selection, limit: int | None = None) -> Result[Any]:
@@ -275,7 +275,7 @@ def _group(source: SetAsideQueue) -> click.Group:
     limit = click.option(
         "--limit",
         type=click.IntRange(1, KEPT),
-        help=f"Messages to look at. By default {source.limit or KEPT:,}, and with an ID or a filter {KEPT:,}.",
+        help=f"Messages to look at. By default {source.limit or KEPT:,}, and {KEPT:,} with an ID.",
     )
     retry = change_options(partial(_change, source=source, verb="retry"))
     verbs: dict[str, tuple[str, str, Any]] = {

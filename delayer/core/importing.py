@@ -36,7 +36,7 @@ class Left(StrEnum):
     UNHELD = "in queues that delay nothing: not examined, unless you name the queue"
     OWN = "in queues of delayer's own ({}): never taken"
     DELAYED = "that their broker delays itself: not examined before they are due"
-    UNSEEN = "queues may hold messages that their broker delays itself: no management URL, or no count yet"
+    UNSEEN = "queues may hold messages that their broker delays itself: no management URL, answer or count yet"
 
 
 FOR_PEOPLE: Final = frozenset({Left.UNREADABLE, Left.BEHIND, Left.UNGIVEN, Left.CONSUMED, Left.DELAYED})

@@ -91,8 +91,8 @@ UNTOLD: Mapping[str, tuple[int, int]] = {
 }
 """The same verbs without a management API: how often each says that it does not know what the broker delays."""
 UNKNOWN = (
-    "broker.management_url is not set, or has no count yet|see broker.management_url|"
-    "no management URL, or no count yet|only its management API shows"
+    "broker.management_url is not set, or gives no count|see broker.management_url|"
+    "no management URL, answer or count yet|only its management API shows"
 )
 EMPTY = "There are no (refused|strays)|Nothing (is|would be) left|delayed by RabbitMQ itself up to 12 s ago 0"
 

@@ -137,18 +137,13 @@ async def test_cancel(delayer: Run, database: str) -> None:
     assert "order-1" in delayer("audit-log").stdout
 
 
-@pytest.mark.parametrize("named_by", ["key", "message_id"])
-async def test_a_number_that_is_an_id_and_names_another_message_changes_nothing(
-    delayer: Run, database: str, named_by: str
-) -> None:
-    now, of = await filled(database)
+async def test_a_number_that_is_an_id_and_a_key_changes_nothing(delayer: Run, database: str) -> None:
+    _, of = await filled(database)
     number, _, due_ms = of[b"soon"].partition("@")
-    name = number.encode()
-    given = {"key": name} if named_by == "key" else {"properties": Props(message_id=name).encode()}
-    async with opened(database) as place, owned(place) as [lane]:
-        await place.park(lane, [parcel(now + DAY_MS, b"other", **given)], [])
+    async with sql(database) as admin:
+        await admin.execute("UPDATE message_key SET key = $1", number.encode())
     for verb in (["cancel"], ["reschedule", "--by", "1h"], ["held", "drop"], ["held", "retry"]):
-        assert f"{number} is an id, and the key or message_id of" in delayer(*verb, number, expect=2).stderr
+        assert f"{number} is an id and a key" in delayer(*verb, number, expect=2).stderr
     assert "Cancelled: 1 of 1." in delayer("cancel", f"{number}@{due_ms}").stdout
 
 

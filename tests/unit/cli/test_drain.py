@@ -140,7 +140,7 @@ def test_messages_that_a_drain_leaves_in_the_cascade(
     [
         ({"level": 0, "due": 0}, []),
         ({"level": 0, "due": 7}, [(7, "queue due", "itself delays", "none")]),
-        ({"level": None, "due": None}, [(None, "cascade", "is not set, or has no count yet", "none: they come out")]),
+        ({"level": None, "due": None}, [(None, "cascade", "is not set, or gives no count", "none: they come out")]),
     ],
 )
 def test_messages_that_the_broker_delays_are_left_too(
