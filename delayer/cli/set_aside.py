@@ -275,7 +275,7 @@ def _group(source: SetAsideQueue) -> click.Group:
     limit = click.option(
         "--limit",
         type=click.IntRange(1, KEPT),
-        help=f"Messages to look at. By default {source.limit or KEPT:,}, and {KEPT:,} with an ID.",
+        help=f"Messages to look at. By default {f'{source.limit}, and with an ID ' if source.limit else ''}{KEPT:,}.",
     )
     retry = change_options(partial(_change, source=source, verb="retry"))
     verbs: dict[str, tuple[str, str, Any]] = {

@@ -252,7 +252,7 @@ class Actions:
         return await self.pages.html(request, "confirm.html", verb=verb, count=len(ids), facts=facts, **more)
 
     async def _told(self, path: str, ids: Sequence[str]) -> dict[str, str]:
-        """What a question says of each of these messages: its destination, instant, key and message_id."""
+        """For each message the text of a question: its destination, instant, key and message_id."""
         view = self.pages.answers.view
         if path == "/actions/refused":
             refused = (await view.refused.get()).fresh or SetAsideList()

@@ -96,6 +96,7 @@ async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
         for name in (of[body], of[body].partition("@")[0]):
             found = json.loads(delayer("show", name, "--json").stdout)
             assert (found["where"], found["body"], found["id"]) == (where, body.decode(), of[body])
+            assert (found["parked_ms"] is None) == (where == "held")
     assert delayer("show", of[b"far"], "--body").stdout_bytes == b"far"
     assert "no queue is bound" in delayer("show", of[b"held"]).stdout
     assert "`delayer list --message-id 999`" in delayer("show", "999", expect=1).stderr
@@ -145,6 +146,13 @@ async def test_a_number_that_is_an_id_and_a_key_changes_nothing(delayer: Run, da
     for verb in (["cancel"], ["reschedule", "--by", "1h"], ["held", "drop"], ["held", "retry"]):
         assert f"{number} is an id and a key" in delayer(*verb, number, expect=2).stderr
     assert "Cancelled: 1 of 1." in delayer("cancel", f"{number}@{due_ms}").stdout
+
+
+async def test_the_audit_log_names_a_message_as_the_operator_did(delayer: Run, database: str) -> None:
+    _, of = await filled(database)
+    delayer("cancel", "order-1")
+    (entry,) = json.loads(delayer("audit-log", "--json").stdout)
+    assert json.loads(entry["asked"]) == {"ids": [f"order-1 ({of[b'keyed']})"]}
 
 
 async def test_reschedule(delayer: Run, database: str) -> None:
