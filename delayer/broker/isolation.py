@@ -28,10 +28,10 @@ from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost, R
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination
 from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.retry import raise_first
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Outcome, closed_channel, closed_connection, unanswered
 from delayer.core.message import Outgoing, Schedule
+from delayer.retry import raise_first
 
 log = structlog.get_logger(__name__)
 

@@ -21,11 +21,11 @@ from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation, Pending
-from delayer.broker.retry import raise_first
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.hold import Hold, Outcome
 from delayer.core.message import Outgoing, Parcel, Schedule, as_text
+from delayer.retry import raise_first
 
 log = structlog.get_logger(__name__)
 

@@ -24,7 +24,7 @@ from delayer.core.readable import duration
 from delayer.store import schema, servers
 from delayer.store.admin import setup, stats
 from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
-from delayer.store.lanes.locks import broker_mark
+from delayer.store.postgres import broker_mark
 
 _SEEING: Final = "set broker.management_url, or look at its host, port, user and password"
 CheckResult = Literal["ok", "note", "off", "refused", "out of reach"]

@@ -34,7 +34,8 @@ from delayer.core.delay_headers import (
 )
 from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, header_of, source_of
 from delayer.core.hold import Hold, too_late
-from delayer.core.message import SHORT_STRING, KeyGroup, Target, as_bytes, is_direct_reply
+from delayer.core.message import SHORT_STRING, Target, as_bytes, is_direct_reply
+from delayer.core.operations import Cancel
 from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, failure, wait_ms
 
 LATEST_MS: Final = 253_402_300_799_999
@@ -161,14 +162,6 @@ class TooLate(NamedTuple):
     target: Target
     hold: Hold
     undelayed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Delete the waiting or held message of this key, or those of this group of keys. The cancel is not delivered."""
-
-    key: bytes | KeyGroup
-    undelayed = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import uvloop
 from delayer import __version__
 from delayer.broker.errors import TopologyMismatch
 from delayer.broker.publisher import AmqpPublisher
-from delayer.broker.retry import first_set
 from delayer.config import logs
 from delayer.config.errors import ConfigError, Problem
 from delayer.config.model import Settings, Table
@@ -24,6 +23,7 @@ from delayer.core.errors import BrokerLost, StoreLost
 from delayer.daemon.live_settings import rates_of
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
+from delayer.retry import first_set
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 
@@ -83,14 +83,14 @@ class Reload:
     async def _make_ready(self, wanted: Settings) -> None:
         """Prepare the queues, exchanges and the store that the new settings need, before they apply."""
         await self._daemon.declare(wanted)
-        if wanted.store_url is not None and not self._daemon.lanes.configured:
+        if wanted.store_url is not None and not self._daemon.store.configured:
             # Tried first: lanes that meet an outdated schema stop the daemon, and a reload must not.
             store = await PostgresStore.connect(wanted.store_url)
             await store.close()
-            self._daemon.start_lanes(wanted)
+            self._daemon.start_store(wanted)
         elif wanted.mode == "store":
-            await self._daemon.lanes.wait_usable(10.0)
-            await self._daemon.lanes.limit(rates_of(wanted))
+            await self._daemon.store.wait_usable(10.0)
+            await self._daemon.store.limit(rates_of(wanted))
 
 
 def live_part(old: Settings, new: Settings) -> Settings:
@@ -185,7 +185,7 @@ def calm_the_collector(allocations: int = 200_000) -> None:
     """Take imported modules out of the garbage collector's sight, and let it run after so many allocations.
 
     Python's own 700 are a third of a batch, and the collector took a third of the time of classifying one. Messages
-    make no cycles; delayer/broker/retry.py collects after failures.
+    make no cycles; delayer/retry.py collects after failures.
     """
     gc.collect()
     gc.freeze()

@@ -37,16 +37,16 @@ class DaemonInside:
         return self._daemon.settings
 
     def state(self) -> State:
-        daemon, lanes = self._daemon, self._daemon.lanes
+        daemon, store = self._daemon, self._daemon.store
         return {
             "mode": daemon.settings.mode,
             "routes": [route.from_ for route in daemon.settings.routes],
             "started_ms": self._started_ms,
             "consuming": daemon.consuming(),
             "connections": daemon.connections.as_dict(),
-            "store": lanes.configured,
-            "lanes": lanes.numbers,
-            "usable": lanes.usable,
+            "store": store.configured,
+            "lanes": store.numbers,
+            "usable": store.usable,
             "stalled": daemon.watchdog.stalled(),
             "recent": list(self.recent.steps),
             "counters": daemon.counters,

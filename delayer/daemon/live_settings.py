@@ -16,7 +16,7 @@ from delayer.core.hold import Limits
 from delayer.core.plan import LATEST_MS, Mode, Policy, Route
 from delayer.core.retry_policy import RetryPolicy
 from delayer.intake.handle import KEEP_MS
-from delayer.release.lane_manager import LaneManager
+from delayer.store.backlog import PostgresBacklog
 
 NATIVE_KEEP_MS: Final = 999
 """How soon a message is due that is kept in memory in native mode: the cascade counts whole seconds."""
@@ -66,13 +66,13 @@ def _retry(table: RetryTable) -> RetryPolicy:
 
 
 class LiveSettings:
-    """Satisfies ports.LivePolicy. Read for every batch, so that a reload applies from the next one on."""
+    """Satisfies IntakeSettings and ReleaseSettings. Read for every batch, so a reload applies from the next one on."""
 
-    def __init__(self, settings: Settings, cascade: Cascade, publisher: AmqpPublisher, lanes: LaneManager) -> None:
+    def __init__(self, settings: Settings, cascade: Cascade, publisher: AmqpPublisher, store: PostgresBacklog) -> None:
         self.settings = settings
         self._cascade = cascade
         self._publisher = publisher
-        self._lanes = lanes
+        self._store = store
         self._policy = policy_of(settings, has_store=settings.store_url is not None)
         self._broker_delays = False
         self.rates: Mapping[bytes, float] = rates_of(settings)
@@ -80,7 +80,7 @@ class LiveSettings:
     def adopt(self, settings: Settings) -> None:
         """Apply the live part of new settings from the next batch on."""
         self.settings = settings
-        self._policy = policy_of(settings, has_store=self._lanes.configured)
+        self._policy = policy_of(settings, has_store=self._store.configured)
         if self._broker_delays:
             self._policy = replace(self._policy, longest_native_ms=LATEST_MS)
         self.rates = rates_of(settings)
@@ -98,7 +98,7 @@ class LiveSettings:
         """
         policy = self._policy
         # Without a lane in a store that is reached, consuming waits for one.
-        reached = self._lanes.usable or self._lanes.reached
+        reached = self._store.usable or self._store.reached
         if self.settings.mode == "native":
             return replace(policy, has_store=False) if policy.has_store and not reached else policy
         return policy if self._publisher.ready else replace(policy, publishing=False)
@@ -110,7 +110,7 @@ class LiveSettings:
     @property
     def holds_in_store(self) -> bool:
         """Whether held messages go to the store: it has a lane for them, or no message may take the cascade."""
-        return self._lanes.usable or not uses_cascade(self.settings)
+        return self._store.usable or not uses_cascade(self.settings)
 
     @property
     def restore_ahead_ms(self) -> int:
@@ -128,10 +128,10 @@ class LiveSettings:
 
     def now_upper_ms(self) -> int:
         """The upper bound of the store's clock, or of this host's without a store."""
-        stored = self._lanes.now_upper_ms()
+        stored = self._store.now_upper_ms()
         return -(-time.time_ns() // 1_000_000) if stored is None else stored
 
     def now_lower_ms(self) -> int:
         """The lower bound of the same clock: a message that is due by it is due."""
-        stored = self._lanes.now_lower_ms()
+        stored = self._store.now_lower_ms()
         return time.time_ns() // 1_000_000 if stored is None else stored

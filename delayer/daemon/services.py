@@ -9,7 +9,7 @@ from typing import Final
 
 import structlog
 
-from delayer.broker.retry import take_failures
+from delayer.retry import take_failures
 
 log = structlog.get_logger(__name__)
 

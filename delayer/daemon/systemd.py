@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from delayer.broker.retry import first_set
+from delayer.retry import first_set
 
 log = structlog.get_logger(__name__)
 

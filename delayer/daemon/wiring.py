@@ -17,27 +17,27 @@ from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
 from delayer.broker.management_api import delayed_in
 from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
-from delayer.broker.ports import Lane, Store
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
-from delayer.broker.retry import first_set
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, topology_of, uses_cascade
 from delayer.core.backoff import LogThrottle
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
-from delayer.daemon.live_settings import LiveSettings
+from delayer.daemon.live_settings import LiveSettings, rates_of
 from delayer.daemon.services import ServiceGroup
 from delayer.daemon.systemd import Notifier, Watchdog, trouble
 from delayer.intake.consume import Dispatch, Handler, Intake, QueueConsumer, new_id
 from delayer.intake.handle import DueHandler, IntakeHandler
 from delayer.intake.holding import MessageHolder
 from delayer.intake.takeover import LevelTakeover
-from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import LaneRelease
+from delayer.release.ports import Lane
 from delayer.release.restore import SegmentRestorer
-from delayer.store.lanes.locks import broker_mark
-from delayer.store.postgres import PostgresStore
+from delayer.release.service import ReleaseService
+from delayer.retry import first_set
+from delayer.store.backlog import PostgresBacklog
+from delayer.store.postgres import PostgresStore, broker_mark
 
 log = structlog.get_logger(__name__)
 
@@ -100,18 +100,17 @@ class Daemon:
         self._cascade = cascade_of(settings)
         self._new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
         self._publisher = self._new_publisher()
-        self.lanes = LaneManager(
-            self._release,
+        self.store = PostgresBacklog(
+            self.connections["publish"],
             heartbeat=self.watchdog,
             counters=self.counters,
-            connection=self.connections["publish"],
             broker=self.connections.broker_mark,
         )
-        self.live = LiveSettings(settings, self._cascade, self._publisher, self.lanes)
-        holding = MessageHolder(self._publisher, self.lanes, self.live, self.counters, new_id=new_id)
+        self.live = LiveSettings(settings, self._cascade, self._publisher, self.store)
+        holding = MessageHolder(self._publisher, self.store, self.live, self.counters, new_id=new_id)
         self._dispatch = Dispatch(self._publisher, holding, self.live, self.counters)
         self._intake = self._session(
-            "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.lanes, self.counters)
+            "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.store, self.counters)
         )
         self._due: QueueConsumer | None = None
         self._probing = asyncio.Lock()
@@ -127,7 +126,7 @@ class Daemon:
         """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
         self.connections.start()
         if self.settings.store_url is not None:
-            self.start_lanes(self.settings)
+            self.start_store(self.settings)
         self.services.add("intake", self._intake.run)
         for part in self._takeovers():
             self.services.add(part.queue, part.run)
@@ -149,21 +148,22 @@ class Daemon:
         self._notifier.stopping()
         self.services.stop()
 
-    def start_lanes(self, settings: Settings) -> None:
+    def start_store(self, settings: Settings) -> None:
         """Start to take lanes of the store, unless the daemon does already."""
-        if not self.lanes.configured:
+        if not self.store.configured:
             url = settings.store_url or ""
 
-            async def connect() -> Store:
+            async def connect() -> PostgresStore:
                 # Briefly, so that lanes can record the broker's cluster name. A longer wait would delay due rows.
                 with suppress(BrokerLost):
                     await self.connections["publish"].connection(1.0)
                 days = settings.store.history_days
                 return await PostgresStore.connect(url, broker=self.connections.broker_mark, history_days=days)
 
-            self.lanes.configure(connect, self.live)
-            self.services.add("lanes", self.lanes.run, last=True)
-            self.services.add("restoring", SegmentRestorer(self.lanes, self.live, self.counters).run)
+            self.store.configure(connect, rates_of(settings))
+            self.services.add("store", self.store.run, last=True)
+            self.services.add("release", ReleaseService(self.store, self._release).run, last=True)
+            self.services.add("restoring", SegmentRestorer(self.store, self.live, self.counters).run)
 
     def consuming(self) -> dict[str, bool]:
         """The queues, and whether each is consumed now."""
@@ -175,7 +175,7 @@ class Daemon:
         return trouble(
             connected=all(one["connected"] for one in connections),
             blocked=any(one["blocked"] for one in connections),
-            no_lane=self.lanes.reason_without_lane(),
+            no_lane=self.store.reason,
             consuming=self._intake.consuming.is_set(),
         )
 
@@ -232,14 +232,14 @@ class Daemon:
             # The due queue is consumed all the same: what waits in the cascade comes out.
             raise BrokerLost(f'native.strategy is "queue", and the broker cannot: {self._no_delays}')
         if self.settings.mode == "store":
-            await self.lanes.wait_usable(STORE_WAIT)
+            await self.store.wait_usable(STORE_WAIT)
         else:
-            await self.lanes.wait_known(5.0)  # Without a lane, native mode refuses every key.
+            await self.store.wait_known(5.0)  # Without a lane, native mode refuses every key.
 
     async def _announce(self, stopping: asyncio.Event) -> None:
         """Report READY to systemd when the daemon consumes. A spare process reports READY as well: it has no share of
         the lanes and waits for one."""
-        consuming, spare = self._intake.consuming, self.lanes.spare
+        consuming, spare = self._intake.consuming, self.store.spare
         begun = await first_set(consuming, spare, stopping)
         if spare in begun and consuming not in begun:
             self._report_ready()
@@ -281,9 +281,9 @@ class Daemon:
                     flow_control=flow_control,
                     adaptive_prefetch=AdaptivePrefetch(all_bytes // len(levels)),
                 ),
-                parking=self.lanes,
-                prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
-                live=self.live,
+                backlog=self.store,
+                prepare=lambda: self.store.wait_usable(STORE_WAIT),
+                clock=self.live,
                 heartbeat=self.watchdog,
                 counters=self.counters,
             )

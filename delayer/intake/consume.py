@@ -7,8 +7,7 @@ import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -19,16 +18,17 @@ import structlog
 from delayer.amqp.edits import HoldNote
 from delayer.amqp.reading import message_id
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
-from delayer.broker.ports import Heartbeat, LivePolicy
 from delayer.broker.publisher import AmqpPublisher
-from delayer.broker.retry import LOSSES, Backoff, Pause, raise_first, take_failures
 from delayer.core.backoff import LogThrottle, pause
 from delayer.core.counters import Counted, Counters
 from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
 from delayer.core.faultpoint import reach
+from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import Confirmed, Outcome
 from delayer.core.message import Delivery, Outgoing, Parcel, Schedule
 from delayer.intake.holding import MessageHolder, Objection
+from delayer.intake.ports import IntakeSettings
+from delayer.retry import LOSSES, Backoff, Pause, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
 
@@ -122,8 +122,6 @@ class Session:
         self._punctual: set[asyncio.Task[None]] = set()
         self._lost: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self.waiting = 0
-        """Tasks among the work that wait for another one: they do not count against the batches in flight."""
         self.any_succeeded = False
         """Whether some work ended well. The reader sets it back."""
         self.failed = False
@@ -152,23 +150,7 @@ class Session:
 
     async def room(self) -> None:
         """Wait until another batch may begin. Raises the first failure."""
-        await self._until(
-            lambda: len(self._tasks) - self.waiting < self._in_flight and self.acks.kept_bytes < KEPT_BYTES
-        )
-
-    @asynccontextmanager
-    async def turn(self, lock: asyncio.Lock) -> AsyncIterator[None]:
-        """Hold ``lock``. While this work waits for it, another batch may begin. The prefetch bounds these batches."""
-        self.waiting += 1
-        self._changed.set()
-        try:
-            await lock.acquire()
-        finally:
-            self.waiting -= 1
-        try:
-            yield
-        finally:
-            lock.release()
+        await self._until(lambda: len(self._tasks) < self._in_flight and self.acks.kept_bytes < KEPT_BYTES)
 
     async def settled(self) -> None:
         """Wait until all work is done, and no delivery is kept any more. Raises the first failure."""
@@ -234,7 +216,9 @@ class Publication(NamedTuple):
 class Dispatch:
     """Publishes on behalf of deliveries. It accepts confirmed ones, and holds those that a destination did not take."""
 
-    def __init__(self, publisher: AmqpPublisher, holding: MessageHolder, live: LivePolicy, counters: Counters) -> None:
+    def __init__(
+        self, publisher: AmqpPublisher, holding: MessageHolder, live: IntakeSettings, counters: Counters
+    ) -> None:
         self.publisher = publisher
         self.new_id = holding.new_id
         self._holding = holding

@@ -9,7 +9,7 @@ the broker's confirm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from time import monotonic, perf_counter
@@ -21,19 +21,19 @@ from delayer.amqp import edits
 from delayer.amqp.edits import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, opened
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, splice
-from delayer.broker.ports import LivePolicy, Parking
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.delay_sources import CONSULTED
-from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
 from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
-from delayer.core.plan import AtOnce, Cancel, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
+from delayer.core.operations import Cancel, Operation
+from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
 from delayer.intake import replies
-from delayer.intake.consume import KEPT_BYTES, AckTracker, Dispatch, Handler, Publication, Session
+from delayer.intake.consume import KEPT_BYTES, Dispatch, Handler, Publication, Session
 from delayer.intake.holding import Objection
+from delayer.intake.ports import Backlog, IntakeSettings
 
 log = structlog.get_logger(__name__)
 
@@ -60,50 +60,14 @@ Classified = tuple[Delivery, Properties | None, Plan]
 
 
 @dataclass(slots=True)
-class StoreTransaction:
-    """One transaction of the store: its cancels act before its parcels. Its commit accepts ``deliveries``."""
-
-    deliveries: list[Delivery] = field(default_factory=list)
-    parcels: list[Parcel] = field(default_factory=list)
-    cancels: list[bytes] = field(default_factory=list)
-    keys: set[bytes] = field(default_factory=set)
-    asked: list[replies.CancelToAnswer] = field(default_factory=list)
-    """Cancels with a ``reply_to``."""
-
-
-@dataclass(slots=True)
 class BatchPlan:
-    """The work of one batch. ``steps`` run one after another; nearly every batch has one at most."""
+    """What a batch asks of the broker."""
 
-    steps: list[StoreTransaction] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
     kept: list[tuple[int, Publication]] = field(default_factory=list)
     """Publications to keep in memory until these instants, in epoch milliseconds."""
     late: list[Objection] = field(default_factory=list)
     """Messages that are too late: they are held without a publish."""
-
-    def park(self, delivery: Delivery, parcel: Parcel) -> None:
-        step = self._step()
-        step.deliveries.append(delivery)
-        step.parcels.append(parcel)
-        if parcel.key is not None:
-            step.keys.add(parcel.key)
-
-    def cancel(self, delivery: Delivery, key: bytes, ask: replies.CancelToAnswer | None = None) -> None:
-        """Add a cancel. After a parcel with its key it begins a new step, because the cancels of a step act first."""
-        step = self._step()
-        if key in step.keys or (isinstance(key, KeyGroup) and any(one.startswith(key) for one in step.keys)):
-            step = StoreTransaction()
-            self.steps.append(step)
-        step.deliveries.append(delivery)
-        step.cancels.append(key)
-        if ask is not None:
-            step.asked.append(ask)
-
-    def _step(self) -> StoreTransaction:
-        if not self.steps:
-            self.steps.append(StoreTransaction())
-        return self.steps[-1]
 
 
 def classify(
@@ -140,18 +104,10 @@ def _unusable(delivery: Delivery, reason: str) -> Classified:
 
 
 def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[], bytes]) -> BatchPlan:
-    """The work that the plans of a batch ask for."""
+    """The work that the plans of a batch ask for, except for those of the store (:func:`operations_of`)."""
     work = BatchPlan()
     for delivery, properties, plan in batch:
         match plan:
-            case Park():
-                work.park(delivery, parcel(delivery, plan.due_ms, plan.target, plan.key))
-            case Cancel():
-                ask = None
-                # NServiceBus always sets reply_to, and expects no answer to a cancel of a saga's timeouts.
-                if properties is not None and not isinstance(plan.key, KeyGroup):
-                    ask = replies.asked(properties, plan.key)
-                work.cancel(delivery, plan.key, ask)
             case TooLate():
                 work.late.append(Objection(delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))
             case Refuse():
@@ -174,6 +130,32 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
     return work
 
 
+def operations_of(batch: Sequence[Classified]) -> list[Operation]:
+    """The operations of the store that deliveries to park, and cancels, ask for: one for each, in their order."""
+    return [
+        parcel(delivery, plan.due_ms, plan.target, plan.key) if isinstance(plan, Park) else plan
+        for delivery, _, plan in batch
+        if isinstance(plan, Park | Cancel)
+    ]
+
+
+def answers_to(batch: Sequence[Classified]) -> dict[int, replies.CancelToAnswer]:
+    """The cancels with a ``reply_to``, by their place in the batch."""
+    # NServiceBus always sets reply_to, and expects no answer to a cancel of a saga's timeouts.
+    asked = (
+        (at, replies.asked(properties, plan.key))
+        for at, (_, properties, plan) in enumerate(batch)
+        if isinstance(plan, Cancel) and properties is not None and not isinstance(plan.key, KeyGroup)
+    )
+    return {at: ask for at, ask in asked if ask is not None}
+
+
+def has_key(one: Classified) -> bool:
+    """Whether the order of this operation matters."""
+    plan = one[2]
+    return isinstance(plan, Cancel) or (isinstance(plan, Park) and plan.key is not None)
+
+
 def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = None) -> Parcel:
     """The delivery with its due instant and target. Its route is named as its exchange, also if none is configured."""
     route = delivery.exchange
@@ -193,7 +175,7 @@ class KeepingHandler(Handler):
     """A handler that keeps publications in memory until shortly before their instants, in slots of time. A Schedule
     publishes each one of a slot at its own instant."""
 
-    def __init__(self, live: LivePolicy, dispatch: Dispatch) -> None:
+    def __init__(self, live: IntakeSettings, dispatch: Dispatch) -> None:
         self._live = live
         self._dispatch = dispatch
         self._new_id = dispatch.new_id
@@ -231,22 +213,23 @@ class KeepingHandler(Handler):
 
 
 class IntakeHandler(KeepingHandler):
-    """Plans the deliveries of the intake queue when they arrive. ``_parcels`` collects those to park, and
-    cancels."""
+    """Plans the deliveries of the intake queue when they arrive, and gathers those for the store.
 
-    def __init__(self, live: LivePolicy, dispatch: Dispatch, parking: Parking, counters: Counters) -> None:
+    Operations on one key take effect in the order of the queue. So one batch with keys is applied at a time, and the
+    next one gathers meanwhile. Batches without keys need no order: several are applied at the same time."""
+
+    def __init__(self, live: IntakeSettings, dispatch: Dispatch, backlog: Backlog, counters: Counters) -> None:
         super().__init__(live, dispatch)
-        self._parking = parking
+        self._backlog = backlog
         self._counters = counters
-        self._keyed = asyncio.Lock()
-        self._keyed_failed = False
-        self._parcels: list[Classified] = []
+        self._applying_keys = False
+        self._gathered: list[Classified] = []
         self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, session: Session) -> None:
         super().begin(session)
-        self._keyed_failed = False
+        self._applying_keys = False
 
     def take(self, batch: Sequence[Delivery]) -> None:
         policy, names = self._policy(), self._live.names()
@@ -293,13 +276,13 @@ class IntakeHandler(KeepingHandler):
         return replace(policy, keep_ms=0) if crowded and policy.keep_ms else policy
 
     def _gather(self, stored: list[Classified], size: int, *, urgent: bool) -> None:
-        if len(self._parcels) + len(stored) > PARK_MESSAGES or self._bytes + size > PARK_BYTES:
+        if len(self._gathered) + len(stored) > PARK_MESSAGES or self._bytes + size > PARK_BYTES:
             self.flush()
-        self._parcels += stored
+        self._gathered += stored
         self._bytes += size
         loop = asyncio.get_running_loop()
-        full = len(self._parcels) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
-        urgent = urgent or len(self._parcels) >= ENOUGH_MESSAGES
+        full = len(self._gathered) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
+        urgent = urgent or len(self._gathered) >= ENOUGH_MESSAGES
         if full or self._session.acks.outstanding >= self._session.prefetch:
             self.flush()
         elif self._timer is None or (urgent and self._timer.when() > loop.time() + URGENT_MS / 1000):
@@ -311,46 +294,45 @@ class IntakeHandler(KeepingHandler):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._parcels:
-            stored, self._parcels, self._bytes = self._parcels, [], 0
-            self._session.start(self._park_in_turn(stored))
+        gathered, self._gathered, self._bytes = self._gathered, [], 0
+        while gathered:
+            batch, gathered = gathered[:PARK_MESSAGES], gathered[PARK_MESSAGES:]
+            if self._applying_keys:  # Those with keys wait for the end of that batch: see _apply.
+                self._gathered += [one for one in batch if has_key(one)]
+                batch = [one for one in batch if not has_key(one)]
+            if batch:
+                keyed = any(map(has_key, batch))
+                self._applying_keys = self._applying_keys or keyed
+                self._session.start(self._apply(batch, keyed=keyed))
 
     def end(self) -> None:
         super().end()
-        self._parcels, self._bytes = [], 0
+        self._gathered = []
         self.flush()
 
-    async def _park_in_turn(self, stored: list[Classified]) -> None:
-        """Park a batch. A message with a key replaces the waiting one, in the order of the queue. So batches with
-        keys park one after another. Batches without keys need no order."""
-        work, acks = batch_plan(stored, self._live.names(), self._new_id), self._session.acks
-        if not any(step.keys or step.cancels for step in work.steps):
-            await self._park(work, acks)
+    async def _apply(self, batch: Sequence[Classified], *, keyed: bool) -> None:
+        """Apply a batch in one transaction, and accept its deliveries. After a failure of a batch with keys, no other
+        one begins in this session: the broker delivers that batch again, and the others must come after it."""
+        operations = operations_of(batch)
+        began = perf_counter()
+        applied = await self._backlog.apply(operations)
+        self._counters.took("park", perf_counter() - began)
+        self._counters.batch("park", len(operations))
+        self._counters.add("parked", [one.route for one in operations if isinstance(one, Parcel)])
+        self._session.acks.accept(delivery.tag for delivery, _, _ in batch)
+        if not keyed:
             return
-        async with self._session.turn(self._keyed):
-            if self._keyed_failed:
-                # The broker delivers that batch again, and this one must come after it.
-                raise StoreLost("an earlier batch with keys was not parked: this one is given back, to keep the order")
-            self._keyed_failed = True
-            await self._park(work, acks)
-            self._keyed_failed = False
+        if asked := answers_to(batch):  # In a task of its own: a reply that is not confirmed delays no batch.
+            self._session.start(self._reply(asked, applied.cancelled), punctual=True)
+        self._applying_keys = False
+        if self._gathered:
+            self.flush()
 
-    async def _park(self, work: BatchPlan, acks: AckTracker) -> None:
-        for step in work.steps:
-            began = perf_counter()
-            taken_out = await self._parking.park(step.parcels, step.cancels)
-            self._counters.took("park", perf_counter() - began)
-            self._counters.batch("park", len(step.parcels) + len(step.cancels))
-            self._counters.add("parked", [parcel.route for parcel in step.parcels])
-            acks.accept(delivery.tag for delivery in step.deliveries)
-            if step.asked:  # In a task of its own: a reply that is not confirmed delays no batch.
-                self._session.start(self._reply(step.asked, taken_out), punctual=True)
-
-    async def _reply(self, asked: Sequence[replies.CancelToAnswer], taken_out: frozenset[bytes]) -> None:
+    async def _reply(self, asked: Mapping[int, replies.CancelToAnswer], cancelled: frozenset[int]) -> None:
         """Answer cancels, except into delayer's own queues."""
         ours = self._live.policy().own_queues
-        to_answer = [ask for ask in asked if ask.reply_to not in ours]
-        answers = [replies.reply(ask, self._new_id(), cancelled=ask.key in taken_out) for ask in to_answer]
+        to_answer = [(at, ask) for at, ask in asked.items() if ask.reply_to not in ours]
+        answers = [replies.reply(ask, self._new_id(), cancelled=at in cancelled) for at, ask in to_answer]
         await replies.send(self._dispatch.publisher, answers)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from delayer.amqp.edits import HoldNote, into_broker, to_strays
-from delayer.broker.ports import LivePolicy, Parking
 from delayer.broker.publisher import AmqpPublisher, report_held
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
@@ -18,6 +17,7 @@ from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.errors import NotTaken, Unconfirmed
 from delayer.core.hold import Confirmed, Hold, Outcome
 from delayer.core.message import Delivery, Outgoing, Parcel
+from delayer.intake.ports import Backlog, IntakeSettings
 
 MAX_ATTEMPTS: Final = 10
 """Attempts after which a message in the cascade goes to the strays queue."""
@@ -38,8 +38,8 @@ class MessageHolder:
     def __init__(
         self,
         publisher: AmqpPublisher,
-        store: Parking,
-        live: LivePolicy,
+        backlog: Backlog,
+        live: IntakeSettings,
         counters: Counters,
         *,
         new_id: Callable[[], bytes],
@@ -47,7 +47,7 @@ class MessageHolder:
     ) -> None:
         """``pause_ms(attempts, number)``: the pause before a retry; ``number`` selects the jitter."""
         self._publisher = publisher
-        self._store = store
+        self._backlog = backlog
         self._live = live
         self._counters = counters
         self.new_id = new_id
@@ -57,7 +57,7 @@ class MessageHolder:
         """Hold these. ``on_held`` is called with those that the store or the broker has. Raises BrokerLost, StoreLost;
         NotTaken if the cascade or the strays queue does not take one."""
         if self._live.holds_in_store:
-            await self._store.hold(
+            await self._backlog.hold(
                 [(one.parcel, one.hold.after(one.earlier and one.earlier.hold)) for one in objections]
             )
             self._report_held(objections, on_held)

@@ -16,13 +16,14 @@ import structlog
 
 from delayer.amqp.properties import decoded, parsed
 from delayer.broker.consumer import AmqpConsumer
-from delayer.broker.ports import Heartbeat, LivePolicy, Parking
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
+from delayer.core.heartbeat import Heartbeat
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Delivery, Target
 from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer
 from delayer.intake.handle import parcel
+from delayer.intake.ports import Backlog, Clock
 
 log = structlog.get_logger(__name__)
 
@@ -47,17 +48,17 @@ class LevelTakeover(Handler):
         level: int,
         *,
         consumer: AmqpConsumer,
-        parking: Parking,
+        backlog: Backlog,
         prepare: Callable[[], Awaitable[None]],
-        live: LivePolicy,
+        clock: Clock,
         heartbeat: Heartbeat,
         counters: Counters,
     ) -> None:
         """``prepare`` returns when there is something to park into, and raises StoreLost while there is not."""
         self._cascade = cascade
         self._level = level
-        self._parking = parking
-        self._live = live
+        self._backlog = backlog
+        self._clock = clock
         self._counters = counters
         self.queue = cascade.level(level)
         intake = Intake(
@@ -74,7 +75,7 @@ class LevelTakeover(Handler):
 
     async def _carry(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
         """Park all of it. Raises StoreLost."""
-        now_ms = self._live.now_upper_ms()
+        now_ms = self._clock.now_upper_ms()
         parcels = []
         for delivery in batch:
             headers = decoded(parsed(delivery.properties), _WANTED)
@@ -83,7 +84,7 @@ class LevelTakeover(Handler):
             due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
             # With its digits, because the bindings of that cascade begin with "#.".
             parcels.append(parcel(delivery, due_ms, Target(self._cascade.delivery.encode(), delivery.routing_key)))
-        await self._parking.park(parcels, [])
+        await self._backlog.apply(parcels)
         self._counters.add("parked", [one.route for one in parcels])
         acks.accept(delivery.tag for delivery in batch)
 

@@ -15,25 +15,23 @@ import structlog
 from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.broker.ports import Claimer, Heartbeat, Lane, LivePolicy
 from delayer.broker.publisher import AmqpPublisher, report_held
-from delayer.broker.retry import Backoff, Pause, raise_first, take_failures
 from delayer.core.backoff import pause
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.faultpoint import reach
+from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import Confirmed, Hold, Outcome, too_late, unfit
 from delayer.core.message import SHORT_STRING, Due, Outgoing, Schedule
 from delayer.core.rate_limit import TokenBucket
+from delayer.release.ports import Claimer, Lane, ReleaseSettings
+from delayer.retry import Backoff, Pause, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
 
 SLICE_SECONDS: Final = 1.0
 """Longest single sleep, in seconds. After each one the loop notices a stop and feeds the watchdog."""
 
-BEHIND_SECONDS: Final = 2.0
-"""A lane that has had due rows for so many seconds is behind. A broker that begins a new log file confirms nothing for
-one second, which is not enough."""
 CLAIM_MESSAGES: Final = 1000
 CLAIM_BYTES: Final = 256 << 10
 """The limits of one claim. The broker must confirm all of it well within the publisher's deadline. The store must send
@@ -46,7 +44,7 @@ class LaneRelease:
     claims."""
 
     def __init__(
-        self, lane: Lane, publisher: AmqpPublisher, live: LivePolicy, *, heartbeat: Heartbeat, counters: Counters
+        self, lane: Lane, publisher: AmqpPublisher, live: ReleaseSettings, *, heartbeat: Heartbeat, counters: Counters
     ) -> None:
         self._bucket: TokenBucket | None = None
         self._live = live
@@ -55,29 +53,17 @@ class LaneRelease:
         self._beat = partial(heartbeat.beat, f"lane {lane.number}")
         self._forget = partial(heartbeat.forget, f"lane {lane.number}")
         self._counters = counters
-        self.leaving = asyncio.Event()
-        self._busy_since: float | None = None
         self._turn = asyncio.Lock()
         self._written = asyncio.Event()  # The messages of the latest claim are written to the broker.
         self._written.set()
 
-    @property
-    def behind(self) -> bool:
-        """Whether this lane has had due rows for BEHIND_SECONDS all the time. The rate of a limited route does that
-        too."""
-        return self._busy_since is not None and time.monotonic() - self._busy_since > BEHIND_SECONDS
-
-    def leave(self) -> None:
-        """Ask only this release to end. Its tasks notice that within SLICE_SECONDS and finish their open claims."""
-        self.leaving.set()
-
     async def run(self, stopping: asyncio.Event, pause: Pause = pause) -> None:
-        """Release until stopping is set, :meth:`leave` was called, or the lane is lost; then close the lane. A task
-        that lost the broker sleeps for a ``pause`` before it claims again."""
+        """Release until stopping is set, or the lane is lost or to be left; then close the lane. A task that lost the
+        broker sleeps for a ``pause`` before it claims again."""
         tasks = {asyncio.create_task(self._run_claimer(claimer, stopping, pause)) for claimer in self._lane.claimers}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            self.leave()
+            self._lane.leave()
             await asyncio.wait(tasks)
         finally:
             for task in tasks:
@@ -99,8 +85,8 @@ class LaneRelease:
     async def _run_claimer(self, claimer: Claimer, stopping: asyncio.Event, pause: Pause) -> None:
         """Claim, publish and settle by one claimer. The task whose turn it is to claim feeds the watchdog. Publishing
         and settling have deadlines. Raises LaneLost, StoreLost."""
-        retry, failed = Backoff(self._beat, stopping, self.leaving, pause=pause), False
-        while not (self.leaving.is_set() or stopping.is_set()):
+        retry, failed = Backoff(self._beat, stopping, self._lane.leaving, pause=pause), False
+        while not (self._lane.leaving.is_set() or stopping.is_set()):
             async with self._turn:
                 if failed:
                     await retry.pause()
@@ -123,17 +109,15 @@ class LaneRelease:
 
         Raises LaneLost, StoreLost.
         """
-        while not (self.leaving.is_set() or stopping.is_set()):
+        while not (self._lane.leaving.is_set() or stopping.is_set()):
             self._beat()
             if not self._publisher.ready:
                 # A claim now would only keep a transaction open until its idle timeout ends it.
                 await retry.wait(SLICE_SECONDS)
                 continue
             if (seconds := self._lane.sleep_hint()) > 0:
-                self._busy_since = None
                 await self._lane.wait(min(seconds, SLICE_SECONDS))
                 continue
-            self._busy_since = self._busy_since or time.monotonic()
             if rows := await self._claim(claimer):
                 return rows
         return []

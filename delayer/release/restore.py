@@ -15,13 +15,12 @@ from typing import Final
 
 import structlog
 
-from delayer.broker.ports import LivePolicy
-from delayer.broker.retry import LOSSES, Backoff, raise_first, take_failures
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Locked, Restored
-from delayer.release.lane_manager import LaneManager
+from delayer.release.ports import ReleaseSettings, Segments
+from delayer.retry import LOSSES, Backoff, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
 
@@ -44,8 +43,8 @@ _BROKEN: Final = (
 class SegmentRestorer:
     """The part of a daemon's life that brings segments back."""
 
-    def __init__(self, lanes: LaneManager, live: LivePolicy, counters: Counters) -> None:
-        self._lanes = lanes
+    def __init__(self, segments: Segments, live: ReleaseSettings, counters: Counters) -> None:
+        self._segments = segments
         self._live = live
         self._counters = counters
         self._throttle = LogThrottle()
@@ -66,7 +65,7 @@ class SegmentRestorer:
         # The watchdog watches the traffic, which goes on without restores. Each statement here has its own deadline.
         retry = Backoff(lambda: None, stopping)
         while not stopping.is_set():
-            await self._lanes.ready.wait()
+            await self._segments.wait_usable()
             try:
                 seconds = await self.look()
             except (StoreLost, MemoryError) as error:
@@ -87,7 +86,7 @@ class SegmentRestorer:
         """Restore the soonest segment, if it is time; return the seconds until the next look. Raises StoreLost."""
         running = asyncio.get_running_loop()
         began = running.time()
-        found = await self._lanes.restore(self._live.restore_ahead_ms)
+        found = await self._segments.restore(self._live.restore_ahead_ms)
         took = running.time() - began
         match found:
             case None:
@@ -95,7 +94,7 @@ class SegmentRestorer:
             case Restored():
                 self._counters.restored += found.messages
                 log.info("segment restored", **found._asdict(), seconds=round(took, 3))
-                now_ms = self._lanes.now_upper_ms()
+                now_ms = self._segments.now_upper_ms()
                 urgent = now_ms is not None and found.first_due_ms < now_ms + URGENT_MS
                 return 0.0 if urgent else REST * took
             case Locked():

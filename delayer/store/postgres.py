@@ -1,4 +1,5 @@
-"""The store on Postgres, and parking: one transaction with one COPY and the counters.
+"""The connections of one process to the store, and the transactions that put messages into it: one COPY, the keys, the
+counters. backlog.py chooses the lanes.
 
 A park into a lane of this process commits only while the process owns the lane. A message of a limited route goes into
 the lane of its route, and the transaction notifies the owner of that lane.
@@ -7,13 +8,14 @@ the lane of its route, and the transaction notifies the owner of that lane.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib import import_module
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Self, TypeVar
 
 import asyncpg
 from asyncpg import Connection
@@ -22,7 +24,8 @@ from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
-from delayer.core.message import KeyGroup, LaneTable, Parcel
+from delayer.core.message import LaneTable, Parcel
+from delayer.core.operations import Applied, Fold
 from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
 from delayer.store import pool, schema, servers, statements
@@ -31,6 +34,7 @@ from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, de
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
+from delayer.store.lanes.placement import FAR_MS, Placement
 from delayer.store.rows import envelope, history, keys, partitions
 from delayer.store.rows.partitions import Days, existing
 from delayer.store.statements import Changes
@@ -45,30 +49,14 @@ CLOSE_SECONDS: Final = 5.0
 T = TypeVar("T")
 
 
-class Placement(NamedTuple):
-    """The lanes that the rows of one transaction go into."""
-
-    number: int
-    """The lane of messages whose route has no lane."""
-    routes: Mapping[bytes, int]
-    """The lanes of limited routes."""
-    epoch: int | None = None
-    """The epoch of lane ``number``, which this process owns; None if it owns no lane."""
-    history: bool = False
-    """Whether the store keeps a history."""
-
-    def of(self, parcel: Parcel) -> int:
-        return self.routes.get(parcel.route, self.number)
-
-    def others(self, dues: Iterable[tuple[Parcel, int]]) -> dict[int, int]:
-        """The lanes to notify, with their soonest instant."""
-        return soonest(
-            (self.of(parcel), at_ms) for parcel, at_ms in dues if self.epoch is None or parcel.route in self.routes
-        )
+def broker_mark(cluster: str, vhost: str) -> str:
+    """A short name of a broker and virtual host, from the name that the cluster gives itself, because a cluster has
+    many nodes and addresses; "" if the name is unknown."""
+    return hashlib.sha256(f"{cluster}\0{vhost}".encode()).hexdigest()[:8] if cluster else ""
 
 
 class PostgresStore:
-    """Satisfies broker.ports.Store. Made by :meth:`connect`, ended by :meth:`close`."""
+    """Made by :meth:`connect`, ended by :meth:`close`. Every lane that it takes has connections of its own."""
 
     def __init__(
         self, pool: asyncpg.Pool, clock: StoreClock, locks: LaneLocks, days: Days, history_days: int = 0
@@ -91,13 +79,13 @@ class PostgresStore:
         transaction_timeout: float = 10.0,
         parkers: int = 4,
         history_days: int = 0,
-    ) -> PostgresStore:
+    ) -> Self:
         """Look at the kind of server, connect, compare the schema, and learn the store's time and partitions.
 
-        ``owner`` names this process in the table of lanes (default: host and process id). ``broker`` is the mark of the
-        broker that it publishes to (locks.broker_mark). After ``idle_timeout`` seconds the server takes the lanes of a
-        process that hangs. After ``transaction_timeout`` seconds (longer than any publish takes) it ends a release, and
-        rolls back a silent park. ``parkers`` is the number of parallel parks.
+        ``owner`` names this process in the table of lanes (default: host and process id). ``broker`` is the mark of
+        the broker that it publishes to (:func:`broker_mark`). After ``idle_timeout`` seconds the server takes the lanes
+        of a process that hangs. After ``transaction_timeout`` seconds (longer than any publish takes) it ends a
+        release, and rolls back a silent park. ``parkers`` is the number of parallel parks.
         ``history_days``: how long the store keeps its history; 0: none.
 
         Raises StoreUnfit, StoreLost, BadStoreUrl, SchemaOutdated.
@@ -147,38 +135,31 @@ class PostgresStore:
     def now_lower_ms(self) -> int:
         return self._clock.now_lower_ms()
 
-    async def park(self, lane: object, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
-        """The ``cancels`` act before the ``parcels``: a message parked by the same call stays."""
-        if not parcels and not cancels:
-            return frozenset()
-        ours, routes = _ours(lane), self._routes
-        place = Placement(ours.number, routes, ours.epoch, self._history_days > 0)
+    async def apply(self, lane: PostgresLane, batch: Fold, far: int) -> Applied:
+        """Commit what is left of a batch: messages that are due soon into ``lane``, those due later into lane ``far``,
+        and those of a route with a lane of its own there. Wakes ``lane`` afterwards.
 
-        async def work(connection: Connection) -> frozenset[bytes]:
-            if cancels or any(parcel.key is not None for parcel in parcels):
-                return await park_keyed(connection, place, parcels, cancels)
-            await park_plain(connection, place, parcels)
-            return frozenset()
-
-        await self._ensure_days({parcel.due_ms // DAY_MS for parcel in parcels})
+        Raises LaneLost if this process does not own ``lane`` any more (nothing is committed), StoreLost.
+        """
+        routes, far_ms = self._routes, self._clock.now_lower_ms() + FAR_MS
+        place = Placement(lane.number, routes, lane.epoch, far, far_ms, self._history_days > 0)
+        await self._ensure_days({parcel.due_ms // DAY_MS for parcel in batch.kept})
         try:
-            return await self._write("park", ours, work)
+            return await self._write("park", lane, lambda connection: apply_batch(connection, place, batch))
         finally:
             # Also when the commit is in doubt: a note too many costs one claim that finds nothing.
-            if dues := [parcel.due_ms for parcel in parcels if parcel.route not in routes]:
-                ours.cursor.note_parked(min(dues))
+            if dues := [parcel.due_ms for parcel in batch.kept if lane_of(parcel, place) == lane.number]:
+                lane.cursor.note_parked(min(dues))
 
-    async def hold(self, lane: object, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Counts them as parked, and as held."""
-        if not parcels:
-            return
-        ours = _ours(lane)
-        place, now_ms = Placement(ours.number, self._routes, ours.epoch, ours.history), self._clock.now_upper_ms()
-        retry_ms = await self._write("hold", ours, lambda connection: hold_new(connection, place, parcels, now_ms))
+    async def hold(self, lane: PostgresLane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
+        """Commit messages that never waited, as held ones. Raises as :meth:`apply` does."""
+        place, now_ms = Placement(lane.number, self._routes, lane.epoch, history=lane.history), self.now_upper_ms()
+        retry_ms = await self._write("hold", lane, lambda connection: hold_new(connection, place, parcels, now_ms))
         if retry_ms is not None:
-            ours.cursor.note_held(retry_ms)
+            lane.cursor.note_held(retry_ms)
 
     async def restore(self, horizon_ms: int) -> Restoration:
+        """Restore the soonest segment, if its first message is due by ``horizon_ms`` (release.ports.Segments)."""
         with translated("restore"):
             async with pool.borrowed(self._pool) as connection:
                 following = await connection.fetchrow(statements.NEXT_SEGMENT)
@@ -245,84 +226,100 @@ class PostgresStore:
                 raise StoreLost(f"the store answered COMMIT by {status}")
 
     async def look(self) -> LaneTable:
+        """Read lanes and live processes. This process counts as live from its first call on. Raises StoreLost."""
         look = await self._locks.look()
         self._routes = look.routes
         return look
 
     async def take(self, number: int) -> PostgresLane | None:
+        """Take a free lane; None if another process was quicker. Raises StoreLost."""
         return await self._locks.take(number)
 
     async def add_routes(self, routes: Collection[bytes]) -> None:
+        """Create lanes for these limited routes. Raises StoreLost."""
         await self._locks.add_routes(routes)
 
     def leave(self) -> None:
+        """Stop counting this process as live, until its next look()."""
         self._locks.leave()
 
     async def maintain(self) -> None:
+        """Create partitions ahead of need and drop empty past ones, unless another daemon does it now. Raises
+        StoreLost."""
         with translated("maintain"):
             async with pool.borrowed(self._pool) as connection:
                 await partitions.keep_up(connection, self._clock, self._days)
                 await history.keep_up(connection, self._clock.now_upper_ms() // DAY_MS, self._history_days)
 
 
-def _ours(lane: object) -> PostgresLane:
-    """The port speaks of any lane; its own are the only ones that a store can write to."""
-    if not isinstance(lane, PostgresLane):
-        raise TypeError(f"expected a lane of this store, found {type(lane).__name__}")
-    return lane
+def lane_of(parcel: Parcel, place: Placement) -> int:
+    """The lane that this message goes into."""
+    if (number := place.routes.get(parcel.route)) is not None:
+        return number
+    return place.far if parcel.due_ms >= place.far_ms else place.number
+
+
+def to_notify(place: Placement, dues: Iterable[tuple[Parcel, int]]) -> dict[int, int]:
+    """The lanes whose owners have to hear of these messages, with their soonest instant."""
+    if place.epoch is not None and not place.routes:
+        return {}
+    return soonest(
+        (lane_of(parcel, place), at_ms) for parcel, at_ms in dues if place.epoch is None or parcel.route in place.routes
+    )
+
+
+async def apply_batch(connection: Connection, place: Placement, batch: Fold) -> Applied:
+    """Write what is left of a batch, in the open transaction. Raises LaneLost, the driver's errors."""
+    if batch.keys or batch.groups:
+        return batch.applied(await _park_keyed(connection, place, batch))
+    await park_plain(connection, place, batch.kept)
+    return Applied()
 
 
 async def park_plain(connection: Connection, place: Placement, parcels: Sequence[Parcel]) -> None:
     """Messages without keys: one COPY."""
-    lanes = [place.of(parcel) for parcel in parcels]
+    lanes = [lane_of(parcel, place) for parcel in parcels]
     records = [envelope.row(parcel, lane) for parcel, lane in zip(parcels, lanes, strict=True)]
     await connection.copy_records_to_table("message", records=records, columns=envelope.COLUMNS)
     reach("park.copied")
-    if others := place.others((parcel, parcel.due_ms) for parcel in parcels):
-        await notify(connection, others, {})
+    if owners := to_notify(place, ((parcel, parcel.due_ms) for parcel in parcels)):
+        await notify(connection, owners, {})
     await _count(connection, place, Counter((lane, "parked") for lane in lanes))
 
 
-async def park_keyed(
-    connection: Connection, place: Placement, parcels: Sequence[Parcel], cancels: Sequence[bytes]
-) -> frozenset[bytes]:
-    """Park messages, some of them with keys, and cancel keys or groups of keys. The cancels act before the messages.
-    Returns the keys whose waiting messages were cancelled.
-
-    If several messages have one key, the last is parked. The earlier ones count as parked and cancelled, and are
-    not written.
-    """
-    last = {parcel.key: parcel for parcel in parcels if parcel.key is not None}
-    kept = [parcel for parcel in parcels if parcel.key is None or last[parcel.key] is parcel]
-    groups = [key for key in cancels if isinstance(key, KeyGroup)]
-    named = {key for key in cancels if not isinstance(key, KeyGroup)}
-    touched = named | {key for key in last if key is not None} | await keys.of_groups(connection, groups)
+async def _park_keyed(connection: Connection, place: Placement, batch: Fold) -> set[bytes]:
+    """Delete what waits under the keys of the batch, and park its messages. Returns the keys under which one waited."""
+    touched = batch.keys | await keys.of_groups(connection, batch.groups)
     cancelled = await keys.cancel_waiting(connection, touched)
-    ids = await _new_ids(connection, len(kept))
-    await connection.copy_records_to_table(
-        "message",
-        records=[(*envelope.row(parcel, place.of(parcel)), new) for parcel, new in zip(kept, ids, strict=True)],
-        columns=envelope.COLUMNS_WITH_ID,
-    )
-    pointers = [(p.key, place.of(p), p.due_ms, new) for p, new in zip(kept, ids, strict=True) if p.key is not None]
-    await keys.point(connection, touched, pointers)
+    lanes = [lane_of(parcel, place) for parcel in batch.kept]
+    ids = await _new_ids(connection, len(lanes))
+    if lanes:
+        placed = zip(batch.kept, lanes, ids, strict=True)
+        records = [(*envelope.row(parcel, lane), new) for parcel, lane, new in placed]
+        await connection.copy_records_to_table("message", records=records, columns=envelope.COLUMNS_WITH_ID)
+    placed = zip(batch.kept, lanes, ids, strict=True)
+    pointers = [(p.key, lane, p.due_ms, new) for p, lane, new in placed if p.key is not None]
+    await keys.point(connection, touched if cancelled.known else (), pointers)
     reach("park.copied")
-    await notify(connection, place.others((parcel, parcel.due_ms) for parcel in kept), {})
-    changes: Changes = Counter((place.of(parcel), "parked") for parcel in parcels)
-    changes.update((place.of(parcel), "cancelled") for parcel in parcels)
-    changes.subtract((place.of(parcel), "cancelled") for parcel in kept)
-    for of_lane, n in cancelled.messages.items():
-        changes[of_lane, "cancelled"] += n
-    for of_lane, n in cancelled.held.items():
-        changes[of_lane, "held"] -= n
+    await notify(connection, to_notify(place, ((parcel, parcel.due_ms) for parcel in batch.kept)), {})
     if place.history:
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
-        replaced = [parcel for parcel in parcels if parcel.key is not None and last[parcel.key] is not parcel]
         entries = [history.of_row(row, now_ms) for row in cancelled.rows]
-        entries += [history.of_parcel(history.CANCELLED, None, parcel, now_ms, parked_ms=now_ms) for parcel in replaced]
+        entries += [history.of_parcel(history.CANCELLED, None, p, now_ms, parked_ms=now_ms) for p in batch.dropped]
         await history.write(connection, entries)
-    await _count(connection, place, changes)
-    return frozenset(cancelled.keys)
+    await _count(connection, place, _changes(place, batch, lanes, cancelled))
+    return cancelled.keys
+
+
+def _changes(place: Placement, batch: Fold, lanes: Sequence[int], cancelled: keys.Cancelled) -> Changes:
+    changes: Changes = Counter((lane, "parked") for lane in lanes)
+    for parcel in batch.dropped:
+        changes.update([(lane := lane_of(parcel, place), "parked"), (lane, "cancelled")])
+    for lane, n in cancelled.messages.items():
+        changes[lane, "cancelled"] += n
+    for lane, n in cancelled.held.items():
+        changes[lane, "held"] -= n
+    return changes
 
 
 async def hold_new(
@@ -336,7 +333,7 @@ async def hold_new(
     changes: Changes = Counter()
     entries = []
     for (parcel, hold), new in zip(parcels, await _new_ids(connection, len(parcels)), strict=True):
-        lane, retry_ms = place.of(parcel), hold.retry_ms(max(now_ms + pause_ms(1, new), parcel.due_ms))
+        lane, retry_ms = lane_of(parcel, place), hold.retry_ms(max(now_ms + pause_ms(1, new), parcel.due_ms))
         if retry_ms is not None:
             retries.append((parcel, retry_ms))
         if parcel.key is not None:
@@ -346,7 +343,7 @@ async def hold_new(
         entries.append(history.of_parcel(history.HELD, new, parcel, now_ms, parked_ms=None, kind=hold.kind))
     await connection.copy_records_to_table("held", records=records, columns=envelope.HELD_COLUMNS)
     reach("park.copied")
-    await notify(connection, {}, place.others(retries))
+    await notify(connection, {}, to_notify(place, retries))
     if keyed:
         await keys.point(connection, (), keyed)
     if place.history:
@@ -356,13 +353,15 @@ async def hold_new(
 
 
 async def _new_ids(connection: Connection, count: int) -> list[int]:
+    if not count:
+        return []
     rows = await connection.fetch("SELECT nextval('message_id') FROM generate_series(1, $1::int)", count)
     return [row[0] for row in rows]
 
 
 async def _count(connection: Connection, place: Placement, changes: Changes) -> None:
     """Count, if the lane is still ours; the last statement before the commit."""
-    # A park of cancels that met nothing changes no counter, but must be fenced as well.
+    # A batch of cancels that met nothing changes no counter, but must be fenced as well.
     changed = sorted((of, kind, n) for (of, kind), n in changes.items() if n) or [(place.number, "parked", 0)]
     lanes, kinds, numbers = zip(*changed, strict=True)
     if place.epoch is None:

@@ -17,10 +17,9 @@ from pyspark.sql import SparkSession
 
 from delayer.audit import compact, restore
 from delayer.core.units import DAY_MS
-from delayer.store.postgres import PostgresStore
 from tests.support import rows
 from tests.support.place import eventually
-from tests.support.store import opened, owned, parcel, sql
+from tests.support.store import Store, opened, owned, parcel, sql
 
 WEEK_MS = 7 * DAY_MS
 FIRST_DAY = 10
@@ -46,7 +45,7 @@ async def bring_back(database: str, within_ms: int | None = None) -> restore.Res
     return await restore.run(database, await restore.plan(database, within_ms), quiet)
 
 
-async def fill(store: PostgresStore, count: int, days: float = 6.0) -> None:
+async def fill(store: Store, count: int, days: float = 6.0) -> None:
     """Park messages of some hundred bytes into two lanes, due over so many days from FIRST_DAY on, in any order."""
     chance, now = random.Random(7), store.now_upper_ms()
     letters = [
@@ -63,7 +62,7 @@ async def fill(store: PostgresStore, count: int, days: float = 6.0) -> None:
 
 
 @asynccontextmanager
-async def filled(database: str, count: int = COUNT) -> AsyncIterator[PostgresStore]:
+async def filled(database: str, count: int = COUNT) -> AsyncIterator[Store]:
     """A store with a backlog in two lanes without an owner."""
     async with opened(database) as store:
         await fill(store, count, days=6.0 if count == COUNT else 2.0)

@@ -7,12 +7,12 @@ import asyncio
 import pandas  # noqa: F401 - pyarrow loads it for its first table, and no lane is kept alive meanwhile: seconds
 import pytest
 
-from delayer.broker.ports import Store
 from delayer.core.errors import LaneLost
 from delayer.core.message import WINDOW_MS, KeyGroup, Parcel, Target
 from delayer.core.segment import Restored
 from delayer.store import postgres
 from delayer.store.admin import importing
+from delayer.store.postgres import PostgresStore
 from tests.support.fakes import WHY
 from tests.support.place import compact_all
 from tests.support.store import (
@@ -311,7 +311,7 @@ async def test_two_daemons_restore_each_segment_once(database: str) -> None:
         await one.park(first, [parcel(one.now_upper_ms() - 1000 + n, b"%d" % n) for n in range(12)], [])
         assert await compacted(database, 1) == 12
 
-        async def all_of_them(store: Store) -> int:
+        async def all_of_them(store: PostgresStore) -> int:
             count = 0
             while (found := await store.restore(store.now_upper_ms())) is not None:
                 count += isinstance(found, Restored)

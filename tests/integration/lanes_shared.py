@@ -1,4 +1,4 @@
-"""The store's half of a daemon: a store, a lane manager and its release loops, for the tests of shared lanes."""
+"""The store's half of a daemon: a backlog and its release, for the tests of shared lanes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 from delayer.amqp.channel import seconds_until_due
-from delayer.broker.ports import Lane, Store
 from delayer.core.counters import Counters
 from delayer.core.hold import CONFIRMED, Outcome
 from delayer.core.message import Outgoing, Schedule
-from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import LaneRelease
+from delayer.release.ports import Lane
+from delayer.release.service import ReleaseService
+from delayer.store.backlog import PostgresBacklog
 from delayer.store.postgres import PostgresStore
 from tests.support.fakes import Heartbeat, ScriptedLive
 from tests.support.store import opened
@@ -45,10 +46,10 @@ class Publisher:
 class StoreLive(ScriptedLive):
     """With the clock of the store."""
 
-    lanes: LaneManager
+    backlog: PostgresBacklog
 
     def now_lower_ms(self) -> int:
-        return self.lanes.now_lower_ms() or 0
+        return self.backlog.now_lower_ms() or 0
 
 
 class Process:
@@ -57,17 +58,16 @@ class Process:
         self.publisher = publisher or Publisher()
         self.connection = SimpleNamespace(current=True, connects=1)
         self.store: PostgresStore | None = None
-        self.lanes = LaneManager(
-            self._release,
-            heartbeat=Heartbeat(),
-            counters=Counters(),
-            connection=self.connection,  # type: ignore[arg-type]
-            away_seconds=0.5,
-        )
-        self.live.lanes = self.lanes
-        self.lanes.configure(self._connect, self.live)
+        self.backlog = PostgresBacklog(self.connection, heartbeat=Heartbeat(), counters=Counters(), away_seconds=0.5)
+        self.live.backlog = self.backlog
+        self.backlog.configure(self._connect, rates)
 
-    async def _connect(self) -> Store:
+    async def run(self, stopping: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as parts:
+            parts.create_task(self.backlog.run(stopping))
+            parts.create_task(ReleaseService(self.backlog, self._release).run(stopping))
+
+    async def _connect(self) -> PostgresStore:
         self.store = await PostgresStore.connect(self._url, owner=self._name)
         return self.store
 
@@ -75,7 +75,7 @@ class Process:
         return LaneRelease(lane, self.publisher, self.live, heartbeat=Heartbeat(), counters=Counters())
 
     def now_upper_ms(self) -> int:
-        now = self.lanes.now_upper_ms()
+        now = self.backlog.now_upper_ms()
         assert now is not None
         return now
 
@@ -83,9 +83,9 @@ class Process:
 @asynccontextmanager
 async def running(url: str, name: str = "one", rates: Mapping[bytes, float] | None = None) -> AsyncIterator[Process]:
     process, stopping = Process(url, name, rates or {}), asyncio.Event()
-    task = asyncio.create_task(process.lanes.run(stopping))
+    task = asyncio.create_task(process.run(stopping))
     try:
-        await process.lanes.ready.wait()
+        await process.backlog.wait_usable()
         yield process
     finally:
         stopping.set()

@@ -94,13 +94,13 @@ async def test_more_processes_than_lanes(database: str) -> None:
     async with running(database, "one") as one:
         spare = Process(database, "spare", {})
         stopping = asyncio.Event()
-        task = asyncio.create_task(spare.lanes.run(stopping))
+        task = asyncio.create_task(spare.run(stopping))
         try:
-            await eventually(lambda: len(one.lanes.numbers) + len(spare.lanes.numbers) == 1)
-            await eventually(lambda: one.lanes.spare.is_set() or spare.lanes.spare.is_set())
+            await eventually(lambda: len(one.backlog.numbers) + len(spare.backlog.numbers) == 1)
+            await eventually(lambda: one.backlog.spare.is_set() or spare.backlog.spare.is_set())
             assert await raise_lanes(database, 2) == 2
-            await eventually(lambda: len(one.lanes.numbers) == len(spare.lanes.numbers) == 1)
-            assert not spare.lanes.spare.is_set()
+            await eventually(lambda: len(one.backlog.numbers) == len(spare.backlog.numbers) == 1)
+            assert not spare.backlog.spare.is_set()
         finally:
             stopping.set()
             await task
@@ -110,20 +110,20 @@ async def test_more_processes_than_lanes(database: str) -> None:
 async def test_without_its_broker_a_process_leaves_its_lanes_to_others(database: str) -> None:
     await migrated(database)
     async with running(database, "one") as one, running(database, "two") as two:
-        await eventually(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
+        await eventually(lambda: len(one.backlog.numbers) == len(two.backlog.numbers) == 2)
         one.connection.current = None
-        await eventually(lambda: len(two.lanes.numbers) == 4)
-        assert not one.lanes.usable
+        await eventually(lambda: len(two.backlog.numbers) == 4)
+        assert not one.backlog.usable
         one.connection.current = True
-        await eventually(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
+        await eventually(lambda: len(one.backlog.numbers) == len(two.backlog.numbers) == 2)
 
 
 async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -> None:
     await migrated(database)
     async with running(database, "one", {b"slow": 1.0}) as one, sql(database) as admin:
-        await eventually(lambda: len(one.lanes.numbers) == 5)
+        await eventually(lambda: len(one.backlog.numbers) == 5)
         now = one.now_upper_ms()
-        await one.lanes.park([parcel(now, b"%d" % n, route=b"slow") for n in range(50)], [])
+        await one.backlog.apply([parcel(now, b"%d" % n, route=b"slow") for n in range(50)])
         assert await admin.fetchval("SELECT route FROM lane WHERE number = 5") == b"slow"
         assert await admin.fetchval("SELECT count(DISTINCT lane) FROM counter") == 1
         one.live.rates = {}
@@ -136,12 +136,12 @@ DUE_MS = 1_000
 async def test_a_claim_that_waits_for_a_lock_delays_only_earlier_parks(database: str) -> None:
     await migrated(database)
     async with running(database) as daemon, sql(database) as locker:
-        await daemon.lanes.park([parcel(daemon.now_upper_ms() + DUE_MS, b"locked")], [])
+        await daemon.backlog.apply([parcel(daemon.now_upper_ms() + DUE_MS, b"locked")])
         async with locker.transaction():
             assert len(await locker.fetch("SELECT id FROM message FOR UPDATE")) == 1
-            await eventually(lambda: any(release.behind for _, release in daemon.lanes._releases.values()))
+            await eventually(lambda: any(lane.behind for lane in daemon.backlog._ownership._lanes))
             for body in (b"one", b"two", b"three"):
-                await daemon.lanes.park([parcel(daemon.now_upper_ms(), body)], [])
+                await daemon.backlog.apply([parcel(daemon.now_upper_ms(), body)])
             await eventually(lambda: len(daemon.publisher.published) == 3, timeout=10)
             assert {one.body for _, one in daemon.publisher.published} == {b"one", b"two", b"three"}
         await eventually(lambda: len(daemon.publisher.published) == 4)

@@ -9,14 +9,15 @@ import asyncpg
 import pytest
 
 from delayer.cli.check import CheckReport, _locks
-from delayer.store import pool
-from delayer.store import postgres as parking
+from delayer.core.operations import fold
+from delayer.store import pool, postgres
 from delayer.store.admin.setup import LockNeed, lock_need
+from delayer.store.lanes.placement import Placement
 from delayer.store.rows import history, keys
 from tests.support.postgres import Postgres
 from tests.support.store import parcel, sql
 
-LANE = parking.Placement(1, {}, 0)
+LANE = Placement(1, {}, 0)
 FAR_MS = 4_000_000_000_000
 _ADVISORY = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()"
 
@@ -25,7 +26,7 @@ async def park(connection: asyncpg.Connection, first: int, last: int) -> int:
     """Park messages under so many keys. Return the number of advisory locks of the transaction."""
     async with pool.transaction(connection):
         some = [parcel(FAR_MS + n, b"", key=b"order %d" % n) for n in range(first, last)]
-        await parking.park_keyed(connection, LANE, some, [])
+        await postgres.apply_batch(connection, LANE, fold(some))
         locks: int = await connection.fetchval(_ADVISORY)
     return locks
 

@@ -40,7 +40,7 @@ CREATE TRIGGER cut BEFORE DELETE ON segment FOR EACH STATEMENT EXECUTE FUNCTION 
 def restorer(process: Process) -> tuple[SegmentRestorer, Counters]:
     """The part of a daemon that restores, and what it counts."""
     counters = Counters()
-    return SegmentRestorer(process.lanes, ScriptedLive(), counters), counters
+    return SegmentRestorer(process.backlog, ScriptedLive(), counters), counters
 
 
 @asynccontextmanager

@@ -10,18 +10,17 @@ import asyncpg
 import pytest
 
 from delayer.audit import compact as compaction
-from delayer.broker.ports import Lane
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
+from delayer.release.ports import Lane
 from delayer.store import upgrades
 from delayer.store.admin import actions, audit_log, detail, setup
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
-from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
 from tests.integration.rights import (
     DAEMON,
@@ -40,7 +39,7 @@ from tests.support.fakes import WHY
 from tests.support.logged import capture_logs
 from tests.support.rows import compact, put, row
 from tests.support.servers import Postgres
-from tests.support.store import claim_when_due, owned, parcel, release_all, sql
+from tests.support.store import Store, claim_when_due, owned, parcel, release_all, sql
 
 __all__ = ["page", "store"]
 
@@ -83,7 +82,7 @@ async def retry(url: str, lane: Lane) -> None:
 
 async def work(url: str) -> None:
     """Do everything that a daemon does with its store. Fails without a right for it."""
-    store = await PostgresStore.connect(url)
+    store = await Store.connect(url)
     try:
         async with owned(store, 2) as lanes:
             assert len(lanes) == 2
@@ -114,7 +113,7 @@ async def work(url: str) -> None:
     await overview(url)
 
 
-async def upkeep(url: str, store: PostgresStore, today: int) -> None:
+async def upkeep(url: str, store: Store, today: int) -> None:
     """Make and drop partitions. A failure there is only a warning, so this asks the catalog."""
     async with sql(url) as connection:
         await partitions.make(connection, today - 5, today - 10)
@@ -161,7 +160,7 @@ async def test_the_store_needs_each_of_them(store: str, postgres: Postgres, righ
 
 async def press(url: str) -> None:
     """Do everything that the page's buttons do. Fails without a right for it."""
-    store = await PostgresStore.connect(url)
+    store = await Store.connect(url)
     try:
         async with owned(store) as [lane]:
             due_ms = store.now_upper_ms() + 3 * DAY_MS
@@ -225,7 +224,7 @@ async def test_limits_of_the_daemon_s_role(store: str, statement: str) -> None:
 async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(store: str, postgres: Postgres) -> None:
     """A later upgrade may need the right to alter the daemon's partitions."""
     await asyncio.to_thread(clear, postgres)
-    daemon = await PostgresStore.connect(store)
+    daemon = await Store.connect(store)
     try:
         await daemon.maintain()
     finally:
@@ -238,7 +237,7 @@ async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(stor
 async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postgres: Postgres) -> None:
     """An import or a bulk restore parks as the owner of the schema."""
     await asyncio.to_thread(clear, postgres)
-    owner = await PostgresStore.connect(postgres.url(DATABASE, user=OWNER))
+    owner = await Store.connect(postgres.url(DATABASE, user=OWNER))
     try:
         today = owner.now_upper_ms() // DAY_MS
         async with owned(owner) as [lane]:

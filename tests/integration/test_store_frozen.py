@@ -23,10 +23,9 @@ from tests.support.store import blocked, opened, owned, parcel, release_all, sql
 
 CLAIMING = """
 import asyncio, sys
-from delayer.store.postgres import PostgresStore
 
 async def main(url):
-    store = await PostgresStore.connect(url)
+    store = await Store.connect(url)
     lane = await store.take(1)
     print("ready", flush=True)
     sys.stdin.readline()

@@ -15,10 +15,9 @@ from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.setup import raise_lanes
 from delayer.store.admin.stats import overview
 from delayer.store.errors import WORTH_REPEATING
-from delayer.store.postgres import PostgresStore
 from tests.support.fakes import NO_CONFIRM, WHY
 from tests.support.rows import conserved
-from tests.support.store import MANY, ROOM, blocked, bodies, opened, owned, parcel, release_all, sql
+from tests.support.store import MANY, ROOM, Store, blocked, bodies, opened, owned, parcel, release_all, sql
 
 # In order: two sessions that lock the same rows in different orders would deadlock.
 HURRY = "UPDATE held SET retry_at = now() WHERE id IN (SELECT id FROM held ORDER BY id FOR UPDATE)"
@@ -78,7 +77,7 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
     keys = [b"key %d" % n for n in range(6)]
     async with opened(database) as one, opened(database) as two, sql(database) as admin:
 
-        async def work(store: PostgresStore, turns: int, lanes: list[Any]) -> int:
+        async def work(store: Store, turns: int, lanes: list[Any]) -> int:
             released = 0
             for _ in range(turns):
                 lane = chance.choice(lanes)

@@ -18,6 +18,7 @@ from delayer.core.units import DAY_MS
 from delayer.store import postgres
 from delayer.store.clock import StoreClock
 from delayer.store.lanes.locks import LaneLocks
+from delayer.store.lanes.placement import Placement
 from delayer.store.rows import keys, partitions
 from tests.support.rows import put, row
 from tests.support.store import blocked, opened, parcel, release_all, sql
@@ -50,7 +51,7 @@ async def test_a_park_locks_the_epoch_until_its_commit(database: str) -> None:
         await taker.execute("SET lock_timeout = '200ms'")
         take = "UPDATE lane SET epoch = epoch + 1 WHERE number = 1"
         async with open_transaction(database) as parker:
-            await postgres.park_plain(parker, postgres.Placement(1, {}, 0), [parcel(4_000_000_000_000)])
+            await postgres.park_plain(parker, Placement(1, {}, 0), [parcel(4_000_000_000_000)])
             with pytest.raises(asyncpg.LockNotAvailableError):
                 await taker.execute(take)
         await taker.execute(take)

@@ -15,11 +15,10 @@ from delayer.core.units import DAY_MS
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import overview
 from delayer.store.lanes.lane import PostgresLane
-from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
 from tests.support.fakes import WHY
 from tests.support.servers import Postgres
-from tests.support.store import ROOM, opened, owned, parcel, sql
+from tests.support.store import ROOM, Store, opened, owned, parcel, sql
 
 DAYS = 40
 LANES = 4
@@ -127,10 +126,10 @@ async def counted(url: str) -> int:
         return read
 
 
-Step = Callable[[PostgresStore, PostgresLane], Awaitable[object]]
+Step = Callable[[Store, PostgresLane], Awaitable[object]]
 
 
-async def releasing(_: PostgresStore, lane: PostgresLane) -> None:
+async def releasing(_: Store, lane: PostgresLane) -> None:
     """A claim of held rows, and a full one of waiting rows; one of each is held."""
     for size in (50, 500):
         rows = await lane.claimers[0].claim(500, ROOM)
@@ -138,20 +137,20 @@ async def releasing(_: PostgresStore, lane: PostgresLane) -> None:
         await lane.claimers[0].settle(rows[1:], [(rows[0], WHY)])
 
 
-async def released(_: PostgresStore, lane: PostgresLane) -> None:
+async def released(_: Store, lane: PostgresLane) -> None:
     """Release everything due, to the last empty claim, and ask for the next sleep."""
     while rows := await lane.claimers[0].claim(500, ROOM):
         await lane.claimers[0].settle(rows, [])
     assert lane.sleep_hint() > 0.0
 
 
-async def cancelling(store: PostgresStore, lane: PostgresLane) -> None:
+async def cancelling(store: Store, lane: PostgresLane) -> None:
     """Cancel keys of messages that wait, wait beyond the partitions, are held, or do not exist; and replace one."""
     keys = [b"far 20", b"far 40", b"beyond 20", b"held 1980", b"nobody's"]
     await store.park(lane, [parcel(store.now_upper_ms() + DAY_MS, key=b"far 60")], keys)
 
 
-async def scanning(_: PostgresStore, lane: PostgresLane) -> None:
+async def scanning(_: Store, lane: PostgresLane) -> None:
     await lane.scan()
 
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from delayer.store.postgres import PostgresStore
 from tests.integration.cli import Run
 from tests.support.daemon import DaemonProcess
 from tests.support.postgres_kinds import pgbouncer
 from tests.support.servers import Postgres, StartFailed
-from tests.support.store import opened, owned, parcel, release_all
+from tests.support.store import Store, opened, owned, parcel, release_all
 
 POOLED = "expected a session for each connection, found a connection pooler"
 VERSIONS = {"CockroachDB": "CockroachDB CCL v23.2.1", "YugabyteDB": "PostgreSQL 11.2-YB-2.20.1.0-b0"}
@@ -57,6 +56,6 @@ async def test_pgbouncer_in_session_mode_holds_lanes(url: str) -> None:
         assert len(await release_all(lane)) == 1
         async with lane.claimers[0].locked_connection("test") as connection:
             assert await connection.fetchval("SHOW idle_session_timeout") == "7s"
-        other = await PostgresStore.connect(url)
+        other = await Store.connect(url)
         assert await other.take(lane.number) is None
         await other.close()

@@ -15,14 +15,13 @@ import asyncpg
 from delayer.core.units import DAY_MS
 from delayer.store import pool, statements
 from delayer.store.lanes.lane import PostgresLane
-from delayer.store.postgres import PostgresStore
 from tests.integration.test_store_plan import FEW, fill
 from tests.support.fakes import WHY
-from tests.support.store import ROOM, opened, owned, parcel, sql
+from tests.support.store import ROOM, Store, opened, owned, parcel, sql
 
 TIMES = 15
-CANCEL = "DELETE FROM message WHERE"
-CANCEL_HELD = "DELETE FROM held WHERE id = $1"
+CANCEL = statements.read("delete_rows")
+CANCEL_HELD = "DELETE FROM held WHERE id IN"
 # A statement without arguments has no custom plan: it counts as generic.
 _PREPARED = "SELECT statement, generic_plans, custom_plans FROM pg_prepared_statements WHERE statement LIKE $1"
 
@@ -48,13 +47,13 @@ STEERED = ("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mer
 
 
 @asynccontextmanager
-async def sessions(store: PostgresStore, lane: PostgresLane) -> AsyncIterator[dict[str, asyncpg.Connection]]:
+async def sessions(store: Store, lane: PostgresLane) -> AsyncIterator[dict[str, asyncpg.Connection]]:
     """The connection of the lane, and the only one of a pool with one parker."""
     async with lane.claimers[0].locked_connection("test") as of_lane, pool.borrowed(store._pool) as of_pool:
         yield {"lane": of_lane, "pool": of_pool}
 
 
-async def work(store: PostgresStore, lane: PostgresLane) -> None:
+async def work(store: Store, lane: PostgresLane) -> None:
     """Do everything that a daemon does with messages, TIMES times."""
     for n in range(1, TIMES + 1):
         cancels = [b"far %d" % (20 * n), b"held %d" % (20 * n), b"beyond %d" % (20 * n)]

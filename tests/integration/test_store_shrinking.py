@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import asyncpg
 
-from delayer.broker.ports import Lane
 from delayer.core.units import DAY_MS
-from delayer.store.postgres import PostgresStore
+from delayer.release.ports import Lane
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAYS_AHEAD, name_of
 from delayer.store.segments import compact
@@ -18,7 +17,7 @@ from tests.integration.segments_store import apart
 from tests.support.logged import capture_logs
 from tests.support.place import compact_all, eventually
 from tests.support.postgres import Postgres
-from tests.support.store import bodies, opened, owned, parcel, release_all, sql
+from tests.support.store import Store, bodies, opened, owned, parcel, release_all, sql
 
 KEPT = b"x" * 500
 ROWS = 3_000
@@ -28,7 +27,7 @@ class Scene(NamedTuple):
     """A store, a lane of it, a connection for its administration, and one of another program."""
 
     url: str
-    store: PostgresStore
+    store: Store
     lane: Lane
     admin: asyncpg.Connection
     other: asyncpg.Connection

@@ -10,17 +10,16 @@ import asyncpg
 import pytest
 
 from delayer.audit.tasks import Turns
-from delayer.broker.ports import Lane
+from delayer.release.ports import Lane
 from delayer.store.admin import traffic
 from delayer.store.admin.traffic import Traffic
-from delayer.store.postgres import PostgresStore
-from tests.support.store import opened, owned, parcel, sql
+from tests.support.store import Store, opened, owned, parcel, sql
 
 PIECES = 5
 
 
 @asynccontextmanager
-async def daemon(database: str) -> AsyncIterator[tuple[PostgresStore, Lane]]:
+async def daemon(database: str) -> AsyncIterator[tuple[Store, Lane]]:
     """A store with an owned lane; the test uses it like a daemon."""
     async with opened(database) as store, owned(store) as [lane]:
         yield store, lane
@@ -81,7 +80,7 @@ async def test_one_executor_at_a_time_works_beside_traffic(database: str) -> Non
     working = Working()
     over = asyncio.Event()
 
-    async def passing(store: PostgresStore, lane: Lane) -> None:
+    async def passing(store: Store, lane: Lane) -> None:
         while not over.is_set():
             await store.park(lane, [parcel(store.now_upper_ms() + 60_000)] * 100, [])
 

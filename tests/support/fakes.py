@@ -19,6 +19,7 @@ from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import CONFIRMED, Hold, HoldKind, Limits, Outcome
 from delayer.core.message import Delivery, Due, LaneRow, LaneTable, Outgoing, Parcel, Schedule, Target
+from delayer.core.operations import Applied, Fold
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
 
@@ -174,6 +175,9 @@ class ScriptedLane:
         self.owned = True
         self.hint = hint
         self.fail_settle: Exception | None = None
+        self.behind = False
+        self.leaving, self.ended = asyncio.Event(), asyncio.Event()
+        self.on_end: Callable[[], object] = bool
         self.events: list[str] = []
         self.limits: list[int] = []
         self.settled: list[tuple[list[Due], list[tuple[Due, str]]]] = []
@@ -206,6 +210,10 @@ class ScriptedLane:
     def sleep_hint(self) -> float:
         return 0.0 if self._claims else self.hint
 
+    def leave(self) -> None:
+        self.leaving.set()
+        self._woken.set()
+
     def note_parked(self, due_ms: int) -> None:
         self._woken.set()
 
@@ -218,12 +226,16 @@ class ScriptedLane:
                     await self._woken.wait()
 
     async def close(self) -> None:
-        self.events.append("release")
-        self.owned = False
-        self.closed.set()
+        if not self.closed.is_set():
+            self.events.append("release")
+            self.owned = False
+            self.closed.set()
+            self.ended.set()
+            self.on_end()
 
 
-Parked = tuple[int, list[Parcel], list[bytes]]
+Parked = tuple[int, list[Parcel], int]
+"""The lane of a park, its messages, and the lane of those that are due late enough."""
 
 
 class ScriptedStore:
@@ -254,10 +266,11 @@ class ScriptedStore:
     def now_lower_ms(self) -> int:
         return NOW
 
-    async def park(self, lane: ScriptedLane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+    async def apply(self, lane: ScriptedLane, batch: Fold, far: int) -> Applied:
         if self.on_write is not None:
             await self.on_write(lane.number)
-        self.parked.append((lane.number, list(parcels), list(cancels)))
+        self.parked.append((lane.number, batch.kept, far))
+        return Applied()
 
     async def hold(self, lane: ScriptedLane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
         if self.on_write is not None:
@@ -312,7 +325,7 @@ class ScriptedStore:
 
 @dataclass
 class ScriptedLive:
-    """Satisfies ports.LivePolicy."""
+    """Satisfies IntakeSettings and ReleaseSettings."""
 
     in_force: Policy = field(default_factory=lambda: Policy(Mode.NATIVE, {}, 86_400_000))
     places: Endpoints = field(default_factory=lambda: Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000))

@@ -13,7 +13,7 @@ import random
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -220,14 +220,16 @@ def keyless() -> None:
 
 def deaf_to_cancels() -> None:
     """A cancel is answered as done, and the message stays."""
-    from delayer.store.postgres import PostgresStore
+    from delayer.core.operations import Applied, Cancel
+    from delayer.store.backlog import PostgresBacklog
 
-    park = PostgresStore.park
+    apply = PostgresBacklog.apply
 
-    async def broken(self: PostgresStore, lane: Any, parcels: Any, cancels: Collection[bytes]) -> Any:
-        return await park(self, lane, parcels, []) | frozenset(cancels)
+    async def broken(self: PostgresBacklog, operations: Any) -> Applied:
+        await apply(self, [one for one in operations if not isinstance(one, Cancel)])
+        return Applied(frozenset(range(len(operations))))
 
-    PostgresStore.park = broken  # type: ignore[method-assign]
+    PostgresBacklog.apply = broken  # type: ignore[method-assign]
 
 
 def impatient() -> None:

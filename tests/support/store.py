@@ -9,11 +9,23 @@ from typing import Any
 
 import asyncpg
 
-from delayer.broker.ports import Lane, Store
 from delayer.core.message import Due, Parcel, Target
+from delayer.core.operations import Cancel, fold
+from delayer.release.ports import Lane
 from delayer.store import pool, schema, upgrades
 from delayer.store.admin import setup
+from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
+
+
+class Store(PostgresStore):
+    """A store whose tests choose the lane of each park."""
+
+    async def park(self, lane: PostgresLane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
+        """Cancel, and park afterwards. Returns the keys of the cancels that met a message."""
+        applied = await self.apply(lane, fold([*map(Cancel, cancels), *parcels]), lane.number)
+        return frozenset(cancels[at] for at in applied.cancelled)
+
 
 MANY = 1_000_000
 ROOM = 1 << 30
@@ -31,9 +43,9 @@ def parcel(due_ms: int, body: bytes = b"body", **more: Any) -> Parcel:
     return Parcel(due_ms=due_ms, body=body, **(values | more))
 
 
-async def free_lanes(store: Store, count: int = MANY) -> list[Lane]:
+async def free_lanes(store: PostgresStore, count: int = MANY) -> list[PostgresLane]:
     """Take up to ``count`` free lanes without a route."""
-    taken: list[Lane] = []
+    taken: list[PostgresLane] = []
     for seen in (await store.look()).lanes:
         if seen.route is None and not seen.owned and len(taken) < count:
             lane = await store.take(seen.number)
@@ -42,7 +54,7 @@ async def free_lanes(store: Store, count: int = MANY) -> list[Lane]:
     return taken
 
 
-async def taken(store: Store, number: int) -> Lane:
+async def taken(store: PostgresStore, number: int) -> PostgresLane:
     """Take this lane as soon as it is free."""
     while (lane := await store.take(number)) is None:
         pass
@@ -50,7 +62,7 @@ async def taken(store: Store, number: int) -> Lane:
 
 
 @asynccontextmanager
-async def owned(store: Store, count: int = 1) -> AsyncIterator[list[Lane]]:
+async def owned(store: PostgresStore, count: int = 1) -> AsyncIterator[list[PostgresLane]]:
     """Lanes of ``store``, released in the end."""
     async with AsyncExitStack() as stack:
         lanes = await free_lanes(store, count)
@@ -77,7 +89,7 @@ async def release_all(lane: Lane) -> list[Due]:
     return released
 
 
-async def release_from(store: Store, number: int) -> list[Due]:
+async def release_from(store: PostgresStore, number: int) -> list[Due]:
     """Take this lane as soon as it is free, release every due row, and drop the lane."""
     lane = await taken(store, number)
     released = await release_all(lane)
@@ -90,10 +102,10 @@ def bodies(rows: Sequence[Due]) -> list[bytes]:
 
 
 @asynccontextmanager
-async def opened(url: str, **options: Any) -> AsyncIterator[PostgresStore]:
+async def opened(url: str, **options: Any) -> AsyncIterator[Store]:
     if await setup.schema_of(url) != schema.HEAD:
         await upgrades.upgrade(url)
-    store = await PostgresStore.connect(url, **options)
+    store = await Store.connect(url, **options)
     try:
         yield store
     finally:

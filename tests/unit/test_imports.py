@@ -13,8 +13,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "delayer"
 
-# Modules without a layer of their own: the version.
-FREE = frozenset({"delayer", "delayer.__version__"})
+# Modules without a layer of their own: the version, and what every part does after a loss.
+FREE = frozenset({"delayer", "delayer.__version__", "delayer.retry"})
+# What only the store knows of its lanes, and the daemon's ports leave out.
+OF_THE_STORE = "delayer.store.lanes"
 PURE = frozenset({"core", "headers"})
 # Impure parts of the standard library, which the core may not import.
 IMPURE = frozenset({"asyncio", "time", "logging"})
@@ -33,6 +35,7 @@ def layer(*below: str, never: str = "") -> Layer:
 
 
 HOUSE: Mapping[str, Layer] = {
+    "retry": layer("core", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     "core": layer(),  # and the pure part of the standard library
     "headers": layer(),  # for publishers; the same
     "amqp": layer("core", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
@@ -79,8 +82,8 @@ def _imports(module: str, source: str) -> Iterator[str]:
 
 def _complaint(module: str, imported: str) -> str | None:
     name = _layer_of(module)
-    if imported.startswith("."):
-        return f"imports {imported} relatively, which hides the layer"
+    if imported.startswith(".") or (imported.startswith(OF_THE_STORE) and name != "store"):
+        return f"imports {imported}: relatively, which hides the layer, or lanes, which only the store knows"
     if name in EDGE or name == "":
         if name == "daemon" and _layer_of(imported) in NOT_OF_THE_DAEMON:
             return f"the daemon imports {imported}"
@@ -172,6 +175,9 @@ def _defined(node: ast.stmt) -> str:
         ("delayer.http.x", "from delayer.broker import admin"),
         ("delayer.release.x", "import starlette"),
         ("delayer.cli.main", "import pyspark"),
+        ("delayer.cli.check", "from delayer.store.lanes.locks import application_of"),
+        ("delayer.daemon.wiring", "from delayer.store.lanes import ownership"),
+        ("delayer.store.x", "from delayer.release.ports import Lane"),
         ("delayer.headers", "import pika"),
         ("delayer.novelty", "import json"),
     ],

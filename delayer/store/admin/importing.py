@@ -23,12 +23,14 @@ from asyncpg import Connection
 from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.importing import ImportBatch, ImportItem, Phase, Run
+from delayer.core.operations import fold
 from delayer.core.units import DAY_MS
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
 from delayer.store.admin.actions import make_missing, patiently
 from delayer.store.admin.listing import LONG_SECONDS
 from delayer.store.errors import translated
+from delayer.store.lanes.placement import Placement
 from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, existing
 
@@ -150,10 +152,8 @@ class ImportStore:
                 named = [key.decode(errors="replace") for key in superseded[:NAMED]]
                 log_id = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
                 await audit_log.add(self._connection, log_id, len(superseded))
-            if any(parcel.key is not None for parcel in parcels):
-                await postgres.park_keyed(self._connection, place, parcels, [])
-            elif parcels:
-                await postgres.park_plain(self._connection, place, parcels)
+            if parcels:
+                await postgres.apply_batch(self._connection, place, fold(parcels))
             if held:
                 await postgres.hold_new(self._connection, place, held, now_ms)
         return tuple(row), items
@@ -265,14 +265,14 @@ async def _waits(connection: Connection, lane: int, due_at: int, message_id: int
     )
 
 
-async def anywhere(connection: Connection, turn: int) -> postgres.Placement:
+async def anywhere(connection: Connection, turn: int) -> Placement:
     """The next of the lanes without a route, and the lanes of routes, for a process that owns none. Raises StoreLost,
     the driver's errors."""
     rows = await connection.fetch("SELECT number, route FROM lane ORDER BY number")
     numbers = [number for number, route in rows if route is None]
     if not numbers:
         raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
-    return postgres.Placement(
+    return Placement(
         numbers[turn % len(numbers)],
         {route: number for number, route in rows if route is not None},
         history=await history.kept(connection),

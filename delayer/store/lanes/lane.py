@@ -35,12 +35,15 @@ KEEPALIVE_SECONDS: Final = 1.0
 WATERMARK_SECONDS: Final = 5.0
 FIRST_SCAN_SECONDS: Final = 5.0
 LONGEST_SLEEP: Final = 60.0
+BEHIND_SECONDS: Final = 2.0
+"""A lane that has had due rows for so many seconds is behind. A broker that begins a new log file confirms nothing for
+one second, which is not enough."""
 HORIZON_MS: Final = 61_000
 """How far a claim looks ahead for the next row. If there is none, the lane claims again at that instant."""
 
 
 class PostgresClaimer:
-    """Satisfies broker.ports.Claimer: one of the two connections of a lane, and the claim that is open on it."""
+    """Satisfies release.ports.Claimer: one of the two connections of a lane, and the claim that is open on it."""
 
     def __init__(self, lane: PostgresLane, connection: Connection, clock: StoreClock) -> None:
         self.connection = connection
@@ -266,7 +269,7 @@ class PostgresClaimer:
 
 
 class PostgresLane:
-    """Satisfies broker.ports.Lane. Made by locks.py, which took the lock on the first of the ``connections``."""
+    """Satisfies release.ports.Lane. Made by locks.py, which took the lock on the first of the ``connections``."""
 
     def __init__(
         self,
@@ -292,13 +295,19 @@ class PostgresLane:
         self.history = history
         self.claim_statement = statements.CLAIM_PARKED if history else statements.CLAIM
         self.closed = False
+        self.leaving = asyncio.Event()
+        self.ended = asyncio.Event()
+        """Set after :meth:`close`."""
+        self.on_end: Callable[[], object] = bool
+        """Called when a connection of the lane is lost, and when the lane is closed."""
+        self._busy_since: float | None = None
         self._clock = clock
         self._pool = pool
         self._closing = asyncio.Event()
         self._last_watermark: int | None = None
         self._watermark_at = clock.monotonic()
         for connection in connections:
-            connection.add_termination_listener(lambda _: self.cursor.woken.set())
+            connection.add_termination_listener(lambda _: self._wake())
         self._keeper = asyncio.create_task(self._keep(), name=f"lane {number}: keep")
         self._scanner = asyncio.create_task(self._scan_on(), name=f"lane {number}: scan")
 
@@ -328,17 +337,31 @@ class PostgresLane:
         starts = [claimer.opened.start[0] for claimer in self.claimers if claimer.opened is not None]
         return min(self.cursor.place[0], self._clock.now_lower_ms(), *starts)
 
+    @property
+    def behind(self) -> bool:
+        """Whether this lane has had due rows for BEHIND_SECONDS all the time. A limited route does that too."""
+        return self._busy_since is not None and self._clock.monotonic() - self._busy_since > BEHIND_SECONDS
+
+    def leave(self) -> None:
+        self.leaving.set()
+        self.cursor.woken.set()
+
+    def _wake(self) -> None:
+        self.cursor.woken.set()
+        self.on_end()
+
     def sleep_hint(self) -> float:
         self.check_owned("sleep hint")
         self.cursor.forget_after_step()
-        if self.cursor.more:
-            return 0.0
-        return min(max(self._clock.seconds_until(self.cursor.wake_ms()), 0.0), LONGEST_SLEEP)
+        seconds = 0.0 if self.cursor.more else max(self._clock.seconds_until(self.cursor.wake_ms()), 0.0)
+        self._busy_since = None if seconds else self._busy_since or self._clock.monotonic()
+        return min(seconds, LONGEST_SLEEP)
 
     async def wait(self, seconds: float) -> None:
-        """Also returns when the lane is lost, or when the store's clock was set: then ``seconds`` is wrong."""
+        """Also returns when the lane is lost or to be left, or when the store's clock was set: then ``seconds`` is
+        wrong."""
         deadline = self._clock.monotonic() + seconds
-        while self.owned and not self.cursor.clock_stepped:
+        while self.owned and not self.leaving.is_set() and not self.cursor.clock_stepped:
             self.cursor.woken.clear()
             left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(self.cursor.wake_ms()))
             if left <= 0.0:
@@ -366,6 +389,8 @@ class PostgresLane:
         for claimer in self.claimers:
             claimer.opened = None
         await asyncio.gather(*(pool.close(claimer.connection) for claimer in self.claimers))
+        self.ended.set()
+        self.on_end()
 
     async def _keep(self) -> None:
         """Keep the sessions from their idle timeout, by asking for the store's time.

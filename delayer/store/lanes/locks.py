@@ -7,7 +7,6 @@ Both end with their session. The server ends the session when a process dies, ha
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection
 from typing import Final
 
@@ -43,12 +42,6 @@ WHERE datname = current_database() AND usename = current_user AND state = 'activ
 """
 FROZEN_SECONDS: Final = 60.0
 """After how long a park is ended that says nothing in the middle of a COPY. Its rows come in within milliseconds."""
-
-
-def broker_mark(cluster: str, vhost: str) -> str:
-    """A short name of a broker and virtual host, from the name that the cluster gives itself, because a cluster has
-    many nodes and addresses; "" if the name is unknown."""
-    return hashlib.sha256(f"{cluster}\0{vhost}".encode()).hexdigest()[:8] if cluster else ""
 
 
 def application_of(lane: int) -> str:

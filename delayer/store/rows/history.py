@@ -44,12 +44,12 @@ WHERE oid = 'history'::regclass AND relowner <> current_user::regrole
 """
 
 
-OF_MESSAGE: Final = (
-    "route, to_exchange, to_key, due_at, parked_at, octet_length(body) + octet_length(properties) AS size"
+OF_HELD: Final = (
+    "route, to_exchange, to_key, due_at, NULL::timestamptz AS parked_at,"
+    " octet_length(body) + octet_length(properties) AS size"
 )
-"""The columns of a row of ``message`` for :func:`of_row`, beside its id."""
-OF_HELD: Final = OF_MESSAGE.replace("parked_at", "NULL::timestamptz AS parked_at")
-"""The same of ``held``, whose ``parked_at`` is the instant when it was held."""
+"""The columns of a row of ``held`` for :func:`of_row`, after its id. Its ``parked_at`` is the instant when it was held.
+delete_rows.sql returns those of a waiting row."""
 
 
 class HistoryEntry(NamedTuple):
@@ -83,7 +83,7 @@ def of_due(what: str, due: Due, now_ms: float, kind: str | None = None) -> Histo
 
 
 def of_row(row: Mapping[str, Any], now_ms: float) -> HistoryEntry:
-    """The entry of a cancelled row, by :data:`OF_MESSAGE` or :data:`OF_HELD`."""
+    """The entry of a cancelled row, waiting or held (:data:`OF_HELD`)."""
     due_ms, parked_ms = row["due_at"], row["parked_at"]
     places = row["route"], row["to_exchange"], row["to_key"]
     delay_ms = None if parked_ms is None else due_ms - parked_ms

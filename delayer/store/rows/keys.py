@@ -14,18 +14,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final
 from zlib import crc32
 
 from asyncpg import Connection, Record
 
 from delayer.core.message import KeyGroup
-from delayer.store.rows.history import OF_HELD, OF_MESSAGE
+from delayer.store import statements
+from delayer.store.rows.history import OF_HELD
 
 LOCKS: Final = 64
 """Advisory locks of all keys together."""
-_DELETE_HELD = f"DELETE FROM held WHERE id = $1 RETURNING id, {OF_HELD}"
-_DELETE = f"DELETE FROM message WHERE lane = $1 AND due_at = $2 AND id = $3 RETURNING id, {OF_MESSAGE}"
+_WAITING: Final = "SELECT lane, due_at, id, key FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id"
+# The rows are deleted in the order of their places only by a nested loop over these.
+_IN_ORDER: Final = (
+    "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off;"
+    " SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"
+)
+_POINT: Final = (
+    "INSERT INTO message_key AS k (key, lane, due_at, id)"
+    " SELECT key, lane, due_at, id FROM unnest($1::bytea[], $2::smallint[], $3::timestamptz[], $4::bigint[])"
+    " AS new (key, lane, due_at, id) ORDER BY key"
+    " ON CONFLICT (key) DO UPDATE SET lane = excluded.lane, due_at = excluded.due_at, id = excluded.id"
+)
+_DELETE: Final = statements.read("delete_rows")
+_DELETE_HELD: Final = (
+    "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
+    f" RETURNING id, lane, key, {OF_HELD}"
+)
 
 
 async def among(connection: Connection, texts: Collection[bytes]) -> list[bytes]:
@@ -33,14 +50,19 @@ async def among(connection: Connection, texts: Collection[bytes]) -> list[bytes]
     return [key for (key,) in await connection.fetch("SELECT key FROM message_key WHERE key = ANY($1)", texts)]
 
 
-class Cancelled(NamedTuple):
-    """Messages that keyed transactions took out: how many of each lane, how many of these were held, their keys, and
-    their rows, for the history."""
+@dataclass(slots=True)
+class Cancelled:
+    """The messages that a transaction took out by their keys."""
 
-    messages: Counter[int]
-    held: Counter[int]
-    keys: set[bytes]
-    rows: list[Record]
+    known: bool = False
+    """Whether any of the keys stood for a message, perhaps for one that is gone by now."""
+    messages: Counter[int] = field(default_factory=Counter)
+    """How many, by lane."""
+    held: Counter[int] = field(default_factory=Counter)
+    """How many of these were held, by lane."""
+    keys: set[bytes] = field(default_factory=set)
+    rows: list[Record] = field(default_factory=list)
+    """Their rows, for the history."""
 
 
 async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
@@ -64,41 +86,48 @@ async def of_groups(connection: Connection, groups: Sequence[KeyGroup]) -> set[b
 
 async def cancel_waiting(connection: Connection, keys: Collection[bytes]) -> Cancelled:
     """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
-    cancelled = Cancelled(Counter(), Counter(), set(), [])
+    cancelled = Cancelled()
     await lock_keys(connection, keys)
-    waiting = await connection.fetch(
-        "SELECT lane, due_at, id, key FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id", list(keys)
-    )
-    for lane, due_at, message_id, key in waiting:
-        place = lane, due_at, message_id
-        if (row := await connection.fetchrow(_DELETE, *place)) is not None:
-            pass
-        elif (row := await connection.fetchrow(_DELETE_HELD, message_id)) is not None:
-            cancelled.held[lane] += 1
-        elif (row := await connection.fetchrow(_DELETE, *place)) is None:
-            # Else it was on its way out of the default partition when we looked first.
-            continue
-        cancelled.rows.append(row)
-        cancelled.messages[lane] += 1
-        cancelled.keys.add(key)
+    places = {place[2]: place for place in await connection.fetch(_WAITING, list(keys))}
+    cancelled.known = bool(places)
+    if places:
+        await connection.execute(_IN_ORDER)
+        await _delete_waiting(connection, cancelled, places)
+    if places:
+        for row in await connection.fetch(_DELETE_HELD, list(places)):
+            cancelled.held[row["lane"]] += 1
+            _note(cancelled, places, row)
+    if places:  # A row may have been on its way out of the default partition, or into ``held``, at the first look.
+        await _delete_waiting(connection, cancelled, places)
     return cancelled
+
+
+async def _delete_waiting(connection: Connection, cancelled: Cancelled, places: dict[int, Record]) -> None:
+    """Delete the waiting rows at ``places`` (by id), and take them out of there."""
+    lanes, dues, ids = zip(*(tuple(place)[:3] for place in places.values()), strict=True)
+    for row in await connection.fetch(_DELETE, lanes, dues, ids, min(dues), max(dues) + 1):
+        _note(cancelled, places, row)
+
+
+def _note(cancelled: Cancelled, places: dict[int, Record], row: Record) -> None:
+    cancelled.keys.add(places.pop(row["id"])["key"])
+    cancelled.messages[row["lane"]] += 1
+    cancelled.rows.append(row)
 
 
 async def point(
     connection: Connection, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int, int]]
 ) -> None:
-    """Make the keys of ``parked`` (key, lane, due_ms, id) stand for these, the cancelled ones for nothing. Step 3."""
-    keys = sorted({*cancelled, *(key for key, *_ in parked)})
-    await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
-    await connection.execute("DELETE FROM message_key WHERE key = ANY($1)", keys)
-    if parked:
-        ordered = sorted(parked)
-        await connection.execute(
-            "INSERT INTO message_key (key, lane, due_at, id)"
-            " SELECT key, lane, due_at, id FROM unnest($1::bytea[], $2::smallint[], $3::timestamptz[], $4::bigint[])"
-            " AS new (key, lane, due_at, id) ORDER BY key",
-            *map(list, zip(*ordered, strict=True)),
-        )
+    """Make the keys of ``parked`` (key, lane, due_ms, id) stand for these, the other ``cancelled`` ones for nothing.
+    Step 3."""
+    ordered = sorted(parked)
+    if cancelled:
+        keys = sorted({*cancelled, *(key for key, *_ in ordered)})
+        await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
+    if gone := set(cancelled).difference(key for key, *_ in ordered):
+        await connection.execute("DELETE FROM message_key WHERE key = ANY($1)", list(gone))
+    if ordered:
+        await connection.execute(_POINT, *map(list, zip(*ordered, strict=True)))
 
 
 async def forget(connection: Connection, keyed: Collection[tuple[bytes, int]]) -> None:

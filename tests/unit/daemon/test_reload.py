@@ -40,7 +40,7 @@ class StubDaemon:
 
     def __init__(self, now: Settings, **failures: Exception) -> None:
         self.settings = now
-        self.lanes = self
+        self.store = self
         self._failures = failures
         self.limited: list[tuple[set[bytes], Settings]] = []
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.broker.retry import Backoff
 from delayer.core.backoff import LogThrottle, pause
 from delayer.daemon.app import run_loop
 from delayer.daemon.services import Part, ServiceGroup
+from delayer.retry import Backoff
 
 
 def part(events: list[str], name: str) -> Part:

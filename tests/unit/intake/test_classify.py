@@ -1,10 +1,11 @@
-"""A batch, sorted into steps for the store and publishes; the order of its keys; the replies to cancels."""
+"""A batch, sorted into operations of the store and publishes; the order of its keys; the replies to cancels."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,11 +20,22 @@ from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.hold import CONFIRMED, Hold, Outcome, returned
 from delayer.core.message import Delivery, KeyGroup, Outgoing, Parcel, Schedule, Target
-from delayer.core.plan import Cancel, Mode, Park, Plan, Policy, Route
+from delayer.core.operations import Applied, Cancel, Operation, fold
+from delayer.core.plan import Mode, Park, Policy, Route
 from delayer.core.retry_policy import RetryPolicy
 from delayer.intake import replies
 from delayer.intake.consume import Dispatch, Session
-from delayer.intake.handle import PARK_BYTES, PARK_MESSAGES, BatchPlan, Classified, IntakeHandler, batch_plan, classify
+from delayer.intake.handle import (
+    PARK_BYTES,
+    PARK_MESSAGES,
+    BatchPlan,
+    Classified,
+    IntakeHandler,
+    answers_to,
+    batch_plan,
+    classify,
+    operations_of,
+)
 from delayer.intake.holding import MessageHolder
 from delayer.intake.refusals import with_short
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
@@ -38,8 +50,19 @@ TARGET = Target(b"out", b"k")
 NAMES = Endpoints(Cascade(), b"delays.due", b"delays.refused", 10_000)
 
 
+def classified(*deliveries: Delivery, policy: Policy = STORE) -> list[Classified]:
+    return [classify(one, policy, NOW, NAMES.max_properties) for one in deliveries]
+
+
 def work(*deliveries: Delivery, policy: Policy = STORE) -> BatchPlan:
-    return batch_plan([classify(one, policy, NOW, NAMES.max_properties) for one in deliveries], NAMES, ids())
+    """What the batch asks of the broker."""
+    batch = classified(*deliveries, policy=policy)
+    return batch_plan([one for one in batch if not isinstance(one[2], Park | Cancel)], NAMES, ids())
+
+
+def operations(*deliveries: Delivery, policy: Policy = STORE) -> list[Operation]:
+    """What it asks of the store."""
+    return operations_of(classified(*deliveries, policy=policy))
 
 
 def says(name: bytes, value: int | bytes) -> bytes:
@@ -73,24 +96,21 @@ def test_a_deferred_message_of_rebus_leaves_without_the_headers_that_deferred_it
     kept = says(b"rbs2-defer-count", b"1")
     until = says(b"rbs2-deferred-until", b"2286-11-20T17:46:40.1234567+00:00")
     one = delivery(1, until, kept, says(recipient, b"orders"))
-    [step] = work(one, policy=replace(STORE, routes={b"orders.in": route}, max_delay_ms=10**13)).steps
-    [parcel] = step.parcels
+    [parcel] = operations(one, policy=replace(STORE, routes={b"orders.in": route}, max_delay_ms=10**13))
+    assert isinstance(parcel, Parcel)
     assert (parcel.due_ms, parcel.target) == (10**13 + 124, Target(b"", b"orders"))
     assert parcel.properties == encode_headers(kept)
 
 
 def test_a_message_is_parked_as_received() -> None:
     one = delivery(1, LATER, body=b"body")
-    found = work(one)
-    [step] = found.steps
-    assert step.deliveries == [one]
-    assert step.parcels == [
+    assert operations(one) == [
         Parcel(NOW + 5000, b"orders.in", b"orders.in", b"k", Target(b"orders.out", b"k"), one.properties, b"body", None)
     ]
-    assert found.publications == []
+    assert work(one).publications == []
 
 
-def test_clearing_a_saga_takes_a_step_after_the_park_of_its_timeout() -> None:
+def test_clearing_a_saga_cancels_its_timeouts_and_is_not_answered() -> None:
     route = Route(b"orders.in", b"", delay_from=("nservicebus-timeout",))
     policy = Policy(Mode.STORE, {b"orders.in": route}, 10**12)
     saga = entry(b"NServiceBus.SagaId", long_string(b"saga-1"))
@@ -99,12 +119,14 @@ def test_clearing_a_saga_takes_a_step_after_the_park_of_its_timeout() -> None:
     asks = asks._replace(properties=asks.properties[:1] + b"\x80" + asks.properties[2:] + b"\x04id-1")
     clears = delivery(2, saga, says(b"NServiceBus.ClearTimeouts", b"True"))
     clears = clears._replace(properties=with_short(clears.properties, "reply_to", b"Sales"))
-    first, second = work(asks, clears, policy=policy).steps
-    [key] = first.keys
-    [cleared] = second.cancels
-    assert isinstance(cleared, KeyGroup)
-    assert key.startswith(cleared)
-    assert not second.asked, "an NServiceBus endpoint expects no answer at its address"
+    batch = classified(asks, clears, policy=policy)
+    first, second = operations_of(batch)
+    assert isinstance(first, Parcel)
+    assert isinstance(second, Cancel)
+    assert isinstance(second.key, KeyGroup)
+    assert first.key is not None
+    assert first.key.startswith(second.key)
+    assert not answers_to(batch), "an NServiceBus endpoint expects no answer at its address"
 
 
 def test_a_due_message_is_published_as_released() -> None:
@@ -150,9 +172,9 @@ def test_the_cascade_leads_to_the_due_queue() -> None:
 )
 def test_a_bad_message_is_refused_with_its_reason_and_the_others_continue(raw: bytes, reason: str) -> None:
     bad = delivery(2)._replace(properties=raw)
-    found = work(delivery(1, LATER), bad, delivery(3))
-    assert [one.tag for one in found.steps[0].deliveries] == [1]
-    first, second = found.publications
+    batch = delivery(1, LATER), bad, delivery(3)
+    assert len(operations(*batch)) == 1
+    first, second = work(*batch).publications
     assert first.delivery is bad
     assert first.refusal.startswith(reason)
     assert first.outgoing.exchange == b"delays.refused"
@@ -197,44 +219,16 @@ delayed = st.builds(
 
 
 @given(st.lists(messages | delayed, max_size=4), st.sampled_from([NATIVE, STORE]))
-def test_every_delivery_has_exactly_one_step_or_publication(batch: list[Delivery], policy: Policy) -> None:
+def test_every_delivery_has_exactly_one_operation_or_publication(batch: list[Delivery], policy: Policy) -> None:
     numbered = [one._replace(tag=tag) for tag, one in enumerate(batch)]
+    stored = [one[0].tag for one in classified(*numbered, policy=policy) if isinstance(one[2], Park | Cancel)]
     found = work(*numbered, policy=policy)
-    placed = [one.tag for step in found.steps for one in step.deliveries]
-    placed += [publication.delivery.tag for publication in found.publications]
-    assert sorted(placed) == list(range(len(batch)))
+    assert len(operations(*numbered, policy=policy)) == len(stored)
+    assert sorted([*stored, *(one.delivery.tag for one in found.publications)]) == list(range(len(batch)))
     for publication in found.publications:
         outgoing = publication.outgoing
         assert max(len(outgoing.exchange), len(outgoing.routing_key)) <= 255
         assert len(outgoing.properties) <= NAMES.max_properties
-
-
-# Keys keep the order of arrival: within a batch by steps, between batches by turns.
-
-
-@pytest.mark.parametrize(
-    ("plans", "steps"),
-    [
-        ([], []),
-        ([Park(1, TARGET)], [([1], [])]),
-        ([Cancel(b"a"), Park(1, TARGET, b"a")], [([2], [b"a"])]),
-        ([Park(1, TARGET, b"a"), Cancel(b"b")], [([1], [b"b"])]),
-        ([Park(1, TARGET, b"a"), Cancel(b"a")], [([1], []), ([], [b"a"])]),
-        ([Park(1, TARGET, b"a"), Cancel(b"a"), Park(2, TARGET, b"a")], [([1], []), ([3], [b"a"])]),
-    ],
-)
-def test_a_cancel_follows_messages_with_its_key(plans: list[Plan], steps: list[tuple[list[int], list[bytes]]]) -> None:
-    sorted_: list[Classified] = [
-        (Delivery(tag, False, b"in", b"k", b"\0\0", b""), None, plan) for tag, plan in enumerate(plans, 1)
-    ]
-    work = batch_plan(sorted_, NAMES, lambda: b"id")
-    parked = [[tag for tag, plan in enumerate(plans, 1) if isinstance(plan, Park)] for _ in work.steps]
-    found = []
-    for step in work.steps:
-        tags = [delivery.tag for delivery in step.deliveries]
-        found.append(([tag for tag in tags if parked and tag in parked[0]], step.cancels))
-    assert found == steps
-    assert [delivery.tag for step in work.steps for delivery in step.deliveries] == list(range(1, len(plans) + 1))
 
 
 # Replies to cancels, on which no delivery depends.
@@ -274,10 +268,10 @@ class Parking:
     def __init__(self, *keys: bytes) -> None:
         self.keys = set(keys)
 
-    async def park(self, parcels: object, cancels: list[bytes]) -> frozenset[bytes]:
-        taken = frozenset(self.keys & set(cancels))
-        self.keys -= taken
-        return taken
+    async def apply(self, operations: Sequence[Operation]) -> Applied:
+        taken = self.keys.copy()
+        self.keys.clear()
+        return fold(operations).applied(taken)
 
 
 async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delivery) -> ScriptedSubscription:
@@ -361,14 +355,15 @@ class Gathered:
         self.session = Session(self.acks, lambda: None, 3)
         self.handler.begin(self.session)
 
-    async def park(self, parcels: list[Parcel], cancels: list[bytes]) -> frozenset[bytes]:
+    async def apply(self, operations: Sequence[Operation]) -> Applied:
+        parcels = [one for one in operations if isinstance(one, Parcel)]
         self.parks.append([parcel.body for parcel in parcels])
         self.due_ms = [parcel.due_ms for parcel in parcels]
-        self.cancels += cancels
+        self.cancels += [one.key for one in operations if isinstance(one, Cancel)]
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        return frozenset()
+        return Applied()
 
     async def take(self, *batch: Delivery) -> None:
         self.session.acks.read(batch)
@@ -405,7 +400,8 @@ async def test_messages_without_a_delay_are_counted() -> None:
     assert it.counters.routes["undelayed"] == {b"orders.in": 2}
 
 
-async def test_batches_with_keys_are_parked_one_after_another() -> None:
+async def test_batches_with_keys_are_applied_one_after_another() -> None:
+    """Those that come meanwhile share the next one. Messages without keys do not wait."""
     it = Gathered()
     it.gate.clear()
     for tag, key in enumerate((b"a", b"b", b"c"), 1):
@@ -419,6 +415,8 @@ async def test_batches_with_keys_are_parked_one_after_another() -> None:
     it.gate.set()
     await it.session.settled()
     assert it.cancels == [b"a", b"b", b"c"]
+    assert it.parks == [[], [b"4"], []]
+    assert it.acks.acked[-1] == (4, True)
 
 
 async def test_a_failed_park_with_keys_returns_the_later_batches() -> None:
@@ -433,6 +431,7 @@ async def test_a_failed_park_with_keys_returns_the_later_batches() -> None:
     await it.session.end()
     assert (it.cancels, it.acks.acked) == ([b"a"], [])
     it.failure = None
+    it.handler.end()
     it.handler.begin(it.session)
     await it.take(delivery(3, says(b"x-delay-cancel", b"a")))
     it.handler.flush()

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.broker.retry import Backoff, raise_first
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
 from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer, Session
+from delayer.retry import Backoff, raise_first
 from tests.support.fakes import Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
@@ -33,8 +33,6 @@ class Carrier(Handler):
         self.begun: list[int] = []
         self.gates: dict[int, asyncio.Event] = {}
         self.failures: dict[int, Exception] = {}
-        self.in_turn: set[int] = set()
-        self._lock = asyncio.Lock()
         self.most = self.flushed = self.ended = 0
         self._running = 0
 
@@ -54,12 +52,6 @@ class Carrier(Handler):
         self.ended += 1
 
     async def carry(self, deliveries: Batch, settler: AckTracker) -> None:
-        if deliveries[0].tag not in self.in_turn:
-            return await self._carry(deliveries, settler)
-        async with self.session.turn(self._lock):
-            return await self._carry(deliveries, settler)
-
-    async def _carry(self, deliveries: Batch, settler: AckTracker) -> None:
         first = deliveries[0].tag
         self.begun.append(first)
         self._running += 1
@@ -124,18 +116,6 @@ async def test_batches_are_read_carried_and_acknowledged() -> None:
     assert subscription.events == ["ack 2", "ack 3", "stopped", "closed"]
     assert not it.session.consuming.is_set()
     assert it.heartbeat.forgotten == ["delays"]
-
-
-async def test_batches_that_wait_for_their_turn_let_others_begin() -> None:
-    subscription = ScriptedSubscription([batch(n) for n in range(1, 7)])
-    it = Scene(subscription, in_flight=2)
-    it.carrier.hold_back(1)
-    it.carrier.in_turn = {1, 2, 3, 4}
-    async with it.running():
-        await until(lambda: it.carrier.begun == [1, 5, 6])
-        it.carrier.gates[1].set()
-    assert it.carrier.begun == [1, 5, 6, 2, 3, 4]
-    assert subscription.events[-2:] == ["ack 6", "closed"]
 
 
 async def test_batches_overlap_up_to_the_limit() -> None:

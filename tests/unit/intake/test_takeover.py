@@ -38,7 +38,7 @@ class Parking:
         self.parked: list[Parcel] = []
         self.failures = 0
 
-    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+    async def apply(self, parcels: Sequence[Parcel]) -> None:
         if self.failures:
             self.failures -= 1
             raise StoreLost("no store")
@@ -53,8 +53,8 @@ class Scene:
         self.counters = Counters()
         self.ready = 0
         self.takeover = LevelTakeover(
-            Cascade(cascade), LEVEL, consumer=ScriptedConsumer(*subscriptions), parking=self.parking,
-            prepare=self._prepare, live=ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters,
+            Cascade(cascade), LEVEL, consumer=ScriptedConsumer(*subscriptions), backlog=self.parking,
+            prepare=self._prepare, clock=ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters,
         )  # fmt: skip
 
     async def _prepare(self) -> None:

@@ -148,7 +148,7 @@ async def test_unconfirmed_rows_are_rolled_back(failure: Exception) -> None:
     it = Scene(ScriptedLane(claims=[[due(1)]]), ScriptedPublisher({b"k": failure}))
     release = asyncio.create_task(it.release.run(asyncio.Event()))
     await until(lambda: len(it.lane.events) >= 2)
-    it.release.leave()
+    it.lane.leave()
     await asyncio.wait([release])
     assert isinstance(release.exception(), ZeroDivisionError | None)
     assert it.lane.events == ["claim", "give up", "release"]
@@ -226,31 +226,12 @@ class Gated(ScriptedPublisher):
         return await super().publish(batch)
 
 
-async def test_a_lane_is_behind_until_it_took_all_that_was_due() -> None:
-    publisher = Gated()
-    it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]), publisher)
-    assert not it.release.behind
-    async with running(it):
-        await publisher.asked.wait()
-        assert not it.release.behind
-        await until(lambda: it.release.behind)
-        publisher.asked.clear()
-        publisher.gate.set()
-        await until(lambda: publisher.batches == 1)
-        publisher.gate.clear()
-        await publisher.asked.wait()
-        assert it.release.behind, "behind since its first turn: the second followed without a rest"
-        publisher.gate.set()
-        await it.lane.sleeping.wait()
-        assert not it.release.behind
-
-
 async def test_a_loop_leaves_during_a_long_pause() -> None:
     publisher = ScriptedPublisher({b"k": BrokerLost("gone")})
     it = Scene(ScriptedLane(claims=[[due(1)]]), publisher)
     task = asyncio.create_task(it.release.run(asyncio.Event(), lambda *_: 600.0))
     await until(lambda: "give up" in it.lane.events)
-    it.release.leave()
+    it.lane.leave()
     async with asyncio.timeout(10.0):
         await task
     assert it.lane.closed.is_set()

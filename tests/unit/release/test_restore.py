@@ -17,7 +17,7 @@ from delayer.core.segment import Broken, Restored
 from delayer.release import restore as module
 from delayer.release.restore import SegmentRestorer
 from tests.support.fakes import NOW, ScriptedLive, ScriptedStore, until
-from tests.unit.release import lanes_scene
+from tests.unit.store import backlog_scene
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
@@ -26,13 +26,13 @@ DAY_MS = 24 * HOUR_MS
 class Scene:
     """Lanes over a scripted store, and the restorer of their segments."""
 
-    def __init__(self, keeping: lanes_scene.Scene) -> None:
+    def __init__(self, keeping: backlog_scene.Scene) -> None:
         self.store = keeping.store
         self.counters = keeping.counters
         self.heartbeat = keeping.heartbeat
         self.live = ScriptedLive()
         self.stopping = asyncio.Event()
-        self.restoring = SegmentRestorer(keeping.lanes, self.live, self.counters)
+        self.restoring = SegmentRestorer(keeping.backlog, self.live, self.counters)
 
 
 @asynccontextmanager
@@ -40,9 +40,9 @@ async def scene(*segments: Restored | Broken | Exception, without: StoreLost | N
     store = ScriptedStore()
     store.segments.extend(segments)
     store.failure = without
-    async with lanes_scene.scene(store) as keeping:
+    async with backlog_scene.scene(store) as keeping:
         if without is None:
-            await keeping.lanes.ready.wait()
+            await keeping.backlog.wait_usable()
         yield Scene(keeping)
 
 

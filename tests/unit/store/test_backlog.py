@@ -1,8 +1,9 @@
-"""The lanes of a process: its share, parks into a lost lane, the end, and the wait for lanes."""
+"""The lanes of a process: its share, writes into a lost lane, the end, and the wait for lanes."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
@@ -10,23 +11,24 @@ from structlog.testing import capture_logs
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
-from delayer.release import lane_manager as module
-from delayer.release.lane_manager import LaneManager, share
+from delayer.store import backlog as module
+from delayer.store.backlog import PostgresBacklog
+from delayer.store.lanes.ownership import share
 from tests.support.fakes import NOW, WHY, Heartbeat, LaneTable, ScriptedStore, due, until
-from tests.unit.release.lanes_scene import at_work, scene
+from tests.unit.store.backlog_scene import at_work, scene
 
 
 async def test_lanes_are_taken_released_from_and_dropped() -> None:
     async with at_work() as it:
         first, second = it.store.made
         await asyncio.gather(first.sleeping.wait(), second.sleeping.wait())
-        assert it.lanes.numbers == [1, 2]
-        assert it.lanes.now_upper_ms() == NOW
+        assert it.backlog.numbers == [1, 2]
+        assert it.backlog.now_upper_ms() == NOW
         await until(lambda: it.store.maintained >= 1)
         await it.stop()
         assert first.events[-1] == second.events[-1] == "release"
         assert it.store.closed
-        assert not it.lanes.ready.is_set()
+        assert not it.backlog.usable
         assert set(it.heartbeat.forgotten) == {"lane 1", "lane 2", "lanes"}
 
 
@@ -43,7 +45,7 @@ LONG = [due(1).parcel._replace(body=bytes(module.BULK_BYTES))]
 async def test_the_lane_of_a_park(parks: list[list[Parcel]], lanes: list[int]) -> None:
     async with at_work() as it:
         for parcels in parks:
-            await it.lanes.park(parcels, [])
+            await it.backlog.apply(parcels)
         assert [number for number, _, _ in it.store.parked] == lanes
 
 
@@ -51,8 +53,8 @@ async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
     """Small parks for one instant spread over all lanes in time, so all lanes release them."""
     async with at_work() as it:
         for _ in range(4):
-            await it.lanes.park([due(1).parcel], [])
-            it.lanes._began -= module.SMALL_BATCH_LANE_SECONDS
+            await it.backlog.apply([due(1).parcel])
+            it.backlog._began -= module.SMALL_BATCH_LANE_SECONDS
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
 
 
@@ -67,10 +69,10 @@ async def test_a_lane_lost_under_a_write_costs_one_try(write: str) -> None:
     store.on_write = lost
     async with at_work(store) as it:
         if write == "park":
-            await it.lanes.park([due(1).parcel], [])
+            await it.backlog.apply([due(1).parcel])
             assert [number for number, _, _ in store.parked] == [2]
         else:
-            await it.lanes.hold([(due(1).parcel, WHY)])
+            await it.backlog.hold([(due(1).parcel, WHY)])
             assert store.held == [(2, WHY)]
 
 
@@ -83,11 +85,11 @@ async def test_the_loss_of_all_lanes_is_a_lost_store() -> None:
     store.on_write = lost
     async with at_work(store) as it:
         with pytest.raises(StoreLost, match="no lane of ours"):
-            await it.lanes.park([due(1).parcel], [])
-        assert not it.lanes.ready.is_set()
+            await it.backlog.apply([due(1).parcel])
+        assert not it.backlog.usable
         store.on_write = None
-        await it.lanes.ready.wait()  # the manager takes other lanes
-        await it.lanes.park([due(1).parcel], [])
+        await it.backlog.wait_usable()  # the manager takes other lanes
+        await it.backlog.apply([due(1).parcel])
         assert store.parked
 
 
@@ -102,7 +104,7 @@ async def test_slow_upkeep_delays_neither_looks_nor_the_end() -> None:
 
     store.on_maintain = for_ever
     async with scene(store) as it:
-        await until(lambda: it.lanes.numbers == [1, 2])
+        await until(lambda: it.backlog.numbers == [1, 2])
         looks = store.looks
         await until(lambda: store.looks > looks + 2 * module.UPKEEP_LOOKS)
         assert store.maintained == 1
@@ -188,17 +190,18 @@ async def test_owners_with_another_broker_are_logged() -> None:
     with capture_logs() as logs:
         async with scene(store) as it:
             await until(lambda: store.looks > 5)
-            assert it.lanes.usable
+            assert it.backlog.usable
     told = [one["lanes"] for one in logs if one["event"] == "store shared"]
     assert told and all(lanes[-2:] == [3, 4] for lanes in told)
 
 
 async def test_without_a_store() -> None:
-    lanes = LaneManager(lambda _: None, heartbeat=Heartbeat(), counters=Counters())  # type: ignore[arg-type, return-value]
-    assert not lanes.usable
-    assert lanes.now_upper_ms() is None
-    await lanes.wait_known(3600.0)
-    for attempt in (lanes.park([], []), lanes.hold([]), lanes.wait_usable(1.0)):
+    link = SimpleNamespace(current=None, connects=0)
+    backlog = PostgresBacklog(link, heartbeat=Heartbeat(), counters=Counters())
+    assert not backlog.usable
+    assert backlog.now_upper_ms() is None
+    await backlog.wait_known(3600.0)
+    for attempt in (backlog.apply([]), backlog.hold([]), backlog.wait_usable(1.0)):
         with pytest.raises(StoreLost, match="no store is configured"):
             await attempt
 
@@ -216,12 +219,12 @@ async def test_the_wait_for_a_silent_store_is_limited() -> None:
         return ScriptedStore()
 
     async with scene(connect=connect) as it:
-        await asyncio.wait_for(it.lanes.wait_known(0.01), 5)
-        assert not it.lanes.usable
-        assert it.lanes.reason_without_lane() == "the store is out of reach, or refuses us"
+        await asyncio.wait_for(it.backlog.wait_known(0.01), 5)
+        assert not it.backlog.usable
+        assert it.backlog.reason == "the store is out of reach, or refuses us"
         silence.set()
-        await it.lanes.ready.wait()
-        assert it.lanes.reason_without_lane() == ""
+        await it.backlog.wait_usable()
+        assert it.backlog.reason == ""
 
 
 async def test_no_lane_is_taken_before_the_first_connection_to_the_broker() -> None:
@@ -230,23 +233,23 @@ async def test_no_lane_is_taken_before_the_first_connection_to_the_broker() -> N
     async with scene(store) as it:
         it.connection.current, it.connection.connects = None, 0
         await until(lambda: store.maintained >= 1)
-        assert it.lanes.numbers == []
-        assert it.lanes.reason_without_lane() == "", "the lost broker is the reason, and the store is not"
+        assert it.backlog.numbers == []
+        assert it.backlog.reason == "", "the lost broker is the reason, and the store is not"
         with pytest.raises(StoreLost, match="no lane without a connection to the broker"):
-            await it.lanes.wait_usable(0.01)
+            await it.backlog.wait_usable(0.01)
         it.connection.current, it.connection.connects = True, 1
-        await it.lanes.ready.wait()
-        assert it.lanes.numbers == [1, 2]
+        await it.backlog.wait_usable()
+        assert it.backlog.numbers == [1, 2]
 
 
 async def test_the_daemon_waits_for_lanes_dropped_without_a_broker() -> None:
     """The first look with a broker takes the lanes again, and messages with keys may come before it."""
     async with at_work() as it:
         it.connection.current = None
-        await until(lambda: not it.lanes.usable)
-        waiting = asyncio.create_task(it.lanes.wait_known(FOR_EVER))
+        await until(lambda: not it.backlog.usable)
+        waiting = asyncio.create_task(it.backlog.wait_known(FOR_EVER))
         await asyncio.sleep(0)
         assert not waiting.done()
         it.connection.current = True
         await asyncio.wait_for(waiting, 5)
-        assert it.lanes.usable
+        assert it.backlog.usable

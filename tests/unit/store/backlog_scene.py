@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from delayer.broker.ports import Lane
 from delayer.core.counters import Counters
-from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import LaneRelease
+from delayer.release.ports import Lane
+from delayer.release.service import ReleaseService
+from delayer.store.backlog import PostgresBacklog
 from tests.support.fakes import Heartbeat, ScriptedLive, ScriptedPublisher, ScriptedStore
 
 Connect = Callable[[], Awaitable[Any]]
@@ -28,17 +29,33 @@ class Scene:
         async def at_once() -> ScriptedStore:
             return store
 
-        self.lanes = LaneManager(
-            self.release,
+        self.backlog = PostgresBacklog(
+            self.connection,
             heartbeat=self.heartbeat,
             counters=self.counters,
-            connection=self.connection,  # type: ignore[arg-type]
             broker=lambda: "ours",
             poll_seconds=0.001,
             away_seconds=0.01,
         )
-        self.lanes.configure(connect or at_once, ScriptedLive())
-        self.running = asyncio.create_task(self.lanes.run(self.stopping))
+        self.backlog.configure(connect or at_once)  # type: ignore[arg-type]
+        self.running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        """As the daemon's services do: the first failure stops both."""
+        parts = [self.backlog.run, ReleaseService(self.backlog, self.release).run]
+        tasks = [asyncio.create_task(part(self.stopping)) for part in parts]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            self.stopping.set()
+            if not all(task.done() for task in tasks):
+                await asyncio.wait(tasks, timeout=1.0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
 
     def release(self, lane: Lane) -> LaneRelease:
         publisher = ScriptedPublisher()
@@ -61,7 +78,7 @@ async def scene(store: ScriptedStore | None = None, connect: Connect | None = No
 
 @asynccontextmanager
 async def at_work(store: ScriptedStore | None = None, connect: Connect | None = None) -> AsyncIterator[Scene]:
-    """Like scene(), after the manager has taken lanes."""
+    """Like scene(), after lanes were taken."""
     async with scene(store, connect) as it:
-        await it.lanes.ready.wait()
+        await it.backlog.wait_usable()
         yield it

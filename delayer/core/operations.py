@@ -1,0 +1,101 @@
+"""The ordered operations that an intake gives to a backlog, and the fold that leaves one operation for each key.
+
+An operation is a :class:`Parcel`, to be parked, or a :class:`Cancel`. A parcel with a key replaces the waiting message
+of that key. Operations on one key act in their order. So only the last one of each key in a batch has to reach the
+store: the others act on messages that the store never sees. :func:`fold` finds out which, and who met whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from delayer.core.message import KeyGroup, Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Delete the waiting or held message of this key, or those of this group of keys. The cancel is not delivered."""
+
+    key: bytes | KeyGroup
+    undelayed = False
+
+
+Operation = Parcel | Cancel
+
+
+class Applied(NamedTuple):
+    """What a batch of operations did. ``cancelled``: the positions of the cancels of one key that met a message."""
+
+    cancelled: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Fold:
+    """What is left of a batch."""
+
+    kept: list[Parcel] = field(default_factory=list)
+    """The messages to write, in the order of the batch: at most one for each key."""
+    dropped: list[Parcel] = field(default_factory=list)
+    """The messages that a later operation of the batch replaced or cancelled: they count as parked and cancelled."""
+    keys: set[bytes] = field(default_factory=set)
+    """Every key that the batch names: the store deletes the messages that wait under them, and then writes ``kept``."""
+    groups: list[KeyGroup] = field(default_factory=list)
+    """Groups of keys whose waiting messages the store deletes as well."""
+    met: set[int] = field(default_factory=set)
+    """The positions of cancels that met a message of the batch."""
+    open: dict[bytes, int] = field(default_factory=dict)
+    """By key, the position of a cancel that nothing in the batch came before: the store knows whether it met one."""
+
+    def applied(self, deleted: frozenset[bytes] | set[bytes]) -> Applied:
+        """The answer, once the store has ``deleted`` the waiting messages of these keys."""
+        return Applied(frozenset(self.met | {at for key, at in self.open.items() if key in deleted}))
+
+
+def fold(operations: Sequence[Operation]) -> Fold:
+    """Resolve ``operations`` by key and by key group.
+
+    >>> first, second = (Parcel(0, b"", b"", b"", None, b"", body, b"k") for body in (b"1", b"2"))
+    >>> left = fold([first, Cancel(b"k"), second, Cancel(b"other")])
+    >>> [parcel.body for parcel in left.kept], left.met, left.open
+    ([b'2'], {1}, {b'other': 3})
+    """
+    left = Fold()
+    kept: list[Parcel | None] = []
+    waiting: dict[bytes, int | None] = {}  # By key named so far: the place of its message in ``kept``, if one waits.
+
+    def drop(key: bytes) -> bool:
+        place = waiting[key]
+        if place is None:
+            return False
+        left.dropped.append(kept[place])  # type: ignore[arg-type]  # a place is dropped once
+        kept[place] = waiting[key] = None
+        return True
+
+    for at, operation in enumerate(operations):
+        if isinstance(operation, Parcel):
+            if (key := operation.key) is not None:
+                if key in waiting:
+                    drop(key)
+                waiting[key] = len(kept)
+            kept.append(operation)
+        elif isinstance(group := operation.key, KeyGroup):
+            left.groups.append(group)
+            for key in waiting:
+                if key.startswith(group):
+                    drop(key)
+        elif operation.key in waiting:
+            if drop(operation.key):
+                left.met.add(at)
+        else:
+            waiting[operation.key] = None
+            if not _is_in(operation.key, left.groups):  # Else nothing waits there any more.
+                left.open[operation.key] = at
+    left.keys.update(waiting)
+    left.kept = [parcel for parcel in kept if parcel is not None]
+    return left
+
+
+def _is_in(key: bytes, groups: Sequence[KeyGroup]) -> bool:
+    return any(key.startswith(group) for group in groups)

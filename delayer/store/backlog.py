@@ -1,0 +1,264 @@
+"""The store as a daemon sees it: it connects, owns lanes, parks into them, and yields them for their release."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from functools import partial
+from itertools import count
+from typing import Final, TypeVar
+
+import structlog
+
+from delayer.core.backoff import LogThrottle
+from delayer.core.counters import Counters
+from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.heartbeat import Heartbeat
+from delayer.core.hold import Hold
+from delayer.core.message import Parcel
+from delayer.core.operations import Applied, Cancel, Fold, Operation, fold
+from delayer.core.segment import Restoration
+from delayer.retry import LOSSES, Backoff, first_set, raise_first, take_failures
+from delayer.store.lanes.lane import PostgresLane
+from delayer.store.lanes.ownership import AWAY_SECONDS, MORE_LANES, BrokerLink, LaneOwnership
+from delayer.store.postgres import PostgresStore
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+POLL_SECONDS: Final = 1.0
+"""Seconds between two looks at the store."""
+UPKEEP_LOOKS: Final = 60
+"""Looks between two rounds of partition upkeep."""
+
+BULK_MESSAGES: Final = 400
+BULK_BYTES: Final = 1 << 20
+"""From so many messages or bytes on, each write goes to the next lane of this process, so that all of them release in
+parallel. With one lane a process releases a fifth less in bulk. Smaller writes stay in one lane, so that messages that
+are due together share one claim, publish and commit."""
+SMALL_BATCH_LANE_SECONDS: Final = 300.0
+"""After this time small writes go to the next lane, so all lanes share messages parked over hours for one instant."""
+
+Connect = Callable[[], Awaitable[PostgresStore]]
+
+
+class PostgresBacklog:
+    """Satisfies the ports of intake and release (Backlog, Releases, Segments), whether a store is configured, reached,
+    or neither."""
+
+    def __init__(
+        self,
+        link: BrokerLink,
+        *,
+        heartbeat: Heartbeat,
+        counters: Counters,
+        broker: Callable[[], str] = str,
+        poll_seconds: float = POLL_SECONDS,
+        away_seconds: float = AWAY_SECONDS,
+    ) -> None:
+        """``link``: the connection to the broker that the lanes publish to. ``broker``: that broker's mark. Without a
+        broker a process keeps its lanes for ``away_seconds``."""
+        self.configured = False
+        self.out_of_reach = asyncio.Event()
+        """Set while the last look at the store failed."""
+        self._link = link
+        self._ownership = LaneOwnership(link, broker, away_seconds)
+        self._turn, self._far_turn = count(), count()
+        self._began = time.monotonic()
+        self.spare = self._ownership.spare
+        """Set while there are more processes than lanes, and this one has no share."""
+        self._heartbeat = heartbeat
+        self._counters = counters
+        self._poll_seconds = poll_seconds
+        self._connect: Connect | None = None
+        self._store: PostgresStore | None = None
+        self._upkeep: asyncio.Task[None] | None = None
+
+    def configure(self, connect: Connect, routes: Collection[bytes] = ()) -> None:
+        """There is a store: :meth:`run` connects to it. ``routes``: the limited ones get lanes of their own."""
+        self.configured, self._connect, self._ownership.routes = True, connect, routes
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a lane to park into."""
+        return self._ownership.usable.is_set()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the store is connected, and the last look reached it."""
+        return self._store is not None and not self.out_of_reach.is_set()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The lanes that this process releases from."""
+        return self._ownership.numbers
+
+    @property
+    def reason(self) -> str:
+        """Why the store gives this process no lane. Empty if it has one, if no store is configured, and if a store in
+        reach waits for the broker: its connection is the reason then."""
+        if not self.configured or self.usable:
+            return ""
+        if self.spare.is_set():
+            return "no lane for this process: there are more processes than lanes"
+        if not self.reached:
+            return "the store is out of reach, or refuses us"
+        return "" if self._link.current is None else "no free lane in the store"
+
+    def now_upper_ms(self) -> int | None:
+        """An upper bound of the store's clock, or None while no store was reached yet."""
+        return None if self._store is None else self._store.now_upper_ms()
+
+    def now_lower_ms(self) -> int | None:
+        """A lower bound of the store's clock, or None while no store was reached yet."""
+        return None if self._store is None else self._store.now_lower_ms()
+
+    async def wait_usable(self, seconds: float | None = None) -> None:
+        """Raises StoreLost if there is no lane after ``seconds``; None: wait forever."""
+        if not self.configured:
+            raise StoreLost("no store is configured")
+        if not await first_set(self._ownership.usable, seconds=seconds):
+            raise self._without_lane()
+
+    async def wait_known(self, seconds: float) -> None:
+        """Wait until there is a lane, or no store in reach; ``seconds`` at most. Raises StoreLost where a store is
+        reached and this process has no share of its lanes."""
+        if not self.configured:
+            return
+        await first_set(self._ownership.usable, self.out_of_reach, self.spare, seconds=seconds)
+        if self.spare.is_set() and not self.usable:
+            raise self._without_lane()
+
+    def _without_lane(self) -> StoreLost:
+        reason = self.reason or "no lane without a connection to the broker"
+        return StoreLost(reason, MORE_LANES if self.spare.is_set() else "")
+
+    async def apply(self, operations: Sequence[Operation]) -> Applied:
+        """Commit operations: see intake.ports.Backlog."""
+        ordered = any(isinstance(one, Cancel) or one.key is not None for one in operations)
+        batch = fold(operations) if ordered else Fold([one for one in operations if isinstance(one, Parcel)])
+        lanes = self._ownership.all
+        far = lanes[next(self._far_turn) % len(lanes)] if lanes else 0
+        return await self._write(lambda store, lane: store.apply(lane, batch, far), bulk=is_bulk(batch.kept))
+
+    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
+        """Commit held messages: see intake.ports.Backlog."""
+        bulk = is_bulk([parcel for parcel, _ in items])
+        await self._write(lambda store, lane: store.hold(lane, items), bulk=bulk)
+
+    async def _write(self, work: Callable[[PostgresStore, PostgresLane], Awaitable[T]], *, bulk: bool) -> T:
+        """A lane that is lost under a write costs one try; the next one is another lane."""
+        while True:
+            store = self._reached()
+            lane = self._own_lane(bulk=bulk)
+            try:
+                return await work(store, lane)
+            except LaneLost as lost:
+                self._counters.lanes_lost += 1
+                self._ownership.drop([lane], str(lost))
+
+    def _own_lane(self, *, bulk: bool) -> PostgresLane:
+        """The lane for messages that are due soon. Raises StoreLost if this process has none."""
+        lanes = [lane for lane in self._ownership.own if lane.owned]
+        if not lanes:
+            raise StoreLost("no lane of ours to park into")
+        if not bulk:
+            first = int((time.monotonic() - self._began) / SMALL_BATCH_LANE_SECONDS) % len(lanes)
+            for lane in lanes[first:] + lanes[:first]:
+                if not lane.behind:
+                    return lane
+        return lanes[next(self._turn) % len(lanes)]
+
+    async def restore(self, ahead_ms: int) -> Restoration:
+        """Restore the soonest segment: see release.ports.Segments."""
+        store = self._reached()
+        return await store.restore(store.now_upper_ms() + ahead_ms)
+
+    async def limit(self, routes: Collection[bytes]) -> None:
+        """Make a lane for each of these limited routes. Raises StoreLost."""
+        if self._store is not None:
+            await self._ownership.routed(self._store, routes)
+        self._ownership.routes = routes
+
+    def lanes(self) -> AsyncIterator[PostgresLane]:
+        """Yield each lane when this process has taken it: see release.ports.Releases."""
+        return self._ownership.lanes()
+
+    def _reached(self) -> PostgresStore:
+        if self._store is None:
+            raise StoreLost("the store was not reached yet" if self.configured else "no store is configured")
+        return self._store
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Look once a second until stopping is set; then wait until the releases have closed their lanes.
+
+        Raises errors of the store that waiting does not mend (its schema is too old), and bugs.
+        """
+        try:
+            await self._look_on(stopping)
+            await self._ownership.end()
+        finally:
+            # After a bug, or a stop that took too long, releases may still run.
+            await self._ownership.close()
+            self._heartbeat.forget("lanes")
+            ended = set() if self._upkeep is None else {self._upkeep}
+            for upkeep in ended:
+                upkeep.cancel()  # The next upkeep does the rest.
+                await asyncio.wait([upkeep])
+            if self._store is not None:
+                await self._store.close()
+            raise_first(take_failures(ended), unless=LOSSES)
+
+    async def _look_on(self, stopping: asyncio.Event) -> None:
+        beat = partial(self._heartbeat.beat, "lanes")
+        retry, throttle = Backoff(beat, stopping), LogThrottle()
+        for number in count():
+            if stopping.is_set():
+                return
+            beat()
+            try:
+                await self._look(number, stopping)
+            except StoreLost as lost:
+                self.out_of_reach.set()
+                told = throttle.should_log(str(lost), time.monotonic())
+                if told and lost.advice:
+                    log.error("store refused", reason=str(lost), next_step=lost.advice)
+                elif told:
+                    log.warning("store unreachable", reason=str(lost))
+            else:
+                self.out_of_reach.clear()
+                retry.succeeded()
+                throttle.reset()
+            if self.out_of_reach.is_set():
+                await retry.pause()
+            await first_set(stopping, seconds=self._poll_seconds)  # A lane that fails at once is taken once a second.
+
+    async def _look(self, number: int, stopping: asyncio.Event) -> None:
+        """Connect if necessary, and take or drop lanes. Raises StoreLost."""
+        if self._store is None:
+            if self._connect is None:
+                raise StoreLost("no store is configured")
+            self._store = await self._connect()
+            log.info("store connected")
+        try:
+            await self._ownership.look(self._store, stopping)
+        finally:
+            self._start_upkeep(self._store, number)
+
+    def _start_upkeep(self, store: PostgresStore, look: int) -> None:
+        """Start the upkeep. It runs next to the looks: it may wait for locks, and the lanes must not wait for it.
+
+        Raises the failure of the last round.
+        """
+        if self._upkeep is not None and self._upkeep.done():
+            last, self._upkeep = self._upkeep, None
+            last.result()
+        if self._upkeep is None and look % UPKEEP_LOOKS == 0:
+            self._upkeep = asyncio.create_task(store.maintain(), name="upkeep")
+
+
+def is_bulk(parcels: Collection[Parcel]) -> bool:
+    """Whether a write of these goes to the next lane."""
+    return len(parcels) >= BULK_MESSAGES or sum(len(parcel.body) for parcel in parcels) >= BULK_BYTES

@@ -1,0 +1,204 @@
+"""The lanes of this process: its even share of the store's lanes.
+
+Once a second the process looks at the store: how many processes live, and which lanes have an owner. It drops lanes
+above its share and takes free ones up to it. Lanes of limited routes are shared apart from the others, and their extra
+lanes go to the last processes, so that no process has two lanes more than another.
+
+A process that has been without its broker for 10 seconds drops all lanes and its presence, so that others take them.
+Before its first connection to the broker it takes none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Final, Protocol
+
+import structlog
+
+from delayer.core.errors import StoreLost
+from delayer.core.message import LaneRow, LaneTable
+from delayer.store.lanes.lane import PostgresLane
+
+log = structlog.get_logger(__name__)
+
+ONE_BROKER: Final = "give each broker and virtual host a database of its own; stop daemons with the wrong store.url"
+MORE_LANES: Final = "`delayer db lanes N` raises the number of lanes"
+AWAY_SECONDS: Final = 10.0
+
+
+class BrokerLink(Protocol):
+    """The connection to the broker that the lanes publish to."""
+
+    @property
+    def current(self) -> object | None:
+        """The open connection, or None."""
+
+    @property
+    def connects(self) -> int:
+        """How often it was opened."""
+
+
+class LaneSource(Protocol):
+    """Where lanes come from (postgres.py)."""
+
+    async def look(self) -> LaneTable: ...
+
+    async def take(self, number: int) -> PostgresLane | None: ...
+
+    async def add_routes(self, routes: Collection[bytes]) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+def share(lanes: int, live: int, rank: int) -> int:
+    """How many of ``lanes`` the process of this rank owns, among ``live`` ones.
+
+    >>> [share(5, 3, rank) for rank in range(3)]
+    [2, 2, 1]
+    """
+    return lanes // live + (rank < lanes % live)
+
+
+class LaneOwnership:
+    """Takes and drops lanes."""
+
+    def __init__(self, link: BrokerLink, broker: Callable[[], str] = str, away_seconds: float = AWAY_SECONDS) -> None:
+        """``broker``: the mark of this process's broker (locks.py)."""
+        self.own: Sequence[PostgresLane] = ()
+        """The lanes of this process to park into: those of no limited route."""
+        self.all: Sequence[int] = ()
+        """All such lanes, whoever owns them."""
+        self.usable = asyncio.Event()
+        """Set while there is a lane to park into."""
+        self.spare = asyncio.Event()
+        """Set while there are more processes than lanes, and this one has no share."""
+        self.routes: Collection[bytes] = ()
+        """The limited routes: each needs a lane of its own."""
+        self._link = link
+        self._broker = broker
+        self._away_seconds = away_seconds
+        self._away_since: float | None = None
+        self._lanes: list[PostgresLane] = []  # In the order in which they were taken, until they are closed.
+        self._taken: asyncio.Queue[PostgresLane | None] = asyncio.Queue()
+        self._ordinary: Sequence[int] = ()
+        self._others: list[int] = []  # Lanes whose owners publish to another broker.
+
+    @property
+    def numbers(self) -> list[int]:
+        """The lanes that this process releases from."""
+        return sorted(lane.number for lane in self._lanes)
+
+    async def lanes(self) -> AsyncIterator[PostgresLane]:
+        """Yield every lane that is taken, until :meth:`end`."""
+        while (lane := await self._taken.get()) is not None:
+            yield lane
+
+    async def look(self, source: LaneSource, stopping: asyncio.Event) -> None:
+        """Take and drop lanes, once. Without a broker drop all. Raises StoreLost."""
+        self._forget_closed()
+        if self._is_away():
+            self.drop(self._held(), "no broker")
+            source.leave()
+            return
+        table = await self.routed(source, self.routes)
+        self._ordinary = [row.number for row in table.lanes if row.route is None]
+        if not self._ordinary:
+            raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
+        self._watch_other_brokers(table.lanes)
+        await self._take_share(source, table, stopping)
+
+    async def routed(self, source: LaneSource, routes: Collection[bytes]) -> LaneTable:
+        """Look, and make the lanes of those limited routes that have none yet. Raises StoreLost."""
+        table = await source.look()
+        if missing := set(routes) - set(table.routes):
+            await source.add_routes(missing)
+            table = await source.look()
+        return table
+
+    def drop(self, lanes: Sequence[PostgresLane], reason: str) -> None:
+        """Ask their releases to end after the open claims."""
+        for lane in lanes:
+            log.info("lane dropped", lane=lane.number, reason=reason)
+            lane.leave()
+        self._update()
+
+    async def end(self) -> None:
+        """Drop all lanes, and wait until their releases have closed them."""
+        for lane in self._lanes:
+            lane.leave()
+        self._taken.put_nowait(None)
+        for lane in self._lanes:
+            await lane.ended.wait()
+        self._update()
+
+    async def close(self) -> None:
+        """Close all lanes, whatever their releases do."""
+        await asyncio.gather(*(lane.close() for lane in self._lanes))
+        self._update()
+
+    def _is_away(self) -> bool:
+        """Whether the broker has been out of reach for ``away_seconds``, or since the start."""
+        now = time.monotonic()
+        if self._link.current is not None:
+            self._away_since = None
+            return False
+        if not self._link.connects:
+            return True
+        self._away_since = self._away_since or now
+        return now - self._away_since >= self._away_seconds
+
+    async def _take_share(self, source: LaneSource, table: LaneTable, stopping: asyncio.Event) -> None:
+        """Raises StoreLost."""
+        free = {row.number for row in table.lanes if not row.owned}
+        part = share(len(self._ordinary), table.live, table.rank)
+        self._tell_spare(spare=part == 0, live=table.live)
+        for numbers, wanted in (
+            (self._ordinary, part),
+            (sorted(table.routes.values()), share(len(table.routes), table.live, table.live - 1 - table.rank)),
+        ):
+            ours = [lane for lane in self._held() if lane.number in numbers]
+            self.drop(ours[wanted:], "above the share of this process")
+            # Each process begins at another lane, so fewer of them try to take the same one.
+            begin = table.rank * len(numbers) // table.live
+            for number in [*numbers[begin:], *numbers[:begin]]:
+                if len(ours) >= wanted or stopping.is_set():
+                    break
+                if number in free and (lane := await source.take(number)) is not None:
+                    ours.append(lane)
+                    self._add(lane)
+
+    def _add(self, lane: PostgresLane) -> None:
+        route = {} if lane.route is None else {"route": lane.route}
+        log.info("lane taken", lane=lane.number, **route)
+        self._lanes.append(lane)
+        lane.on_end = self._update
+        self._taken.put_nowait(lane)
+        self._update()
+
+    def _held(self) -> list[PostgresLane]:
+        """The lanes that are ours to keep, in the order in which they were taken."""
+        return [lane for lane in self._lanes if lane.owned and not lane.leaving.is_set()]
+
+    def _forget_closed(self) -> None:
+        self._lanes = [lane for lane in self._lanes if not lane.ended.is_set()]
+
+    def _update(self) -> None:
+        self.own = [lane for lane in self._held() if lane.route is None]
+        (self.usable.set if self.own else self.usable.clear)()
+
+    def _tell_spare(self, *, spare: bool, live: int) -> None:
+        if spare and not self.spare.is_set():
+            log.warning("no lane", processes=live, lanes=len(self._ordinary), next_step=MORE_LANES)
+        (self.spare.set if spare else self.spare.clear)()
+
+    def _watch_other_brokers(self, lanes: Sequence[LaneRow]) -> None:
+        """Warn of daemons of another broker that own lanes here: they publish our messages there, and we theirs here.
+        Such lanes get no messages of ours."""
+        ours = self._broker()
+        others = [row.number for row in lanes if row.owned and ours and row.broker not in ("", ours)]
+        if others and others != self._others:
+            log.warning("store shared", lanes=others, next_step=ONE_BROKER)
+        self._others = others
+        self.all = [number for number in self._ordinary if number not in others] or self._ordinary
