@@ -26,7 +26,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from bench import burst, ceilings, churn, commands, hop, keys, native, park, peers, release, report, steady
+from bench import burst, ceilings, churn, commands, hop, keys, native, pair, park, peers, release, report, steady
 from bench.figures import Result
 from bench.meter import Neighbours
 from bench.run import Bench, Options, quick
@@ -35,12 +35,12 @@ from bench.servers import running_servers
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 SECTIONS = {
-    "ceilings": ceilings, "park": park, "keys": keys, "release": release, "steady": steady, "burst": burst,
-    "native": native, "hop": hop, "peers": peers, "commands": commands, "churn": churn,
+    "ceilings": ceilings, "park": park, "keys": keys, "release": release, "pair": pair, "steady": steady,
+    "burst": burst, "native": native, "hop": hop, "peers": peers, "commands": commands, "churn": churn,
 }  # fmt: skip
 NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
 """Sections whose ratios need another section of the same run."""
-TAKES_MINUTES = {"commands", "churn"}
+TAKES_MINUTES = {"commands", "churn", "pair"}
 """Sections that a quick run leaves out: they need more than seconds."""
 DISTURBED_CORES = 0.15
 """The run warns when other programs used more than this."""

@@ -10,6 +10,8 @@ from typing import Final
 
 BURST: Final = 0.2
 """The bucket's size, in seconds of the rate: small enough for an even flow, large enough to share a commit."""
+LONGEST_WAIT: Final = 2.0
+"""How long a claim may wait for its turn, in seconds, without a loss of tokens: limited routes share connections."""
 
 
 class TokenBucket:
@@ -31,7 +33,13 @@ class TokenBucket:
 
     def give_back(self, tokens: int) -> None:
         """Return unused tokens."""
-        self._tokens = min(self._most, self._tokens + tokens)
+        self._tokens = max(self._tokens, min(self._most, self._tokens + tokens))
+
+    def waited(self, seconds: float, now: float) -> None:
+        """A claim waited for its turn: the tokens of that time count, at most those of LONGEST_WAIT."""
+        most = self._most + self.rate * min(seconds, LONGEST_WAIT)
+        self._tokens = max(self._tokens, min(most, self._tokens + max(0.0, now - self._at) * self.rate))
+        self._at = max(self._at, now)
 
     def wait(self, now: float) -> float:
         """Seconds until the bucket has half a burst, or one token."""
@@ -40,5 +48,5 @@ class TokenBucket:
 
     def _fill(self, now: float) -> None:
         # A clock that goes back adds no tokens and removes none.
-        self._tokens = min(self._most, self._tokens + max(0.0, now - self._at) * self.rate)
+        self._tokens = max(self._tokens, min(self._most, self._tokens + max(0.0, now - self._at) * self.rate))
         self._at = now

@@ -99,7 +99,7 @@ class Daemon:
         self.connections = Connections(settings)
         self._cascade = cascade_of(settings)
         self._new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
-        self._publisher = self._new_publisher()
+        self._publisher, self._limited_publisher = self._new_publisher(), self._new_publisher()
         self.store = PostgresBacklog(
             self.connections["publish"],
             heartbeat=self.watchdog,
@@ -291,4 +291,5 @@ class Daemon:
         ]
 
     def _release(self, lane: Lane) -> LaneRelease:
-        return LaneRelease(lane, self._new_publisher(), self.live, heartbeat=self.watchdog, counters=self.counters)
+        publisher = self._new_publisher() if lane.route is None else self._limited_publisher
+        return LaneRelease(lane, publisher, self.live, heartbeat=self.watchdog, counters=self.counters)

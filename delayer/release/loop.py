@@ -74,9 +74,12 @@ class LaneRelease:
             try:
                 await self._lane.close()
             finally:
-                await self._publisher.close()
+                if self._lane.route is None:  # Limited routes share a publisher.
+                    await self._publisher.close()
         for failure in failures:
-            if isinstance(failure, LaneLost):
+            if isinstance(failure, LaneLost) and self._lane.route is not None:
+                log.debug("lane lost", lane=self._lane.number, reason=str(failure))  # The store says why, once.
+            elif isinstance(failure, LaneLost):
                 log.warning("lane lost", lane=self._lane.number, reason=str(failure))
             elif isinstance(failure, StoreLost):
                 log.warning("lane given up", lane=self._lane.number, reason=str(failure))
@@ -140,6 +143,7 @@ class LaneRelease:
         rows = await claimer.claim(limit, CLAIM_BYTES)
         if bucket is not None:
             bucket.give_back(limit - len(rows))
+            bucket.waited(time.monotonic() - now, time.monotonic())
         if rows:
             self._counters.batch("claim", len(rows))
             self._counters.took("claim", time.monotonic() - now)

@@ -77,7 +77,7 @@ class PostgresStore:
         broker: Callable[[], str] = str,
         idle_timeout: float = IDLE_SECONDS,
         transaction_timeout: float = 10.0,
-        parkers: int = 4,
+        parkers: int = 3,
         history_days: int = 0,
     ) -> Self:
         """Look at the kind of server, connect, compare the schema, and learn the store's time and partitions.
@@ -85,7 +85,8 @@ class PostgresStore:
         ``owner`` names this process in the table of lanes (default: host and process id). ``broker`` is the mark of
         the broker that it publishes to (:func:`broker_mark`). After ``idle_timeout`` seconds the server takes the lanes
         of a process that hangs. After ``transaction_timeout`` seconds (longer than any publish takes) it ends a
-        release, and rolls back a silent park. ``parkers`` is the number of parallel parks.
+        release, and rolls back a silent park. ``parkers`` is the number of parallel parks
+        and restores.
         ``history_days``: how long the store keeps its history; 0: none.
 
         Raises StoreUnfit, StoreLost, BadStoreUrl, SchemaOutdated.
@@ -93,8 +94,7 @@ class PostgresStore:
         await servers.check(url)
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         timeout = f"{transaction_timeout * 1000:.0f}ms"
-        size = parkers + 1  # One more for restores.
-        parking = await pool.open_pool(url, "delayer park", size, {"idle_in_transaction_session_timeout": timeout})
+        parking = await pool.open_pool(url, "delayer park", parkers, {"idle_in_transaction_session_timeout": timeout})
         clock = StoreClock()
         try:
             with translated("connect"):
@@ -122,9 +122,9 @@ class PostgresStore:
     async def close(self) -> None:
         """End the presence, and close the connections that park, after the parks that run. The lanes are released by
         their loops."""
-        self._locks.leave()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
+                await self._locks.close()
                 await self._pool.close()
         except DRIVER_ERRORS:
             self._pool.terminate()
@@ -232,8 +232,12 @@ class PostgresStore:
         return look
 
     async def take(self, number: int) -> PostgresLane | None:
-        """Take a free lane; None if another process was quicker. Raises StoreLost."""
+        """Take a free ordinary lane; None if another process was quicker. Raises StoreLost."""
         return await self._locks.take(number)
+
+    async def take_limited(self, numbers: Sequence[int]) -> list[PostgresLane]:
+        """Take free lanes of limited routes, as far as no other process was quicker. Raises StoreLost."""
+        return await self._locks.take_limited(numbers)
 
     async def add_routes(self, routes: Collection[bytes]) -> None:
         """Create lanes for these limited routes. Raises StoreLost."""

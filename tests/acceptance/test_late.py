@@ -113,6 +113,7 @@ async def test_a_limited_route_keeps_its_rate_and_delays_no_other_route(place: O
 
 
 ORDINARY_LANES = 4
+TAKEN = "limited lanes taken"
 
 
 async def test_a_limit_holds_for_three_daemons_together(place: OwnVhost, store: str) -> None:
@@ -123,7 +124,7 @@ async def test_a_limit_holds_for_three_daemons_together(place: OwnVhost, store: 
         daemons = [await stack.enter_async_context(DaemonProcess(limited)) for _ in range(3)]
 
         def said(daemon: DaemonProcess, event: str) -> int:
-            return sum(one["event"] == event and one["lane"] == ORDINARY_LANES + 1 for one in daemon.events)
+            return sum(one["event"] == event and ORDINARY_LANES + 1 in one["lanes"] for one in daemon.events)
 
         def slow_ones() -> list[float]:
             return [arrival.at_ms for arrival in inbox.arrivals if arrival.delivery.body.startswith(b"slow")]
@@ -134,14 +135,14 @@ async def test_a_limit_holds_for_three_daemons_together(place: OwnVhost, store: 
         quick = [delayed(f"quick {n}", 0) for n in range(300)]
         await raw.publish(*slow, *quick)
         assert await inbox.until(lambda: len(slow_ones()) > 400)
-        [owner] = [daemon for daemon in daemons if said(daemon, "lane taken") > said(daemon, "lane dropped")]
+        [owner] = [daemon for daemon in daemons if said(daemon, TAKEN) > said(daemon, "limited lanes dropped")]
         owner.signal(signal.SIGKILL)
         await owner.wait()
         await inbox.got(message.body for message in slow + quick)
         daemons.remove(owner)
         for daemon in daemons:
             assert await daemon.stop() == 0
-        owners = sum(said(daemon, "lane taken") for daemon in [owner, *daemons])
+        owners = sum(said(daemon, TAKEN) for daemon in [owner, *daemons])
         assert owners > 1
         assert excess(slow_ones(), owners) is None
         passed = sorted(slow_ones())[len(slow) // 2]

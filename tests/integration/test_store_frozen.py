@@ -23,9 +23,10 @@ from tests.support.store import blocked, opened, owned, parcel, release_all, sql
 
 CLAIMING = """
 import asyncio, sys
+from delayer.store.postgres import PostgresStore
 
 async def main(url):
-    store = await Store.connect(url)
+    store = await PostgresStore.connect(url)
     lane = await store.take(1)
     print("ready", flush=True)
     sys.stdin.readline()

@@ -399,7 +399,7 @@ async def test_the_loss_of_either_connection_ends_the_lane_and_an_open_claim_set
         claimers = lane.claimers if cut_first else lane.claimers[::-1]
         rows = [await claimers[0].claim(3, ROOM), await claimers[1].claim(MANY, ROOM)]
         sleeping = asyncio.create_task(lane.wait(50.0))
-        pid = claimers[0].connection.get_server_pid()
+        pid = claimers[0].session.connection.get_server_pid()
         assert await admin.fetchval("SELECT pg_terminate_backend($1, 5000)", pid)
         await sleeping
         assert not lane.owned

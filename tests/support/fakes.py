@@ -308,6 +308,9 @@ class ScriptedStore:
         self.made.append(lane)
         return lane
 
+    async def take_limited(self, numbers: Sequence[int]) -> list[ScriptedLane]:
+        return [lane for number in numbers if (lane := await self.take(number)) is not None]
+
     def leave(self) -> None:
         return
 

@@ -39,8 +39,10 @@ class ReleaseCursor:
 
     It takes notifications before its owner knows where the lane begins: :meth:`begin`."""
 
-    def __init__(self, clock: StoreClock) -> None:
+    def __init__(self, clock: StoreClock, lead_ms: int = LEAD_MS) -> None:
+        """``lead_ms``: how long before its first message is due a claim begins."""
         self._clock = clock
+        self._lead_ms = lead_ms
         self._clock_steps = clock.steps
         self.woken = asyncio.Event()
         """Set when something is due sooner than was known."""
@@ -102,7 +104,7 @@ class ReleaseCursor:
 
     def wake_ms(self) -> int:
         """When the next claim begins, unless there is more to claim already."""
-        return min(min(self.noted, self._next) - LEAD_MS, self.next_retry_ms())
+        return min(min(self.noted, self._next) - self._lead_ms, self.next_retry_ms())
 
     def next_retry_ms(self) -> int:
         """From when on a claim asks for held rows."""

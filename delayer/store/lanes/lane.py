@@ -1,15 +1,16 @@
 """A lane: a part of the waiting and held messages that this process owns while its connections live.
 
-A lane has two connections, its claimers. The first has the lane's advisory lock. Each can have one claim open, so that
-the next claim begins while the last one is published and settled. The loss of either connection ends the lane. A claim
-that is still open then on the other one may settle: its rows are locked, so the lane's next owner waits for it.
+An ordinary lane has two sessions, each with a claimer. The first has the lane's advisory lock. Each can have one claim
+open, so that the next claim begins while the last one is published and settled. The lane of a limited route has one
+claimer, whose session it shares with other such lanes (locks.py). The loss of any connection ends the lane. A claim
+that is still open then on another one may settle: its rows are locked, so the lane's next owner waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -27,11 +28,11 @@ from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
+from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
 from delayer.store.rows import envelope, history, keys
 
 log = structlog.get_logger()
 
-KEEPALIVE_SECONDS: Final = 1.0
 WATERMARK_SECONDS: Final = 5.0
 FIRST_SCAN_SECONDS: Final = 5.0
 LONGEST_SLEEP: Final = 60.0
@@ -45,12 +46,10 @@ HORIZON_MS: Final = 61_000
 class PostgresClaimer:
     """Satisfies release.ports.Claimer: one of the two connections of a lane, and the claim that is open on it."""
 
-    def __init__(self, lane: PostgresLane, connection: Connection, clock: StoreClock) -> None:
-        self.connection = connection
-        self.turn = asyncio.Lock()  # One statement or transaction of ours at a time.
+    def __init__(self, lane: PostgresLane, session: LaneSession, clock: StoreClock) -> None:
+        self.session = session
         self.opened: Claim | None = None
-        self.kept_alive_until = math.inf
-        """Until this time, in monotonic seconds, the lane keeps an open claim from the server's idle timeout."""
+        self._has_session = False
         self._lane = lane
         self._clock = clock
 
@@ -58,8 +57,21 @@ class PostgresClaimer:
         lane = self._lane
         if self.opened is not None:
             raise RuntimeError(f"lane {lane.number}: claim before the last one was settled or given up")
+        await self.session.claims.acquire()  # Lanes that share the session take turns.
+        self._has_session = True
+        try:
+            rows = await self._claim(limit, max_bytes)
+        finally:
+            if self.opened is None:
+                self._end()
+        if rows:
+            self.session.kept_alive_until = self._clock.monotonic() + lane.release_seconds
+            reach("release.claimed")
+        return rows
+
+    async def _claim(self, limit: int, max_bytes: int) -> list[Due]:
         began = self._clock.monotonic()
-        lane.check_owned("claim")
+        self._lane.check_owned("claim")
         async with self.locked_connection("claim") as connection:
             try:
                 claim = await self._claim_once(connection, limit, max_bytes)
@@ -72,9 +84,6 @@ class PostgresClaimer:
                 # For the server the transaction was idle while its rows travelled, perhaps for too long. Ask now: had
                 # the server rolled it back, its messages would be published twice.
                 await pool.sample(connection, self._clock)
-        if claim.rows:
-            self.kept_alive_until = self._clock.monotonic() + lane.release_seconds
-            reach("release.claimed")
         return claim.rows
 
     async def _claim_once(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
@@ -112,7 +121,7 @@ class PostgresClaimer:
         before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
         claimed = lane.claimed_after(start)
         records = await connection.fetch(
-            lane.claim_statement, lane.number, *start, horizon_ms, claimed, WINDOW_MS, limit, max_bytes
+            lane.claim_statement, lane.number, *start, horizon_ms, claimed, lane.window_ms, limit, max_bytes
         )
         rows = sorted(map(_read_parked if lane.history else envelope.read, records), key=_place)
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
@@ -126,7 +135,7 @@ class PostgresClaimer:
             next_ms = horizon_ms if next_ms is None else next_ms  # Rows beyond the horizon are found then.
             if not rows:
                 last = max(start, (min(before, next_ms), 0))
-        cursor.claimed(last, more=full or next_ms is None or next_ms <= before + WINDOW_MS, next_ms=next_ms)
+        cursor.claimed(last, more=full or next_ms is None or next_ms <= before + lane.window_ms, next_ms=next_ms)
         return Claim(start, last, rows)
 
     async def settle(
@@ -215,39 +224,44 @@ class PostgresClaimer:
         if self.opened is None:
             return
         self._forget()
-        async with self.turn:
+        async with self.session.turn:
             await self._roll_back()
 
     @asynccontextmanager
     async def locked_connection(self, doing: str) -> AsyncIterator[Connection]:
-        """The connection, for one caller at a time. Raises LaneLost if one of the two is gone, else StoreLost.
+        """The connection, for one caller at a time. Raises LaneLost if the lane is gone, else StoreLost.
 
         After a failure the transaction is rolled back. If that is uncertain, the connection is cut, and the server
         rolls back. Otherwise the next transaction would commit deletions that it does not know of.
         """
-        async with self.turn:
-            if self._lane.closed or self.connection.is_closed():
+        async with self.session.turn:
+            connection = self.session.connection
+            if self._lane.closed or connection.is_closed():
                 self._forget()
                 raise LaneLost(f"lane {self._lane.number}: {doing}: its connection is gone")
             try:
-                yield self.connection
+                yield connection
             except DRIVER_ERRORS as error:
                 self._forget()
                 if isinstance(error, TimeoutError):
-                    self.connection.terminate()  # The server is silent, so the result of the statement is unknown.
+                    connection.terminate()  # The server is silent, so the result of the statement is unknown.
                 await self._roll_back()
                 lost = StoreLost if self._lane.owned else LaneLost
                 raise lost(f"lane {self._lane.number}: {doing}: {describe(error)}") from error
             except BaseException:
                 # Cancelled between two statements or inside one, or a bug.
                 self._forget()
-                self.connection.terminate()
+                connection.terminate()
                 raise
 
     def _end(self) -> Claim | None:
-        claim, self.opened, self.kept_alive_until = self.opened, None, math.inf
+        claim, self.opened = self.opened, None
         if claim is not None and claim.retries:
             self._lane.cursor.retrying = False
+        if self._has_session:
+            self._has_session = False
+            self.session.kept_alive_until = math.inf
+            self.session.claims.release()
         return claim
 
     def _forget(self) -> None:
@@ -256,20 +270,21 @@ class PostgresClaimer:
         self._lane.cursor.rolled_back(None if claim is None else claim.start)
 
     async def _roll_back(self) -> None:
-        if self.connection.is_closed():
+        connection = self.session.connection
+        if connection.is_closed():
             return
         try:
-            await self.connection.execute("ROLLBACK")
+            await connection.execute("ROLLBACK")
         except DRIVER_ERRORS as error:
-            self.connection.terminate()
+            connection.terminate()
             log.warning("rollback failed", lane=self._lane.number, error=describe(error))
         except BaseException:
-            self.connection.terminate()
+            connection.terminate()
             raise
 
 
 class PostgresLane:
-    """Satisfies release.ports.Lane. Made by locks.py, which took the lock on the first of the ``connections``."""
+    """Satisfies release.ports.Lane. Made by locks.py."""
 
     def __init__(
         self,
@@ -277,19 +292,24 @@ class PostgresLane:
         route: bytes | None,
         epoch: int,
         cursor: ReleaseCursor,
-        connections: Sequence[Connection],
+        sessions: Sequence[LaneSession],
         *,
+        unlock: Callable[[], Awaitable[None]],
+        lock: Connection,
         clock: StoreClock,
         pool: asyncpg.Pool,
         release_seconds: float,
         history: bool = False,
     ) -> None:
-        """``pool``: for scans. ``release_seconds``: for how long an open claim is kept from the idle timeout.
-        ``history``: whether its settlements write one."""
+        """``unlock`` frees the lane, and what it does not share. ``lock``: the connection with its lock. ``pool``: for
+        scans. ``release_seconds``: for how long an open claim is kept from the idle timeout. ``history``: whether its
+        settlements write one."""
         self.number = number
         self.route = route
         self.epoch = epoch
-        self.claimers = [PostgresClaimer(self, connection, clock) for connection in connections]
+        self.claimers = [PostgresClaimer(self, session, clock) for session in sessions]
+        # A claim that waits for an instant would keep other limited routes from the shared session.
+        self.window_ms = WINDOW_MS if route is None else 0
         self.cursor = cursor
         self.release_seconds = release_seconds
         self.history = history
@@ -306,14 +326,16 @@ class PostgresLane:
         self._closing = asyncio.Event()
         self._last_watermark: int | None = None
         self._watermark_at = clock.monotonic()
-        for connection in connections:
-            connection.add_termination_listener(lambda _: self._wake())
+        self._unlock = unlock
+        self._connections = {lock, *(session.connection for session in sessions)}
+        for connection in self._connections:
+            connection.add_termination_listener(self._wake)
         self._keeper = asyncio.create_task(self._keep(), name=f"lane {number}: keep")
         self._scanner = asyncio.create_task(self._scan_on(), name=f"lane {number}: scan")
 
     @property
     def owned(self) -> bool:
-        return not self.closed and not any(claimer.connection.is_closed() for claimer in self.claimers)
+        return not self.closed and not any(connection.is_closed() for connection in self._connections)
 
     def check_owned(self, doing: str) -> None:
         """Raises LaneLost if a connection of the lane is gone."""
@@ -346,7 +368,7 @@ class PostgresLane:
         self.leaving.set()
         self.cursor.woken.set()
 
-    def _wake(self) -> None:
+    def _wake(self, _: object) -> None:
         self.cursor.woken.set()
         self.on_end()
 
@@ -378,50 +400,43 @@ class PostgresLane:
         self.cursor.woken.set()
         self._scanner.cancel()
         await asyncio.wait([self._keeper, self._scanner])
-        first = self.claimers[0]
-        if self.owned and not first.turn.locked() and not first.connection.is_in_transaction():
-            try:
-                async with first.locked_connection("close") as connection:
-                    await self._write_watermark(connection, at_once=True)
-            except StoreLost as error:
-                log.warning("lane connection broken", lane=self.number, error=str(error))
-        self.closed = True
+        await self._write_watermark(at_once=True)
         for claimer in self.claimers:
-            claimer.opened = None
-        await asyncio.gather(*(pool.close(claimer.connection) for claimer in self.claimers))
+            if self.route is None:
+                claimer.opened = None  # The server rolls it back.
+            else:
+                await claimer.give_up()
+        self.closed = True
+        for connection in self._connections:
+            connection.remove_termination_listener(self._wake)
+        await self._unlock()
         self.ended.set()
         self.on_end()
 
     async def _keep(self) -> None:
-        """Keep the sessions from their idle timeout, by asking for the store's time.
-
-        A process whose event loop hangs stops asking, and loses the lane. An open claim is kept alive too, because its
-        broker may confirm slowly, but only for ``release_seconds``.
-        """
+        """Write the watermark from time to time, and wake a sleeper that knows a wrong time."""
         while not await self._closed_within(KEEPALIVE_SECONDS) and self.owned:
-            await asyncio.gather(*map(self._keep_alive, self.claimers))
+            await self._write_watermark()
             if self.cursor.clock_stepped:
                 self.cursor.woken.set()
 
-    async def _keep_alive(self, claimer: PostgresClaimer) -> None:
-        if claimer.turn.locked() or self._clock.monotonic() > claimer.kept_alive_until:
+    async def _write_watermark(self, *, at_once: bool = False) -> None:
+        """Write the watermark for the next owner. Not now, if a claim is open or a park holds the row: there is no
+        hurry."""
+        now, watermark = self._clock.monotonic(), self.watermark
+        first = self.claimers[0]
+        if not at_once and (now < self._watermark_at + WATERMARK_SECONDS or self._last_watermark == watermark):
+            return
+        if not self.owned or first.session.claims.locked() or first.session.turn.locked():
             return
         try:
-            async with claimer.locked_connection("keep alive") as connection:
-                await pool.sample(connection, self._clock, timeout=5 * KEEPALIVE_SECONDS)
-                # Only the connection with the lock writes: another process may have the lane when it is gone.
-                if claimer is self.claimers[0] and not connection.is_in_transaction():
-                    await self._write_watermark(connection)
+            async with first.locked_connection("write watermark") as connection:
+                result = await connection.execute(statements.WRITE_WATERMARK, self.number, watermark, self.epoch)
         except StoreLost as error:
             log.warning("lane connection broken", lane=self.number, error=str(error))
-
-    async def _write_watermark(self, connection: Connection, *, at_once: bool = False) -> None:
-        """Write the watermark for the next owner. Not now, if a park holds the row: there is no hurry."""
-        now, watermark = self._clock.monotonic(), self.watermark
-        if (at_once or now >= self._watermark_at + WATERMARK_SECONDS) and self._last_watermark != watermark:
-            written = await connection.execute(statements.WRITE_WATERMARK, self.number, watermark) != "UPDATE 0"
+        else:
             self._watermark_at = now
-            self._last_watermark = watermark if written else None
+            self._last_watermark = watermark if result != "UPDATE 0" else None
 
     async def _scan_on(self) -> None:
         pause = FIRST_SCAN_SECONDS

@@ -1,32 +1,51 @@
 """Ownership of lanes: presence of live processes, the locks of lanes, and one look at both.
 
 There are two advisory locks. A process holds its *presence* on a connection of its own. The lock is shared by all
-processes, so the number of its holders is the number of live processes. A lane's lock is held on the lane's connection.
-Both end with their session. The server ends the session when a process dies, hangs or is cut off.
+processes, so the number of its holders is the number of live processes. The lock of an ordinary lane is held on the
+lane's connection, and those of limited routes are held on the presence. Locks end with their session. The server ends
+the session when a process dies, hangs or is cut off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import asyncpg
+import structlog
 from asyncpg import Connection
 
 from delayer.core.message import LaneRow, LaneTable
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import translated
+from delayer.store.errors import DRIVER_ERRORS, describe, translated
 from delayer.store.lanes.cursor import ReleaseCursor
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.notify import listen
+from delayer.store.lanes.session import LaneSession
+
+log = structlog.get_logger(__name__)
+
+Unlock = Callable[[], Awaitable[None]]
 
 LOOK_TIMEOUT: Final = 5.0
 """How long a look may take."""
+LIMITED_SESSIONS: Final = 3
+"""The sessions that the lanes of all limited routes of a process share."""
 
 _PRESENCE = "SELECT pg_try_advisory_lock_shared('lane'::regclass::oid::int, 0), pg_backend_pid()"
 _LOCK = "SELECT pg_try_advisory_lock('lane'::regclass::oid::int, $1)"
-_TAKE = "UPDATE lane SET epoch = epoch + 1, owner = $2, broker = $3 WHERE number = $1 RETURNING epoch, watermark, route"
+_LOCK_EACH = (
+    "SELECT number, pg_try_advisory_lock('lane'::regclass::oid::int, number::int) FROM unnest($1::smallint[]) AS number"
+)
+_UNLOCK = "SELECT pg_advisory_unlock('lane'::regclass::oid::int, $1)"
+_TAKE = (
+    "UPDATE lane SET epoch = epoch + 1, owner = $2, broker = $3 WHERE number = ANY($1::smallint[])"
+    " RETURNING number, epoch, watermark, route"
+)
+_RETRIES = "SELECT lane, min(retry_at) FROM held WHERE lane = ANY($1::smallint[]) GROUP BY lane"
 ADD: Final = (
     "INSERT INTO lane (number, epoch, owner, route)"
     " SELECT coalesce(max(number), 0) + 1, 0, '', $1 FROM lane ON CONFLICT DO NOTHING"
@@ -75,7 +94,9 @@ class LaneLocks:
         self._broker = broker
         self._history = history
         self._presence: Connection | None = None
+        self._turn = asyncio.Lock()  # One statement of the presence at a time.
         self._pid = 0
+        self._limited: list[LaneSession] = []
         self._idle_seconds = idle
         self._idle = {"idle_session_timeout": f"{idle * 1000:.0f}ms", "tcp_user_timeout": f"{idle * 1000:.0f}ms"}
         self._lane_settings = self._idle | {
@@ -94,11 +115,12 @@ class LaneLocks:
         if self._presence is None or self._presence.is_closed():
             self._presence, self._pid = await pool.connect(self._url, "delayer presence", self._idle), 0
         try:
-            with translated("look at lanes"):
-                if not self._pid:
-                    self._pid = await self._presence.fetchval(_PRESENCE, column=1)
-                await self._presence.execute(_END_FROZEN, self._idle_seconds, frozen_seconds, timeout=LOOK_TIMEOUT)
-                rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_TIMEOUT)
+            async with self._turn:
+                with translated("look at lanes"):
+                    if not self._pid:
+                        self._pid = await self._presence.fetchval(_PRESENCE, column=1)
+                    await self._presence.execute(_END_FROZEN, self._idle_seconds, frozen_seconds, timeout=LOOK_TIMEOUT)
+                    rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_TIMEOUT)
         except BaseException:
             self.leave()
             raise
@@ -113,38 +135,101 @@ class LaneLocks:
             self._presence = None
 
     async def take(self, number: int) -> PostgresLane | None:
-        """Take a lane; None if another process was quicker. Raises StoreLost."""
-        connection = await pool.connect(self._url, application_of(number), self._lane_settings)
-        second: Connection | None = None
-        cursor = ReleaseCursor(self._clock)
+        """Take an ordinary lane; None if another process was quicker. Raises StoreLost."""
+        sessions: list[LaneSession] = []
+
+        async def close() -> None:
+            await asyncio.gather(*(session.close() for session in sessions))
+
         try:
+            lock = await self._open_session(application_of(number), sessions)
             with translated(f"take lane {number}"):
-                if not await connection.fetchval(_LOCK, number):
-                    await pool.close(connection)
+                if not await lock.fetchval(_LOCK, number):
+                    await close()
                     return None
+                cursor = ReleaseCursor(self._clock)
                 # Before anything is read: a row that others put into the lane from here on is either notified or seen.
-                await listen(connection, number, cursor.notified)
-                second = await pool.connect(self._url, application_of(number), self._lane_settings)
-                # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
-                epoch, watermark, route = await connection.fetchrow(_TAKE, number, self._owner, self._broker())
-                await pool.sample(connection, self._clock)
-                cursor.begin(watermark, await connection.fetchval(statements.NEXT_RETRY, number))
+                await listen(lock, number, cursor.notified)
+                await self._open_session(application_of(number), sessions)
+                [lane] = await self._begin(lock, {number: cursor}, lambda _: (sessions, close))
         except BaseException:
-            connection.terminate()
-            if second is not None:
-                second.terminate()
+            await close()
             raise
-        return PostgresLane(
-            number,
-            route,
-            epoch,
-            cursor,
-            (connection, second),
-            clock=self._clock,
-            pool=self._pool,
-            release_seconds=self._releasing,
-            history=self._history,
-        )
+        return lane
+
+    async def take_limited(self, numbers: Sequence[int]) -> list[PostgresLane]:
+        """Take those lanes of limited routes that no other process is quicker to take. The presence holds their locks,
+        and they share LIMITED_SESSIONS sessions. Raises StoreLost."""
+        presence = self._presence
+        if presence is None or not numbers:
+            return []
+        self._limited = [session for session in self._limited if session.is_open]
+        while len(self._limited) < LIMITED_SESSIONS:
+            await self._open_session("delayer lane limited", self._limited)
+
+        def placed(number: int) -> tuple[Sequence[LaneSession], Unlock]:
+            return [self._limited[number % LIMITED_SESSIONS]], partial(self._unlock, presence, number)
+
+        async with self._turn:
+            with translated("take lanes of limited routes"):
+                rows = await presence.fetch(_LOCK_EACH, numbers)
+                cursors = {number: ReleaseCursor(self._clock, lead_ms=0) for number, locked in rows if locked}
+                for number, cursor in cursors.items():
+                    await listen(presence, number, cursor.notified)
+                return await self._begin(presence, cursors, placed)
+
+    async def _begin(
+        self,
+        lock: Connection,
+        cursors: Mapping[int, ReleaseCursor],
+        placed: Callable[[int], tuple[Sequence[LaneSession], Unlock]],
+    ) -> list[PostgresLane]:
+        """The lanes that ``lock`` has locked, each with its sessions. Raises the driver's errors."""
+        # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
+        taken = await lock.fetch(_TAKE, list(cursors), self._owner, self._broker())
+        await pool.sample(lock, self._clock)
+        retries = dict(await lock.fetch(_RETRIES, list(cursors)))
+        lanes = []
+        for number, epoch, watermark, route in taken:
+            cursors[number].begin(watermark, retries.get(number))
+            sessions, unlock = placed(number)
+            lanes.append(
+                PostgresLane(
+                    number,
+                    route,
+                    epoch,
+                    cursors[number],
+                    sessions,
+                    unlock=unlock,
+                    lock=lock,
+                    clock=self._clock,
+                    pool=self._pool,
+                    release_seconds=self._releasing,
+                    history=self._history,
+                )
+            )
+        return lanes
+
+    async def _open_session(self, application: str, sessions: list[LaneSession]) -> Connection:
+        """Open one more, and add it to ``sessions``. Raises StoreLost."""
+        connection = await pool.connect(self._url, application, self._lane_settings)
+        sessions.append(LaneSession(connection, self._clock, application))
+        return connection
+
+    async def _unlock(self, presence: Connection, number: int) -> None:
+        """Free the lane of a limited route."""
+        if not presence.is_closed():
+            async with self._turn:
+                try:
+                    await presence.execute(_UNLOCK, number, timeout=LOOK_TIMEOUT)
+                except DRIVER_ERRORS as error:
+                    log.warning("lane not unlocked", lane=number, error=describe(error))
+                    presence.terminate()
+
+    async def close(self) -> None:
+        """End the presence, and the sessions of limited routes."""
+        self.leave()
+        await asyncio.gather(*(session.close() for session in self._limited))
 
     async def add_routes(self, routes: Collection[bytes]) -> None:
         """Make lanes for limited routes that have none. Raises StoreLost."""

@@ -26,6 +26,8 @@ log = structlog.get_logger(__name__)
 ONE_BROKER: Final = "give each broker and virtual host a database of its own; stop daemons with the wrong store.url"
 MORE_LANES: Final = "`delayer db lanes N` raises the number of lanes"
 AWAY_SECONDS: Final = 10.0
+LOGGED_LANES: Final = 20
+"""The lanes of limited routes that a line of the log names."""
 
 
 class BrokerLink(Protocol):
@@ -46,6 +48,8 @@ class LaneSource(Protocol):
     async def look(self) -> LaneTable: ...
 
     async def take(self, number: int) -> PostgresLane | None: ...
+
+    async def take_limited(self, numbers: Sequence[int]) -> list[PostgresLane]: ...
 
     async def add_routes(self, routes: Collection[bytes]) -> None: ...
 
@@ -120,8 +124,11 @@ class LaneOwnership:
     def drop(self, lanes: Sequence[PostgresLane], reason: str) -> None:
         """Ask their releases to end after the open claims."""
         for lane in lanes:
-            log.info("lane dropped", lane=lane.number, reason=reason)
             lane.leave()
+            if lane.route is None:
+                log.info("lane dropped", lane=lane.number, reason=reason)
+        if limited := [lane for lane in lanes if lane.route is not None]:
+            log.info("limited lanes dropped", **_few(limited), reason=reason)
         self._update()
 
     async def end(self) -> None:
@@ -154,24 +161,31 @@ class LaneOwnership:
         free = {row.number for row in table.lanes if not row.owned}
         part = share(len(self._ordinary), table.live, table.rank)
         self._tell_spare(spare=part == 0, live=table.live)
-        for numbers, wanted in (
-            (self._ordinary, part),
-            (sorted(table.routes.values()), share(len(table.routes), table.live, table.live - 1 - table.rank)),
-        ):
-            ours = [lane for lane in self._held() if lane.number in numbers]
-            self.drop(ours[wanted:], "above the share of this process")
-            # Each process begins at another lane, so fewer of them try to take the same one.
-            begin = table.rank * len(numbers) // table.live
-            for number in [*numbers[begin:], *numbers[:begin]]:
-                if len(ours) >= wanted or stopping.is_set():
-                    break
-                if number in free and (lane := await source.take(number)) is not None:
-                    ours.append(lane)
-                    self._add(lane)
+        for number in self._missing(self._ordinary, part, table):
+            if len([lane for lane in self._held() if lane.route is None]) >= part or stopping.is_set():
+                break
+            if number in free and (lane := await source.take(number)) is not None:
+                log.info("lane taken", lane=lane.number)
+                self._add(lane)
+        limited = sorted(table.routes.values())
+        wanted = share(len(limited), table.live, table.live - 1 - table.rank)
+        numbers = [number for number in self._missing(limited, wanted, table) if number in free]
+        ours = len([lane for lane in self._held() if lane.route is not None])
+        if numbers and ours < wanted and not stopping.is_set():
+            lanes = await source.take_limited(numbers[: wanted - ours])
+            if lanes:
+                log.info("limited lanes taken", **_few(lanes))
+            for lane in lanes:
+                self._add(lane)
+
+    def _missing(self, numbers: Sequence[int], part: int, table: LaneTable) -> list[int]:
+        """Drop lanes above ``part`` of these ``numbers``, and return all, in the order in which to take them."""
+        self.drop([lane for lane in self._held() if lane.number in numbers][part:], "above the share of this process")
+        # Each process begins at another lane, so fewer of them try to take the same one.
+        begin = table.rank * len(numbers) // table.live
+        return [*numbers[begin:], *numbers[:begin]]
 
     def _add(self, lane: PostgresLane) -> None:
-        route = {} if lane.route is None else {"route": lane.route}
-        log.info("lane taken", lane=lane.number, **route)
         self._lanes.append(lane)
         lane.on_end = self._update
         self._taken.put_nowait(lane)
@@ -202,3 +216,8 @@ class LaneOwnership:
             log.warning("store shared", lanes=others, next_step=ONE_BROKER)
         self._others = others
         self.all = [number for number in self._ordinary if number not in others] or self._ordinary
+
+
+def _few(lanes: Sequence[PostgresLane]) -> dict[str, object]:
+    """Details for one line of the log about the lanes of limited routes, which may be hundreds."""
+    return {"count": len(lanes), "lanes": [lane.number for lane in lanes[:LOGGED_LANES]]}

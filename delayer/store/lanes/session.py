@@ -1,0 +1,64 @@
+"""A connection for the claims of lanes. An ordinary lane has two of its own. The lanes of all limited routes of a
+process share a few, because a limit makes their claims small and rare."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Final
+
+import structlog
+from asyncpg import Connection
+
+from delayer.store import pool
+from delayer.store.clock import StoreClock
+from delayer.store.errors import DRIVER_ERRORS, describe
+
+log = structlog.get_logger(__name__)
+
+KEEPALIVE_SECONDS: Final = 1.0
+
+
+class LaneSession:
+    """One connection, one open claim at a time."""
+
+    def __init__(self, connection: Connection, clock: StoreClock, name: str) -> None:
+        self.connection = connection
+        self.turn = asyncio.Lock()  # One statement or transaction of ours at a time.
+        self.claims = asyncio.Lock()  # Held while a claim is open.
+        self.kept_alive_until = math.inf
+        """Until this time, in monotonic seconds, an open claim is kept from the server's idle timeout."""
+        self._clock = clock
+        self._name = name
+        self._closing = asyncio.Event()
+        self._keeper = asyncio.create_task(self._keep(), name=f"{name}: keep")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection is open, as far as the driver knows."""
+        return not self.connection.is_closed()
+
+    async def close(self) -> None:
+        """End the session. The server rolls back an open claim. Safe to call twice."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+            await pool.close(self.connection)
+
+    async def _keep(self) -> None:
+        """Keep the session from its idle timeout, by asking for the store's time.
+
+        A process whose event loop hangs stops asking, and loses its lanes. An open claim is kept alive too, because its
+        broker may confirm slowly, but only until ``kept_alive_until``.
+        """
+        while self.is_open:
+            await asyncio.sleep(KEEPALIVE_SECONDS)
+            if self.turn.locked() or self._clock.monotonic() > self.kept_alive_until:
+                continue
+            try:
+                async with self.turn:
+                    await pool.sample(self.connection, self._clock, timeout=5 * KEEPALIVE_SECONDS)
+            except DRIVER_ERRORS as error:
+                log.warning("lane connection broken", session=self._name, error=describe(error))
+                self.connection.terminate()

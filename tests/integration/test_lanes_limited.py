@@ -1,0 +1,122 @@
+"""The lanes of limited routes: they share a few connections, keep their rates, and move between processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import asyncpg
+import pytest
+
+from delayer.store.lanes.locks import LIMITED_SESSIONS
+from tests.integration.lanes_shared import Process, migrated, running
+from tests.support.place import eventually
+from tests.support.postgres import Postgres
+from tests.support.store import parcel, sql
+
+CONSTANT = 4
+"""Connections of a process apart from those of its lanes."""
+LANES = 4
+
+
+def routes(count: int) -> list[bytes]:
+    return [b"route %d" % n for n in range(count)]
+
+
+async def sessions(admin: asyncpg.Connection) -> int:
+    """Delayer's connections to this database."""
+    count: int = await admin.fetchval(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'delayer%'"
+    )
+    return count
+
+
+async def park_each(process: Process, names: list[bytes], messages: int) -> None:
+    """Park so many messages for each route, all due now."""
+    now = process.now_upper_ms()
+    await process.backlog.apply([parcel(now, b"%d" % n, route=name) for name in names for n in range(messages)])
+
+
+@pytest.mark.parametrize("count", [60, 500])
+async def test_many_limited_routes_start_in_seconds_on_few_connections(database: str, count: int) -> None:
+    await migrated(database)
+    names = routes(count)
+    began = time.monotonic()
+    async with sql(database) as admin, running(database, rates=dict.fromkeys(names, 10.0)) as process:
+        await eventually(lambda: len(process.backlog.numbers) == LANES + count)
+        print(f"{count} limited routes took {time.monotonic() - began:.1f} s")
+        await park_each(process, names, 2)
+        await eventually(lambda: len(process.publisher.published) == 2 * count)
+        assert await sessions(admin) <= CONSTANT + 2 * LANES + LIMITED_SESSIONS
+    assert await sessions_left(database) == 0
+
+
+async def sessions_left(database: str) -> int:
+    async with sql(database) as admin:
+        return await eventually(lambda: sessions(admin), lambda left: left == 0)
+
+
+async def test_routes_that_share_connections_keep_their_rates(database: str) -> None:
+    """Sixty routes with more than they may send: each sends at its rate, no more and not much less."""
+    await migrated(database)
+    names, rate, seconds = routes(60), 20.0, 4.0
+    async with running(database, rates=dict.fromkeys(names, rate)) as process:
+        await eventually(lambda: len(process.backlog.numbers) == LANES + len(names))
+        await park_each(process, names, 200)
+        await eventually(lambda: len(process.publisher.published) >= len(names))
+        began, before = time.monotonic(), len(process.publisher.published)
+        await eventually(lambda: len(process.publisher.published) - before >= rate * len(names) * seconds, timeout=30)
+        took = time.monotonic() - began
+    at = Counter(one.body for _, one in process.publisher.published)
+    assert max(at.values()) <= len(names)
+    first, last = process.publisher.published[before][0], process.publisher.published[-1][0]
+    assert (len(process.publisher.published) - before) / (last - first) <= 1.25 * rate * len(names)
+    assert took <= 4 * seconds, "the shared connections hold the routes back"
+
+
+async def test_limited_lanes_are_shared_between_processes_and_taken_over(database: str) -> None:
+    await migrated(database)
+    names = routes(10)
+    rates = dict.fromkeys(names, 1000.0)
+    async with running(database, "one", rates) as one:
+        async with running(database, "two", rates) as two:
+            await eventually(lambda: len(one.backlog.numbers) == len(two.backlog.numbers) == (LANES + len(names)) // 2)
+            await park_each(one, names, 5)
+            await eventually(lambda: len(one.publisher.published) + len(two.publisher.published) == 50)
+            assert one.publisher.published and two.publisher.published
+            two.connection.current = None
+            await eventually(lambda: len(one.backlog.numbers) == LANES + len(names))
+        await park_each(one, names, 5)
+        await eventually(lambda: len(one.publisher.published) + len(two.publisher.published) == 100)
+
+
+@pytest.mark.parametrize("ended", ["delayer presence", "delayer lane limited"])
+async def test_lost_connections_of_limited_lanes_lose_no_message(postgres: Postgres, database: str, ended: str) -> None:
+    await migrated(database)
+    names = routes(10)
+    async with sql(database) as admin, running(database, rates=dict.fromkeys(names, 1000.0)) as process:
+        await eventually(lambda: len(process.backlog.numbers) == LANES + len(names))
+        assert await admin.fetchval(
+            "SELECT bool_and(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND application_name = $1",
+            ended,
+        )
+        await park_each(process, names, 5)
+        await eventually(lambda: len(process.publisher.published) >= 50)
+        assert len({(one.token) for _, one in process.publisher.published}) == 50
+        await eventually(lambda: len(process.backlog.numbers) == LANES + len(names))
+
+
+async def test_a_limited_message_is_not_early(database: str) -> None:
+    await migrated(database)
+    async with running(database, rates={b"slow": 1000.0}) as process:
+        await eventually(lambda: len(process.backlog.numbers) == LANES + 1)
+        due_ms = process.now_upper_ms() + 700
+        await process.backlog.apply([parcel(due_ms + n, b"%d" % n, route=b"slow") for n in range(20)])
+        while len(process.publisher.published) < 20:
+            lower = process.backlog.now_lower_ms() or 0
+            sent = len(process.publisher.published)
+            upper = process.now_upper_ms()
+            assert sent == 0 or upper >= due_ms, (lower, sent)
+            await asyncio.sleep(0.005)
