@@ -223,7 +223,7 @@ class LaneLocks:
                 try:
                     await presence.execute(_UNLOCK, number, timeout=LOOK_TIMEOUT)
                 except DRIVER_ERRORS as error:
-                    log.warning("lane not unlocked", lane=number, error=describe(error))
+                    log.warning("lane connection broken", session="delayer presence", error=describe(error))
                     presence.terminate()
 
     async def close(self) -> None:
