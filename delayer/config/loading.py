@@ -206,8 +206,9 @@ def between_keys(settings: Settings, merged: MergedSettings, *, sealed: bool) ->
         "native.due_queue": settings.native.due_queue,
         "refused.queue": settings.refused.queue,
     }
-    mistakes = [*_same_queue(merged, queues), *_of_routes(settings, queues, merged), *_circles(settings.routes)]
-    mistakes += [*_in_the_cascade(settings, queues), *_takeovers(settings, queues, sealed=sealed)]
+    mistakes = [*_same_queue(merged, queues), *_of_routes(settings, queues, merged, sealed=sealed)]
+    mistakes += [*_circles(settings.routes), *_in_the_cascade(settings, queues)]
+    mistakes += _takeovers(settings, queues, sealed=sealed)
     return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in mistakes]
 
 
@@ -220,7 +221,9 @@ def _same_queue(merged: MergedSettings, queues: Mapping[str, str]) -> Iterator[M
             yield set_, f"another queue than {kept}", show(name)
 
 
-def _of_routes(settings: Settings, queues: Mapping[str, str], merged: MergedSettings) -> Iterator[Mistake]:
+def _of_routes(
+    settings: Settings, queues: Mapping[str, str], merged: MergedSettings, *, sealed: bool
+) -> Iterator[Mistake]:
     seen: dict[str, int] = {}
     refused, longest_ms = queues["refused.queue"], settings.intake.max_delay_ms
     for index, route in enumerate(settings.routes):
@@ -235,6 +238,8 @@ def _of_routes(settings: Settings, queues: Mapping[str, str], merged: MergedSett
         if route.default_delay_ms > longest_ms:
             limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
             yield f"{at}.default_delay", limit, show(value_at(merged.values, ("route", index, "default_delay")))
+        if route.key_from and settings.store_url is None and not sealed:
+            yield f"{at}.key_from", "a store for the keys: store.url, where the mode is native", "none"
         # The daemon consumes these queues, or puts other messages into them.
         for taken in [name for name, queue in queues.items() if route.retry and queue == route.retry.exhausted][:1]:
             yield f"{at}.retry.exhausted", f"another queue than {taken}", show(queues[taken])
