@@ -28,11 +28,6 @@ _DELETE_HELD = f"DELETE FROM held WHERE id = $1 RETURNING id, {OF_HELD}"
 _DELETE = f"DELETE FROM message WHERE lane = $1 AND due_at = $2 AND id = $3 RETURNING id, {OF_MESSAGE}"
 
 
-async def among(connection: Connection, texts: Collection[bytes]) -> list[bytes]:
-    """Those of ``texts`` that are keys of waiting or held messages. Raises the driver's errors."""
-    return [key for (key,) in await connection.fetch("SELECT key FROM message_key WHERE key = ANY($1)", texts)]
-
-
 class Cancelled(NamedTuple):
     """Messages that keyed transactions took out: how many of each lane, how many of these were held, their keys, and
     their rows, for the history."""
