@@ -206,9 +206,10 @@ def between_keys(settings: Settings, merged: MergedSettings, *, sealed: bool) ->
         "native.due_queue": settings.native.due_queue,
         "refused.queue": settings.refused.queue,
     }
-    mistakes = [*_same_queue(merged, queues), *_of_routes(settings, queues, merged, sealed=sealed)]
-    mistakes += [*_circles(settings.routes), *_in_the_cascade(settings, queues)]
-    mistakes += _takeovers(settings, queues, sealed=sealed)
+    mistakes = [*_same_queue(merged, queues), *_of_routes(settings, queues, merged), *_circles(settings.routes)]
+    mistakes += [*_in_the_cascade(settings, queues), *_takeovers(settings, queues)]
+    if settings.store_url is None and not sealed:
+        mistakes += _without_store(settings)
     return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in mistakes]
 
 
@@ -221,9 +222,7 @@ def _same_queue(merged: MergedSettings, queues: Mapping[str, str]) -> Iterator[M
             yield set_, f"another queue than {kept}", show(name)
 
 
-def _of_routes(
-    settings: Settings, queues: Mapping[str, str], merged: MergedSettings, *, sealed: bool
-) -> Iterator[Mistake]:
+def _of_routes(settings: Settings, queues: Mapping[str, str], merged: MergedSettings) -> Iterator[Mistake]:
     seen: dict[str, int] = {}
     refused, longest_ms = queues["refused.queue"], settings.intake.max_delay_ms
     for index, route in enumerate(settings.routes):
@@ -238,8 +237,6 @@ def _of_routes(
         if route.default_delay_ms > longest_ms:
             limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
             yield f"{at}.default_delay", limit, show(value_at(merged.values, ("route", index, "default_delay")))
-        if route.key_from and settings.store_url is None and not sealed:
-            yield f"{at}.key_from", "a store for the keys: store.url, where the mode is native", "none"
         # The daemon consumes these queues, or puts other messages into them.
         for taken in [name for name, queue in queues.items() if route.retry and queue == route.retry.exhausted][:1]:
             yield f"{at}.retry.exhausted", f"another queue than {taken}", show(queues[taken])
@@ -271,10 +268,15 @@ def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[M
     yield from ((key, _NOT_OURS, show(name)) for key, name in named if name in taken)
 
 
-def _takeovers(settings: Settings, queues: Mapping[str, str], *, sealed: bool) -> Iterator[Mistake]:
-    """Takeovers that occur twice or have no store, and names of ours that belong to another system's cascade."""
-    if settings.takeovers and settings.store_url is None and not sealed:
-        yield "takeover", "a store for what is taken over: store.url, where the mode is native", "none"
+def _without_store(settings: Settings) -> Iterator[Mistake]:
+    """Settings that need a store."""
+    keys = [f"route[{index}].key_from" for index, route in enumerate(settings.routes) if route.key_from]
+    for key in ["takeover", *keys] if settings.takeovers else keys:
+        yield key, "a store for its messages: store.url, where the mode is native", "none"
+
+
+def _takeovers(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistake]:
+    """Takeovers that occur twice, and names of ours that belong to another system's cascade."""
     ours = dict(queues) | {f"route[{index}].from": route.from_ for index, route in enumerate(settings.routes)}
     seen: set[Cascade] = set()
     for index, one in enumerate(settings.takeovers):

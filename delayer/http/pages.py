@@ -32,10 +32,7 @@ _CASCADE: Final = "The overview counts them by level; they cannot be listed, mov
 _STRAYS: Final = (
     "Messages that no destination takes go back into the cascade; after ten attempts to the strays: /strays."
 )
-_UNNAMED: Final = (
-    "expected an id such as id:48213, or the message_id of one message; found none or several: see "
-    "/api/messages?message_id="
-)
+_UNNAMED: Final = "expected id:48213 or one message's message_id, found none or several: see /api/messages?message_id="
 
 
 def _by_program(request: Request) -> bool:

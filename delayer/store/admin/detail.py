@@ -54,9 +54,7 @@ def absent(name: Token | str, found: FoundIn) -> str:
     elif not subject.startswith(OWN):
         subject = f"message_id {name}"
         advice += f" {HOW_TO_NAME} For a key use `delayer list --delay-key {quoted}`."
-    return (
-        f"{subject} is not in the store: it was delivered, cancelled, replaced, refused, or never parked there.{advice}"
-    )
+    return f"{subject} is not in the store: it was delivered, cancelled, replaced, refused, or never parked.{advice}"
 
 
 class HeldState(NamedTuple):

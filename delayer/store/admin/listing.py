@@ -188,7 +188,7 @@ _CALLED: Final = " UNION ALL ".join(
     " WHERE EXISTS (SELECT FROM unnest($1::bytea[]) AS text WHERE position(text IN properties) > 0)"
     for table in ("message", "held")
 )
-_HELD_OF: Final = f"SELECT '{OWN}'::bytea || token, due_at, id FROM held WHERE token = ANY($1)"
+_HELD_OF: Final = f"SELECT '{OWN}'::bytea || token, due_at, id FROM held WHERE '{OWN}'::bytea || token = ANY($1)"
 
 
 class Entry(NamedTuple):
@@ -319,8 +319,7 @@ async def called(
     ``x-delayer-id`` after ``id:``. ``message_id`` reads the message_id from properties. To find one, it reads every
     row; with ``packed`` every segment too, as long as it takes. Raises the driver's errors."""
     found: dict[bytes, list[Token]] = {name: [] for name in names}
-    own = {name for name in names if name.startswith(OWN.encode())}
-    published = found.keys() - own
+    published = {name for name in names if not name.startswith(OWN.encode())}
     # As properties hold them: a byte of length, then the text.
     short = [bytes([min(len(name), SHORT_STRING)]) + name for name in published]
 
@@ -330,7 +329,7 @@ async def called(
             found[name].append(Token(number, due_us // 1000))
 
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        for name, due_ms, number in await connection.fetch(_HELD_OF, [one.removeprefix(OWN.encode()) for one in own]):
+        for name, due_ms, number in await connection.fetch(_HELD_OF, names):
             found[name].append(Token(number, due_ms))
         if not published:
             return found
