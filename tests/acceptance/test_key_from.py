@@ -18,7 +18,7 @@ from tests.support.web import Web
 HOUR = 3_600_000
 ROUTES = [
     {"from": "in", "to": "out", "key_from": "message_id"},
-    {"from": "in.header", "to": "out", "key_from": "header:order"},
+    {"from": "in.header", "to": "", "key_from": "header:order"},
 ]
 TOKEN = "a-token-for-this-test-alone"
 
@@ -89,6 +89,7 @@ async def test_the_page_and_programs_cancel_by_a_publishers_id(place: OwnVhost, 
         web = await Web.of(daemon)
         allowed = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
         await raw.publish(*(called(f"order-{n}", HOUR) for n in range(3)))
+        await raw.publish(ordered(text("lost"), 0, b"lost")._replace(routing_key=b"no queue"))
         found = await eventually(
             lambda: web.get("/api/messages?key=order-1", **allowed), lambda answer: bool(answer.json["messages"])
         )
@@ -110,6 +111,11 @@ async def test_the_page_and_programs_cancel_by_a_publishers_id(place: OwnVhost, 
         assert (wrong.status, "such as id:48213@1795291200000" in wrong.text) == (400, True)
         done = await web.post("/actions/messages", {"verb": "cancel", "id": f"id:{number_alone}"}, **allowed)
         assert done.json["done"] == 1
+        held = await eventually(lambda: web.get("/api/held", **allowed), lambda answer: bool(answer.json["messages"]))
+        (lost,) = held.json["messages"]
+        dropped = await web.post("/actions/held", {"verb": "drop", "id": lost["id"]}, **allowed)
+        assert (dropped.json["done"], lost["key"]) == (1, "lost")
+        assert f'"ids": ["{lost["id"]}"]' in html.unescape((await web.get("/audit-log")).text)
         assert f'"ids": ["id:{number_alone}"]' in html.unescape((await web.get("/audit-log")).text)
         assert await daemon.stop() == 0
 
