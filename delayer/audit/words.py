@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from delayer.audit.findings import AuditReport, Finding, Peak, Severity, Share
 from delayer.broker.route_check import Verdict
+from delayer.core.filters import own_name
 from delayer.core.readable import counted, duration, instant, readable
 
 COUNTED: Final = ("parked", "restored", "released", "cancelled", "compacted")
@@ -135,6 +136,9 @@ def details(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield label.removesuffix(" ms"), instant(value)
         elif key.endswith("_seconds") and isinstance(value, int | float):
             yield label.removesuffix(" seconds"), duration(value)
+        elif key == "examples":
+            ids = [id_ for one in value for id_ in (one if isinstance(one, list | tuple) else (one,))]
+            yield label, ", ".join(own_name(str(id_)) for id_ in ids)
         else:
             yield label, _detail(value)
 

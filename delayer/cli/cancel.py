@@ -20,7 +20,7 @@ from delayer.cli.options import (
     ask_store,
     asked_ids,
     instant,
-    messages_to_change,
+    messages_of,
     read_as,
     request_of,
     selected,
@@ -52,19 +52,23 @@ class Change(NamedTuple):
 def cancel(context: click.Context, /, *, names: Sequence[str], as_json: bool, **given: Any) -> None:
     """Cancel messages by their ids, or all that match a filter (--delay-key, --route, --due-before, …; --all for all).
 
+    An ID is what `delayer list` prints, such as id:48213@1795291200000. The part before the @ is enough: id: and the
+    value of x-delayer-id. Any other text is a message_id: 5 is the message that its publisher called 5. To find one,
+    the command reads every message. --delay-key finds a key at once.
+
     A cancelled message is not delivered. The command waits for messages that are being delivered at this moment, and
     reports messages that were delivered already. There are three exceptions. After a crash between a delivery and its
     commit, a cancel prevents the second copy only. The daemon parks a message again that a crash left in the intake
     queue. A held message whose queue did not answer ("no confirm") may be in that queue; the command names each one.
 
-    A number alone is an id of `delayer list`: a message_id that is a number needs --message-id. A filter matches
-    waiting messages, in segments too. Cancel a held message by its id, or with `delayer held drop`.
+    A filter matches waiting messages, in segments too. Cancel a held message by its id, or with `delayer held drop`.
     `delayer audit-log` shows every cancel. With ids --json prints where each was found: "waiting", "held" or
     "segment" means cancelled. Exit code 1 if an id was not found, or if nothing matched the filter.
 
     \b
     Examples:
-      delayer cancel 48213@1795291200000
+      delayer cancel id:48213@1795291200000
+      delayer cancel order-4711
       delayer cancel --delay-key order-4711
       delayer cancel --route mail.in --due-after 7d --dry-run
     """
@@ -92,7 +96,8 @@ def reschedule(
 ) -> None:
     """Give messages another due instant, by their ids or by a filter: --at INSTANT, or --by DURATION.
 
-    A number alone is an id: a message_id that is a number needs --message-id.
+    An ID is what `delayer list` prints, or its part before the @: id: and the value of x-delayer-id. Any other text is
+    a message_id.
 
     A message keeps its id; the part behind the @ in `delayer list` is the new instant. The daemon tries a held message
     again at that instant. For a held message that waits for an operator (late, unfit), --by counts from now, or from
@@ -102,7 +107,7 @@ def reschedule(
 
     \b
     Examples:
-      delayer reschedule 48213@1795291200000 --at 2031-01-31T08:00:00Z
+      delayer reschedule id:48213@1795291200000 --at 2031-01-31T08:00:00Z
       delayer reschedule --route mail.in --due-before 1h --by 30m
       delayer reschedule --delay-key order-4711 --at 0s
     """
@@ -129,7 +134,7 @@ def _act(
     url = store_url(settings)
     say_native(settings)
     if names:
-        code = _named(url, change, messages_to_change(url, names), dry_run=dry_run, as_json=as_json)
+        code = _named(url, change, messages_of(url, names), dry_run=dry_run, as_json=as_json)
     else:
         code = _filtered(url, change, wanted, dry_run=dry_run, yes=yes, as_json=as_json)
     context.exit(code)
@@ -171,7 +176,7 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, FoundIn], 
     if waiting:
         entries, _ = ask_store(url, "look", lambda connection: listing.named(connection, list(map(named, waiting))))
         for token in (entry.place.token for entry in entries):
-            click.echo(f"{token.id} is due {readable.instant(token.due_ms or 0)}; its id is {token} now.")
+            click.echo(f"{Token(token.id)} is due {readable.instant(token.due_ms or 0)}; its id is {token} now.")
 
 
 def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: bool, as_json: bool) -> int:

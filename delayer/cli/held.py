@@ -22,7 +22,8 @@ from delayer.cli.options import (
     go_on,
     kind_option,
     limit_option,
-    messages_to_change,
+    messages_of,
+    read_as,
     request_of,
     selected,
     store_url,
@@ -30,6 +31,7 @@ from delayer.cli.options import (
     whoami,
 )
 from delayer.cli.output import note, print_json, print_table
+from delayer.core.filters import Token, read_token
 from delayer.core.message import as_text
 from delayer.core.readable import counted, instant
 from delayer.http import as_json as for_programs
@@ -41,17 +43,20 @@ from delayer.store.admin.detail import HeldEntry
 def held() -> None:
     """List, retry or drop held messages, which their destination did not take. The daemon tries each one again with
     growing pauses. Messages that came too late for their route (late_limit) wait for a retry by hand. `delayer show
-    ID` has the details of one."""
+    ID` has the details of one.
+
+    An ID is what `held list` prints, or id: and the value of x-delayer-id. Any other text is a message_id.
+    """
 
 
 @held.command("list")
 @filter_options
 @kind_option
 @limit_option
-@click.option("--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="Begin after this id.")
+@click.option("--after", callback=read_as(read_token), metavar="ID", help="Begin after this id.")
 @as_json
 @click.pass_context
-def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, **given: Any) -> None:
+def list_(context: click.Context, /, *, limit: int, after: Token | None, as_json: bool, **given: Any) -> None:
     """List held messages in the order of their arrival. Shows the reason and the next attempt.
 
     \b
@@ -63,13 +68,13 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
     wanted = filter_of(given)
     test = reading.properties_test(wanted)
     url = store_url(request_of(context).settings())
+    begin = 0 if after is None else after.id
     page = ask_store(
-        url, "list held messages", lambda connection: detail.held_page(connection, wanted, test, limit, after)
+        url, "list held messages", lambda connection: detail.held_page(connection, wanted, test, limit, begin)
     )
+    onward = None if page.after is None else str(Token(page.after))
     if as_json:
-        print_json(
-            {"messages": list(map(for_programs.held, page.messages)), "after": page.after, "bounded": page.bounded}
-        )
+        print_json({"messages": list(map(for_programs.held, page.messages)), "after": onward, "bounded": page.bounded})
         return
     if not page.messages and page.bounded:
         click.echo("No messages match so far.")
@@ -80,8 +85,8 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
         print_table(
             ["id", "due", "to", "attempts", "again at", "message_id", "reason"], map(_row, page.messages), right=(3,)
         )
-    if page.after is not None:
-        note(f"There may be more: the same with --after {page.after}.")
+    if onward is not None:
+        note(f"There may be more: the same with --after {onward}.")
 
 
 def _row(one: HeldEntry) -> tuple[object, ...]:
@@ -109,7 +114,7 @@ def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> N
 
     \b
     Examples:
-      delayer held retry 48213
+      delayer held retry id:48213
       delayer held retry --exchange orders.out --kind returned
       delayer held retry --all --yes
     """
@@ -126,7 +131,7 @@ def drop(context: click.Context, /, *, names: Sequence[str], **given: Any) -> No
 
     \b
     Examples:
-      delayer held drop 48213 48214
+      delayer held drop id:48213 id:48214
       delayer held drop --route reminders.in --due-before 2031-01-31T08:00:00Z --dry-run
     """
     _act(context, "drop", names, **given)
@@ -137,7 +142,7 @@ def _act(
 ) -> None:
     wanted = selected(names, given, everything=everything)
     url = store_url(request_of(context).settings())
-    tokens = messages_to_change(url, names)
+    tokens = messages_of(url, names)
     ids = {token.id for token in tokens.values() if token is not None} if names else None
     test = reading.properties_test(wanted)
     look = (

@@ -76,7 +76,7 @@ def list_(
       delayer list --route orders.in --due-before 2h
       delayer list --header customer=4711 --json
       delayer list --after 1795291200000000.48213
-      delayer list 48213@1795291200000 48214@1795291200500
+      delayer list id:48213@1795291200000 id:48214@1795291200500
     """
     settings = request_of(context).settings()
     wanted = filter_of(given)
@@ -144,15 +144,16 @@ def list_(
 def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) -> None:
     """Show a message: its properties, its headers with their types, the beginning of its body, its place, its future.
 
-    The ID is that of `delayer list`, such as 48213@1795291200000. The part before the @ is enough, and finds a moved
-    message. A message_id, a key or an x-delayer-id is an ID too, if it is not a number. To find it, this command reads
-    every message: minutes in a large store.
+    The ID is that of `delayer list`, such as id:48213@1795291200000. The part before the @ is enough, and finds a moved
+    message: id: and the value of x-delayer-id. Any other text is a message_id: 5 is the message that its publisher
+    called 5. To find one, this command reads every message: minutes in a large store. `delayer list --delay-key KEY`
+    finds a key at once.
     Exit code 1 if the message is not found: it was delivered, cancelled, replaced, refused, or never parked.
 
     \b
     Examples:
-      delayer show 48213@1795291200000
-      delayer show 48213 --body > order.json
+      delayer show id:48213@1795291200000
+      delayer show id:48213 --body > order.json
       delayer show a0165a78-8d6e-4f43-a5e5-4f9a4a4e2d11
     """
     settings = request_of(context).settings()

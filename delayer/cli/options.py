@@ -27,12 +27,10 @@ from delayer.config.errors import Expected, show
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar
 from delayer.config.values import duration_ms
-from delayer.core.filters import Filter, Token, read_token
+from delayer.core.filters import HOW_TO_NAME, OWN, Filter, Token, read_token
 from delayer.core.hold import HoldKind
-from delayer.core.message import as_text
 from delayer.core.secret import SecretUrl
 from delayer.store.admin import listing
-from delayer.store.rows import keys
 
 
 class Stoppable(click.Command):
@@ -144,8 +142,8 @@ def _header(text: str) -> tuple[bytes, str]:
 
 
 def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
-    """The message of each name: an id as lists print it, or else a key, a message_id or an x-delayer-id. None
-    where no message has that name; ids are not looked up. Raises Misused for a name of several messages."""
+    """The message of each name: delayer's id after ``id:``, or else a message_id. None if no message has that name; an
+    id of the store is not looked up. Raises Misused for a name of several messages."""
     found: dict[str, Token | None] = dict.fromkeys(names)
     for name in found:
         with suppress(ValueError):
@@ -160,17 +158,6 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
                 number = f"{len(tokens)} or more" if len(tokens) == listing.NAMED else len(tokens)
                 raise Misused(f"{quoted(others[text])} names {number} messages: give an id of {several}")
             found[others[text]] = tokens[0] if tokens else None
-    return found
-
-
-def messages_to_change(url: str, names: Sequence[str]) -> dict[str, Token | None]:
-    """The same for a verb that changes them. An order number is often a key, so this raises Misused too for an id that
-    is the key of a message."""
-    found = messages_of(url, names)
-    numbers = [raw(name) for name, token in found.items() if token is not None and token.due_ms is None]
-    if numbers and (known := ask_store(url, "find", lambda connection: keys.among(connection, numbers))):
-        key = as_text(known[0])
-        raise Misused(f"{key} is an id and a key: expected ID@DUE as of `delayer list`, or --delay-key {key}")
     return found
 
 
@@ -274,6 +261,8 @@ def go_on(
     absent = sorted(missing)
     for name in absent:
         note(f"{quoted(name)} was not found.")
+    if not all(name.startswith(OWN) for name in absent):
+        note(HOW_TO_NAME)
     if dry_run or not some:
         click.echo(f"{question.partition(' ')[2]} match.")
         context.exit(ExitCode.FOUND if absent or not fine else ExitCode.DONE)

@@ -7,7 +7,6 @@ import shlex
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -26,7 +25,7 @@ from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import Scalar, duration_text
 from delayer.core.delay_headers import DelayRequest, due_and_start_ms
 from delayer.core.delay_sources import header_of
-from delayer.core.filters import read_token
+from delayer.core.filters import OWN
 from delayer.core.plan import Route, Unacceptable, delay_of
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import instant, readable
@@ -165,11 +164,9 @@ def send(
 
 
 def _look_up(message_id: str) -> str:
-    """The command that finds the message. `delayer show` takes a number for an id of the store."""
-    with suppress(ValueError):
-        read_token(message_id)
-        return f"delayer list --message-id {shlex.quote(message_id)}"
-    return f"delayer show {shlex.quote(message_id)}"
+    """The command that finds the message. `delayer show` takes a name that begins with id: for an id of delayer's."""
+    find = "list --message-id" if message_id.startswith(OWN) else "show"
+    return f"delayer {find} {shlex.quote(message_id)}"
 
 
 def cancelling(key: str, settings: Settings) -> str:

@@ -33,6 +33,7 @@ from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar
 from delayer.config.topology import cascade_of, native_of, unread_delays
+from delayer.core.filters import OWN
 from delayer.core.readable import instant
 from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
 from delayer.intake.set_aside import (
@@ -97,7 +98,7 @@ REFUSED: Final = SetAsideQueue(
     """List, retry or drop refused messages. They could not be delayed, and are in the queue delays.refused, or in that
     of the configuration ([refused] queue).
 
-    An ID is the x-delayer-id that `refused list` prints, or the message's own message_id.
+    An ID is id: and the value of x-delayer-id, as `refused list` prints it. Any other text is a message_id.
     """,
     """Publish refused messages again. They go to the exchange that they came in by, without the headers of the refusal.
 
@@ -114,8 +115,8 @@ STRAYS: Final = SetAsideQueue(
     """List, retry or drop strays: messages in the strays queue on the broker, where no store holds them. Their
     destination did not take them ten times, or they came too late for their route (late_limit).
 
-    An ID is the x-delayer-id that `strays list` prints, or the message's own message_id. The audit log does not show
-    changes of strays.
+    An ID is id: and the value of x-delayer-id, as `strays list` prints it. Any other text is a message_id. The audit
+    log does not show changes of strays.
     """,
     """Retry strays. The daemon tries them now, and up to ten times more; late ones once more.
     """,
@@ -177,7 +178,7 @@ def _change(
     done = asyncio.run(_recorded(settings, source, verb, {**wanted.as_dict(), **mend.asked}, change))
     click.echo(f"{source.retried if verb == 'retry' else actions.PAST[verb]}: {len(done.found):,}.")
     for one, why in done.left:
-        note(f"{one.names[0] or 'a message without an id'} stays {source.stays}: {why}.")
+        note(f"{min(one.names, default='a message without an id')} stays {source.stays}: {why}.")
     back = 0
     if source is REFUSED and verb == "retry" and done.found:
         back = asyncio.run(queue.returned(done))
@@ -202,14 +203,14 @@ def near_misses(wanted: Selection, others: Iterable[RefusedMessage | Stray]) -> 
 
 
 def _asked(wanted: Selection) -> Iterator[tuple[str, str]]:
-    yield from ((shlex.quote(name), name) for name in sorted(wanted.ids))
+    yield from ((shlex.quote(name), name.removeprefix(OWN)) for name in sorted(wanted.ids))
     yield from option_of("--reason", reading.raw(wanted.reason))
     yield from option_of("--route", None if wanted.exchange is None else reading.raw(wanted.exchange))
     yield from option_of("--kind", None if wanted.kind is None else wanted.kind.encode())
 
 
 def _offered(wanted: Selection, one: RefusedMessage | Stray) -> Iterator[tuple[str, str]]:
-    yield from ((shlex.quote(name), name) for name in one.names if name)
+    yield from ((shlex.quote(name), name.removeprefix(OWN)) for name in sorted(one.names))
     if wanted.reason and (part := re.search(re.escape(wanted.reason), one.reason, re.IGNORECASE)):
         yield from option_of("--reason", reading.raw(part[0]))
     yield from option_of("--route", one.exchange)
@@ -295,7 +296,7 @@ def _group(source: SetAsideQueue) -> click.Group:
     group = click.Group(source.name, help=source.about, short_help=f"List, retry or drop {source.noun}.")
     for verb, (text, example, command) in verbs.items():
         of = f"delayer {source.name} {verb}"
-        examples = f"\b\nExamples:\n  {of} 5f0c9a4be1d24a7c8f3e6b1d2a907c35\n  {of} {example}"
+        examples = f"\b\nExamples:\n  {of} id:5f0c9a4be1d24a7c8f3e6b1d2a907c35\n  {of} {example}"
         told, short = f"{inspect.cleandoc(text)}\n\n{examples}", f"{verb.capitalize()} {source.noun}."
         of_kind = kind_option(command) if source is STRAYS else command
         group.command(verb, help=told, short_help=short)(_SELECTING(of_kind))

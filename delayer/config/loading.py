@@ -207,7 +207,9 @@ def between_keys(settings: Settings, merged: MergedSettings, *, sealed: bool) ->
         "refused.queue": settings.refused.queue,
     }
     mistakes = [*_same_queue(merged, queues), *_of_routes(settings, queues, merged), *_circles(settings.routes)]
-    mistakes += [*_in_the_cascade(settings, queues), *_takeovers(settings, queues, sealed=sealed)]
+    mistakes += [*_in_the_cascade(settings, queues), *_takeovers(settings, queues)]
+    if settings.store_url is None and not sealed:
+        mistakes += _without_store(settings)
     return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in mistakes]
 
 
@@ -266,10 +268,15 @@ def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[M
     yield from ((key, _NOT_OURS, show(name)) for key, name in named if name in taken)
 
 
-def _takeovers(settings: Settings, queues: Mapping[str, str], *, sealed: bool) -> Iterator[Mistake]:
-    """Takeovers that occur twice or have no store, and names of ours that belong to another system's cascade."""
-    if settings.takeovers and settings.store_url is None and not sealed:
-        yield "takeover", "a store for what is taken over: store.url, where the mode is native", "none"
+def _without_store(settings: Settings) -> Iterator[Mistake]:
+    """Settings that need a store."""
+    keys = [f"route[{index}].key_from" for index, route in enumerate(settings.routes) if route.key_from]
+    for key in ["takeover", *keys] if settings.takeovers else keys:
+        yield key, "a store for its messages: store.url, where the mode is native", "none"
+
+
+def _takeovers(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistake]:
+    """Takeovers that occur twice, and names of ours that belong to another system's cascade."""
     ours = dict(queues) | {f"route[{index}].from": route.from_ for index, route in enumerate(settings.routes)}
     seen: set[Cascade] = set()
     for index, one in enumerate(settings.takeovers):

@@ -107,6 +107,7 @@ class RouteTable(Table):
     require_delay: StrictBool = False
     allow_exchanges: values.Patterns = ()
     exchange_from_reply_to: StrictBool = False
+    key_from: values.KeyFrom = ""
     late_limit_ms: values.Limit = Field(default=None, alias="late_limit")
     late_action: Literal["deliver", "hold"] = "deliver"
     max_rate: Annotated[StrictInt, Field(ge=0, le=1_000_000)] = 0

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator
 
 from delayer.config.errors import Expected
 from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, Cascade, bindable
+from delayer.core.delay_sources import HEADER
 from delayer.core.message import SHORT_STRING
 from delayer.core.secret import Secret, SecretUrl
 
@@ -81,6 +82,14 @@ def _queue(value: object) -> str:
             'the name of a queue: not empty, and not beginning with "amq.", which the broker keeps for itself'
         )
     return name
+
+
+def _key_from(value: object) -> str:
+    wanted = '"message_id", "correlation_id", "header:NAME", or "" for none'
+    text = _short_string(value, wanted)
+    if text in ("", "message_id", "correlation_id") or (text.startswith(HEADER) and text != HEADER):
+        return text
+    raise Expected(wanted)
 
 
 def _due_queue(value: object) -> str:
@@ -215,6 +224,7 @@ HeartbeatMs = Annotated[int, BeforeValidator(_heartbeat_ms)]
 RestoreAheadMs = Annotated[int, _duration_from("5m", ": what is restored later would be late")]
 ExchangeName = Annotated[str, _named("the name of an exchange")]
 RoutingKey = Annotated[str, _named("a routing key")]
+KeyFrom = Annotated[str, BeforeValidator(_key_from)]
 QueueName = Annotated[str, BeforeValidator(_queue)]
 DueQueue = Annotated[str, BeforeValidator(_due_queue)]
 AnyQueue = Annotated[str, BeforeValidator(_any_queue)]

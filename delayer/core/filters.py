@@ -8,7 +8,11 @@ from typing import Any, Final, NamedTuple
 
 from delayer.core.message import as_text
 
-_TOKEN: Final = re.compile(r"([0-9]{1,19})(?:@(-?[0-9]{1,16}))?")
+OWN: Final = "id:"
+"""The beginning of every name that is an id of delayer's: the value of a message's header ``x-delayer-id`` follows. A
+name without it is the message_id that a publisher gave."""
+HOW_TO_NAME: Final = "An id of delayer's, as in x-delayer-id, is written with id: before it, such as id:48213."
+_TOKEN: Final = re.compile(OWN + r"([0-9]{1,19})(?:@(-?[0-9]{1,16}))?")
 _PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
 MAX_ID: Final = (1 << 63) - 1
 EARLIEST_MS: Final = -210_000_000_000_000
@@ -24,16 +28,26 @@ class Token(NamedTuple):
     due_ms: int | None = None
 
     def __str__(self) -> str:
-        return str(self.id) if self.due_ms is None else f"{self.id}@{self.due_ms}"
+        return f"{OWN}{self.id}" if self.due_ms is None else f"{OWN}{self.id}@{self.due_ms}"
 
 
 def read_token(text: str) -> Token:
-    """Read ``ID@DUE``, as lists print it, or ``ID``. Raises ValueError with the expected form."""
+    """Read ``id:NUMBER@DUE``, as lists print it, or ``id:NUMBER``. Raises ValueError with the expected form."""
     found = _TOKEN.fullmatch(text.strip())
     due_ms = None if found is None or found[2] is None else int(found[2])
     if found is None or int(found[1]) > MAX_ID or (due_ms is not None and not EARLIEST_MS <= due_ms <= LAST_MS):
-        raise ValueError("an id as `delayer list` prints it, such as 48213@1795291200000, or its part before the @")
+        raise ValueError("an id as `delayer list` prints it, such as id:48213@1795291200000, or its part before the @")
     return Token(int(found[1]), due_ms)
+
+
+def own_name(delayer_id: str) -> str:
+    """How people write this ``x-delayer-id``. "" without one."""
+    return OWN + delayer_id if delayer_id else ""
+
+
+def names_of(own: str, message_id: str) -> frozenset[str]:
+    """The names of a message with these two, each "" if it has none. A message_id that looks like an id is no name."""
+    return frozenset((own, "" if message_id.startswith(OWN) else message_id)) - {""}
 
 
 def place_text(after: tuple[int, int]) -> str:

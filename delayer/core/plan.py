@@ -32,7 +32,7 @@ from delayer.core.delay_headers import (
     shown,
     whole_seconds_until,
 )
-from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, header_of, source_of
+from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, HEADER, header_of, source_of
 from delayer.core.hold import Hold, too_late
 from delayer.core.message import SHORT_STRING, Target, as_bytes, is_direct_reply
 from delayer.core.operations import Cancel
@@ -71,12 +71,16 @@ class Route:
     """Whether the daemon refuses messages without a delay."""
     routing_key_header: bytes = b""
     """The header that names a message's routing key, beside ``x-delay-routing-key``."""
+    key_from: str = ""
+    """What is the key of a message without ``x-delay-key``: a property, or ``header:NAME``. Empty: nothing is."""
     sources: tuple[tuple[str, Source], ...] = field(init=False, repr=False, compare=False)
     """The readers of ``delay_from``, by form."""
     named: frozenset[bytes] = field(init=False, repr=False, compare=False)
     """The headers that ``delay_from`` and ``routing_key_header`` name. They are removed, as other delay headers are."""
     consulted: frozenset[bytes] = field(init=False, repr=False, compare=False)
     """The headers that a plan reads, ``named`` ones among them. The daemon decodes no others."""
+    key_header: bytes = field(init=False, repr=False, compare=False)
+    """The header that ``key_from`` names. A release keeps it. Empty if it names a property."""
     sagas: bool = field(init=False, repr=False, compare=False)
     """Whether it reads NServiceBus timeouts. Each names its destination. A saga (a workflow) can cancel its own."""
 
@@ -84,7 +88,10 @@ class Route:
         object.__setattr__(self, "sources", tuple((form, source_of(form)) for form in self.delay_from))
         named = frozenset(filter(None, (self.routing_key_header, *map(header_of, self.delay_from))))
         object.__setattr__(self, "named", named)
-        object.__setattr__(self, "consulted", CONSULTED | named if self.retry is None else retry_policy.RETRY_HEADERS)
+        key_header = self.key_from.removeprefix(HEADER).encode() if self.key_from.startswith(HEADER) else b""
+        object.__setattr__(self, "key_header", key_header)
+        read = CONSULTED | named | {key_header} - {b""} if self.retry is None else retry_policy.RETRY_HEADERS
+        object.__setattr__(self, "consulted", read)
         object.__setattr__(self, "sagas", nservicebus.TIMEOUT_FORM in self.delay_from)
 
 
@@ -204,7 +211,7 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     if route.retry is not None:
         return _retried(request, route, route.retry, policy, now_ms=now_ms, now_lower_ms=now_lower_ms)
     if CANCEL in headers:
-        return Cancel(key_of(CANCEL, request, policy))
+        return Cancel(key_of(CANCEL, headers[CANCEL], policy))
     if route.sagas and (cleared := _of_timeout(nservicebus.cleared_timeouts, headers)) is not None:
         _check_store(nservicebus.CLEAR_TIMEOUTS, policy)
         return Cancel(cleared)
@@ -212,13 +219,9 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     asked = (route.default_delay_ms, None) if found is None else found
     due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
-    if KEY in headers:
+    if (key := _key(request, route, policy, due_ms, start_ms)) is not None:
         # A message that is due at once is parked too: only the store can delete the message that it replaces.
-        return Park(due_ms, target, key_of(KEY, request, policy), found is None)
-    if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms:
-        key = nservicebus.timeout_key(headers, request.properties.short("message_id"), due_ms)
-        if key is not None:
-            return Park(due_ms, target, key)
+        return Park(due_ms, target, key, found is None)
     # A message that asks for a delay of zero or less is never too late. (None: it names an instant.)
     delay_ms, _ = asked
     late_limit_ms = route.late_limit_ms if delay_ms is None or delay_ms > 0 else None
@@ -283,7 +286,7 @@ def _misspelt(names: Iterable[bytes], route: Route) -> str:
     """Why a message with these headers, and without a delay, is refused: one of them is nearly a delay header. "" if
     none is."""
     for name in names:
-        right = None if name in route.named else meant(name)
+        right = None if name in route.named or name == route.key_header else meant(name)
         if right is not None and (right.decode() in route.delay_from or right.decode() not in OWN_SOURCES):
             return f"the message has no delay, but a header {_name(name)}: expected {_name(right)}"
     return ""
@@ -355,13 +358,31 @@ def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def key_of(header: bytes, request: DelayRequest, policy: Policy) -> bytes:
-    """The key in this header."""
-    _check_store(header, policy)
-    key = _short_string(header, request.headers[header])
+def key_of(source: bytes, value: object, policy: Policy) -> bytes:
+    """The key that ``value`` is, found in ``source``."""
+    _check_store(source, policy)
+    key = _short_string(source, value)
     if not key:
-        raise Unacceptable(f"{header.decode()}: expected a key, found an empty string")
+        raise Unacceptable(f"{source.decode()}: expected a key, found an empty string")
     return key
+
+
+def _key(request: DelayRequest, route: Route, policy: Policy, due_ms: int, start_ms: int) -> bytes | None:
+    """The key of a message: that of its header, or of its saga, or the value that ``key_from`` names. None without
+    one."""
+    headers, header = request.headers, route.key_header
+    if KEY in headers:
+        return key_of(KEY, headers[KEY], policy)
+    if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms:
+        key = nservicebus.timeout_key(headers, request.properties.short("message_id"), due_ms)
+        if key is not None:  # With another key, the saga's clear would miss its timeout.
+            return key
+    if not route.key_from:
+        return None
+    value: object = headers.get(header) if header else request.properties.short(route.key_from)
+    if value in (None, "", b""):
+        return None
+    return key_of(b"key_from " + route.key_from.encode(), str(value) if type(value) is int else value, policy)
 
 
 def _check_store(header: bytes, policy: Policy) -> None:

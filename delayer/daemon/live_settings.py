@@ -33,6 +33,7 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
             delay_from=route.delay_from,
             default_delay_ms=route.default_delay_ms,
             require_delay=route.require_delay,
+            key_from=route.key_from,
             allow_exchanges=route.allow_exchanges,
             exchange_from_reply_to=route.exchange_from_reply_to,
             late_limit_ms=route.late_limit_ms if route.late_action == "hold" else None,

@@ -126,8 +126,8 @@ class Actions:
 
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> ActionResult:
         ids = [token.id for token in tokens]
-        url = self.pages.answers.view.url
-        async with actions.recorded(url, who, f"held {verb}", {"ids": ids}) as (connection, log_id):
+        url, asked = self.pages.answers.view.url, {"ids": list(map(str, tokens))}
+        async with actions.recorded(url, who, f"held {verb}", asked) as (connection, log_id):
             done = await actions.change_held(connection, verb, await detail.held_dues(connection, ids), log_id)
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)

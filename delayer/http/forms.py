@@ -169,8 +169,10 @@ def place(text: str) -> tuple[int, int] | None:
 
 
 def number(text: str) -> int | None:
-    """The number after which a page of a list starts; None for the first page. Raises FieldError."""
-    return token(text).id if text else None
+    """The number of the entry after which a page of a list starts; None for the first page. Raises FieldError."""
+    if text and not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise FieldError(f"Page: expected a number, found {text[:80]!r}")
+    return int(text) if text else None
 
 
 async def said(request: Request) -> dict[str, list[str]]:

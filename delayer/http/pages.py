@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from delayer.amqp import reading
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.core import horizon
-from delayer.core.filters import Token, place_text, read_token
+from delayer.core.filters import OWN, Token, place_text, read_token
 from delayer.core.readable import delayed_rows
 from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
@@ -32,7 +32,7 @@ _CASCADE: Final = "The overview counts them by level; they cannot be listed, mov
 _STRAYS: Final = (
     "Messages that no destination takes go back into the cascade; after ten attempts to the strays: /strays."
 )
-_UNNAMED: Final = "expected the name of one message, found none or several: see /api/messages?message_id="
+_UNNAMED: Final = "expected id:48213 or one message's message_id, found none or several: see /api/messages?message_id="
 
 
 def _by_program(request: Request) -> bool:
@@ -40,7 +40,7 @@ def _by_program(request: Request) -> bool:
 
 
 async def _named(connection: Any, text: str) -> Token | None:
-    """The message of this name among rows and held messages; None for several or none."""
+    """The message of this name, by the rule of OWN, among rows and held messages; None for several or none."""
     with suppress(ValueError):
         return read_token(text)
     name = reading.raw(text)
@@ -261,23 +261,26 @@ class Pages:
         return Response(found.body, headers=headers, media_type="application/octet-stream")
 
     async def _one(self, request: Request) -> FullMessage | Response:
-        """The message of a path; or the answer without one. Its name is an id, or a message_id, key or x-delayer-id
-        that no other row has."""
+        """The message of a path; or the answer without one. Its name is an id, or a message_id that no other row
+        has."""
         text = request.path_params["name"]
         if not self.answers.view.has_store:
             return await self._storeless(request, f"Message {text[:80]}", _CASCADE)
+        found: FullMessage | FoundIn = FoundIn.NOWHERE
         try:
             async with listing.looking(self.answers.view.url, "show") as connection:
-                if (token := await _named(connection, text)) is None:
-                    if _by_program(request):
-                        return await self.html(request, "", 404, wrong=_UNNAMED)
-                    return RedirectResponse("/waiting?" + render.query({}, message_id=text), status_code=303)
-                found = await detail.show(connection, token, most=MOST_BODY)
+                if (token := await _named(connection, text)) is not None:
+                    found = await detail.show(connection, token, most=MOST_BODY)
         except STORE_ERRORS as error:
             return await self.html(request, "message.html", 503, token=text[:80], missing=str(error))
+        if token is None and not text.startswith(OWN):
+            if _by_program(request):
+                return await self.html(request, "", 404, wrong=_UNNAMED)
+            return RedirectResponse("/waiting?" + render.query({}, message_id=text), status_code=303)
         if isinstance(found, FoundIn):
-            missing = detail.absent(token, found)
-            return await self.html(request, "message.html", 404, token=str(token), missing=missing)
+            name = text[:80] if token is None else token
+            missing = detail.absent(name, found)
+            return await self.html(request, "message.html", 404, token=str(name), missing=missing)
         return found
 
     async def held(self, request: Request) -> Response:
@@ -288,7 +291,7 @@ class Pages:
             query = request.query_params
             forms.once([name for name, _ in query.multi_items() if name != "id"])
             form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
-            after = forms.number(trail.after) or 0
+            after = forms.token(trail.after).id if trail.after else 0
             test = reading.properties_test(form.wanted)
             async with listing.looking(self.answers.view.url, "list held messages") as connection:
                 page = await detail.held_page(connection, form.wanted, test, ROWS, after)
@@ -297,7 +300,7 @@ class Pages:
         except (FieldError, *STORE_ERRORS) as error:
             return await self._unreached(request, error)
         full = len(page.messages) == ROWS and not _by_program(request)
-        onward = {} if page.after is None else trail.next(str(page.after), full=full)
+        onward = {} if page.after is None else trail.next(str(Token(page.after)), full=full)
         more = f"{request.url.path}?{render.query(form.given, **onward)}" if onward else ""
         if _by_program(request):
             messages = list(map(as_json.held, page.messages))

@@ -26,6 +26,7 @@ from delayer.amqp.properties import Field, Properties, changed, long_string, spl
 from delayer.amqp.properties import entry as header
 from delayer.amqp.reading import raw
 from delayer.core.delay_headers import DELAY, DELIVER_AT, LONGEST_TIMER_MS, OPT_DELAY, OPT_TIME, RECEIVED_AT
+from delayer.core.filters import own_name
 from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes, as_text
 
@@ -50,7 +51,8 @@ class EntryPoints(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """The headers of a message in the refused queue: the reason, and the origin (None: unknown)."""
+    """The headers of a message in the refused queue: the reason, and the origin (None: unknown). ``id``: as people
+    write it; "" if it has none."""
 
     id: str
     reason: str
@@ -69,7 +71,7 @@ def refusal_of(delivery: Delivery, entries: EntryPoints) -> Refusal:
         reason, exchange, routing_key = _reason_and_origin(fields, entries.queue)
         mangled = REFUSED in fields and PROPERTIES in fields
         id, message_id = _content(fields, ID) or b"", properties.short("message_id") or b""
-        return Refusal(as_text(id), reason, exchange, routing_key, as_text(message_id), mangled)
+        return Refusal(own_name(as_text(id)), reason, exchange, routing_key, as_text(message_id), mangled)
     except (MalformedProperties, MalformedTable) as error:
         return Refusal("", f"not readable: {error}", None, None, "", mangled=True)
 

@@ -26,6 +26,7 @@ from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
 from delayer.core.errors import BrokerLost
+from delayer.core.filters import names_of, own_name
 from delayer.core.hold import Confirmed, Hold, HoldKind
 from delayer.core.message import Delivery, Outgoing, Target, as_text
 from delayer.core.readable import COUNTS_AGE
@@ -58,9 +59,9 @@ class RefusedMessage(NamedTuple):
     size: int
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> frozenset[str]:
         """The ids that an operator may name it by."""
-        return self.refusal.id, self.refusal.message_id
+        return names_of(self.refusal.id, self.refusal.message_id)
 
     @property
     def exchange(self) -> bytes | None:
@@ -85,7 +86,8 @@ class RefusedMessage(NamedTuple):
 
 
 class Stray(NamedTuple):
-    """A stray with the beginning of its body. ``due_ms`` is None if its envelope cannot be read."""
+    """A stray with the beginning of its body. ``id``: as people write it, "" if its envelope
+    cannot be read. ``due_ms`` is None then."""
 
     id: str
     due_ms: int | None
@@ -105,16 +107,16 @@ class Stray(NamedTuple):
         if isinstance(read, str):
             return cls("", None, Target(b"", b""), b"", b"", 0, Hold(HoldKind.UNFIT, read), head, size)
         parcel, held = read.parcel, read.held or HoldNote(UNKNOWN, 0, None)
-        id, hold = as_text(read.id), held.hold
+        id, hold = own_name(as_text(read.id)), held.hold
         own = as_text(reading.message_id(parcel.properties) or b"")
         return cls(
             id, parcel.due_ms, parcel.target, parcel.exchange, parcel.route, held.attempts, hold, head, size, own
         )
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> frozenset[str]:
         """The ids that an operator may name it by."""
-        return self.id, self.message_id
+        return names_of(self.id, self.message_id)
 
     @property
     def reason(self) -> str:

@@ -146,7 +146,7 @@ async def test_a_program_with_the_token_finds_a_message(place: OwnVhost, store: 
         rows = await eventually(lambda: listed(""), lambda rows: len(rows) == 4)
         (one,) = await listed("message_id=m/1")
         assert one in rows and await listed("key=order-1") == [row for row in rows if row["key"] == "order-1"]
-        for name, body in ((one["id"], "m/1"), ("m%2F1", "m/1"), ("order-1", "keyed")):
+        for name, body in ((one["id"], "m/1"), (one["id"].partition("@")[0], "m/1"), ("m%2F1", "m/1")):
             found = (await web.get(f"/api/messages/{name}", **allowed)).json
             assert (found["body"], found["where"]) == (body, "waiting")
             file = await web.get(f"/body/{name}")
@@ -160,7 +160,8 @@ async def test_a_program_with_the_token_finds_a_message(place: OwnVhost, store: 
         assert (await web.get("/body/large")).status == 413
         assert "delayer show" in (await web.get("/message/large")).text
         wrong = {"/api/messages/m-2": 404, "/api/held?rout=x": 400, "/api/messages/nobody": 404,
-                 "/api/messages/999": 404, "/api/messages?rout=x": 400}  # fmt: skip
+                 "/api/messages/id:999": 404, "/api/messages/order-1": 404, "/api/messages/1": 404,
+                 "/api/messages?rout=x": 400}  # fmt: skip
         for path, status in wrong.items():
             answer = await web.get(path, **allowed)
             assert (answer.status, list(answer.json)) == (status, ["error"])
@@ -168,6 +169,7 @@ async def test_a_program_with_the_token_finds_a_message(place: OwnVhost, store: 
         assert (await web.get("/find?id=m/1")).headers["location"] == "/message/m%2F1"
         assert (await web.get("/message/m%2F1")).status == 200
         assert (await web.get("/message/m-2")).headers["location"] == "/waiting?message_id=m-2"
+        assert (await web.get("/message/id:c0ffee")).status == 404
 
 
 async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(place: OwnVhost, store: str) -> None:
@@ -233,7 +235,7 @@ async def test_pages_of_a_list_lead_forth_and_back(place: OwnVhost, store: str) 
             text = html.unescape((await web.get(path)).text)
             numbers = re.search(r'<p class="pages"><span>(.*?)</span>', text)
             links = re.findall(r'<a href="([^"]*)"[^>]*>(First page|Previous page|Next page)</a>', text)
-            ids = re.findall(r'data-label="id"><a href="/message/(\d+)', text)
+            ids = re.findall(r'data-label="id"><a href="/message/(id:\d+)', text)
             return numbers[1] if numbers else "", ids, {name: link for link, name in links}
 
         for path, of in (("/waiting", 130), ("/waiting?to_key=a", 120), ("/held", 53)):
@@ -277,11 +279,11 @@ async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
             await raw.publish(Message("", b"delayer.delay-strays", enveloped(parcel, name, held), name))
         page = await eventually(lambda: web.get("/strays"), lambda page: "2, the first 2 are shown" in page.text)
         found = (await web.get("/api/strays", **allowed)).json
-        assert (found["depth"], [one["id"] for one in found["messages"]]) == (2, ["one", "two"])
+        assert (found["depth"], [one["id"] for one in found["messages"]]) == (2, ["id:one", "id:two"])
         assert [one["reason"] for one in found["messages"]] == ["312 NO_ROUTE"] * 2
         for text_of in ("queue nowhere", "312 NO_ROUTE", "<code>two</code>"):
             assert text_of in page.text
-        done = (await web.post("/actions/strays", {"verb": "retry", "id": "one"}, **allowed)).json
+        done = (await web.post("/actions/strays", {"verb": "retry", "id": "id:one"}, **allowed)).json
         assert done == {"heading": "On their way again: 1 of 1", "lines": [], "done": 1}
         await inbox.got([b"one"])
         done = (await web.post("/actions/strays", {"verb": "drop", "id": ["two", "one"]}, **allowed)).json
@@ -290,7 +292,7 @@ async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
         none = "There are no strays." if place.rabbitmq.version < DELAYS_FROM else "up to 12 s ago"
         assert none in (await web.get("/strays")).text
         told = await daemon.event("strays acted on")
-        assert (told["verb"], told["ids"], told["who"]) == ("retry", ["one"], "nightly (http, 127.0.0.1)")
+        assert (told["verb"], told["ids"], told["who"]) == ("retry", ["id:one"], "nightly (http, 127.0.0.1)")
         assert (await web.post("/actions/strays", {"verb": "drop", "id": "two"})).status == 403
 
 

@@ -366,7 +366,7 @@ async def test_a_token_for_the_page(service: Service) -> None:
         service.machine.run("sh", "-ec", block)
         token = service.machine.file("/etc/delayer/http-token").read_text().strip()
         (listen,) = re.findall(r'^listen = "([^"]*)"', config.read_text(), re.MULTILINE)
-        form, program = {"verb": "cancel", "id": "1"}, {"Accept": "application/json"}
+        form, program = {"verb": "cancel", "id": "id:1"}, {"Accept": "application/json"}
         answer = await Web(listen).post("/actions/messages", form, Authorization=f"Bearer {token}", **program)
         assert (answer.status, answer.json["done"]) in ((200, 0), (200, 1))
         assert (await Web(listen).post("/actions/messages", form, **program)).status == 403

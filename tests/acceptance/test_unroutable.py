@@ -162,7 +162,7 @@ async def test_after_ten_attempts_a_message_waits_for_an_operator(place: OwnVhos
         await raw.publish(Message("", b"delays.due", edits.enveloped(parcel, b"0815", held), parcel.body))
 
         [row] = await eventually(lambda: strays(config), lambda rows: len(rows) == 1)
-        assert (row["id"], row["attempts"], row["kind"]) == ("0815", 10, "closed_channel")
+        assert (row["id"], row["attempts"], row["kind"]) == ("id:0815", 10, "closed_channel")
         place.things.exchange("missing")
         place.things.bind("missing", "inbox")
         await command(config, "strays", "retry", "--all", "--yes")

@@ -172,8 +172,8 @@ async def test_a_second_export_writes_what_changed(database: str, delayer: Run, 
         # One is delivered, one comes, and one is rescheduled to a new day.
         segment_free = [row for row in there.values() if row.route == b"mail.in"]
         moved, late = segment_free[0].id, 50 * DAY_MS
-        delayer("reschedule", str(moved), "--by", "50d", "--yes")
-        delayer("cancel", str(segment_free[1].id), "--yes")
+        delayer("reschedule", f"id:{moved}", "--by", "50d", "--yes")
+        delayer("cancel", f"id:{segment_free[1].id}", "--yes")
         new = rows(1, min(row.due_us for row in there.values()) // 1000, first_id=99_999)
         await put(admin, of_routes(new))
         now = await everything(admin)
@@ -221,7 +221,7 @@ async def test_delta_has_a_version_for_each_export(database: str, delayer: Run, 
 
         assert_same(at(0), {id_: expected(row, bodies=False) for id_, row in there.items()})
         gone = next(iter(there))
-        delayer("cancel", str(gone), "--yes")
+        delayer("cancel", f"id:{gone}", "--yes")
         told = json.loads(delayer("backlog", "export", str(where), "--format", "delta", "--json").stdout)
         assert (told["came"], told["left"], told["written"]) == (0, 1, 1)
         assert_same(at(1), {id_: expected(row, bodies=False) for id_, row in there.items() if id_ != gone})

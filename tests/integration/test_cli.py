@@ -163,11 +163,11 @@ async def test_send_does_not_send_what_the_daemon_would_refuse(delayer: Run, vho
     assert await take(vhost, "delays") == []
 
 
-@pytest.mark.parametrize(("number", "command"), [("777", "list --message-id"), ("7-7", "show")])
+@pytest.mark.parametrize(("number", "command"), [("id:777", "list --message-id"), ("777", "show")])
 async def test_send_names_the_command_that_finds_the_message(
     delayer: Run, vhost: str, database: str, number: str, command: str
 ) -> None:
-    """`delayer show` takes a number for an id of the store."""
+    """`delayer show` takes a name that begins with id: for an id of delayer's."""
     delayer("topology", "apply")
     assert f"`delayer {command} {number}` the message" in delayer("send", "--message-id", number).stderr
     async with opened(database) as store, owned(store) as [lane]:

@@ -63,9 +63,9 @@ async def test_the_kind_of_a_hold_selects_held_messages(delayer: Run, database: 
         now = place.now_upper_ms()
         holds = [Hold(HoldKind.LATE, "late"), Hold(HoldKind.RETURNED, "no queue")]
         await place.hold(lane, [(parcel(now, str(one.kind).encode()), one) for one in holds])
-    assert ids(delayer, "held", "list", "--kind", "late") == [f"1@{now}"]
+    assert ids(delayer, "held", "list", "--kind", "late") == [f"id:1@{now}"]
     assert "Dropped: 1." in delayer("held", "drop", "--kind", "late", "--yes").stdout
-    assert ids(delayer, "held", "list") == [f"2@{now}"]
+    assert ids(delayer, "held", "list") == [f"id:2@{now}"]
     assert "'closed_channel'" in delayer("held", "list", "--kind", "lost", expect=2).stderr
     assert json.loads(json.loads(delayer("audit-log", "--json").stdout)[0]["asked"]) == {"kind": "late"}
 
@@ -81,7 +81,7 @@ async def test_the_kind_of_a_hold_selects_strays(delayer: Run, vhost: str) -> No
     async with await Raw.connect(vhost) as raw:
         await raw.publish(Message("", QUEUE, envelope(1, "312")[1], b"body"), Message("", QUEUE, Props(), b"none"))
     told = json.loads(delayer("--mode", "native", "strays", "list", "--kind", "returned", "--json").stdout)
-    assert [one["id"] for one in told["messages"]] == [f"{1:032x}"]
+    assert [one["id"] for one in told["messages"]] == [f"id:{1:032x}"]
     await returned(vhost, 2)
     assert "Dropped: 1." in delayer("--mode", "native", "strays", "drop", "--kind", "unfit", "--yes").stdout
     await returned(vhost, 1)
@@ -103,7 +103,9 @@ async def test_a_filter_of_refused_messages_or_strays_gets_a_hint(delayer: Run, 
     assert "Did you mean --reason 'too long'?\n" in await hint("refused", "list", "--reason", "Too Long")
     assert "Did you mean --route delayer.in?" in await hint("refused", "retry", "--route", "Delayer.In", "--yes")
     assert "Did you mean --route delayer.in?" in await hint("refused", "drop", "DELAYER.IN", "--yes")
-    assert "Did you mean delayer.in-1?" in await hint("refused", "retry", "Delayer.in-1")
+    assert "Did you mean id:delayer.in-1?" in await hint("refused", "retry", "Delayer.in-1")
+    bare = await hint(*native, "strays", "drop", f"{1:032x}")
+    assert f"Did you mean id:{1:032x}?" in bare and "is written with id: before it" in bare
     assert "Did you mean --reason NO_ROUTE?" in await hint(*native, "strays", "list", "--reason", "no_route")
     assert "Did you mean --route in?" in await hint(*native, "strays", "drop", "--route", "IN", "--yes")
     assert "Did you" not in await hint("refused", "list", "--reason", "too short")
@@ -111,6 +113,6 @@ async def test_a_filter_of_refused_messages_or_strays_gets_a_hint(delayer: Run, 
 
 
 def test_the_audit_log_names_messages_that_a_cancel_did_not_find(delayer: Run) -> None:
-    delayer("cancel", "order-1", "48213", expect=1)
+    delayer("cancel", "order-1", "48213", "id:48213", expect=1)
     (entry,) = json.loads(delayer("audit-log", "--json").stdout)
-    assert (json.loads(entry["asked"]), entry["messages"]) == ({"ids": ["order-1", "48213"]}, 0)
+    assert (json.loads(entry["asked"]), entry["messages"]) == ({"ids": ["order-1", "48213", "id:48213"]}, 0)

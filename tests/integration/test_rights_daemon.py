@@ -341,7 +341,7 @@ async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgr
                 "done"
             ] == 2
             assert (await told("/actions/filtered", verb="cancel", route="delayer.in", confirmed="yes"))["done"] == 2
-            assert (await told("/actions/held", verb="drop", id=str(lost)))["done"] == 1
+            assert (await told("/actions/held", verb="drop", id=f"id:{lost}"))["done"] == 1
             row = re.search(r'data-label="id" class="wide">([^<]+)<', (await web.get("/refused")).text)
             assert row is not None
             stays = await told("/actions/refused", verb="retry", id=row[1])

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 from asyncpg import Connection
 
-from delayer.core.filters import Filter, Token
+from delayer.core.filters import HOW_TO_NAME, OWN, Filter, Token
 from delayer.core.segment import SegmentBroken
 from delayer.store.admin import listing
 from delayer.store.admin.listing import Entry, Test, entry_of, meant
@@ -47,14 +47,14 @@ def absent(name: Token | str, found: FoundIn) -> str:
     """Why the message of this name is not here, in a sentence. Pure."""
     if found is FoundIn.UNREADABLE:
         return f"{name} may be in a segment that does not read back: see docs/backlog.md."
-    advice = f" If it was refused, `delayer refused list {shlex.quote(str(name))}` shows it."
-    if isinstance(name, Token) and name.due_ms is None:
-        advice += (
-            f" For a message_id: `delayer list --message-id {name}`; for a key: `delayer list --delay-key {name}`."
-        )
-    elif isinstance(name, Token):
+    quoted, subject = shlex.quote(str(name)), str(name)
+    advice = f" If it was refused, `delayer refused list {quoted}` shows it."
+    if isinstance(name, Token) and name.due_ms is not None:
         advice = " If it was rescheduled, try the part before the @."
-    return f"{name} is not in the store: it was delivered, cancelled, replaced, refused, or never parked there.{advice}"
+    elif not subject.startswith(OWN):
+        subject = f"message_id {name}"
+        advice += f" {HOW_TO_NAME} For a key use `delayer list --delay-key {quoted}`."
+    return f"{subject} is not in the store: it was delivered, cancelled, replaced, refused, or never parked.{advice}"
 
 
 class HeldState(NamedTuple):

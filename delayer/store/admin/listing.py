@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 from asyncpg import Connection
 
-from delayer.core.filters import MAX_ID, Filter, Token
+from delayer.core.filters import MAX_ID, OWN, Filter, Token
 from delayer.core.message import SHORT_STRING
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS
@@ -184,11 +184,11 @@ _KEYED: Final = (
 NAMED: Final = 10
 """The messages that :func:`called` finds for one name at most."""
 _CALLED: Final = " UNION ALL ".join(
-    f"SELECT (extract(epoch FROM due_at) * 1000000)::bigint, id, properties, key, {token} FROM {table}"
-    f" WHERE key = ANY($1) OR {token} = ANY($1)"
-    " OR EXISTS (SELECT FROM unnest($2::bytea[]) AS text WHERE position(text IN properties) > 0)"
-    for table, token in (("message", "NULL::bytea"), ("held", "token"))
+    f"SELECT (extract(epoch FROM due_at) * 1000000)::bigint, id, properties FROM {table}"
+    " WHERE EXISTS (SELECT FROM unnest($1::bytea[]) AS text WHERE position(text IN properties) > 0)"
+    for table in ("message", "held")
 )
+_HELD_OF: Final = f"SELECT '{OWN}'::bytea || token, due_at, id FROM held WHERE '{OWN}'::bytea || token = ANY($1)"
 
 
 class Entry(NamedTuple):
@@ -315,22 +315,27 @@ async def named(connection: Connection, tokens: Sequence[Token]) -> tuple[list[E
 async def called(
     connection: Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
 ) -> dict[bytes, list[Token]]:
-    """The ids of waiting and held messages by name: a key, a message_id, or the ``x-delayer-id`` of a held message.
-    ``message_id`` reads the message_id from properties. Reads every row; with ``packed`` every segment too, as long as
-    it takes. Raises the driver's errors."""
+    """The ids of the waiting and held messages that have one of these message_ids, or of the held ones with that
+    ``x-delayer-id`` after ``id:``. ``message_id`` reads the message_id from properties. To find one, it reads every
+    row; with ``packed`` every segment too, as long as it takes. Raises the driver's errors."""
     found: dict[bytes, list[Token]] = {name: [] for name in names}
+    published = {name for name in names if not name.startswith(OWN.encode())}
     # As properties hold them: a byte of length, then the text.
-    short = [bytes([min(len(name), SHORT_STRING)]) + name for name in names]
+    short = [bytes([min(len(name), SHORT_STRING)]) + name for name in published]
 
-    def add(due_us: int, number: int, properties: bytes, *others: bytes | None) -> None:
-        for name in found.keys() & {message_id(properties), *others}:
-            if len(found[name]) < NAMED:
-                found[name].append(Token(number, due_us // 1000))
+    def add(due_us: int, number: int, properties: bytes) -> None:
+        name = message_id(properties)
+        if name in published and len(found[name]) < NAMED:
+            found[name].append(Token(number, due_us // 1000))
 
     async with connection.transaction(isolation="repeatable_read", readonly=True):
+        for name, due_ms, number in await connection.fetch(_HELD_OF, names):
+            found[name].append(Token(number, due_ms))
+        if not published:
+            return found
         patient = "; SET LOCAL statement_timeout = 0" if packed else ""
         await connection.execute(f"SET LOCAL enable_seqscan = on{patient}")
-        async for row in connection.cursor(_CALLED, names, short, prefetch=100, timeout=LONG_SECONDS):
+        async for row in connection.cursor(_CALLED, short, prefetch=100, timeout=LONG_SECONDS):
             add(*row)  # A header's text may be in every row.
         for (segment,) in await connection.fetch("SELECT id FROM segment WHERE $1", packed):
             for place, *_, properties in await entries_of(connection, segment) or ():

@@ -45,11 +45,6 @@ _DELETE_HELD: Final = (
 )
 
 
-async def among(connection: Connection, texts: Collection[bytes]) -> list[bytes]:
-    """Those of ``texts`` that are keys of waiting or held messages. Raises the driver's errors."""
-    return [key for (key,) in await connection.fetch("SELECT key FROM message_key WHERE key = ANY($1)", texts)]
-
-
 @dataclass(slots=True)
 class Cancelled:
     """The messages that a transaction took out by their keys."""

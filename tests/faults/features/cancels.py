@@ -92,7 +92,7 @@ async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
         rows = await connection.fetch(_ROWS, SOME)
     if not rows:
         return 0
-    tokens = {f"{id}@{due_ms}": NUMBER.unpack(number)[0] for id, due_ms, number in rows}
+    tokens = {f"id:{id}@{due_ms}": NUMBER.unpack(number)[0] for id, due_ms, number in rows}
     code, output = await commanded(fleet, "cancel", "--json", *tokens)
     now_ms = time.time() * 1000
     # The store was out of reach: perhaps it committed the cancel, and the answer was lost.

@@ -47,11 +47,12 @@ def test_names_are_one_printable_line() -> None:
 
 def test_details_in_words() -> None:
     table = {"first_due_ms": 0, "drain_seconds": 115.0, "none": None, "some": [81_230_411, 2], "empty": [],
-             "deep": {"a": 1_200, "b": [True]}, "raw": "\x00"}  # fmt: skip
+             "examples": [81_230_411, [3, 9]], "deep": {"a": 1_200, "b": [True]}, "raw": "\x00"}  # fmt: skip
     assert list(words.details(table)) == [
         ("first due", "1970-01-01T00:00:00Z"),
         ("drain", "115 s"),
         ("some", "81230411, 2"),
+        ("examples", "id:81230411, id:3, id:9"),
         ("deep", "a: 1,200, b: yes"),
         ("raw", r"\x00"),
     ]

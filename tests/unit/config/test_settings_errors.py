@@ -111,11 +111,14 @@ FILES: list[tuple[str, dict[str, str]]] = [
     (f'{IN_A}to = "delayer.delay-delivery"', {"route[0].to": '"delayer.delay-delivery"'}),
     (f'{IN_A}to = ""\nrouting_key = "delays.due"', {"route[0].routing_key": '"delays.due"'}),
     (f'{IN_A}to = "out"\n[refused]\nqueue = "a"', {"route[0].from": '"a"'}),
+    *((f'{IN_A}key_from = "{one}"', {"route[0].key_from": f'"{one}"'}) for one in ("header:", "id", "header:a\\nb")),
+    (f"{IN_A}key_from = 5", {"route[0].key_from": "5"}),
+    (f'mode = "native"\n{IN_B}{IN_A}key_from = "message_id"', {"route[1].key_from": "none"}),
     (f"{RETRY}{{}}", {"route[0].retry.exhausted": "nothing"}),
     (f'{RETRY}{{exhausted = "parked", first = "2h", max = "1h"}}', {"route[0].retry.max": '"1h"'}),
     *(
-        (f'{RETRY}{{exhausted = "parked"}}\n{key} = "b"', {"route[0].retry": "a table"})
-        for key in ("to", "routing_key_header")
+        (f'{RETRY}{{exhausted = "parked"}}\n{key} = "{other}"', {"route[0].retry": "a table"})
+        for key, other in (("to", "b"), ("routing_key_header", "b"), ("key_from", "message_id"))
     ),
     (f'{RETRY}{{exhausted = "delays.refused"}}', {"route[0].retry.exhausted": '"delays.refused"'}),
     (

@@ -33,12 +33,15 @@ def test_the_policy_has_every_key_of_a_route() -> None:
         "allow_exchanges": ["shop.*"], "exchange_from_reply_to": True,
     }  # fmt: skip
     policy = policy_of(
-        settings(route=[route, {"from": "", "require_delay": True, "routing_key_header": "to"}], mode="native"),
+        settings(
+            route=[route, {"from": "", "require_delay": True, "routing_key_header": "to", "key_from": "header:no"}],
+            mode="native",
+        ),
         has_store=False,
     )
     assert policy.routes == {
         "grün".encode(): Route("grün".encode(), b"", b"mail.inbox", ("timestamp",), 5000, ("shop.*",), True),
-        b"": Route(b"", b"", require_delay=True, routing_key_header=b"to"),
+        b"": Route(b"", b"", require_delay=True, routing_key_header=b"to", key_from="header:no"),
     }
     assert policy.mode is Mode.NATIVE
     assert not policy.has_store

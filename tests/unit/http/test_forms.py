@@ -130,7 +130,7 @@ def test_the_trail_of_pages() -> None:
 
 
 def test_ids_and_pages() -> None:
-    assert token("7@5") == (7, 5)
+    assert token("id:7@5") == (7, 5)
     assert place("") is None
     assert place(place_text((5, -1))) == (5, -1)
     assert (number(""), number("17")) == (None, 17)
@@ -139,7 +139,11 @@ def test_ids_and_pages() -> None:
             place(text)
     for text in ("x", "-1", "\u0663", "' OR 1=1", "1@9999999999999999", "1@-999999999999999", "9" * 19, "9" * 5000):
         with pytest.raises(FieldError):
-            token(text)
+            token(f"id:{text}")
+        with pytest.raises(FieldError):
+            number(text)
+    with pytest.raises(FieldError, match=r"Id: expected an id .* such as id:48213@1795291200000.*found '7@5'"):
+        token("7@5")
 
 
 @pytest.mark.parametrize(

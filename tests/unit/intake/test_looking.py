@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.amqp import reading
-from delayer.core.filters import Filter, Token, read_token
+from delayer.core.filters import Filter, Token, names_of, own_name, read_token
 from delayer.core.message import Delivery
 from delayer.intake.refusals import EntryPoints, refusal_of, with_short
 from delayer.intake.set_aside import RefusedMessage, Result
@@ -28,17 +28,34 @@ def test_an_empty_queue_may_hide_messages(delayed: int | None, may_delay: bool, 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("7", Token(7)), ("48213@1795291200000", Token(48213, 1795291200000)), (" 5@-1 ", Token(5, -1))],
+    [("id:7", Token(7)), ("id:48213@1795291200000", Token(48213, 1795291200000)), (" id:5@-1 ", Token(5, -1))],
 )
 def test_tokens(given: str, expected: Token) -> None:
     assert read_token(given) == expected
     assert read_token(str(expected)) == expected
 
 
-@pytest.mark.parametrize("given", ["", "x", "5@", "@5", "-5", "5@x", "9223372036854775808", "5@1@2"])
+@pytest.mark.parametrize(
+    "given",
+    ["", "5", "48213@1795291200000", "#5", "ID:5", "id:", "id:x", "id:5@", "id:@5", "id:-5", "id:5@x", "id:5@1@2",
+     "id:9223372036854775808"],
+)  # fmt: skip
 def test_invalid_tokens(given: str) -> None:
     with pytest.raises(ValueError, match="an id as"):
         read_token(given)
+
+
+@pytest.mark.parametrize(
+    ("delayer_id", "message_id", "names"),
+    [
+        ("c0ffee", "order-7", {"id:c0ffee", "order-7"}),
+        ("5", "5", {"id:5", "5"}),
+        ("c0ffee", "id:5", {"id:c0ffee"}),
+        ("", "", set()),
+    ],
+)
+def test_a_publishers_id_is_never_taken_for_one_of_delayer(delayer_id: str, message_id: str, names: set[str]) -> None:
+    assert names_of(own_name(delayer_id), message_id) == names
 
 
 def test_filters_are_shown_as_given() -> None:

@@ -33,7 +33,12 @@ def test_a_retry_has_the_original_bytes_and_delay(props: Props) -> None:
     properties, token = edits.refused(came, "too long", b"abc", LIMIT)
     stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
     said = refusal_of(stands, ENTRIES)
-    assert (said.id, said.reason, said.exchange, said.routing_key) == ("abc", "too long", b"delayer.in", b"orders.eu")
+    assert (said.id, said.reason, said.exchange, said.routing_key) == (
+        "id:abc",
+        "too long",
+        b"delayer.in",
+        b"orders.eu",
+    )
     back = again(stands, ENTRIES, LIMIT, AS_IT_IS)
     assert isinstance(back, Outgoing)
     assert back._replace(properties=b"") == Outgoing(b"delayer.in", b"orders.eu", b"", b"body", token)
