@@ -13,7 +13,7 @@ from bench.run import Bench
 from bench.servers import Place
 from bench.watch import Counters, Course
 
-AHEAD_MS = 150_000
+AHEAD_MS = 130_000
 """Later than two minutes after the last message is parked."""
 
 

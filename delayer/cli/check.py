@@ -275,6 +275,8 @@ async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> N
             report.add("refused, strays", "note", f"{depth} in {quoted(name)}", advice[name])
 
 
+SPARE_CONNECTIONS: Final = 20
+"""Connections to advise on top of those that daemons need: for commands, a backup, and those reserved."""
 UNOWNED_MS: Final = 30_000
 """A message may be overdue for so long in a lane without an owner: daemons take such lanes within seconds."""
 
@@ -293,6 +295,7 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
         if (wrong := schema.outdated(seen.schema_found)) is None:
             wrong_owner = await setup.mistaken(url)
             need = await setup.lock_need(url, settings.store.history_days)
+            connections = await setup.connection_need(url)
     except StoreUnfit as unfit:
         report.add("store", "off", unfit, unfit.advice)
         return
@@ -312,6 +315,7 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
         advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
         report.add("schema", "note", found, advice)
     _locks(report, need)
+    _connections(report, connections)
     _lanes(report, seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
@@ -327,6 +331,16 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
     if seen.segments.broken:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
         report.add("segments", "off", found, "see docs/backlog.md; their bytes are kept")
+
+
+def _connections(report: CheckReport, need: setup.ConnectionNeed) -> None:
+    """Whether the server allows as many connections as the daemons may open."""
+    found = f"the server allows {need.allowed}; the daemons need up to {need.needed}"
+    if need.needed <= need.allowed:
+        report.add("connections", "ok", found)
+    else:
+        advice = f"ALTER SYSTEM SET max_connections = {need.needed + SPARE_CONNECTIONS}, and restart Postgres"
+        report.add("connections", "off", found, advice)
 
 
 def _locks(report: CheckReport, need: setup.LockNeed) -> None:

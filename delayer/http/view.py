@@ -203,6 +203,8 @@ class Cached(Generic[T]):
             pause = max(pause, self.rest * (self._seen_at - began))
         except (BrokerLost, TimeoutError, *STORE_ERRORS) as error:
             self._error = str(error) or type(error).__name__
+            if isinstance(error, StoreLost) and error.advice:
+                self._error += f"; {error.advice}"
         finally:
             self._began = None
         self._again_at = 0.0 if self._forgotten else self.clock() + pause

@@ -66,6 +66,11 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
         "the database, as Postgres's superuser: ALTER DATABASE … OWNER TO …",
     ),
     (
+        asyncpg.TooManyConnectionsError,
+        "Postgres has no connection left: stop other clients, or raise max_connections. The daemons need 2 for each "
+        "ordinary lane, and each daemon 4 more, and 3 if a route has max_rate: one daemon with 4 lanes needs 15",
+    ),
+    (
         asyncpg.OutOfMemoryError,
         "if it says out of shared memory, the lock table is full: ALTER SYSTEM SET max_locks_per_transaction = 256, or "
         "more for many lanes (docs/operations.md), and restart Postgres",

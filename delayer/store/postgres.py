@@ -45,6 +45,8 @@ IDLE_SECONDS: Final = 4.0
 """Fed every second (lane.py), and each process looks once a second: the lanes of a process that hangs are taken in
 about 5 seconds."""
 CLOSE_SECONDS: Final = 5.0
+PARKERS: Final = 3
+"""Parks and restores of one process at once, each on a connection."""
 
 T = TypeVar("T")
 
@@ -77,7 +79,7 @@ class PostgresStore:
         broker: Callable[[], str] = str,
         idle_timeout: float = IDLE_SECONDS,
         transaction_timeout: float = 10.0,
-        parkers: int = 3,
+        parkers: int = PARKERS,
         history_days: int = 0,
     ) -> Self:
         """Look at the kind of server, connect, compare the schema, and learn the store's time and partitions.

@@ -21,7 +21,7 @@ from tests.support.store import parcel, sql
 
 BALANCED_SECONDS = 10.0
 LANES = 12
-CONSTANT = 6
+CONSTANT = 4
 """Connections of a process beside its lanes: presence, and the pool of parks."""
 _OWNERS = """
 SELECT l.number, l.owner, EXISTS (

@@ -87,7 +87,7 @@ async def test_the_partitions_of_a_history_count_before_they_exist(database: str
             await history.keep_up(connection, today, days=5)
         there = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'history'::regclass"
         assert await connection.fetchval(there) == of_history
-    year = LockNeed(64, 122, 120, 4, history_days=365)
+    year = LockNeed(64, 122, 140, 4, history_days=365)
     report = CheckReport()
     _locks(report, year)
     [small] = report

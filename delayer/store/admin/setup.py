@@ -20,7 +20,8 @@ from delayer.core.errors import StoreLost
 from delayer.store import pool
 from delayer.store.admin.listing import opened
 from delayer.store.errors import WORTH_REPEATING
-from delayer.store.lanes.locks import ADD
+from delayer.store.lanes.locks import ADD, LIMITED_SESSIONS
+from delayer.store.postgres import PARKERS
 from delayer.store.rows import history
 from delayer.store.rows.keys import LOCKS
 from delayer.store.schema import check, current_of
@@ -106,7 +107,7 @@ class LockNeed(NamedTuple):
     partitions: int
     lanes: int
     history_days: int = 0
-    parks: int = 4
+    parks: int = 3
     """Parks of one process at once."""
 
     @property
@@ -140,6 +141,37 @@ async def lock_need(url: str, history_days: int = 0) -> LockNeed:
     BadStoreUrl."""
     async with opened(url, "delayer check", "look at the locks") as connection:
         return LockNeed(*await connection.fetchrow(_LOCK_TABLE))._replace(history_days=history_days)
+
+
+_CONNECTIONS: Final = """
+SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int,
+       (SELECT count(*) FROM lane WHERE route IS NULL), (SELECT count(*) FROM lane WHERE route IS NOT NULL),
+       (SELECT count(*) FROM pg_stat_activity
+        WHERE datname = current_database() AND application_name = 'delayer presence')
+"""
+
+
+class ConnectionNeed(NamedTuple):
+    """``allowed``: the connections of ordinary roles to the server. ``lanes``: without those of ``limited`` routes.
+    ``daemons``: those at work."""
+
+    allowed: int
+    lanes: int
+    limited: int
+    daemons: int
+
+    @property
+    def needed(self) -> int:
+        """The most connections of all daemons together: two for each lane, and for each daemon its presence, parks,
+        and the sessions that limited routes share."""
+        each = 1 + PARKERS + (LIMITED_SESSIONS if self.limited else 0)
+        return 2 * self.lanes + max(self.daemons, 1) * each
+
+
+async def connection_need(url: str) -> ConnectionNeed:
+    """Return the connections that the server allows, and what they are needed for. Raises StoreLost, BadStoreUrl."""
+    async with opened(url, "delayer check", "look at the connections") as connection:
+        return ConnectionNeed(*await connection.fetchrow(_CONNECTIONS))
 
 
 _OWNERS: Final = """

@@ -1,0 +1,64 @@
+"""Connections of the store: what the daemons need, and what commands say when Postgres has none left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+
+import asyncpg
+import pytest
+
+from delayer.cli.check import CheckReport, _connections
+from delayer.core.errors import StoreLost
+from delayer.store.admin.setup import ConnectionNeed, connection_need
+from delayer.store.postgres import PostgresStore
+from tests.integration.lanes_shared import migrated, running
+from tests.support.postgres import Postgres
+from tests.support.store import sql
+
+FEW = 20
+
+
+@pytest.fixture
+def crowded() -> Iterator[Postgres]:
+    with Postgres(settings={"max_connections": FEW, "superuser_reserved_connections": 1}) as server:
+        yield server
+
+
+async def test_what_the_daemons_need_is_what_they_open(database: str) -> None:
+    await migrated(database)
+    async with running(database, rates={b"slow": 10.0}) as process, sql(database) as admin:
+        async with asyncio.timeout(20):
+            while len(process.backlog.numbers) < 5:  # noqa: ASYNC110 - the backlog has no event for it
+                await asyncio.sleep(0.05)
+        need = await connection_need(database)
+        opened: int = await admin.fetchval(
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND application_name ~ '^delayer (lane|park|presence)'"
+        )
+    assert (need.lanes, need.limited, need.daemons, need.needed) == (4, 1, 1, 15)
+    assert need.needed - 2 <= opened <= need.needed, "the pool opens its connections when it needs them"
+
+
+@pytest.mark.parametrize(("lanes", "limited", "daemons", "needed"), [(4, 0, 0, 12), (4, 500, 1, 15), (8, 3, 3, 37)])
+def test_check_names_max_connections_with_the_number(lanes: int, limited: int, daemons: int, needed: int) -> None:
+    report = CheckReport()
+    _connections(report, ConnectionNeed(needed, lanes, limited, daemons))
+    _connections(report, ConnectionNeed(needed - 1, lanes, limited, daemons))
+    enough, few = report
+    assert (enough.result, few.result) == ("ok", "off")
+    assert str(needed) in few.found
+    assert f"max_connections = {needed + 20}" in few.advice
+
+
+async def test_a_server_without_connections_names_the_limit(crowded: Postgres) -> None:
+    url = crowded.url("postgres")
+    async with AsyncExitStack() as stack:
+        with pytest.raises(asyncpg.TooManyConnectionsError):
+            while True:
+                connection = await asyncpg.connect(url)
+                stack.push_async_callback(connection.close)
+        with pytest.raises(StoreLost) as lost:
+            await PostgresStore.connect(url)
+        assert "raise max_connections" in lost.value.advice
