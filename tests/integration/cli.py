@@ -54,12 +54,11 @@ def said(message: AbstractIncomingMessage) -> dict[str, object]:
 
 async def take(url: str, queue: str) -> list[AbstractIncomingMessage]:
     """Take all ready messages of ``queue``."""
-    taken = []
     async with channel_to(url) as channel:
         source = await channel.get_queue(queue)
-        while (message := await source.get(no_ack=True, fail=False)) is not None:
-            taken.append(message)
-    return taken
+        # A queue with a single active consumer does not know basic.get.
+        async with source.iterator(no_ack=True) as messages:
+            return [await anext(messages) for _ in range(source.declaration_result.message_count or 0)]
 
 
 def ids(run: Run, *arguments: str, **environ: str | None) -> list[str]:
