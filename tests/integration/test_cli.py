@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,26 +14,13 @@ from pamqp.common import FieldTable
 
 from delayer.cli.send import cancelling
 from delayer.config.model import Settings
-from tests.integration.cli import Run, channel_to, said, take
+from tests.integration.cli import Run, channel_to, destination, rows, said, take
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Props
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import opened, owned, parcel, sql
 
 LEVELS = 28
-
-
-def rows(run: Run, *what: str, expect: int = 0, options: Sequence[str] = (), **more: str) -> list[dict[str, str]]:
-    """The rows of `delayer check` for these things."""
-    told = json.loads(run(*options, "check", "--json", expect=expect, **more).stdout)
-    assert told["ok"] == (expect == 0)
-    return [row for row in told["checks"] if row["what"] in what]
-
-
-async def destination(vhost: str) -> None:
-    """Declare the exchange of due messages."""
-    async with channel_to(vhost) as channel:
-        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
 
 
 def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ) -> None:
@@ -105,30 +91,6 @@ async def test_no_advice_deletes_a_queue_with_messages(delayer: Run, vhost: str)
     for advice in (row["advice"], refused.partition("Nothing was bound")[2]):
         assert "bring them over (docs/operations.md" in advice
         assert "elete it" not in advice and "delete_queue" not in advice
-
-
-@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
-def test_a_queue_of_the_other_value_of_consumers(delayer: Run, queue_type: str) -> None:
-    kind = {"DELAYER_INTAKE__QUEUE_TYPE": queue_type}
-    shared = kind | {"DELAYER_INTAKE__CONSUMERS": "shared"}
-    for before, now in ((shared, kind), (kind, shared)):
-        delayer("topology", "apply", **before)
-        (row,) = [row for row in rows(delayer, "topology", expect=1, **now) if "queue delays:" in row["found"]]
-        refused, verified = (delayer("topology", verb, expect=1, **now).stderr for verb in ("apply", "verify"))
-        for advice in (row["advice"], refused, verified):
-            assert "set the other value of [intake] consumers" in advice
-            assert "elete it" not in advice and "delete_queue" not in advice
-        delayer("topology", "remove", "--force", **before)
-
-
-async def test_check_explains_the_choice_of_consumers(delayer: Run, vhost: str) -> None:
-    await destination(vhost)
-    (row,) = rows(delayer, "consumers")
-    assert (row["result"], row["advice"]) == ("ok", "")
-    assert "keys are in order" in row["found"]
-    (row,) = rows(delayer, "consumers", DELAYER_INTAKE__CONSUMERS="shared")
-    assert row["result"] == "note"
-    assert "with a key or a cancel are refused" in row["found"]
 
 
 async def test_send_publishes_like_any_publisher(delayer: Run, vhost: str) -> None:
