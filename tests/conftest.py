@@ -43,6 +43,7 @@ SLOW = (
     "tests/faults/test_crash_segments.py",
     "tests/faults/test_damaged_store.py",
     "tests/faults/test_every_fault.py",
+    "tests/faults/test_failover.py",
     "tests/faults/test_features_under_faults.py",
     "tests/faults/test_harness.py",
     "tests/faults/test_hostile.py",

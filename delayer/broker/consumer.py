@@ -9,11 +9,13 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 import structlog
+from pamqp.commands import Queue as QueueMethods
 
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ConsumerCancelled
 from delayer.broker.connection import ReconnectingConnection
+from delayer.broker.pipelined_admin import queue_look
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery
 
@@ -154,7 +156,7 @@ class AmqpConsumer:
     Consumers that share a connection share its ``flow_control``; otherwise each subscription has its own.
 
     ``adaptive_prefetch``: the size of a queue's messages so far. A subscription may end itself in order (``overrun``)
-    to change how much it reads ahead.
+    to change how much it reads ahead. ``one_active``: whether the queue has a single active consumer.
     """
 
     def __init__(
@@ -164,11 +166,19 @@ class AmqpConsumer:
         batch_bytes: int = BATCH_BYTES,
         adaptive_prefetch: AdaptivePrefetch | None = None,
         flow_control: FlowControl | None = None,
+        one_active: bool = False,
     ) -> None:
         self._reconnecting = reconnecting
         self._flow_control = flow_control
         self._batch_bytes = batch_bytes
         self._adaptive_prefetch = adaptive_prefetch
+        self._one_active = one_active
+        self._subscription: AmqpSubscription | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether the last subscription gets the queue's messages, as far as this is known."""
+        return self._subscription is not None and self._subscription.active
 
     async def subscribe(self, queue: str, prefetch: int) -> AmqpSubscription:
         """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
@@ -184,6 +194,7 @@ class AmqpConsumer:
                 batch_bytes=self._batch_bytes,
                 flow_control=flow_control,
                 adaptive_prefetch=self._adaptive_prefetch,
+                one_active=self._one_active,
             )
             try:
                 await channel.qos(subscription.prefetch)
@@ -192,6 +203,7 @@ class AmqpConsumer:
                 subscription.stop()
                 channel.abandon()  # No caller knows this channel, so nothing else would free it.
                 raise
+            self._subscription = subscription
             return subscription
 
 
@@ -208,6 +220,7 @@ class AmqpSubscription:
         batch_bytes: int,
         flow_control: FlowControl,
         adaptive_prefetch: AdaptivePrefetch | None,
+        one_active: bool,
     ) -> None:
         self._connection = connection
         self._channel = channel
@@ -225,7 +238,11 @@ class AmqpSubscription:
         """Whether the caller should end this subscription in order and subscribe again, with another prefetch. Its
         deliveries were too large for too long, or they are smaller now."""
         self.in_order = False
-        """Whether the broker ended the consumer. If so, it has all earlier acknowledgements."""
+        """Whether the broker has all acknowledgements, after the close."""
+        self._one_active = one_active
+        self.active = not one_active
+        """Whether the broker delivers to this consumer. AMQP does not tell a standby that it became the active
+        consumer. So this is known of the first consumer of the queue, and after a delivery."""
         self._cancelled = False
         self._stopped = False
         self._arrived = asyncio.Event()
@@ -237,6 +254,12 @@ class AmqpSubscription:
 
     async def begin(self) -> None:
         """Start the consumer. Raises BrokerLost."""
+        if self._one_active:
+            # A quorum queue counts its active consumer alone, so the count says nothing after the start.
+            seen = await self._channel.call(queue_look(self._queue), QueueMethods.DeclareOk)
+            self.active = not seen.consumer_count
+            if not self.active:
+                log.info("standing by", queue=self._queue)
         self._consumer_tag = await self._channel.consume(self._queue, self._on_delivery, self._on_cancelled)
 
     async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
@@ -290,6 +313,10 @@ class AmqpSubscription:
         The other messages return to their places. From UNCOUNTED on a ``basic.nack`` after the end of the consumer
         returns them: the broker does not count it as a delivery, but it counts the end of a channel. In older versions
         the end of the channel returns them: 3.10 returns more than 32 nacked messages in the order of a hash.
+
+        With a single active consumer the end of the channel returns them in every version. The end of the consumer
+        would activate a standby first, and newer messages would overtake those that return. So this asks for one more
+        consumer, which stands by: that goes through the queue's log too.
         """
         self.stop()
         with self._flow_control.listening(ENDING):
@@ -299,9 +326,12 @@ class AmqpSubscription:
         if self._consumer_tag is not None and not self._cancelled and not self._channel.closed.done():
             try:
                 async with asyncio.timeout(seconds):
-                    await self._channel.cancel(self._consumer_tag)
+                    if self._one_active:
+                        await self._channel.consume(self._queue, self._on_delivery, self._on_cancelled)
+                    else:
+                        await self._channel.cancel(self._consumer_tag)
                 self.in_order = not self._channel.closed.done()
-                if self.in_order and self._connection.version >= UNCOUNTED:
+                if self.in_order and not self._one_active and self._connection.version >= UNCOUNTED:
                     self._channel.nack(0, multiple=True)
             except (BrokerLost, TimeoutError) as lost:
                 # The broker may deliver the last acknowledged messages again, as after any loss.
@@ -319,6 +349,9 @@ class AmqpSubscription:
     def _on_delivery(self, delivery: Delivery) -> None:
         if self._stopped:
             return  # The delivery returns to its queue when the channel closes.
+        if not self.active:
+            self.active = True
+            log.info("standby took over", queue=self._queue)
         size = len(delivery.body) + len(delivery.properties)
         self._buffer.append(delivery)
         self._bytes += size

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from delayer.core.cascade import ONE_CONSUMER
 from delayer.core.errors import BrokerLost
 
 
@@ -18,6 +20,17 @@ class BrokerRefused(Exception):
 
 class QueueMissing(Exception):
     """A queue does not exist that a command needs."""
+
+
+OTHER_CONSUMERS: Final = (
+    "set the other value of [intake] consumers, which this queue was declared with; for the new value name a new "
+    'intake.queue (docs/operations.md, "The other value of consumers")'
+)
+
+
+def mismatch_advice(broker_says: str) -> str:
+    """The next step for a queue that differs, if the broker names the argument of ``[intake] consumers``; else ""."""
+    return OTHER_CONSUMERS if ONE_CONSUMER in broker_says else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +55,8 @@ class TopologyMismatch(Exception):
     def __init__(self, mismatches: Sequence[Mismatch]) -> None:
         self.mismatches = tuple(mismatches)
         super().__init__("; ".join(str(mismatch) for mismatch in self.mismatches))
+
+    @property
+    def advice(self) -> str:
+        """See :func:`mismatch_advice`."""
+        return next(filter(None, (mismatch_advice(one.broker_says) for one in self.mismatches)), "")

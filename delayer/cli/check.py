@@ -10,7 +10,7 @@ import click
 
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
-from delayer.broker.errors import BrokerRefused
+from delayer.broker.errors import BrokerRefused, mismatch_advice
 from delayer.broker.verify import TopologyFinding
 from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
@@ -98,7 +98,14 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
 
 
 def _configuration(report: CheckReport, settings: Settings) -> None:
-    """Notes about the settings alone: others reach the page, a rate makes messages late, or a rate has no effect."""
+    """Rows about the settings alone: who consumes; whether others reach the page, or a rate makes messages late or has
+    no effect."""
+    if settings.intake.consumers == "one":
+        found = 'consumers = "one": keys are in order; one daemon consumes, and the others stand by'
+        report.add("consumers", "ok", found)
+    else:
+        found = 'consumers = "shared": every daemon consumes; messages with a key or a cancel are refused'
+        report.add("consumers", "note", found, 'set "one" if publishers send x-delay-key or x-delay-cancel')
     http = settings.http
     if http.listen and not is_loopback(http.listen.rpartition(":")[0]):
         if http.open:
@@ -183,6 +190,8 @@ async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:
         return found, "give the policy a pattern that does not match this queue (docs/versions.md)"
     if one.state == "down":
         return found, "see the broker's log; docs/versions.md says which messages end a queue"
+    if advice := mismatch_advice(one.found):
+        return found, advice
     state = await admin.state(one.name) if one.kind == "queue" else None
     if state is not None and state.messages:
         advice = 'choose another name; bring them over (docs/operations.md, "An existing queue with other arguments")'

@@ -78,11 +78,11 @@ def failure(error: Exception) -> CommandError:
             made: CommandError = Misused(
                 f"the configuration has {len(problems)} mistake{'s' * (len(problems) > 1)}:\n{lines}"
             )
-        case TopologyMismatch(mismatches=mismatches):
+        case TopologyMismatch(mismatches=mismatches, advice=named):
             lines = "\n".join(f"  {readable(str(one))}" for one in mismatches)
             advice = (
                 "Nothing was bound. The broker names the first difference only; compare all of them.\n"
-                f"{_way_out(mismatches)}\nThen run `delayer topology apply` again."
+                f"{named or _way_out(mismatches)}\nThen run `delayer topology apply` again."
             )
             made = CommandFailed(f"queues or exchanges on the broker differ from the configuration:\n{lines}\n{advice}")
         case BadStoreUrl() | JobMisused():

@@ -58,7 +58,7 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         if said["service"] != service_of(settings):
             # Another service of this host may have this address, if a configuration was copied.
             return {"error": f"the daemon at {listen} works with another broker or virtual host", "last": {}}
-        return {"error": None, **{name: said[name] for name in ("mode", "last", "blocked")}}
+        return {"error": None, **{name: said[name] for name in ("mode", "last", "blocked", "intake")}}
     except (ValueError, KeyError, TypeError):
         return {"error": f"the program at {listen} is no daemon of this version", "last": {}}
 
@@ -114,9 +114,9 @@ def show(live: dict[str, Any]) -> None:
 
 
 def mode_text(mode: str, live: dict[str, Any]) -> str:
-    """The mode of the configuration, and that of the daemon at work if it differs."""
+    """The mode of the configuration, and that of the daemon at work if it differs. The daemon's role at the intake."""
     if live.get("mode", mode) == mode:
-        return f"mode: {mode}"
+        return f"mode: {mode}" + (f"   intake: {role}" if (role := live.get("intake")) else "")
     return (
         f"mode: {mode} in the file; the daemon works in {live['mode']} mode. Next: systemctl reload delayer, or SIGHUP"
     )

@@ -11,6 +11,7 @@ import click
 
 from delayer.broker.admin import Admin, Removal
 from delayer.broker.cascade_depths import cascade_depths
+from delayer.broker.errors import mismatch_advice
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode
 from delayer.cli.options import Request, as_json, request_of
@@ -96,7 +97,9 @@ def verify(context: click.Context, as_json: bool) -> None:
     elif findings:
         print_table(["", "what", *fields[2:]], [list(row.values()) for row in rows])
     if off:
-        note("Next: `delayer topology apply` declares missing ones; remove different ones first.")
+        for advice in dict.fromkeys(filter(None, (mismatch_advice(one.found) for one in off))):
+            note(f"Next: {advice}.")
+        note("Next: `delayer topology apply` declares missing ones; `delayer check` says what to do about others.")
         context.exit(ExitCode.FOUND)
     if not as_json:
         click.echo("Everything that could be seen is as it should be.")

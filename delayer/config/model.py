@@ -44,7 +44,7 @@ class BrokerTable(Table):
     cert_file: values.Path | None = None
     key_file: values.Path | None = None
     verify: StrictBool = True
-    heartbeat_ms: values.HeartbeatMs = Field(default=20_000, alias="heartbeat")
+    heartbeat_ms: values.HeartbeatMs = Field(default=10_000, alias="heartbeat")
     management_url: values.ManagementUrl = None
 
     @field_validator("key_file")
@@ -58,6 +58,7 @@ class BrokerTable(Table):
 class IntakeTable(Table):
     queue: values.QueueName = "delays"
     queue_type: Literal["quorum", "classic"] = "quorum"
+    consumers: Literal["one", "shared"] = "one"
     prefetch: Annotated[StrictInt, Field(ge=1, le=65_535)] = 5_000
     give_back_after_ms: values.GiveBackMs = Field(default=480_000, alias="give_back_after")
     max_delay_ms: values.DurationMs = Field(default=3650 * 86_400_000, alias="max_delay")

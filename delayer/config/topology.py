@@ -70,7 +70,8 @@ def intake_of(settings: Settings) -> Topology:
     """The topology of every mode: the intake queue, the refused queue, the exchanges of the routes, the ends of
     retries."""
     table, sources = settings.intake, [route.from_ for route in settings.routes]
-    intake = intake_topology(table.queue, settings.refused.queue, sources, classic=table.queue_type == "classic")
+    classic, shared = table.queue_type == "classic", table.consumers == "shared"
+    intake = intake_topology(table.queue, settings.refused.queue, sources, classic=classic, shared=shared)
     ends = dict.fromkeys(route.retry.exhausted for route in settings.routes if route.retry is not None)
     return intake + Topology(queues=tuple(parking_queue(name) for name in ends))
 

@@ -40,6 +40,8 @@ CASCADE_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _NAMES_BEGIN = re.compile(r"[A-Za-z0-9_.:-]*")
 _PREFIX = re.compile(rb"(?:[01]\.){28}")
+ONE_CONSUMER = "x-single-active-consumer"
+"""The argument of a queue by which the broker delivers to one consumer at a time. The others stand by."""
 _QUORUM: dict[str, ArgumentValue] = {
     "x-queue-type": "quorum",
     "x-dead-letter-strategy": "at-least-once",
@@ -262,17 +264,22 @@ def intake_topology(
     sources: Iterable[str] = ("delayer.in",),
     *,
     classic: bool = False,
+    shared: bool = False,
 ) -> Topology:
     """The intake queue, its refused queue, and the ``from`` exchange of every route, bound to the intake queue.
 
     ``sources`` may contain "" for messages published directly to the queue; it needs no exchange. A ``classic`` queue
-    has one copy, and RabbitMQ 4.4 delays no messages in it.
+    has one copy, and RabbitMQ 4.4 delays no messages in it. A ``shared`` queue has any number of active consumers,
+    and others have one.
     """
     names = [source for source in sources if source]
     one_copy = Queue(queue, arguments({"x-queue-type": "classic", "x-dead-letter-exchange": refused}))
+    intake = one_copy if classic else consumed_queue(queue, refused)
+    if not shared:
+        intake = Queue(queue, arguments(dict(intake.arguments) | {ONE_CONSUMER: True}))
     own = Topology(
         tuple(Exchange(name, "topic") for name in names),
-        (one_copy if classic else consumed_queue(queue, refused),),
+        (intake,),
         tuple(Binding(name, queue, "queue", "#") for name in names),
     )
     return own + catch_all_topology(refused)

@@ -107,6 +107,8 @@ class Policy:
 
     Messages that are due within ``keep_ms`` are kept in memory: to park them would make them late, and the cascade
     counts whole seconds.
+
+    ``no_keys`` is the reason why this configuration refuses keys and cancels; "" if it does not.
     """
 
     mode: Mode
@@ -117,6 +119,7 @@ class Policy:
     longest_native_ms: int = MAX_SECONDS * 1000
     """The longest wait inside the broker."""
     has_store: bool = True
+    no_keys: str = ""
     publishing: bool = True
     own_queues: frozenset[bytes] = frozenset()
     own_exchanges: frozenset[bytes] = frozenset()
@@ -213,7 +216,7 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     if CANCEL in headers:
         return Cancel(key_of(CANCEL, headers[CANCEL], policy))
     if route.sagas and (cleared := _of_timeout(nservicebus.cleared_timeouts, headers)) is not None:
-        _check_store(nservicebus.CLEAR_TIMEOUTS, policy)
+        _check_keys(nservicebus.CLEAR_TIMEOUTS, policy)
         return Cancel(cleared)
     found = delay_of(request, route)
     asked = (route.default_delay_ms, None) if found is None else found
@@ -360,7 +363,7 @@ def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
 
 def key_of(source: bytes, value: object, policy: Policy) -> bytes:
     """The key that ``value`` is, found in ``source``."""
-    _check_store(source, policy)
+    _check_keys(source, policy)
     key = _short_string(source, value)
     if not key:
         raise Unacceptable(f"{source.decode()}: expected a key, found an empty string")
@@ -373,22 +376,26 @@ def _key(request: DelayRequest, route: Route, policy: Policy, due_ms: int, start
     headers, header = request.headers, route.key_header
     if KEY in headers:
         return key_of(KEY, headers[KEY], policy)
-    if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms:
+    # The key of a timeout serves its cancel alone. Without keys the timeout comes, and its saga ignores it if it ended.
+    if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms and not policy.no_keys:
         key = nservicebus.timeout_key(headers, request.properties.short("message_id"), due_ms)
         if key is not None:  # With another key, the saga's clear would miss its timeout.
             return key
     if not route.key_from:
         return None
+    source = b"key_from " + route.key_from.encode()
     value: object = headers.get(header) if header else request.properties.short(route.key_from)
-    if value in (None, "", b""):
+    if value in (None, "", b"") and not policy.no_keys:
         return None
-    return key_of(b"key_from " + route.key_from.encode(), str(value) if type(value) is int else value, policy)
+    return key_of(source, str(value) if type(value) is int else value, policy)
 
 
-def _check_store(header: bytes, policy: Policy) -> None:
-    """Raise Unacceptable where there is no store that knows the keys."""
-    if not policy.has_store:
+def _check_keys(header: bytes, policy: Policy) -> None:
+    """Raise Unacceptable if keys would get out of order, or no store knows them."""
+    reason = policy.no_keys
+    if not reason and not policy.has_store:
         reason = "keys and cancels need a store, but none is configured, or it is unreachable"
+    if reason:
         raise Unacceptable(f"{header.decode()}: {reason}")
 
 

@@ -170,7 +170,7 @@ def _run(settings: Settings, load: Callable[[], Settings], spans: Spans | None) 
     try:
         run_loop(_serve(settings, load, spans))
     except TopologyMismatch as wrong:
-        log.error("start refused", reason=str(wrong), next_step="delayer topology verify")
+        log.error("start refused", reason=str(wrong), next_step=wrong.advice or "delayer topology verify")
         return 1
     except BadStoreUrl as wrong:
         log.error("start refused", reason=str(wrong), next_step="correct store.url")

@@ -43,6 +43,7 @@ class DaemonInside:
             "routes": [route.from_ for route in daemon.settings.routes],
             "started_ms": self._started_ms,
             "consuming": daemon.consuming(),
+            "intake": daemon.intake,
             "connections": daemon.connections.as_dict(),
             "store": store.configured,
             "lanes": store.numbers,

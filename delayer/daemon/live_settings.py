@@ -21,6 +21,9 @@ from delayer.store.backlog import PostgresBacklog
 NATIVE_KEEP_MS: Final = 999
 """How soon a message is due that is kept in memory in native mode: the cascade counts whole seconds."""
 
+SHARED: Final = '[intake] consumers = "shared" cannot keep keys in order: set "one", then `delayer refused retry`'
+"""Why messages with a key or a cancel are refused while several daemons consume the intake queue."""
+
 
 def policy_of(settings: Settings, *, has_store: bool) -> Policy:
     """The policy that these settings describe."""
@@ -50,6 +53,7 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
         park_beyond_ms=settings.store.park_beyond_ms,
         keep_ms=KEEP_MS if settings.mode == "store" else NATIVE_KEEP_MS,
         has_store=has_store,
+        no_keys=SHARED if settings.intake.consumers == "shared" else "",
         own_queues=queues,
         own_exchanges=exchanges,
     )

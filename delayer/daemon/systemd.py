@@ -38,7 +38,7 @@ class Notifier:
         self._address = "\0" + path[1:] if path.startswith("@") else path
         self._watchdog = _watchdog_seconds(environ)
         self._status = ""
-        self._trouble = ""
+        self._condition = ""
         self._ready = False
         self._reloading = False
 
@@ -72,21 +72,21 @@ class Notifier:
         self._status = text
         self._send("", self._words)
 
-    def trouble(self, text: str) -> None:
-        """The daemon's trouble, for the end of that line; empty once it is over."""
-        if text != self._trouble:
-            self._trouble = text
+    def condition(self, text: str) -> None:
+        """The daemon's condition, for the end of that line."""
+        if text != self._condition:
+            self._condition = text
             self._send("", self._words)
 
     async def watch(self, look: Callable[[], str], stopping: asyncio.Event, every: float = 1.0) -> None:
-        """Report the daemon's trouble whenever it changes, until stopping is set. ``every``: seconds between looks."""
+        """Report the daemon's condition when it changes, until stopping is set. ``every``: seconds between looks."""
         while not stopping.is_set():
-            self.trouble(look())
+            self.condition(look())
             await first_set(stopping, seconds=every)
 
     @property
     def _words(self) -> str:
-        return "; ".join(text for text in (self._status, self._trouble) if text)
+        return "; ".join(text for text in (self._status, self._condition) if text)
 
     def feed_watchdog(self) -> None:
         """Feed, and repeat READY=1: the first may have been lost, and systemd would wait for it without end."""
@@ -153,21 +153,24 @@ class Watchdog:
             await first_set(stopping, seconds=interval)
 
 
-def trouble(*, connected: bool, blocked: bool, no_lane: str, consuming: bool) -> str:
-    """The reasons why the daemon does not do its work, in words; empty where all is well. Pure.
+def condition(*, connected: bool, blocked: bool, no_lane: str, intake: str) -> str:
+    """The daemon's role at the intake queue, and the reasons why it does not do its work. Pure.
 
-    ``blocked``: by a resource alarm of the broker. ``no_lane``: the reason of the lane manager, or empty.
+    ``blocked``: by a resource alarm of the broker. ``no_lane``: the reason of the lane manager, or empty. ``intake``:
+    "active", "standby", or empty if it does not consume.
 
-    >>> trouble(connected=False, blocked=False, no_lane="the store is out of reach, or refuses us", consuming=False)
+    >>> condition(connected=True, blocked=False, no_lane="", intake="standby")
+    'intake standby'
+    >>> condition(connected=False, blocked=False, no_lane="the store is out of reach, or refuses us", intake="")
     'the broker is out of reach; the store is out of reach, or refuses us'
     """
-    found = []
+    found = [f"intake {intake}"] if intake else []
     if not connected:
         found.append("the broker is out of reach")
     elif blocked:
         found.append("the broker takes no publishes (a resource alarm)")
     if no_lane:
         found.append(no_lane)
-    if not consuming and not found:
+    if not found:
         found.append("nothing is consumed yet")
     return "; ".join(found)

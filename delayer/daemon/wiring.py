@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 
@@ -26,7 +26,7 @@ from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
 from delayer.daemon.live_settings import LiveSettings, rates_of
 from delayer.daemon.services import ServiceGroup
-from delayer.daemon.systemd import Notifier, Watchdog, trouble
+from delayer.daemon.systemd import Notifier, Watchdog, condition
 from delayer.intake.consume import Dispatch, Handler, Intake, QueueConsumer, new_id
 from delayer.intake.handle import DueHandler, IntakeHandler
 from delayer.intake.holding import MessageHolder
@@ -133,7 +133,7 @@ class Daemon:
         self.services.add("watchdog", self.watchdog.feed)
         self.services.add("readiness", self._announce)
         self._notifier.status("starting")
-        self.services.add("condition", lambda stopping: self._notifier.watch(self._trouble, stopping))
+        self.services.add("condition", lambda stopping: self._notifier.watch(self._condition, stopping))
         try:
             await self.services.run()
         finally:
@@ -170,13 +170,20 @@ class Daemon:
         sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
         return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
 
-    def _trouble(self) -> str:
+    @property
+    def intake(self) -> Literal["active", "standby", ""]:
+        """The role of this process at the intake queue, as far as it is known; "" if it does not consume."""
+        if not self._intake.consuming.is_set():
+            return ""
+        return "active" if self._intake.active else "standby"
+
+    def _condition(self) -> str:
         connections = self.connections.as_dict().values()
-        return trouble(
+        return condition(
             connected=all(one["connected"] for one in connections),
             blocked=any(one["blocked"] for one in connections),
             no_lane=self.store.reason,
-            consuming=self._intake.consuming.is_set(),
+            intake=self.intake,
         )
 
     async def declare(self, settings: Settings | None = None) -> None:
@@ -252,7 +259,7 @@ class Daemon:
 
     def _report_ready(self) -> None:
         self._begun = True
-        self._notifier.trouble(self._trouble())
+        self._notifier.condition(self._condition())
         self._notifier.ready(f"mode {self.settings.mode}")
 
     def _session(self, use: str, queue: str, handler: Handler) -> QueueConsumer:
@@ -260,7 +267,10 @@ class Daemon:
             queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
         )
         prepare = self._prepare if use == "intake" else self._declare_again
-        consumer = AmqpConsumer(self.connections[use], adaptive_prefetch=AdaptivePrefetch(BUFFER_BYTES))
+        one_active = use == "intake" and self.settings.intake.consumers == "one"
+        consumer = AmqpConsumer(
+            self.connections[use], adaptive_prefetch=AdaptivePrefetch(BUFFER_BYTES), one_active=one_active
+        )
         return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog)
 
     def _takeovers(self) -> list[LevelTakeover]:

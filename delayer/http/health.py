@@ -67,10 +67,8 @@ class Answers:
     async def ready(self, _request: Request) -> Response:
         """/health/ready: messages go in and come out."""
         reasons = await self.not_ready()
-        return JSONResponse(
-            {"ready": not reasons, "reasons": reasons, "mode": self.inside.settings.mode},
-            status_code=503 if reasons else 200,
-        )
+        role = {"mode": self.inside.settings.mode, "intake": self.inside.state()["intake"]}
+        return JSONResponse({"ready": not reasons, "reasons": reasons, **role}, status_code=503 if reasons else 200)
 
     async def metrics(self, _request: Request) -> Response:
         """/metrics, for Prometheus."""

@@ -51,6 +51,9 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "ready": _gauge("", "0 or 1", "whether /health/ready answers 200"),
     "stalled_loops": _gauge("", "loops", "loops without progress; the watchdog ends the process"),
     "consuming": _gauge("queue", "0 or 1", "whether the queue is consumed"),
+    "intake_active": _gauge(
+        "", "0 or 1", "whether the intake's messages come to this process; 0: standby or not consuming"
+    ),
     "connected": _gauge("connection", "0 or 1", "whether this connection to the broker is open"),
     "blocked": _gauge("connection", "0 or 1", "whether the broker blocks this connection (a resource alarm)"),
     "reconnects_total": _counter("connection", "reconnects of this connection", "connections"),
@@ -153,6 +156,7 @@ def _of_process(state: State) -> Iterator[MetricSample]:
     yield "start_time_seconds", [], state["started_ms"] / 1000
     yield "stalled_loops", [], len(state["stalled"])
     yield from (("consuming", [queue], int(is_)) for queue, is_ in state["consuming"].items())
+    yield "intake_active", [], int(state["intake"] == "active")
     for use, connection in state["connections"].items():
         yield "connected", [use], int(connection["connected"])
         yield "blocked", [use], int(connection["blocked"])

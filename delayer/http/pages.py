@@ -143,6 +143,7 @@ class Pages:
                 "series": recent.series(steps),
                 "last": summaries,
                 "blocked": render.blocked(state),
+                "intake": state["intake"],
                 "service": service_of(self.answers.inside.settings),
                 "mode": self.answers.inside.settings.mode,
             }

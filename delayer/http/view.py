@@ -27,6 +27,7 @@ State = Mapping[str, Any]
     routes       the exchanges of the configured routes
     started_ms   its start, epoch milliseconds
     consuming    queue -> whether the daemon consumes it
+    intake       "active", or "standby" if another daemon gets the messages, as far as this is known; "" without either
     connections  use -> {"connected", "blocked", "connects"}
     store        whether a store is configured
     lanes        numbers of the lanes that it releases

@@ -371,6 +371,11 @@ class QueueConsumer:
         self._forget = partial(heartbeat.forget, intake.queue)
         self.consuming = asyncio.Event()
 
+    @property
+    def active(self) -> bool:
+        """Whether the queue's messages come to this process, as far as this is known. Otherwise it stands by."""
+        return self.consuming.is_set() and self._consumer.active
+
     async def run(self, stopping: asyncio.Event, pause: Pause = pause) -> None:
         """Consume; after a loss, sleep for a ``pause`` and begin again. Returns when stopping is set."""
         retry, throttle = Backoff(self._beat, stopping, pause=pause), LogThrottle()

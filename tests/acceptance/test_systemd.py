@@ -150,7 +150,7 @@ def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
 async def test_the_service_starts_delivers_and_stops_in_order(service: Service) -> None:
     service.start()
     assert service.shown("ActiveState", "SubState", "StatusText", "UnitFileState", "User") == {
-        "ActiveState": "active", "SubState": "running", "StatusText": "mode store",
+        "ActiveState": "active", "SubState": "running", "StatusText": "mode store; intake active",
         "UnitFileState": "enabled", "User": "delayer",
     }  # fmt: skip
     assert "consuming" in service.names(), "started means ready"
@@ -182,7 +182,7 @@ async def test_a_reload_is_over_when_it_is_in_force(service: Service) -> None:
         proxy.resume()
         await reload
         assert "reloaded" in service.names()
-        assert service.status == "mode native"
+        assert service.status == "mode native; intake active"
         assert service.shown("ActiveState", "SubState") == {"ActiveState": "active", "SubState": "running"}
         await asyncio.to_thread(service.machine.run, "systemctl", "stop", "delayer")
 
@@ -201,11 +201,11 @@ async def test_a_waiting_start_names_its_reason(service: Service) -> None:
         await status("starting; the broker is out of reach")
         assert service.shown("ActiveState", "SubState") == {"ActiveState": "activating", "SubState": "start"}
         await proxy.accept()
-        await status("mode store")
+        await status("mode store; intake active")
         await proxy.refuse()
         await status("mode store; the broker is out of reach")
         await proxy.accept()
-        await status("mode store")
+        await status("mode store; intake active")
         await asyncio.to_thread(machine.run, "systemctl", "stop", "delayer")
 
 
@@ -214,7 +214,7 @@ def test_a_file_with_mistakes_fails_the_reload_and_changes_nothing(service: Serv
     service.change(('mode = "store"', 'mode = "nativ"'))
     done = service.machine.run("systemctl", "reload", "delayer", check=False)
     assert done.returncode != 0
-    assert service.status == "mode store"
+    assert service.status == "mode store; intake active"
     assert not {"reloaded", "reload refused"} & set(service.names())
     assert "mode: expected" in service.machine.file(LOG).read_text(), "and the journal names the mistake"
     # The daemon does not start with such a file either, and systemd does not retry.
@@ -253,8 +253,10 @@ async def test_two_instances_share_the_lanes(service: Service) -> None:
     await asyncio.to_thread(machine.run, "sh", "-ec", block)
     try:
         for instance, address in zip(INSTANCES, addresses, strict=True):
-            shown = machine.shown(instance, "ActiveState", "StatusText", "UnitFileState")
-            assert shown == {"ActiveState": "active", "StatusText": "mode store", "UnitFileState": "enabled"}
+            shown = machine.shown(instance, "ActiveState", "UnitFileState")
+            assert shown == {"ActiveState": "active", "UnitFileState": "enabled"}
+            status = machine.shown(instance, "StatusText")["StatusText"]
+            assert re.fullmatch("mode store; intake (active|standby)", status)
             answer = await eventually(lambda at=address: Web(at).get("/health/ready"), lambda one: one.status == 200)
             assert answer.json["ready"]
 
@@ -353,7 +355,7 @@ async def test_the_jobs_of_the_night_and_their_timers(service: Service) -> None:
     assert seen == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}, told("compact")
     segments = service.say("status", "--json")["store"]["segments"]
     assert (segments["messages"] >= FEWEST, segments["broken"]) == (True, 0), told("compact")
-    assert service.status == "mode store", "the daemon has seen nothing of it"
+    assert service.status == "mode store; intake active", "the daemon has seen nothing of it"
     machine.run("systemctl", "stop", "delayer", "delayer-compact.timer")
 
 
@@ -395,7 +397,7 @@ def test_an_instance_for_another_broker(service: Service) -> None:
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", "delayer@orders")
     shown = machine.shown("delayer@orders", "ActiveState", "User", "StatusText")
-    assert shown == {"ActiveState": "active", "User": "delayer", "StatusText": "mode store"}
+    assert shown == {"ActiveState": "active", "User": "delayer", "StatusText": "mode store; intake active"}
     machine.run("systemctl", "stop", "delayer@orders")
     assert machine.shown("delayer@orders", "Result") == {"Result": "success"}
     machine.run("mv", *(f"/etc/delayer/orders/{name}" for name in files), "/etc/delayer")

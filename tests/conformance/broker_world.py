@@ -112,6 +112,8 @@ class World:
 
     publisher: AmqpPublisher
     consumer: AmqpConsumer
+    reconnecting: ReconnectingConnection
+    """The connection of the consumer."""
     hand: AdminHand
     network: Proxy
 
@@ -141,7 +143,8 @@ class Place:
             hand = AdminHand(self.broker, self.address.vhost, channel)
             for name in queues:
                 await hand.queue(name)
-            yield World(AmqpPublisher(publishing, confirm_timeout=BOUND), AmqpConsumer(consuming), hand, proxy)
+            publisher = AmqpPublisher(publishing, confirm_timeout=BOUND)
+            yield World(publisher, AmqpConsumer(consuming), consuming, hand, proxy)
 
 
 def message(token: object, key: str, exchange: str = "", body: bytes | None = None) -> Outgoing:

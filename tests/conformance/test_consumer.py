@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from delayer.broker.consumer import ENOUGH, AdaptivePrefetch, AmqpConsumer, AmqpSubscription, FlowControl
+from delayer.core.cascade import ONE_CONSUMER
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import CONFIRMED
 from tests.conformance.broker_world import (
@@ -106,17 +107,19 @@ async def test_settling_after_deliveries_were_stopped(place: Place) -> None:
         assert sorted(await world.hand.drain("q")) == [b"0", b"4"]
 
 
-async def test_acknowledged_deliveries_are_not_repeated_after_the_end(place: Place) -> None:
+@pytest.mark.parametrize("one_active", [False, True])
+async def test_acknowledged_deliveries_are_not_repeated_after_the_end(place: Place, one_active: bool) -> None:
     """Also by a busy replicated queue: there, acknowledgements wait for each other."""
     async with place.world() as world:
+        consumer = AmqpConsumer(world.reconnecting, one_active=one_active)
         for attempt in range(4):
             queue = f"busy {attempt}"
-            await world.hand.queue(queue, {"x-queue-type": "quorum"})
+            await world.hand.queue(queue, {"x-queue-type": "quorum"} | ({ONE_CONSUMER: True} if one_active else {}))
             await world.publisher.publish([message(n, queue) for n in range(400)])
             more = asyncio.create_task(
                 until_published(world.publisher, [message(f"more {n}", queue) for n in range(600)])
             )
-            subscription = await world.consumer.subscribe(queue, 5000)
+            subscription = await consumer.subscribe(queue, 5000)
             found = await take(subscription, 400)
             subscription.stop()
             for one in found[::2]:
@@ -124,11 +127,30 @@ async def test_acknowledged_deliveries_are_not_repeated_after_the_end(place: Pla
             subscription.ack(found[-1].tag, multiple=True)
             await subscription.close()
             await more
-            again = await world.consumer.subscribe(queue, 5000)
+            again = await consumer.subscribe(queue, 5000)
             rest = await take(again, 600 + 400 - len(found))
             assert await again.next_batch(5000, GATHER) == []
             await again.close()
             assert not set(bodies(rest)) & set(bodies(found))
+
+
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+async def test_a_standby_gets_the_messages_in_their_order(place: Place, kind: str) -> None:
+    """The active consumer of a queue with a single one leaves, while messages that it has not acknowledged, and newer
+    ones, are there. What it has acknowledged does not come again."""
+    async with place.world() as world, relay_to(place.address) as second:
+        await world.hand.queue("one", {"x-queue-type": kind, ONE_CONSUMER: True})
+        first, other = (AmqpConsumer(each, one_active=True) for each in (world.reconnecting, second))
+        active, standby = await first.subscribe("one", 100), await other.subscribe("one", 1000)
+        assert (first.active, other.active) == (True, False)
+        assert await world.publisher.publish([message(n, "one") for n in range(400)]) == [CONFIRMED] * 400
+        found = await take(active, 60)
+        active.ack(found[29].tag, multiple=True)
+        assert await standby.next_batch(10, GATHER) == []
+        await active.close()
+        assert bodies(await take(standby, 370)) == numbered(range(30, 400))
+        assert other.active
+        await standby.close()
 
 
 async def test_a_missing_queue(place: Place) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -54,14 +54,26 @@ def said(message: AbstractIncomingMessage) -> dict[str, object]:
 
 async def take(url: str, queue: str) -> list[AbstractIncomingMessage]:
     """Take all ready messages of ``queue``."""
-    taken = []
     async with channel_to(url) as channel:
         source = await channel.get_queue(queue)
-        while (message := await source.get(no_ack=True, fail=False)) is not None:
-            taken.append(message)
-    return taken
+        # A queue with a single active consumer does not know basic.get.
+        async with source.iterator(no_ack=True) as messages:
+            return [await anext(messages) for _ in range(source.declaration_result.message_count or 0)]
 
 
 def ids(run: Run, *arguments: str, **environ: str | None) -> list[str]:
     """The ids of the messages that this command lists."""
     return [one["id"] for one in json.loads(run(*arguments, "--json", **environ).stdout)["messages"]]
+
+
+def rows(run: Run, *what: str, expect: int = 0, options: Sequence[str] = (), **more: str) -> list[dict[str, str]]:
+    """The rows of `delayer check` for these things."""
+    told = json.loads(run(*options, "check", "--json", expect=expect, **more).stdout)
+    assert told["ok"] == (expect == 0)
+    return [row for row in told["checks"] if row["what"] in what]
+
+
+async def destination(vhost: str) -> None:
+    """Declare the exchange of due messages."""
+    async with channel_to(vhost) as channel:
+        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,26 +14,13 @@ from pamqp.common import FieldTable
 
 from delayer.cli.send import cancelling
 from delayer.config.model import Settings
-from tests.integration.cli import Run, channel_to, said, take
+from tests.integration.cli import Run, channel_to, destination, rows, said, take
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import Props
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import opened, owned, parcel, sql
 
 LEVELS = 28
-
-
-def rows(run: Run, *what: str, expect: int = 0, options: Sequence[str] = (), **more: str) -> list[dict[str, str]]:
-    """The rows of `delayer check` for these things."""
-    told = json.loads(run(*options, "check", "--json", expect=expect, **more).stdout)
-    assert told["ok"] == (expect == 0)
-    return [row for row in told["checks"] if row["what"] in what]
-
-
-async def destination(vhost: str) -> None:
-    """Declare the exchange of due messages."""
-    async with channel_to(vhost) as channel:
-        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
 
 
 def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ) -> None:

@@ -45,7 +45,8 @@ async def test_another_broker_is_an_error(ours: dict[str, Any], theirs: dict[str
 async def test_status_shows_a_mode_that_was_not_reloaded() -> None:
     async with served(Inside(mode="native")) as web:
         found = await status.look(settings(web.address))
-    assert status.mode_text("native", found) == "mode: native"
+    assert status.mode_text("native", found) == "mode: native   intake: active"
+    assert status.mode_text("native", {"error": "no daemon"}) == "mode: native"
     assert status.mode_text("store", found).startswith("mode: store in the file; the daemon works in native mode.")
 
 

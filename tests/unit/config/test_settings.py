@@ -80,8 +80,9 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("store", "lanes"): "9", ("store", "restore_ahead"): "9d", ("store", "history_days"): "9",
         ("http", "listen"): "[::1]:80",
         ("http", "metrics_listen"): "[::1]:81", ("http", "open"): "true", ("http", "token"): "open-sesame-open",
-        ("intake", "give_back_after"): "9m", ("intake", "queue_type"): "classic", ("log", "format"): "console",
-        ("log", "level"): "debug", ("audit", "rule"): '[{"name": "a", "sql": "SELECT 1"}]',
+        ("intake", "give_back_after"): "9m", ("intake", "queue_type"): "classic",
+        ("intake", "consumers"): "shared", ("log", "format"): "console", ("log", "level"): "debug",
+        ("audit", "rule"): '[{"name": "a", "sql": "SELECT 1"}]',
     }  # fmt: skip
     text = some_file if key[1:] and key[1].endswith("_file") else texts.get(key, "another")
     base = {"DELAYER_BROKER__CERT_FILE": some_file} if key[-1] == "key_file" else {}
@@ -156,7 +157,7 @@ def test_urls_from_files(tmp_path: Path) -> None:
     )
     for environ in {}, {"CREDENTIALS_DIRECTORY": str(tmp_path)}:
         settings = load(file, environ, {})
-        assert settings.broker_url == "amqp://u:pw1@h/v?heartbeat=20"
+        assert settings.broker_url == "amqp://u:pw1@h/v?heartbeat=10"
         assert settings.store_url == "postgresql://u:pw2@h/d"
 
 

@@ -46,6 +46,7 @@ VALUES = {
     "store.history_days": ["-1", '"7d"', "401"],
     "intake.queue": ['""', '"a\\nb"', '"delayer.delay-level-03"'],
     "intake.queue_type": ['"stream"'],
+    "intake.consumers": ['"two"'],
     "intake.give_back_after": ['"999ms"'],
     "intake.prefetch": ["0", "65536", "true", '"5"', "5.0"],
     "intake.max_delay": ["10", '"10 years"', "2026-01-01", '"40000d"'],

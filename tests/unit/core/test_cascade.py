@@ -187,7 +187,8 @@ def test_a_level_out_of_range_is_refused(number: int) -> None:
 def test_intake() -> None:
     topology = intake_topology("delays", "delays.refused", ["delayer.in", ""])
     queues = {queue.name: dict(queue.arguments) for queue in topology.queues}
-    assert queues["delays"] == QUORUM | {"x-delivery-limit": 1_000_000, "x-dead-letter-exchange": "delays.refused"}
+    own = QUORUM | {"x-delivery-limit": 1_000_000, "x-dead-letter-exchange": "delays.refused"}
+    assert queues["delays"] == own | {"x-single-active-consumer": True}
     assert queues["delays.refused"] == {"x-queue-type": "quorum", "x-delivery-limit": (1 << 53) - 1}
     assert set(topology.exchanges) == {Exchange("delays.refused", "fanout"), Exchange("delayer.in", "topic")}
     assert set(topology.bindings) == {
@@ -198,7 +199,14 @@ def test_intake() -> None:
 
 def test_a_classic_intake_queue_has_no_arguments_of_a_quorum_queue() -> None:
     (queue, _) = intake_topology("delays", "delays.refused", classic=True).queues
-    assert dict(queue.arguments) == {"x-queue-type": "classic", "x-dead-letter-exchange": "delays.refused"}
+    own = {"x-queue-type": "classic", "x-dead-letter-exchange": "delays.refused"}
+    assert dict(queue.arguments) == own | {"x-single-active-consumer": True}
+
+
+@pytest.mark.parametrize("classic", [True, False])
+def test_a_shared_intake_queue_has_any_number_of_active_consumers(classic: bool) -> None:
+    (one, _), (shared, _) = (intake_topology(classic=classic, shared=shared).queues for shared in (False, True))
+    assert dict(one.arguments) == dict(shared.arguments) | {"x-single-active-consumer": True}
 
 
 def test_due() -> None:

@@ -39,6 +39,7 @@ STORE = Policy(
 )
 NATIVE = replace(STORE, mode=Mode.NATIVE)
 NO_STORE = replace(NATIVE, has_store=False)
+SHARED = replace(STORE, no_keys="several consumers")
 MIXED = replace(STORE, park_beyond_ms=10_000)
 
 OUT = Target(b"orders.out", b"k")
@@ -233,6 +234,9 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (says(x_delay_cancel=None), STORE, "x-delay-cancel: expected a string"),
         (says(x_delay_key="o-1"), NO_STORE, "x-delay-key: keys and cancels need a store, but none is configured"),
         (says(x_delay_cancel="o-1"), NO_STORE, "x-delay-cancel: keys and cancels need a store"),
+        (says(x_delay_key="o-1"), SHARED, "x-delay-key: several consumers"),
+        (says(x_delay_cancel="o-1"), SHARED, "x-delay-cancel: several consumers"),
+        (says(x_delay_cancel="o-1"), replace(NO_STORE, no_keys="several consumers"), "several consumers"),
         # The cascade's own limits.
         (says(x_delay=LONGEST * 1000 + 1000), NATIVE, "for the cascade: expected at most 268435455 s, found 268435456"),
     ],
@@ -368,7 +372,7 @@ asks = st.builds(
 )
 policies = st.builds(
     replace,
-    st.sampled_from([STORE, NATIVE, NO_STORE]),
+    st.sampled_from([STORE, NATIVE, NO_STORE, SHARED]),
     max_delay_ms=st.integers(0, 1 << 62),
     park_beyond_ms=st.integers(0, 1 << 62),
     keep_ms=st.sampled_from([0, 150, 999]),

@@ -151,6 +151,8 @@ ORDERS = Target(b"", b"Sales.Orders")
         # Also below park_beyond: a cancel does not reach the cascade.
         (OF_SAGA, b"id-1", replace(STORE, park_beyond_ms=HOUR_MS), Park(NOW + 5_000, ORDERS, KEY)),
         (OF_SAGA, b"id-1", NATIVE, EnterCascade(NOW + 5_000, 5, ORDERS)),
+        # A timeout without a key comes, and its saga ignores it if it has ended.
+        (OF_SAGA, b"id-1", replace(STORE, no_keys="several consumers"), Park(NOW + 5_000, ORDERS)),
         ({CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}, b"x", STORE, Cancel(KeyGroup(f"nservicebus-saga:{SAGA}:".encode()))),
         ({CLEAR_TIMEOUTS: "False"}, b"x", STORE, AtOnce(NOW, Target(b"", b"k"), undelayed=True)),
     ],
@@ -163,12 +165,17 @@ def test_a_route_of_timeouts(headers: dict[bytes, object], message_id: bytes, po
 
 
 @pytest.mark.words
-def test_clearing_timeouts_needs_a_store() -> None:
-    plan = decide(
-        ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}), replace(NATIVE, has_store=False), NOW
-    )
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (replace(NATIVE, has_store=False), "keys and cancels need a store"),
+        (replace(STORE, no_keys="several consumers"), "several consumers"),
+    ],
+)
+def test_clearing_timeouts_needs_keys(policy: Policy, reason: str) -> None:
+    plan = decide(ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}), policy, NOW)
     assert isinstance(plan, Refuse)
-    assert plan.reason.startswith("NServiceBus.ClearTimeouts: keys and cancels need a store")
+    assert plan.reason.startswith(f"NServiceBus.ClearTimeouts: {reason}")
 
 
 # ---- dead letters
@@ -306,7 +313,7 @@ asks = st.builds(
 )
 
 
-@given(asks, st.sampled_from([STORE, NATIVE, replace(NATIVE, has_store=False)]))
+@given(asks, st.sampled_from([STORE, NATIVE, replace(NATIVE, has_store=False), replace(STORE, no_keys="shared")]))
 def test_every_message_has_a_plan(asked: DelayRequest, policy: Policy) -> None:
     plan = decide(asked, policy, NOW)
     if isinstance(plan, Park | EnterCascade | AtOnce):
@@ -314,7 +321,7 @@ def test_every_message_has_a_plan(asked: DelayRequest, policy: Policy) -> None:
         assert 0 <= plan.due_ms <= NOW + policy.max_delay_ms
     if isinstance(plan, Park | Cancel):
         assert policy.has_store
-        assert plan.key is None or len(plan.key) <= 255
+        assert plan.key is None or (len(plan.key) <= 255 and not policy.no_keys)
     if isinstance(plan, Refuse):
         assert plan.reason.isascii()
         assert plan.reason.isprintable()

@@ -14,7 +14,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from delayer.daemon.systemd import LONGEST_ROUND, Notifier, Watchdog, trouble
+from delayer.daemon.systemd import LONGEST_ROUND, Notifier, Watchdog, condition
 from tests.support.fakes import until
 
 
@@ -103,35 +103,36 @@ def test_watchdog_interval(environ: dict[str, str], interval: float | None) -> N
     assert Notifier({"NOTIFY_SOCKET": "@x", **environ}).watchdog_interval == interval
 
 
-def test_trouble_follows_the_status_and_is_sent_once(systemd: tuple[str, socket.socket]) -> None:
+def test_the_condition_follows_the_status_and_is_sent_once(systemd: tuple[str, socket.socket]) -> None:
     name, server = systemd
     notifier = Notifier({"NOTIFY_SOCKET": name})
     notifier.ready("mode store")
-    for trouble_now in ("no broker", "no broker", ""):
-        notifier.trouble(trouble_now)
-    notifier.trouble("no store")
+    for text in ("no broker", "no broker", ""):
+        notifier.condition(text)
+    notifier.condition("no store")
     notifier.ready("mode native")
     said = [server.recv(4096).decode().split("\n")[-1] for _ in range(5)]
     expected = ["mode store", "mode store; no broker", "mode store", "mode store; no store", "mode native; no store"]
     assert said == [f"STATUS={words}" for words in expected]
 
 
-WELL: dict[str, Any] = {"connected": True, "blocked": False, "no_lane": "", "consuming": True}
+WELL: dict[str, Any] = {"connected": True, "blocked": False, "no_lane": "", "intake": "active"}
 
 
 @pytest.mark.parametrize(
     ("seen", "words"),
     [
-        (WELL, ""),
-        (WELL | {"connected": False}, "the broker is out of reach"),
-        (WELL | {"connected": False, "blocked": True}, "the broker is out of reach"),
-        (WELL | {"blocked": True}, "the broker takes no publishes (a resource alarm)"),
-        (WELL | {"no_lane": "no free lane in the store", "consuming": False}, "no free lane in the store"),
-        (WELL | {"consuming": False}, "nothing is consumed yet"),
+        (WELL, "intake active"),
+        (WELL | {"intake": "standby"}, "intake standby"),
+        (WELL | {"connected": False, "intake": ""}, "the broker is out of reach"),
+        (WELL | {"connected": False, "blocked": True, "intake": ""}, "the broker is out of reach"),
+        (WELL | {"blocked": True}, "intake active; the broker takes no publishes (a resource alarm)"),
+        (WELL | {"no_lane": "no free lane in the store", "intake": ""}, "no free lane in the store"),
+        (WELL | {"intake": ""}, "nothing is consumed yet"),
     ],
 )
 def test_words(seen: dict[str, Any], words: str) -> None:
-    assert trouble(**seen) == words
+    assert condition(**seen) == words
 
 
 # The watchdog is fed only while every loop moves.

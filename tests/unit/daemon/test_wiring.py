@@ -8,7 +8,7 @@ import pytest
 
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of, queues_at_work, topology_of, uses_cascade, without_effect
-from delayer.core.cascade import Cascade
+from delayer.core.cascade import ONE_CONSUMER, Cascade
 from delayer.core.plan import Mode, Route
 from delayer.daemon.live_settings import policy_of
 
@@ -45,6 +45,16 @@ def test_the_policy_has_every_key_of_a_route() -> None:
     }
     assert policy.mode is Mode.NATIVE
     assert not policy.has_store
+    assert not policy.no_keys
+
+
+def test_shared_consumers_refuse_keys() -> None:
+    given = settings(intake={"consumers": "shared"})
+    assert 'consumers = "shared" cannot keep keys in order' in policy_of(given, has_store=True).no_keys
+    (queue,) = [queue for queue in topology_of(given).queues if queue.name == "delays"]
+    assert queue.argument(ONE_CONSUMER) is None
+    (queue,) = [queue for queue in topology_of(settings()).queues if queue.name == "delays"]
+    assert queue.argument(ONE_CONSUMER) is True
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
         "routes": ["orders.in", "mail.in"],
         "started_ms": 1_800_000_000_000,
         "consuming": {"delays": True},
+        "intake": "active",
         "connections": {use: dict(LINE) for use in ("intake", "publish")},
         "store": True,
         "lanes": [1, 2, 7],

@@ -98,6 +98,7 @@ def test_every_metric_is_served() -> None:
         (("delayer_lateness_seconds_bucket", "le=0.05", "route=orders.in"), 1),
         (("delayer_lateness_seconds_sum", "route=orders.in"), 0.04),
         (("delayer_batch_messages_count", "stage=claim"), 1),
+        (("delayer_intake_active",), 1),
         (("delayer_lanes",), 3),
         (("delayer_waiting_messages",), 7),
         (("delayer_unowned_messages",), 2),
