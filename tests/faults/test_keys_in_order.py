@@ -103,7 +103,7 @@ async def opened(
         publisher, came = Publisher(fleet.place.broker), Counter[str]()
         try:
             yield fleet, publisher, came
-            await eventually(lambda: fleet.sql("SELECT count(*) FROM message"), lambda left: left == 0, timeout=90)
+            await eventually(lambda: fleet.sql("SELECT count(*) FROM message"), lambda left: left == 0, timeout=400)
             async with queue.iterator(timeout=2.0) as messages:
                 with suppress(TimeoutError):
                     async for message in messages:
@@ -157,8 +157,8 @@ class Churn:
     ("daemons", "faults", "seconds"),
     [
         pytest.param(2, (Fault("broker killed", 0, 0.5), Fault("store killed", 0, 0.5)), 90, id="two, short"),
-        pytest.param(2, IN_TURN, 300, id="two", marks=LONG),
-        pytest.param(3, IN_TURN, 300, id="three", marks=LONG),
+        pytest.param(2, IN_TURN, 240, id="two", marks=LONG),
+        pytest.param(3, IN_TURN, 240, id="three", marks=LONG),
     ],
 )
 async def test_under_faults(
