@@ -312,12 +312,9 @@ class Fleet:
         await eventually(self._consumers, lambda found: found == len(self.daemons), timeout=STARTUP)
 
     async def _consumers(self) -> int:
-        """The number of consumers of the intake queue."""
-        import aio_pika
-
-        async with await aio_pika.connect(self.place.broker) as connection:
-            queue = await (await connection.channel()).declare_queue("delays", passive=True)
-            return queue.declaration_result.consumer_count or 0
+        """The number of consumers of the intake queue. AMQP counts the active one only."""
+        found = await self.api("GET", f"/api/consumers/{self.quoted_vhost}")
+        return sum(one["queue"]["name"] == "delays" for one in found)
 
     # ---- the end
 
