@@ -59,6 +59,8 @@ class Kept:
         self.told: Counter[str] = Counter()
         """The number of log lines of each event, over all its processes."""
         self.process = DaemonProcess({})
+        self.consumes = False
+        """Whether it consumes the intake queue, or stands by, as its log says."""
         self._fleet = fleet
         self._meant = 0
         self._started = asyncio.Event()
@@ -79,6 +81,7 @@ class Kept:
         odd = program(clock=self.clock.path, bug=fleet.bug)
         process = DaemonProcess(environ, config=fleet.config, program=odd)
         process.told = self._told
+        self.consumes = False
         await process.start()
         self.process = process
         self._started.set()
@@ -87,6 +90,8 @@ class Kept:
         self.log.write(f"{event}\n")
         if isinstance(event, dict):
             self.told[str(event.get("event"))] += 1
+            if event.get("queue") == "delays" and event["event"] in ("consuming", "consuming interrupted"):
+                self.consumes = event["event"] == "consuming"
         if len(self.process.events) > 2 * EVENTS_KEPT:
             del self.process.events[BEGINNING:EVENTS_KEPT]
 
@@ -305,16 +310,11 @@ class Fleet:
         return [one["name"] for one in found if one.get("user") == USER]
 
     async def settled(self) -> None:
-        """Wait until all daemons own lanes and consume, and the broker has noticed ended consumers."""
+        """Wait until all daemons own lanes, and consume or stand by."""
         wanted = len(self.daemons) * LANES
         owned = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'delayer lane%'"
         await eventually(lambda: self.sql(owned), lambda found: found >= wanted, timeout=STARTUP)
-        await eventually(self._consumers, lambda found: found == len(self.daemons), timeout=STARTUP)
-
-    async def _consumers(self) -> int:
-        """The number of consumers of the intake queue. AMQP counts the active one only."""
-        found = await self.api("GET", f"/api/consumers/{self.quoted_vhost}")
-        return sum(one["queue"]["name"] == "delays" for one in found)
+        await eventually(lambda: all(daemon.consumes for daemon in self.daemons), timeout=STARTUP)
 
     # ---- the end
 
