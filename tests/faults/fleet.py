@@ -59,6 +59,8 @@ class Kept:
         self.told: Counter[str] = Counter()
         """The number of log lines of each event, over all its processes."""
         self.process = DaemonProcess({})
+        self.consumes = False
+        """Whether it consumes the intake queue, or stands by, as its log says."""
         self._fleet = fleet
         self._meant = 0
         self._started = asyncio.Event()
@@ -79,6 +81,7 @@ class Kept:
         odd = program(clock=self.clock.path, bug=fleet.bug)
         process = DaemonProcess(environ, config=fleet.config, program=odd)
         process.told = self._told
+        self.consumes = False
         await process.start()
         self.process = process
         self._started.set()
@@ -87,6 +90,8 @@ class Kept:
         self.log.write(f"{event}\n")
         if isinstance(event, dict):
             self.told[str(event.get("event"))] += 1
+            if event.get("queue") == "delays" and event["event"] in ("consuming", "consuming interrupted"):
+                self.consumes = event["event"] == "consuming"
         if len(self.process.events) > 2 * EVENTS_KEPT:
             del self.process.events[BEGINNING:EVENTS_KEPT]
 
@@ -305,19 +310,11 @@ class Fleet:
         return [one["name"] for one in found if one.get("user") == USER]
 
     async def settled(self) -> None:
-        """Wait until all daemons own lanes, and one of them consumes. The broker counts no waiting consumers."""
+        """Wait until all daemons own lanes, and consume or stand by."""
         wanted = len(self.daemons) * LANES
         owned = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'delayer lane%'"
         await eventually(lambda: self.sql(owned), lambda found: found >= wanted, timeout=STARTUP)
-        await eventually(self._consumers, lambda found: found == 1, timeout=STARTUP)
-
-    async def _consumers(self) -> int:
-        """The number of consumers of the intake queue."""
-        import aio_pika
-
-        async with await aio_pika.connect(self.place.broker) as connection:
-            queue = await (await connection.channel()).declare_queue("delays", passive=True)
-            return queue.declaration_result.consumer_count or 0
+        await eventually(lambda: all(daemon.consumes for daemon in self.daemons), timeout=STARTUP)
 
     # ---- the end
 

@@ -125,12 +125,20 @@ async def lost_again_and_again(fleet: Fleet, fault: Fault) -> None:
     """Cut fifty connections in a row, each just after a delivery from the queue ``detail``, to reach delivery
     limits."""
     lost = 0
+    # The intake queue has one active consumer: it is not a daemon meanwhile.
+    away = fleet.daemons if fault.detail == "delays" else []
+    for daemon in away:
+        await daemon.broker.refuse()
     async with Proxy(fleet.rabbitmq.port) as proxy:
         url = fleet.rabbitmq.url(fleet.vhost, port=proxy.port)
-        for _ in range(LOSSES):
-            with suppress(BrokerLost, TimeoutError):
-                await take_and_lose(url, proxy, fault.detail, max(fault.seconds / LOSSES, A_PORTION))
-                lost += 1
+        try:
+            for _ in range(LOSSES):
+                with suppress(BrokerLost, TimeoutError):
+                    await take_and_lose(url, proxy, fault.detail, max(fault.seconds / LOSSES, A_PORTION))
+                    lost += 1
+        finally:
+            for daemon in away:
+                await daemon.broker.accept()
     if lost < MOST_LOSSES:
         raise Missed(f"of {LOSSES} connections {lost} were given a message of {fault.detail}")
 

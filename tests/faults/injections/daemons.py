@@ -106,12 +106,27 @@ def _losses(daemon: Kept) -> int:
     return daemon.told["lane lost"] + daemon.told["lane connection broken"]
 
 
+async def start_active(fleet: Fleet, daemon: Kept, point: str) -> None:
+    """Start the target with this fault point, as the active consumer of the intake. A standby reads and parks nothing,
+    so the others lose their connections to the broker, and come back behind it."""
+    await daemon.kill()
+    others = [one for one in fleet.daemons if one is not daemon]
+    for one in others:
+        await one.broker.refuse()
+    try:
+        await daemon.start(point)
+        with suppress(AssertionError):  # It may come to the point, and end, before it consumes.
+            await daemon.process.event("consuming", where=lambda one: one["queue"] == "delays", timeout=LANE_SECONDS)
+    finally:
+        for one in others:
+            await one.broker.accept()
+
+
 async def dying_at(fleet: Fleet, fault: Fault) -> None:
     """A daemon that kills itself at the point ``detail``, a row of the crash tables."""
     daemon = of(fleet, fault)
     async with replaced(daemon, fault):
-        await daemon.kill()
-        await daemon.start(fault.detail)
+        await start_active(fleet, daemon, fault.detail)
         came = True
         try:
             await daemon.process.wait(timeout=POINT_SECONDS)
@@ -127,8 +142,7 @@ async def losing_at(fleet: Fleet, fault: Fault) -> None:
     daemon = of(fleet, fault)
     point, _, loss = fault.detail.partition(" ")
     async with daemon.meant():
-        await daemon.kill()
-        await daemon.start(f"{point}:stop")
+        await start_active(fleet, daemon, f"{point}:stop")
         came = True
         try:
             await stopped(daemon.process, timeout=POINT_SECONDS)
