@@ -76,7 +76,7 @@ class LaneRelease:
             finally:
                 if self._lane.route is None:  # Limited routes share a publisher.
                     await self._publisher.close()
-        for failure in failures:
+        for failure in failures[:1]:  # The second task mostly fails for the same reason.
             if isinstance(failure, LaneLost) and self._lane.route is not None:
                 log.debug("lane lost", lane=self._lane.number, reason=str(failure))  # The store says why, once.
             elif isinstance(failure, LaneLost):
