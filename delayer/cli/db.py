@@ -9,7 +9,7 @@ import click
 from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.options import Request, as_json, request_of, store_url
 from delayer.cli.output import json_of_lane, note, print_json, print_lanes
-from delayer.store import schema
+from delayer.store import schema, servers
 from delayer.store.admin import setup
 from delayer.store.admin.stats import StoreOverview, overview
 
@@ -24,9 +24,9 @@ def db() -> None:
 def upgrade(request: Request) -> None:
     """Make the tables, or upgrade them. Also makes the first lanes (store.lanes). Safe to repeat.
 
-    The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. If one role owns
-    the schema and another one runs the daemon (docs/security.md), run this as the owner. A store that a newer delayer
-    upgraded stays as it is; exit code 1.
+    The database has to exist with the encoding UTF8, and the role in store.url has to own it: `createdb -E UTF8 -T
+    template0 --locale C -O delayer delayer`. If one role owns the schema and another one runs the daemon
+    (docs/security.md), run this as the owner. A store that a newer delayer upgraded stays as it is; exit code 1.
 
     \b
     Examples:
@@ -39,6 +39,7 @@ def upgrade(request: Request) -> None:
     async def work() -> tuple[str | None, str | None]:
         from delayer.store import upgrades  # noqa: PLC0415 - Alembic and SQLAlchemy, which no other verb needs
 
+        await servers.check(url)
         before = await setup.schema_of(url)
         if (wrong := schema.outdated(before)) is not None and wrong.newer:
             raise wrong

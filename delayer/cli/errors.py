@@ -14,7 +14,7 @@ from delayer.config.errors import ConfigError
 from delayer.core import errors
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.readable import readable
-from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit
 
 BROKER_RUNS = "check broker.url, and that the broker runs"
 BROKER_RIGHTS = "check user, password, vhost and permissions"
@@ -64,8 +64,8 @@ class OutOfReach(CommandError):
 
 
 EXPECTED_ERRORS = (
-    ConfigError, BrokerLost, BrokerRefused, QueueMissing, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,
-    JobImpossible, JobMisused, JobFailed,
+    ConfigError, BrokerLost, BrokerRefused, QueueMissing, TopologyMismatch, StoreLost, StoreUnfit, SchemaOutdated,
+    BadStoreUrl, JobImpossible, JobMisused, JobFailed,
 )  # fmt: skip
 
 
@@ -97,6 +97,8 @@ def failure(error: Exception) -> CommandError:
             made = OutOfReach(f"the store refused: {text}. Next: {advice}.")
         case StoreLost():
             made = OutOfReach(f"the store is out of reach: {text}. Next: {STORE_RUNS}.")
+        case StoreUnfit(advice=advice):
+            made = CommandFailed(f"{text}. Next: {advice}.")
         case _:
             made = CommandFailed(f"{text}.")  # The other texts contain the advice.
     return made

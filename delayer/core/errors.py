@@ -3,7 +3,8 @@
 BrokerLost      the broker, or the channel in use, is gone: publishes in flight are in doubt
 └─ Unconfirmed  a batch was not fully confirmed in time; it carries the known outcomes
 StoreLost       the store is unreachable, or refused the transaction
-└─ LaneLost     the lane belongs to another process now
+├─ LaneLost     the lane belongs to another process now
+└─ Rejected     the database rejects the data of the transaction
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class StoreLost(Exception):
 
 class LaneLost(StoreLost):
     """The lane belongs to another process, which releases its rows. This process must not park into it."""
+
+
+class Rejected(StoreLost):
+    """The database rejects the data of the transaction, and would reject them again. Nothing is committed."""
 
 
 ERRNO: Final = re.compile(r"\[Errno -?\d+\] ")

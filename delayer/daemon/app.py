@@ -24,7 +24,7 @@ from delayer.daemon.live_settings import rates_of
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
 from delayer.retry import first_set
-from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit
 from delayer.store.postgres import PostgresStore
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Reload:
             new = self._load()
             wanted = live_part(old, new)
             await self._make_ready(wanted)
-        except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, BadStoreUrl, SchemaOutdated) as wrong:
+        except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, BadStoreUrl, SchemaOutdated, StoreUnfit) as wrong:
             log.error("reload refused", reason=str(wrong))
             return str(wrong) or type(wrong).__name__
         logs.configure(wanted.log.format, wanted.log.level)
@@ -175,7 +175,7 @@ def _run(settings: Settings, load: Callable[[], Settings], spans: Spans | None) 
     except BadStoreUrl as wrong:
         log.error("start refused", reason=str(wrong), next_step="correct store.url")
         return 2
-    except SchemaOutdated as wrong:
+    except (SchemaOutdated, StoreUnfit) as wrong:
         log.error("start refused", reason=str(wrong), next_step=wrong.advice)
         return 1
     return 0

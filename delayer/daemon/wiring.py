@@ -123,7 +123,7 @@ class Daemon:
         return self.live.settings
 
     async def run(self) -> None:
-        """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
+        """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated, StoreUnfit where a person has to decide."""
         self.connections.start()
         if self.settings.store_url is not None:
             self.start_store(self.settings)

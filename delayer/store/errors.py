@@ -2,7 +2,8 @@
 
 core.StoreLost        out of reach, or it refused the transaction: try again later
 ├─ core.LaneLost      the lane has another owner
-└─ StoreUnfit         the server cannot hold a lane: an operator must act
+└─ core.Rejected      the database rejects the data of a write
+StoreUnfit            the server or the database cannot hold a store: an operator must act
 SchemaOutdated        the store lacks a schema upgrade, or has an unknown one: an operator must act
 BadStoreUrl           the URL cannot be read: an operator must act
 """
@@ -31,8 +32,12 @@ DAMAGED = (asyncpg.InternalServerError, asyncpg.PostgresIOError, asyncpg.Undefin
 DAMAGE_ADVICE = 'see "Damage" in docs/backlog.md: REINDEX makes an index anew, a table comes from a backup'
 
 
-class StoreUnfit(StoreLost):
-    """The server answers, but it cannot hold a lane (servers.py)."""
+class StoreUnfit(Exception):
+    """The server answers, but it or its database cannot hold a store (servers.py). ``advice``: the next step."""
+
+    def __init__(self, text: str, advice: str) -> None:
+        super().__init__(text)
+        self.advice = advice
 
 
 class BadStoreUrl(ValueError):

@@ -1,8 +1,11 @@
-"""The check for servers that cannot hold a lane. A lane is a lock of one session, and its owner writes rows.
+"""The check for servers that cannot hold a lane, and for databases that cannot hold every text.
+
+A lane is a lock of one session, and its owner writes rows. A hold reason contains the names of exchanges and queues, in
+any script: only the encoding UTF8 has all of them.
 
 PgBouncer's transaction and statement modes give the statements of one client to several sessions, and one session to
 several clients. CockroachDB's advisory locks lock nothing. YugabyteDB has no LOCK TABLE, and its newest releases, which
-have advisory locks, were not tried. A standby takes no writes.
+have advisory locks, were not tried. A standby takes no writes, until it is promoted.
 """
 
 from __future__ import annotations
@@ -14,24 +17,29 @@ from typing import Final
 import asyncpg
 from asyncpg import Connection
 
+from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store import pool
 from delayer.store.errors import StoreUnfit, translated
 
 _OTHER_DATABASES: Final = {"CockroachDB": "CockroachDB", "-YB-": "YugabyteDB"}
 """The names of databases that speak PostgreSQL's protocol, by a part of their version's text."""
+_IDENTITY: Final = "SELECT pg_backend_pid(), version(), pg_is_in_recovery(), current_setting('server_encoding')"
 
 
 async def check(url: str) -> None:
-    """Raises StoreUnfit for a server that cannot hold a lane, StoreLost, BadStoreUrl."""
+    """Raises StoreUnfit for a server or database that cannot hold a store, StoreLost, BadStoreUrl."""
     async with _session(url) as first:
-        pid, version, standby = await _identity(first)
+        pid, version, standby, encoding = await _identity(first)
         for part, name in _OTHER_DATABASES.items():
             if part in version:
                 raise _unfit(url, "PostgreSQL", name, "let store.url lead to PostgreSQL itself")
         if standby == "t":
             advice = "let store.url lead to the primary; with several hosts add ?target_session_attrs=primary"
-            raise _unfit(url, "a primary", "a standby", advice)
+            raise StoreLost(f"{SecretUrl(url)}: expected a primary, found a standby", advice)
+        if encoding != "UTF8":
+            advice = "as Postgres's superuser: createdb -E UTF8 -T template0 --locale C -O ROLE DATABASE"
+            raise _unfit(url, "a database with the encoding UTF8", encoding, advice)
         if pid != str(first.get_server_pid()):  # A pooler answered the login, with a number of its own.
             async with _session(url) as second:
                 await _check_pooler(url, pid, first, second)
@@ -66,12 +74,12 @@ async def _session(url: str) -> AsyncIterator[Connection]:
 
 
 async def _identity(connection: Connection) -> list[str]:
-    """The session's process, the server's version, "t" on a standby. COPY needs no prepared statement, which a pooler
-    may look for in another session."""
+    """The session's process, the server's version, "t" on a standby, the database's encoding. COPY needs no prepared
+    statement, which a pooler may look for in another session."""
     told = bytearray()
 
     async def keep(data: bytes) -> None:
         told.extend(data)
 
-    await connection.copy_from_query("SELECT pg_backend_pid(), version(), pg_is_in_recovery()", output=keep)
+    await connection.copy_from_query(_IDENTITY, output=keep)
     return told.decode().rstrip().split("\t")

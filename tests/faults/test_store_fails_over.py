@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack, suppress
 import asyncpg
 import pytest
 
+from delayer.core.errors import StoreLost
 from delayer.store import servers
-from delayer.store.errors import StoreUnfit
 from tests.support.flow import flowing
 from tests.support.place import Place, eventually
 from tests.support.postgres_kinds import SmallDisk, Standby
@@ -59,7 +59,7 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         await daemon.event("store unreachable", where=lambda one: "during recovery" in one["reason"])
         await eventually(lambda: place.depth("delays"), lambda depth: depth == 500)
         assert ledger.total() == 0
-        with pytest.raises(StoreUnfit, match="expected a primary, found a standby"):  # the error of a new daemon
+        with pytest.raises(StoreLost, match="expected a primary, found a standby"):  # the error of a new daemon
             await servers.check(standby.url(name))
         await asyncio.to_thread(standby.promote)
         place.store = standby.url(name)

@@ -1,4 +1,5 @@
-"""`check` and `run` refuse servers that cannot hold a lane, but not PgBouncer in session mode."""
+"""`check`, `run` and `db upgrade` refuse servers that cannot hold a lane, and databases that are not UTF8, but not
+PgBouncer in session mode."""
 
 from __future__ import annotations
 
@@ -19,8 +20,14 @@ VERSIONS = {"CockroachDB": "CockroachDB CCL v23.2.1", "YugabyteDB": "PostgreSQL 
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, postgres: Postgres, database: str) -> Iterator[str]:
-    """The URL of a store that reports itself as another product, or behind PgBouncer in this mode."""
+    """The URL of a store behind PgBouncer in this mode, with another encoding, or that reports itself as another
+    product."""
     name, mode = database.rpartition("/")[2], request.param
+    if mode == "LATIN1":
+        other = postgres.add_database(template="template0", more="ENCODING LATIN1 LOCALE 'C'")
+        yield postgres.url(other)
+        postgres.drop_database(other)
+        return
     if mode in VERSIONS:
         version = f"CREATE FUNCTION odd.version() RETURNS text LANGUAGE sql AS $$ SELECT '{VERSIONS[mode]}' $$"
         path = f'ALTER DATABASE "{name}" SET search_path = odd, pg_catalog, public'
@@ -36,17 +43,24 @@ def url(request: pytest.FixtureRequest, postgres: Postgres, database: str) -> It
 
 @pytest.mark.parametrize(
     ("url", "reason"),
-    [("transaction", POOLED), ("statement", POOLED), *((name, f"PostgreSQL, found {name}") for name in VERSIONS)],
+    [
+        ("transaction", POOLED),
+        ("statement", POOLED),
+        ("LATIN1", "expected a database with the encoding UTF8, found LATIN1"),
+        *((name, f"PostgreSQL, found {name}") for name in VERSIONS),
+    ],
     indirect=["url"],
 )
-async def test_a_server_that_cannot_hold_a_lane_is_refused(delayer: Run, vhost: str, url: str, reason: str) -> None:
+async def test_a_server_that_cannot_hold_a_store_is_refused(delayer: Run, vhost: str, url: str, reason: str) -> None:
     rows = json.loads(delayer("check", "--json", expect=1, DELAYER_STORE__URL=url).stdout)["checks"]
     [row] = [row for row in rows if row["what"] == "store"]
     assert (row["result"], reason in row["found"]) == ("off", True), row
     async with DaemonProcess({"BROKER__URL": vhost, "STORE__URL": url}) as daemon:
-        event = await daemon.event("store refused")
+        event = await daemon.event("start refused")
         assert (event["reason"], event["next_step"]) == (row["found"], row["advice"])
-        assert await daemon.stop() == 0
+        assert await daemon.wait() == 1
+    refused = delayer("db", "upgrade", expect=1, DELAYER_STORE__URL=url)
+    assert refused.stderr == f"delayer: {row['found']}. Next: {row['advice']}.\n"
 
 
 @pytest.mark.parametrize("url", ["session"], indirect=True)

@@ -106,10 +106,10 @@ class Postgres(Server):
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def add_database(self, name: str | None = None, *, template: str = "template1") -> str:
+    def add_database(self, name: str | None = None, *, template: str = "template1", more: str = "") -> str:
         """A fresh database, a copy of `template` (which must have no connections); returns its name."""
         name = name or f"test_{secrets.token_hex(6)}"
-        self.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+        self.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}" {more}')
         return name
 
     def add_store(self, name: str | None = None) -> str:

@@ -95,7 +95,7 @@ class LaneOwnership:
         return sorted(lane.number for lane in self._lanes)
 
     async def lanes(self) -> AsyncIterator[PostgresLane]:
-        """Yield every lane that is taken, until :meth:`end`."""
+        """Yield every lane that is taken, until :meth:`close`."""
         while (lane := await self._taken.get()) is not None:
             yield lane
 
@@ -135,13 +135,13 @@ class LaneOwnership:
         """Drop all lanes, and wait until their releases have closed them."""
         for lane in self._lanes:
             lane.leave()
-        self._taken.put_nowait(None)
         for lane in self._lanes:
             await lane.ended.wait()
         self._update()
 
     async def close(self) -> None:
         """Close all lanes, whatever their releases do."""
+        self._taken.put_nowait(None)
         await asyncio.gather(*(lane.close() for lane in self._lanes))
         self._update()
 
