@@ -26,6 +26,9 @@ DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.Internal
 # violation if a day's partition was attached after a row of that day was routed to the default one.
 WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError, asyncpg.CheckViolationError)
 
+# The database rejects the data of a statement, and would reject them again: by their values, a constraint, or a limit.
+REJECTED = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
+
 # The data at one place cannot be read: a damaged page (XX000 and its kinds), a disk error, a missing file. Other places
 # can still be read.
 DAMAGED = (asyncpg.InternalServerError, asyncpg.PostgresIOError, asyncpg.UndefinedFileError)

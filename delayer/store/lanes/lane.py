@@ -19,8 +19,7 @@ import asyncpg
 import structlog
 from asyncpg import Connection
 
-from delayer.core.backoff import pause_ms
-from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.errors import LaneLost, Rejected, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import WINDOW_MS, Due
@@ -29,7 +28,9 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
-from delayer.store.rows import envelope, history, keys
+from delayer.store.lanes.settling import Settled, Settlement
+from delayer.store.lanes.skipping import SkippedRows
+from delayer.store.rows import envelope
 
 log = structlog.get_logger()
 
@@ -67,6 +68,8 @@ class PostgresClaimer:
         if rows:
             self.session.kept_alive_until = self._clock.monotonic() + lane.release_seconds
             reach("release.claimed")
+        elif lane.skipped.full:
+            await asyncio.sleep(1.0)
         return rows
 
     async def _claim(self, limit: int, max_bytes: int) -> list[Due]:
@@ -75,8 +78,9 @@ class PostgresClaimer:
         async with self.locked_connection("claim") as connection:
             try:
                 claim = await self._claim_once(connection, limit, max_bytes)
-            except asyncpg.DeadlockDetectedError:
-                # Against a park that replaces several keyed messages at once. The park wins, and the lane claims again.
+            except (asyncpg.DeadlockDetectedError, Rejected):
+                # A deadlock with a park that replaces several keyed messages at once: the park wins. The lane claims
+                # again in both cases.
                 self._forget()
                 await connection.execute("ROLLBACK")
                 return []
@@ -106,7 +110,8 @@ class PostgresClaimer:
     async def _claim_held(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
         """Take held rows that are to be retried, a tenth of ``limit`` at most."""
         number, cursor, before = self._lane.number, self._lane.cursor, self._clock.now_lower_ms()
-        held = await connection.fetch(statements.CLAIM_HELD, number, max(1, limit // 10), max_bytes)
+        skipped = self._lane.skipped.ids
+        held = await connection.fetch(statements.CLAIM_HELD, number, max(1, limit // 10), max_bytes, skipped)
         if held:
             cursor.retrying = True
         elif await self._find_next_retry(connection) <= before:
@@ -119,10 +124,10 @@ class PostgresClaimer:
         cursor.claiming()
         horizon_ms, start = clock.now_upper_ms() + HORIZON_MS, cursor.place
         before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
-        claimed = lane.claimed_after(start)
-        records = await connection.fetch(
-            lane.claim_statement, lane.number, *start, horizon_ms, claimed, lane.window_ms, limit, max_bytes
-        )
+        claimed, limit = lane.claimed_after(start), min(limit, lane.skipped.limit)
+        where = lane.number, *start, horizon_ms, claimed
+        bounds = lane.window_ms, limit, max_bytes
+        records = await lane.skipped.fetch(connection, lane.claim_statement, where, bounds)
         rows = sorted(map(_read_parked if lane.history else envelope.read, records), key=_place)
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
@@ -157,9 +162,11 @@ class PostgresClaimer:
         async with self.locked_connection("settle") as connection:
             if self.opened is not claim:  # A statement that kept the session alive failed while we waited for it.
                 raise LaneLost(f"lane {lane.number}: its release was rolled back")
-            if lane.history:
-                await self._write_history(connection, released, held, written_ms())
-            retry_ms = await self._write_results(connection, claim, released, held)
+            now_ms = self._clock.now_lower_ms()
+            at_ms = written_ms() or [now_ms] * len(released)
+            rows = [Settled(due, None, at) for due, at in zip(released, at_ms, strict=True)]
+            rows += [Settled(due, hold, now_ms) for due, hold in held]
+            retry_ms = await self._write_results(connection, claim, rows)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
@@ -167,44 +174,17 @@ class PostgresClaimer:
             lane.cursor.expect_retry(retry_ms)
         reach("release.committed")
 
-    async def _write_history(
-        self,
-        connection: Connection,
-        released: Sequence[Due],
-        held: Sequence[tuple[Due, Hold]],
-        written_ms: Sequence[float],
-    ) -> None:
-        """Write released and newly held messages to the history, in the open transaction."""
-        now_ms = self._clock.now_lower_ms()
-        entries = [
-            history.of_due(history.RELEASED, due, at_ms)
-            for due, at_ms in zip(released, written_ms or [now_ms] * len(released), strict=True)
-        ]
-        entries += [history.of_due(history.HELD, due, now_ms, hold.kind) for due, hold in held if not due.attempts]
-        await history.write(connection, entries)
-
-    async def _write_results(
-        self, connection: Connection, claim: Claim, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]
-    ) -> int:
-        """Write what became of the claim, in its open transaction: held rows, keys, counters last. Returns the
-        instant of the first retry.
-
-        The rows that waited are deleted already; those that were held before (``attempts`` is not 0) still stand in
-        held.
-        """
-        number = self._lane.number
-        tried_again = [due.id for due in released if due.attempts]
-        if tried_again:
-            await connection.execute("DELETE FROM held WHERE id = ANY($1)", tried_again)
-        retry_ms = await _hold(connection, number, held, self._clock.now_upper_ms()) if held else NEVER_MS
-        if keyed := [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]:
-            await keys.forget(connection, keyed)
-        newly_held = sum(not due.attempts for due, _ in held)
-        changed = [(kind, n) for kind, n in (("held", newly_held - len(tried_again)), ("released", len(released))) if n]
-        if changed:
+    async def _write_results(self, connection: Connection, claim: Claim, rows: Sequence[Settled]) -> int:
+        """Write what became of the claim, in its open transaction, counters last. Returns the instant of the first
+        retry."""
+        lane = self._lane
+        settlement = Settlement(connection, lane.number, lane.skipped, self._clock.now_upper_ms(), lane.history)
+        await settlement.write(rows)
+        if changed := [(kind, n) for kind, n in sorted(settlement.counted.items()) if n]:
             kinds, numbers = zip(*changed, strict=True)
-            await connection.execute(statements.COUNT, [number] * len(kinds), kinds, numbers)
-        return min(retry_ms, await self._find_next_retry(connection)) if claim.retries else retry_ms
+            await connection.execute(statements.COUNT, [lane.number] * len(kinds), kinds, numbers)
+        retry_ms = await self._find_next_retry(connection) if claim.retries else NEVER_MS
+        return min(settlement.retry_ms, retry_ms)
 
     async def _find_next_retry(self, connection: Connection) -> int:
         """Ask for the lane's next retry, as this transaction leaves the held rows, and set it in the cursor."""
@@ -311,6 +291,7 @@ class PostgresLane:
         # A claim that waits for an instant would keep other limited routes from the shared session.
         self.window_ms = WINDOW_MS if route is None else 0
         self.cursor = cursor
+        self.skipped = SkippedRows(number, clock)
         self.release_seconds = release_seconds
         self.history = history
         self.claim_statement = statements.CLAIM_PARKED if history else statements.CLAIM
@@ -343,9 +324,10 @@ class PostgresLane:
             raise LaneLost(f"lane {self.number}: {doing}: one of its connections is gone")
 
     def claimed_after(self, place: RowPlace) -> list[int]:
-        """The messages after ``place`` that open claims have: another claim would wait for them."""
+        """The messages after ``place`` that a claim leaves out: an open claim has them, so it would wait; or they are
+        skipped."""
         open_claims = [claimer.opened for claimer in self.claimers if claimer.opened is not None]
-        return [
+        return self.skipped.ids + [
             due.id
             for claim in open_claims
             if claim.next_start > place
@@ -417,6 +399,8 @@ class PostgresLane:
         """Write the watermark from time to time, and wake a sleeper that knows a wrong time."""
         while not await self._closed_within(KEEPALIVE_SECONDS) and self.owned:
             await self._write_watermark()
+            for due_ms in self.skipped.end_pauses():
+                self.cursor.note_parked(due_ms)
             if self.cursor.clock_stepped:
                 self.cursor.woken.set()
 
@@ -451,8 +435,9 @@ class PostgresLane:
         """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. It uses a connection of the
         pool, because it reads dead entries, at some 4 us each. Raises the driver's errors."""
         watermark, horizon_ms = self.watermark, self._clock.now_upper_ms() + HORIZON_MS
+        where = self.number, pool.BEGINNING_MS, 0, horizon_ms, self.skipped.ids
         async with pool.borrowed(self._pool) as connection:
-            first_ms = await connection.fetchval(statements.NEXT_DUE, self.number, pool.BEGINNING_MS, 0, horizon_ms, [])
+            first_ms = await connection.fetchval(statements.NEXT_DUE, *where)
             retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
         self.cursor.scanned(watermark, first_ms, retry_ms)
 
@@ -473,23 +458,6 @@ class Claim:
     rows: list[Due]
     retries: bool = False
     """Whether the rows were held before."""
-
-
-async def _hold(connection: Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> int:
-    """Put claimed rows into held, or update them there, each with its next retry. Returns the first of these."""
-    first, again, soonest = [], [], NEVER_MS
-    for due, hold in held:
-        retry_ms = hold.retry_ms(now_ms + pause_ms(due.attempts + 1, due.id))
-        soonest = soonest if retry_ms is None else min(soonest, retry_ms)
-        if due.attempts:
-            again.append((due.id, *envelope.hold_row(hold), retry_ms))
-        else:
-            first.append((*envelope.row_again(due, lane), due.id, retry_ms, 1, *envelope.hold_row(hold), None))
-    if first:
-        await connection.copy_records_to_table("held", records=first, columns=envelope.HELD_COLUMNS)
-    if again:
-        await connection.execute(statements.HOLD_AGAIN, *map(list, zip(*again, strict=True)))
-    return soonest
 
 
 def _held(record: asyncpg.Record) -> Due:

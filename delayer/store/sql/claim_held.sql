@@ -2,7 +2,7 @@
 -- another transaction has locked (a cancel, an operator's retry) are left for the next claim: a claim that waited for
 -- them would form a deadlock with a transaction that locks many held rows in another order.
 --
--- $1 lane, $2 rows, $3 bytes.
+-- $1 lane, $2 rows, $3 bytes, $4 ids that the lane skips.
 SELECT h.id, h.due_at, h.checksum, h.format, h.route, h.exchange, h.routing_key,
        h.to_exchange, h.to_key, h.properties, h.body, h.key, h.attempts,
        h.kind, h.reason, h.may_be_delivered, h.isolated, h.token
@@ -14,7 +14,7 @@ WHERE h.id IN (
         FROM (
             SELECT id, retry_at, octet_length(body) + octet_length(properties) AS size
             FROM held
-            WHERE lane = $1 AND retry_at <= statement_timestamp()
+            WHERE lane = $1 AND retry_at <= statement_timestamp() AND id <> ALL($4)
             ORDER BY retry_at, id
             LIMIT $2
         ) AS soonest

@@ -1,0 +1,147 @@
+"""Writes what became of claimed rows, in the transaction of their claim.
+
+If the database rejects the data of a row, a savepoint keeps the claim, and each half of the rows is written by itself
+until the row is found. So the claim still commits, and no message is published again. The row found gets a plain
+reason and no history. If the database rejects even that, the row goes back to where it was, and the lane skips it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+import asyncpg
+import structlog
+from asyncpg import Connection
+
+from delayer.core.backoff import pause_ms
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.message import Due
+from delayer.store import statements
+from delayer.store.errors import REJECTED, describe
+from delayer.store.lanes.cursor import NEVER_MS
+from delayer.store.lanes.skipping import NEXT_STEP, SkippedRows
+from delayer.store.rows import envelope, history, keys
+
+log = structlog.get_logger()
+
+_PLAIN: Final = "the database rejected what became of this message (SQLSTATE {})"
+
+
+class Settled(NamedTuple):
+    """What became of a claimed row: ``hold`` is None if the row was released. ``at_ms``: when."""
+
+    due: Due
+    hold: Hold | None
+    at_ms: float
+
+
+@dataclass(slots=True)
+class Settlement:
+    """The writes for one claim. ``now_ms``: an upper bound of the store's clock."""
+
+    connection: Connection
+    lane: int
+    skipped: SkippedRows
+    now_ms: int
+    history: bool
+    counted: Counter[str] = field(default_factory=Counter)
+    """The changes of the lane's counters."""
+    retry_ms: int = NEVER_MS
+    """The instant of the first retry."""
+
+    async def write(self, rows: Sequence[Settled]) -> None:
+        """Write ``rows``, each half by itself if the database rejects one. Raises the driver's other errors."""
+        if not self.history and all(row.hold is None and not _written(row.due) for row in rows):
+            self.counted["released"] += len(rows)  # The claim deleted these rows.
+            return
+        if (error := await self._tried(rows, history=self.history)) is None:
+            return
+        if len(rows) > 1:
+            middle = len(rows) // 2
+            await self.write(rows[:middle])
+            await self.write(rows[middle:])
+        else:
+            await self._write_plain(*rows[0], error)
+
+    async def _write_plain(self, due: Due, hold: Hold | None, at_ms: float, error: asyncpg.PostgresError) -> None:
+        """Write a rejected row with as few data as possible. A row of ``held`` that cannot be deleted stays there."""
+        reason = describe(error)
+        log.error("row rejected", lane=self.lane, id=due.id, reason=reason, next_step=NEXT_STEP)
+        text = _PLAIN.format(error.sqlstate)
+        if hold is not None:
+            hold = replace(hold, text=text)
+        elif due.attempts:
+            hold = Hold(HoldKind.UNFIT, f"delivered, but {text}", may_be_delivered=True)
+        if await self._tried([Settled(due, hold, at_ms)], history=False) is None:
+            return
+        if hold is None:
+            self.counted["released"] += 1  # Only its key stays behind, which stands for nothing.
+            return
+        if not due.attempts:
+            records = [(*envelope.row_again(due, self.lane), due.id)]
+            await self.connection.copy_records_to_table("message", records=records, columns=envelope.COLUMNS_WITH_ID)
+        self.skipped.add(due.id, due.due_ms, reason)
+
+    async def _tried(self, rows: Sequence[Settled], *, history: bool) -> asyncpg.PostgresError | None:
+        """Write ``rows``. Returns the error if the database rejects their data; then none of them is written."""
+        await self.connection.execute("SAVEPOINT settled")
+        try:
+            await self._write(rows, history=history)
+        except REJECTED as error:
+            await self.connection.execute("ROLLBACK TO settled")
+            return error
+        return None
+
+    async def _write(self, rows: Sequence[Settled], *, history: bool) -> None:
+        """The rows that waited are deleted already. The rows that were held before (``attempts`` is not 0) are still
+        in ``held``."""
+        released = [row.due for row in rows if row.hold is None]
+        held = [(row.due, row.hold) for row in rows if row.hold is not None]
+        if history:
+            await _write_history(self.connection, rows)
+        tried_again = [due.id for due in released if due.attempts]
+        if tried_again:
+            await self.connection.execute("DELETE FROM held WHERE id = ANY($1)", tried_again)
+        retry_ms = await _hold(self.connection, self.lane, held, self.now_ms) if held else NEVER_MS
+        if keyed := [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]:
+            await keys.forget(self.connection, keyed)
+        self.retry_ms = min(self.retry_ms, retry_ms)
+        self.counted["released"] += len(released)
+        self.counted["held"] += sum(not due.attempts for due, _ in held) - len(tried_again)
+
+
+def _written(due: Due) -> bool:
+    """Whether the release of a row writes more than its deletion, which the claim did."""
+    return due.attempts > 0 or due.parcel.key is not None
+
+
+async def _write_history(connection: Connection, rows: Sequence[Settled]) -> None:
+    """Write released and newly held messages to the history."""
+    entries = [
+        history.of_due(history.RELEASED, due, at_ms)
+        if hold is None
+        else history.of_due(history.HELD, due, at_ms, hold.kind)
+        for due, hold, at_ms in rows
+        if hold is None or not due.attempts
+    ]
+    await history.write(connection, entries)
+
+
+async def _hold(connection: Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> int:
+    """Put claimed rows into held, or update them there, each with its next retry. Returns the first of these."""
+    first, again, soonest = [], [], NEVER_MS
+    for due, hold in held:
+        retry_ms = hold.retry_ms(now_ms + pause_ms(due.attempts + 1, due.id))
+        soonest = soonest if retry_ms is None else min(soonest, retry_ms)
+        if due.attempts:
+            again.append((due.id, *envelope.hold_row(hold), retry_ms))
+        else:
+            first.append((*envelope.row_again(due, lane), due.id, retry_ms, 1, *envelope.hold_row(hold), None))
+    if first:
+        await connection.copy_records_to_table("held", records=first, columns=envelope.HELD_COLUMNS)
+    if again:
+        await connection.execute(statements.HOLD_AGAIN, *map(list, zip(*again, strict=True)))
+    return soonest
