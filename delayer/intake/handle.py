@@ -25,6 +25,7 @@ from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.delay_sources import CONSULTED
+from delayer.core.errors import Rejected
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
 from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
@@ -311,22 +312,42 @@ class IntakeHandler(KeepingHandler):
         self.flush()
 
     async def _apply(self, batch: Sequence[Classified], *, keyed: bool) -> None:
-        """Apply a batch in one transaction, and accept its deliveries. After a failure of a batch with keys, no other
-        one begins in this session: the broker delivers that batch again, and the others must come after it."""
-        operations = operations_of(batch)
-        began = perf_counter()
-        applied = await self._backlog.apply(operations)
-        self._counters.took("park", perf_counter() - began)
-        self._counters.batch("park", len(operations))
-        self._counters.add("parked", [one.route for one in operations if isinstance(one, Parcel)])
-        self._session.acks.accept(delivery.tag for delivery, _, _ in batch)
+        """Apply a batch. After a failure of a batch with keys, no other one begins in this session: the broker delivers
+        that batch again, and the others must come after it."""
+        cancelled = await self._apply_or_refuse(batch)
         if not keyed:
             return
         if asked := answers_to(batch):  # In a task of its own: a reply that is not confirmed delays no batch.
-            self._session.start(self._reply(asked, applied.cancelled), punctual=True)
+            self._session.start(self._reply(asked, cancelled), punctual=True)
         self._applying_keys = False
         if self._gathered:
             self.flush()
+
+    async def _apply_or_refuse(self, batch: Sequence[Classified]) -> frozenset[int]:
+        """Apply a batch in one transaction, and accept its deliveries. Returns the positions of the cancels that met a
+        message. If the database rejects an operation, each half of the batch is applied by itself, in their order, and
+        the delivery that is found is refused."""
+        operations = operations_of(batch)
+        began = perf_counter()
+        try:
+            applied = await self._backlog.apply(operations)
+        except Rejected as error:
+            reason = str(error)
+        else:
+            self._counters.took("park", perf_counter() - began)
+            self._counters.batch("park", len(operations))
+            self._counters.add("parked", [one.route for one in operations if isinstance(one, Parcel)])
+            self._session.acks.accept(delivery.tag for delivery, _, _ in batch)
+            return applied.cancelled
+        if len(batch) == 1:
+            refuse = Refuse(f"the database of the store rejects it: {reason}")
+            refused = to_refused(batch[0][0], refuse, self._live.names(), self._new_id())
+            await self._dispatch([refused], self._session.acks)
+            return frozenset()
+        middle = len(batch) // 2
+        first = await self._apply_or_refuse(batch[:middle])
+        second = await self._apply_or_refuse(batch[middle:])
+        return first | {at + middle for at in second}
 
     async def _reply(self, asked: Mapping[int, replies.CancelToAnswer], cancelled: frozenset[int]) -> None:
         """Answer cancels, except into delayer's own queues."""

@@ -22,7 +22,8 @@ class Backlog(Protocol):
         Two calls may run at the same time, and then end in any order. A caller whose operations on a key must follow
         each other waits for the first call.
 
-        Raises StoreLost: nothing is committed, or the commit is in doubt.
+        Raises StoreLost: nothing is committed, or the commit is in doubt. Raises Rejected if the database rejects the
+        data of an operation.
         """
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:

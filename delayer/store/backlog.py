@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Final, TypeVar
@@ -13,13 +14,14 @@ import structlog
 
 from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
-from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.errors import LaneLost, Rejected, StoreLost
 from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Cancel, Fold, Operation, fold
 from delayer.core.segment import Restoration
 from delayer.retry import LOSSES, Backoff, first_set, raise_first, take_failures
+from delayer.store.errors import plain_reason
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.ownership import AWAY_SECONDS, MORE_LANES, BrokerLink, LaneOwnership
 from delayer.store.postgres import PostgresStore
@@ -144,9 +146,22 @@ class PostgresBacklog:
         return await self._write(lambda store, lane: store.apply(lane, batch, far), bulk=is_bulk(batch.kept))
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Commit held messages: see intake.ports.Backlog."""
-        bulk = is_bulk([parcel for parcel, _ in items])
-        await self._write(lambda store, lane: store.hold(lane, items), bulk=bulk)
+        """Commit held messages: see intake.ports.Backlog. If the database rejects one, each half is held by itself; the
+        one that is found gets a plain reason."""
+        bulk, middle = is_bulk([parcel for parcel, _ in items]), len(items) // 2
+        try:
+            await self._write(lambda store, lane: store.hold(lane, items), bulk=bulk)
+        except Rejected as rejected:
+            halves = [items[:middle], items[middle:]]
+            if not middle:
+                [(parcel, hold)], text = items, plain_reason(rejected.__cause__)
+                if hold.text == text:
+                    raise
+                halves = [[(parcel, replace(hold, text=text))]]
+        else:
+            return
+        for half in halves:
+            await self.hold(half)
 
     async def _write(self, work: Callable[[PostgresStore, PostgresLane], Awaitable[T]], *, bulk: bool) -> T:
         """A lane that is lost under a write costs one try; the next one is another lane."""

@@ -100,6 +100,11 @@ def lost(doing: str, error: BaseException) -> StoreLost:
     return StoreLost(f"{doing}: {told}", advice or errors.certificate_advice(told, *errors.OF_STORE))
 
 
+def plain_reason(error: object) -> str:
+    """A reason of a hold that every database can store, in place of one with which it rejected the hold."""
+    return f"the database rejected the data of this hold (SQLSTATE {getattr(error, 'sqlstate', 'unknown')})"
+
+
 def describe(error: BaseException) -> str:
     """One line for a driver's error: its first line, without the details that may quote data. The class of any other
     error stands before it."""

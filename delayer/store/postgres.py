@@ -21,7 +21,7 @@ import asyncpg
 from asyncpg import Connection
 
 from delayer.core.backoff import pause_ms
-from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.errors import LaneLost, Rejected, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import LaneTable, Parcel
@@ -30,7 +30,7 @@ from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
 from delayer.store import pool, schema, servers, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, describe, translated
+from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, check_arrow, describe, translated
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
@@ -141,7 +141,7 @@ class PostgresStore:
         """Commit what is left of a batch: messages that are due soon into ``lane``, those due later into lane ``far``,
         and those of a route with a lane of its own there. Wakes ``lane`` afterwards.
 
-        Raises LaneLost if this process does not own ``lane`` any more (nothing is committed), StoreLost.
+        Raises LaneLost if this process does not own ``lane`` any more (nothing is committed), Rejected, StoreLost.
         """
         routes, far_ms = self._routes, self._clock.now_lower_ms() + FAR_MS
         place = Placement(lane.number, routes, lane.epoch, far, far_ms, self._history_days > 0)
@@ -201,11 +201,11 @@ class PostgresStore:
             try:
                 async with self._transaction() as connection:
                     result = await work(connection)
-            except WORTH_REPEATING as error:
-                if attempt == ATTEMPTS:
-                    raise StoreLost(f"{doing}: {describe(error)}, {ATTEMPTS} times") from error
             except DRIVER_ERRORS as error:
-                raise StoreLost(f"{doing}: {describe(error)}") from error
+                if attempt < ATTEMPTS and isinstance(error, WORTH_REPEATING):
+                    continue
+                kind = Rejected if isinstance(error, REJECTED) else StoreLost
+                raise kind(f"{doing}: {describe(error)}") from error
             else:
                 reach("park.committed")
                 return result
@@ -218,7 +218,7 @@ class PostgresStore:
                 await connection.execute("BEGIN")
                 yield connection
                 status = await connection.execute("COMMIT")
-            except (LaneLost, *WORTH_REPEATING):
+            except (LaneLost, *WORTH_REPEATING, *REJECTED):
                 await connection.execute("ROLLBACK")
                 raise
             except BaseException:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import asyncpg
 import structlog
@@ -20,14 +20,12 @@ from delayer.core.backoff import pause_ms
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Due
 from delayer.store import statements
-from delayer.store.errors import REJECTED, describe
+from delayer.store.errors import REJECTED, describe, plain_reason
 from delayer.store.lanes.cursor import NEVER_MS
 from delayer.store.lanes.skipping import NEXT_STEP, SkippedRows
 from delayer.store.rows import envelope, history, keys
 
 log = structlog.get_logger()
-
-_PLAIN: Final = "the database rejected what became of this message (SQLSTATE {})"
 
 
 class Settled(NamedTuple):
@@ -70,7 +68,7 @@ class Settlement:
         """Write a rejected row with as few data as possible. A row of ``held`` that cannot be deleted stays there."""
         reason = describe(error)
         log.error("row rejected", lane=self.lane, id=due.id, reason=reason, next_step=NEXT_STEP)
-        text = _PLAIN.format(error.sqlstate)
+        text = plain_reason(error)
         if hold is not None:
             hold = replace(hold, text=text)
         elif due.attempts:
