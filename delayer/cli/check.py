@@ -289,6 +289,8 @@ SPARE_CONNECTIONS: Final = 20
 UNOWNED_MS: Final = 30_000
 """A message may be overdue for so long in a lane without an owner: daemons take such lanes within seconds."""
 
+STUCK: Final = 'see the broker and that daemon\'s log; docs/operations.md, "A lane that does not advance"'
+
 
 async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
     """``mark``: that of our broker; "" if unknown."""
@@ -378,6 +380,14 @@ def _lanes(report: CheckReport, seen: stats.StoreOverview, mark: str) -> None:
         lanes = f"lane {left[0].number}" if len(left) == 1 else f"{len(left)} lanes"
         found = f"messages are overdue by {since} in {lanes} that no daemon owns"
         report.add("lanes", "off", found, "start a daemon: it takes them within seconds; or see its log")
+    for lane in owned:
+        of = f"lane {lane.number} of {lane.owner} "
+        if lane.stuck_ms:
+            found = f"{of}has had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
+            report.add("lanes", "off", found, STUCK)
+        elif lane.behind_ms and lane.route is None:
+            found = f"{of}advances, but a message has been due for {duration(lane.behind_ms / 1000)}"
+            report.add("lanes", "note", found, 'nothing while a burst goes out; else see "row skipped" in its log')
     strange = [lane for lane in owned if lane.broker and mark and lane.broker != mark]
     if strange:
         owners = ", ".join(sorted({lane.owner for lane in strange}))

@@ -135,7 +135,8 @@ def json_of_lane(lane: LaneOverview) -> dict[str, Any]:
         "lane": lane.number,
         "route": None if lane.route is None else lane.route.decode(errors="replace"),
         "released": lane.counters["released"],
-        **{name: getattr(lane, name) for name in ("owner", "alive", "waiting", "held", "next_due_ms", "next_retry_ms")},
+        **{name: getattr(lane, name) for name in ("owner", "alive", "stuck_ms", "waiting", "held")},
+        **{name: getattr(lane, name) for name in ("next_due_ms", "next_retry_ms")},
     }
 
 
@@ -146,7 +147,7 @@ def print_lanes(lanes: Sequence[dict[str, Any]], now_ms: int) -> None:
             one["lane"],
             one["route"] or "",
             one["owner"] or "-",
-            "running" if one["alive"] else "free",
+            "stuck" if one["stuck_ms"] else "running" if one["alive"] else "free",
             *(one[name] for name in ("waiting", "held", "released")),
             when(one["next_due_ms"], now_ms),
         )

@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -153,16 +153,16 @@ class Watchdog:
             await first_set(stopping, seconds=interval)
 
 
-def condition(*, connected: bool, blocked: bool, no_lane: str, intake: str) -> str:
+def condition(*, connected: bool, blocked: bool, no_lane: str, stuck: Sequence[int], intake: str) -> str:
     """The daemon's role at the intake queue, and the reasons why it does not do its work. Pure.
 
-    ``blocked``: by a resource alarm of the broker. ``no_lane``: the reason of the lane manager, or empty. ``intake``:
-    "active", "standby", or empty if it does not consume.
+    ``blocked``: by a resource alarm of the broker. ``no_lane``: the reason of the lane manager, or empty. ``stuck``:
+    the lanes that do not advance. ``intake``: "active", "standby", or empty if it does not consume.
 
-    >>> condition(connected=True, blocked=False, no_lane="", intake="standby")
+    >>> condition(connected=True, blocked=False, no_lane="", stuck=[], intake="standby")
     'intake standby'
-    >>> condition(connected=False, blocked=False, no_lane="the store is out of reach, or refuses us", intake="")
-    'the broker is out of reach; the store is out of reach, or refuses us'
+    >>> condition(connected=False, blocked=False, no_lane="no free lane", stuck=[3], intake="")
+    'the broker is out of reach; no free lane; lane 3 does not advance'
     """
     found = [f"intake {intake}"] if intake else []
     if not connected:
@@ -171,6 +171,7 @@ def condition(*, connected: bool, blocked: bool, no_lane: str, intake: str) -> s
         found.append("the broker takes no publishes (a resource alarm)")
     if no_lane:
         found.append(no_lane)
+    found += [f"lane {number} does not advance" for number in stuck]
     if not found:
         found.append("nothing is consumed yet")
     return "; ".join(found)

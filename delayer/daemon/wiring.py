@@ -183,6 +183,7 @@ class Daemon:
             connected=all(one["connected"] for one in connections),
             blocked=any(one["blocked"] for one in connections),
             no_lane=self.store.reason,
+            stuck=self.store.stuck,
             intake=self.intake,
         )
 

@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from delayer.core.readable import duration
 from delayer.http import metrics
 from delayer.http.metrics import MetricSources
 from delayer.http.view import DaemonPort, State, View
@@ -41,6 +42,12 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
             found.append(f"the store is out of reach, or refuses us: {error or 'it was not looked at yet'}")
         elif store.upgrade_pending:
             found.append(f"the store's schema is {store.schema_found or 'missing'}, expected {store.schema_expected}")
+        else:
+            found += [
+                f"lane {lane.number} has had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
+                for lane in store.lanes
+                if lane.stuck_ms and lane.number in state["lanes"]
+            ]
     return found
 
 

@@ -88,6 +88,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "next_due_timestamp_seconds": _gauge("", "unix seconds", "when the next row is due; missing if nothing waits"),
     "overdue_seconds": _gauge("", "seconds", "time since the next row was due; 0 if it is not due yet"),
     "store_lanes": _gauge("state", "lanes", "lanes with a living owner, and without"),
+    "stuck_lanes": _gauge("", "lanes", "lanes with messages due for 30 s, in which they settled no claim"),
     "unowned_messages": _gauge("", "messages", "rows that wait in lanes without a living owner"),
     "store_messages_total": _counter("kind", "changes of messages since the store was made, by all daemons"),
     "segments": _gauge("state", "segments", "segments: all, broken ones, and those not restored in time"),
@@ -191,6 +192,7 @@ def _of_store(seen: Snapshot[StoreOverview]) -> Iterator[MetricSample]:
     yield "overdue_seconds", [], overdue_ms / 1000
     for state, alive in (("owned", True), ("free", False)):
         yield "store_lanes", [state], sum(lane.alive is alive for lane in overview.lanes)
+    yield "stuck_lanes", [], sum(lane.stuck_ms > 0 for lane in overview.lanes)
     yield "unowned_messages", [], sum(lane.waiting for lane in overview.lanes if not lane.alive)
     for kind, number in overview.counters.items():
         if kind not in GO_DOWN:

@@ -82,7 +82,8 @@ class LaneRelease:
             elif isinstance(failure, LaneLost):
                 log.warning("lane lost", lane=self._lane.number, reason=str(failure))
             elif isinstance(failure, StoreLost):
-                log.warning("lane given up", lane=self._lane.number, reason=str(failure))
+                advice = {"next_step": failure.advice} if failure.advice else {}
+                log.warning("lane given up", lane=self._lane.number, reason=str(failure), **advice)
         raise_first(failures, unless=(LaneLost, StoreLost))
 
     async def _run_claimer(self, claimer: Claimer, stopping: asyncio.Event, pause: Pause) -> None:

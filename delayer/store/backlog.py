@@ -98,6 +98,11 @@ class PostgresBacklog:
         return self._ownership.numbers
 
     @property
+    def stuck(self) -> list[int]:
+        """The lanes of this process that do not advance."""
+        return self._ownership.stuck
+
+    @property
     def reason(self) -> str:
         """Why the store gives this process no lane. Empty if it has one, if no store is configured, and if a store in
         reach waits for the broker: its connection is the reason then."""

@@ -109,11 +109,13 @@ CREATE TABLE lane (
     CONSTRAINT lane_route_key UNIQUE (route)
 );
 
--- A number of messages for each lane and kind of event.
+-- A number of messages for each lane and kind of event. at is when another transaction than a park last changed it: for
+-- kinds released and held, when the lane last advanced.
 CREATE TABLE counter (
     lane smallint NOT NULL,
     kind text     NOT NULL,
     n    bigint   NOT NULL,
+    at   timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT counter_pkey PRIMARY KEY (lane, kind)
 ) WITH ({ROWS_THAT_COUNT});
 

@@ -11,11 +11,14 @@ from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
+from structlog.testing import capture_logs
 
 from delayer.core.errors import LaneLost, StoreLost
+from delayer.store.lanes import lane as module
 from delayer.store.lanes.lane import HORIZON_MS, LONGEST_SLEEP, PostgresLane
 from delayer.store.lanes.locks import application_of
 from tests.support.fakes import WHY
+from tests.support.place import eventually
 from tests.support.proxy import Proxy
 from tests.support.rows import conserved
 from tests.support.servers import Postgres
@@ -71,6 +74,26 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
         with pytest.raises(LaneLost):
             await one.park(lane, [parcel(one.now_upper_ms())], [])
         assert bodies(await release_from(two, lane.number)) == [b"2", b"1", b"0"]
+
+
+async def test_a_lane_that_settles_nothing_says_so_once(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STUCK_SECONDS", 1.5)
+    async with opened(database) as store, owned(store) as [lane]:
+        with capture_logs() as logs:
+            await store.park(lane, [parcel(store.now_upper_ms(), b"%d" % n) for n in range(2)], [])
+            assert lane.sleep_hint() == 0
+            await eventually(lambda: [one for one in logs if one["event"] == "lane stuck"])
+            assert lane.stuck
+            await asyncio.sleep(2.5)  # for two more looks
+            assert [one["lane"] for one in logs if one["event"] == "lane stuck"] == [lane.number]
+            rows = await lane.claimers[0].claim(1, ROOM)
+            await lane.claimers[0].settle(rows, [])
+            assert lane.sleep_hint() == 0
+            assert not lane.stuck, "it is busy, and advances"
+            await eventually(lambda: lane.stuck)
+            await release_all(lane)
+            assert lane.sleep_hint() > 0
+            assert not lane.stuck
 
 
 async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:

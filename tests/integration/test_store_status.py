@@ -11,7 +11,7 @@ from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import RESTORED_MS, overview, restored_ms
 from tests.support.fakes import WHY
 from tests.support.place import compact_all
-from tests.support.store import MANY, ROOM, opened, owned, parcel, sql
+from tests.support.store import MANY, ROOM, opened, owned, parcel, release_all, sql
 
 
 async def test_an_overview_shows_lanes_counters_and_the_next_due_instant(database: str) -> None:
@@ -39,6 +39,31 @@ async def test_an_overview_shows_lanes_counters_and_the_next_due_instant(databas
             assert not whole.upgrade_pending
             assert abs(whole.store_now_ms - store.now_upper_ms()) < 10_000
         assert not any(lane.alive for lane in (await overview(database)).lanes)
+
+
+async def test_a_lane_with_due_messages_that_settles_nothing_is_stuck(database: str) -> None:
+    old = "now() - interval '50 seconds'"
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+
+        async def look() -> tuple[int, int]:
+            """How long the lane is behind and stuck, in units of ten seconds."""
+            [seen, *_] = (await overview(database)).lanes
+            return seen.behind_ms // 10_000, seen.stuck_ms // 10_000
+
+        await store.park(lane, [parcel(store.now_upper_ms() - 60_000), parcel(store.now_upper_ms() + 9_000)], [])
+        assert await look() == (0, 0), "it was parked just now"
+        await admin.execute(f"UPDATE message SET parked_at = {old} WHERE due_at < now()")
+        assert await look() == (5, 5)
+        await store.park(lane, [parcel(store.now_upper_ms() - 70_000, b"other")], [])
+        await admin.execute(f"UPDATE message SET parked_at = {old} WHERE body = 'other'")
+        await lane.claimers[0].settle(await lane.claimers[0].claim(1, ROOM), [])
+        assert await look() == (5, 0), "it advances"
+        await admin.execute(f"UPDATE counter SET at = {old}")
+        await store.park(lane, [parcel(store.now_upper_ms() + 9_000)], [])
+        assert await look() == (5, 5), "a park is no advance"
+        await release_all(lane)
+        await admin.execute(f"UPDATE counter SET at = {old}")
+        assert await look() == (0, 0), "nothing is due"
 
 
 async def test_segments_that_should_be_rows_again_are_late(database: str) -> None:

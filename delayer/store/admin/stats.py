@@ -26,6 +26,8 @@ LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held"
 RESTORED_MS = HOUR_MS
 """The time before its first due instant by which a segment should have been restored. Daemons begin a day before, and
 take seconds for a million messages."""
+STUCK_MS: Final = 30_000
+"""A lane may have due messages for so long, and settle no claim: a claim takes ten seconds at most."""
 NO_SEGMENTS = segments.SegmentTotals(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
 
 
@@ -47,6 +49,13 @@ class OverdueSegments(NamedTuple):
 NOT_LATE = OverdueSegments(0, 0, None)
 
 
+class FirstRow(NamedTuple):
+    """The soonest waiting row of a lane; epoch milliseconds."""
+
+    due_ms: int
+    parked_ms: int
+
+
 @dataclass(frozen=True, slots=True)
 class LaneOverview:
     """One lane. ``next_due_ms`` (epoch ms) is None when nothing waits; it may be in the past."""
@@ -61,6 +70,10 @@ class LaneOverview:
     """The mark of the broker that its owner publishes to (lanes/locks.py); "" where it does not say."""
     route: bytes | None = None
     """The limited route whose messages it is for."""
+    behind_ms: int = 0
+    """How long its first message has been due, and in the store; 0 unless that is too long (STUCK_MS)."""
+    stuck_ms: int = 0
+    """The same, but counted from the last settled claim of the lane if that was later."""
 
     @property
     def held(self) -> int:
@@ -132,52 +145,60 @@ async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
             return StoreOverview(found, schema.HEAD, now_ms, (), NO_SEGMENTS, NOT_LATE)
         late = OverdueSegments(*await connection.fetchrow(_LATE_SEGMENTS, now_ms + restored_ms(restore_ahead_ms)))
         packed = await segments.count(connection)
-        return StoreOverview(found, schema.HEAD, now_ms, await _lanes(connection), packed, late)
+        return StoreOverview(found, schema.HEAD, now_ms, await _lanes(connection, now_ms), packed, late)
 
 
-async def _lanes(connection: Connection) -> list[LaneOverview]:
+async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:
     rows = await connection.fetch(statements.read("overview"))
     counters = {
         row["number"]: dict.fromkeys(LANE_KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True))
         for row in rows
     }
-    dues = await _next_dues(connection, [number for number, of in counters.items() if waiting(of)])
+    firsts = await _first_rows(connection, [number for number, of in counters.items() if waiting(of)])
     return [
         LaneOverview(
             number=row["number"],
             owner=row["owner"],
             alive=row["alive"],
             counters=counters[row["number"]],
-            next_due_ms=dues.get(row["number"]),
+            next_due_ms=firsts[row["number"]].due_ms if row["number"] in firsts else None,
             next_retry_ms=await connection.fetchval(statements.NEXT_RETRY, row["number"]),
             broker=row["broker"],
             route=row["route"],
+            behind_ms=_too_long(now_ms, firsts.get(row["number"])),
+            stuck_ms=_too_long(now_ms, firsts.get(row["number"]), row["advanced_at"] or 0),
         )
         for row in rows
     ]
 
 
-async def _next_dues(connection: Connection, lanes: Sequence[int]) -> dict[int, int]:
-    """The soonest due instant of each lane. It probes partitions one by one, in the order of their days, until every
-    lane has its answer. One statement over all of them would open hundreds to read one entry."""
+def _too_long(now_ms: int, first: FirstRow | None, advanced_ms: int = 0) -> int:
+    """How long ago all of these were, in milliseconds, if more than STUCK_MS."""
+    waited_ms = 0 if first is None else now_ms - max(*first, advanced_ms)
+    return waited_ms if waited_ms > STUCK_MS else 0
+
+
+async def _first_rows(connection: Connection, lanes: Sequence[int]) -> dict[int, FirstRow]:
+    """The soonest row of each lane. It probes partitions one by one, in the order of their days, until every lane has
+    its answer. One statement over all of them would open hundreds to read one entry."""
     # The default one may have rows of any time, so it is always probed.
     found = await _probe(connection, "message_default", lanes)
     for day in sorted(await existing(connection)):
-        later = [number for number in lanes if number not in found or found[number] >= day * DAY_MS]
+        later = [number for number in lanes if number not in found or found[number].due_ms >= day * DAY_MS]
         if not later:
             break
-        for number, due_ms in (await _probe(connection, name_of(day), later)).items():
-            found[number] = min(due_ms, found.get(number, due_ms))
+        for number, first in (await _probe(connection, name_of(day), later)).items():
+            found[number] = min(first, found.get(number, first))
     return found
 
 
-async def _probe(connection: Connection, partition: str, lanes: Sequence[int]) -> dict[int, int]:
+async def _probe(connection: Connection, partition: str, lanes: Sequence[int]) -> dict[int, FirstRow]:
     rows = await connection.fetch(
-        f"SELECT number, (SELECT due_at FROM {partition} WHERE lane = number ORDER BY due_at LIMIT 1)"
-        " FROM unnest($1::smallint[]) AS number",
+        "SELECT number, due_at, parked_at FROM unnest($1::smallint[]) AS number CROSS JOIN LATERAL"
+        f" (SELECT due_at, parked_at FROM {partition} WHERE lane = number ORDER BY due_at LIMIT 1) AS first",
         lanes,
     )
-    return {number: due_ms for number, due_ms in rows if due_ms is not None}
+    return {number: FirstRow(due_ms, parked_ms) for number, due_ms, parked_ms in rows}
 
 
 PAGES: Final = 20_000

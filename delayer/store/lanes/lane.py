@@ -25,7 +25,7 @@ from delayer.core.hold import Hold
 from delayer.core.message import WINDOW_MS, Due
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, describe
+from delayer.store.errors import DRIVER_ERRORS, describe, lost
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
 from delayer.store.lanes.settling import Settled, Settlement
@@ -40,6 +40,9 @@ LONGEST_SLEEP: Final = 60.0
 BEHIND_SECONDS: Final = 2.0
 """A lane that has had due rows for so many seconds is behind. A broker that begins a new log file confirms nothing for
 one second, which is not enough."""
+STUCK_SECONDS: Final = 30.0
+"""A lane that has had due rows for so many seconds, and settled no claim, is stuck. A claim takes ten at most."""
+STUCK_ADVICE: Final = 'look for this lane above; see "A lane that does not advance" in docs/operations.md'
 HORIZON_MS: Final = 61_000
 """How far a claim looks ahead for the next row. If there is none, the lane claims again at that instant."""
 
@@ -171,6 +174,7 @@ class PostgresClaimer:
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
             self._end()
+            lane.advanced_at = self._clock.monotonic()
             lane.cursor.expect_retry(retry_ms)
         reach("release.committed")
 
@@ -226,8 +230,10 @@ class PostgresClaimer:
                 if isinstance(error, TimeoutError):
                     connection.terminate()  # The server is silent, so the result of the statement is unknown.
                 await self._roll_back()
-                lost = StoreLost if self._lane.owned else LaneLost
-                raise lost(f"lane {self._lane.number}: {doing}: {describe(error)}") from error
+                doing = f"lane {self._lane.number}: {doing}"
+                if not self._lane.owned:
+                    raise LaneLost(f"{doing}: {describe(error)}") from error
+                raise lost(doing, error) from error
             except BaseException:
                 # Cancelled between two statements or inside one, or a bug.
                 self._forget()
@@ -301,6 +307,8 @@ class PostgresLane:
         """Set after :meth:`close`."""
         self.on_end: Callable[[], object] = bool
         """Called when a connection of the lane is lost, and when the lane is closed."""
+        self.advanced_at = -math.inf
+        """When it last settled a claim, monotonic seconds."""
         self._busy_since: float | None = None
         self._clock = clock
         self._pool = pool
@@ -345,6 +353,12 @@ class PostgresLane:
     def behind(self) -> bool:
         """Whether this lane has had due rows for BEHIND_SECONDS all the time. A limited route does that too."""
         return self._busy_since is not None and self._clock.monotonic() - self._busy_since > BEHIND_SECONDS
+
+    @property
+    def stuck(self) -> bool:
+        """Whether this lane has had due rows for STUCK_SECONDS, and settled no claim."""
+        busy = self._busy_since
+        return busy is not None and self._clock.monotonic() - max(busy, self.advanced_at) > STUCK_SECONDS
 
     def leave(self) -> None:
         self.leaving.set()
@@ -396,9 +410,14 @@ class PostgresLane:
         self.on_end()
 
     async def _keep(self) -> None:
-        """Write the watermark from time to time, and wake a sleeper that knows a wrong time."""
+        """Write the watermark from time to time, log that the lane is stuck, and wake a sleeper that knows a wrong
+        time."""
+        told = False
         while not await self._closed_within(KEEPALIVE_SECONDS) and self.owned:
             await self._write_watermark()
+            if self.stuck and not told:
+                log.error("lane stuck", lane=self.number, seconds=STUCK_SECONDS, next_step=STUCK_ADVICE)
+            told = self.stuck
             for due_ms in self.skipped.end_pauses():
                 self.cursor.note_parked(due_ms)
             if self.cursor.clock_stepped:

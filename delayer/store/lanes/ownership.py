@@ -94,6 +94,11 @@ class LaneOwnership:
         """The lanes that this process releases from."""
         return sorted(lane.number for lane in self._lanes)
 
+    @property
+    def stuck(self) -> list[int]:
+        """Those of them that do not advance."""
+        return sorted(lane.number for lane in self._lanes if lane.stuck)
+
     async def lanes(self) -> AsyncIterator[PostgresLane]:
         """Yield every lane that is taken, until :meth:`close`."""
         while (lane := await self._taken.get()) is not None:

@@ -7,6 +7,7 @@ SELECT l.number, l.owner, l.broker, l.route,
              AND k.classid = 'lane'::regclass AND k.objid = l.number::int::oid
        ) AS alive,
        array(SELECT c.kind FROM counter AS c WHERE c.lane = l.number ORDER BY c.kind) AS kinds,
-       array(SELECT c.n FROM counter AS c WHERE c.lane = l.number ORDER BY c.kind) AS numbers
+       array(SELECT c.n FROM counter AS c WHERE c.lane = l.number ORDER BY c.kind) AS numbers,
+       (SELECT max(c.at) FROM counter AS c WHERE c.lane = l.number AND c.kind IN ('released', 'held')) AS advanced_at
 FROM lane AS l
 ORDER BY l.number

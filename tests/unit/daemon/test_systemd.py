@@ -116,7 +116,7 @@ def test_the_condition_follows_the_status_and_is_sent_once(systemd: tuple[str, s
     assert said == [f"STATUS={words}" for words in expected]
 
 
-WELL: dict[str, Any] = {"connected": True, "blocked": False, "no_lane": "", "intake": "active"}
+WELL: dict[str, Any] = {"connected": True, "blocked": False, "no_lane": "", "stuck": [], "intake": "active"}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,7 @@ WELL: dict[str, Any] = {"connected": True, "blocked": False, "no_lane": "", "int
         (WELL | {"connected": False, "intake": ""}, "the broker is out of reach"),
         (WELL | {"connected": False, "blocked": True, "intake": ""}, "the broker is out of reach"),
         (WELL | {"blocked": True}, "intake active; the broker takes no publishes (a resource alarm)"),
+        (WELL | {"stuck": [3, 5]}, "intake active; lane 3 does not advance; lane 5 does not advance"),
         (WELL | {"no_lane": "no free lane in the store", "intake": ""}, "no free lane in the store"),
         (WELL | {"intake": ""}, "nothing is consumed yet"),
     ],

@@ -8,10 +8,12 @@ import pytest
 
 from delayer.http.health import not_alive, not_ready
 from delayer.store import schema
-from delayer.store.admin.stats import StoreOverview
+from delayer.store.admin.stats import LANE_KINDS, LaneOverview, StoreOverview
 from tests.unit.http.states import LINE, overview, state
 
 GOOD, OLD, NONE = overview(), overview("9999"), overview(None)
+COUNTERS = dict.fromkeys(LANE_KINDS, 0)
+LANES = [LaneOverview(number, "", True, COUNTERS, 1, None, stuck_ms=n * 40_000) for n, number in enumerate((1, 2, 3))]
 DUE = {"delays": True, "delays.due": False}
 BLOCKED, CUT = ({"publish": {**LINE, **line}} for line in ({"blocked": True}, {"connected": False}))
 STUCK = "nothing is delivered: "
@@ -25,6 +27,8 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(**AWAY), GOOD, ["queue 'delays' is not consumed"]),
         (state(consuming={}), GOOD, ["queue 'delays' is not consumed"]),
         (state(usable=False), GOOD, ["no lane of the store is owned"]),
+        # Lane 3 is another daemon's.
+        (state(), overview(lanes=LANES), ["lane 2 has had due messages for 40 s, and releases none"]),
         (state(), None, ["the store is out of reach, or refuses us: connect: refused"]),
         (state(), OLD, [f"the store's schema is 9999, expected {schema.HEAD}"]),
         (state(), NONE, [f"the store's schema is missing, expected {schema.HEAD}"]),
@@ -36,7 +40,7 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker takes no publishes (a resource alarm)"]),
         (state(connections=CUT), GOOD, [f"{STUCK}no connection to publish by"]),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_ready(seen: dict[str, Any], store: StoreOverview | None, reasons: list[str]) -> None:
     assert not_ready(seen, "delays", store, "connect: refused") == reasons

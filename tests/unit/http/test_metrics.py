@@ -34,7 +34,8 @@ _LABELS = re.compile(r"(delayer_\w+)\{([^}]*)\}")
 
 def lane(number: int, *, alive: bool, waiting: int, next_due_ms: int | None) -> LaneOverview:
     counters = dict.fromkeys(LANE_KINDS, 0) | {"parked": waiting + 3, "held": 3}
-    return LaneOverview(number, "a daemon", alive, counters, next_due_ms, None)
+    stuck_ms = 0 if alive else 40_000
+    return LaneOverview(number, "a daemon", alive, counters, next_due_ms, None, stuck_ms=stuck_ms)
 
 
 def sight(**more: Any) -> MetricSources:
@@ -102,6 +103,7 @@ def test_every_metric_is_served() -> None:
         (("delayer_lanes",), 3),
         (("delayer_waiting_messages",), 7),
         (("delayer_unowned_messages",), 2),
+        (("delayer_stuck_lanes",), 1),
         (("delayer_held_messages",), 6),
         (("delayer_overdue_seconds",), 1),
         (("delayer_segments", "state=late"), 2),
