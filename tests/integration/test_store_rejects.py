@@ -7,9 +7,13 @@ import pytest
 
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Due
+from delayer.core.segment import Broken, Restored
+from delayer.core.units import DAY_MS
 from delayer.store.admin import actions, audit_log
 from delayer.store.lanes import skipping
 from delayer.store.lanes.lane import PostgresLane
+from delayer.store.segments.restore import restore_one
+from tests.support.place import compact_all
 from tests.support.rows import conserved
 from tests.support.store import MANY, ROOM, Store, bodies, claim_when_due, opened, owned, parcel, sql
 
@@ -150,3 +154,17 @@ async def test_a_held_row_that_cannot_be_deleted_is_not_published_again(database
         assert held["body"] == b"bad"
         assert (held["kind"], held["may_be_delivered"]) == (("returned", False) if update else ("unfit", True))
         assert await counted(admin) == (3, 2, 1)
+
+
+async def test_a_segment_with_a_rejected_row_is_marked_and_another_one_restored(database: str) -> None:
+    async with opened(database) as store, owned(store, 2) as [one, two], sql(database) as admin:
+        now = store.now_upper_ms()
+        for lane, days, body in ((one, 2, b"bad"), (two, 3, b"good")):
+            await store.park(lane, [parcel(now + days * DAY_MS + n, body) for n in range(30)], [])
+        assert await compact_all(admin) == 2
+        await reject(admin, "INSERT", "message", "NEW.body = 'bad'")
+        broken, restored = [await restore_one(admin, now + 9 * DAY_MS) for _ in range(2)]
+        assert isinstance(broken, Broken)
+        assert broken.reason == "its messages cannot be written: planted"
+        assert isinstance(restored, Restored)
+        assert await admin.fetchval("SELECT count(*) FROM message WHERE body = 'good'") == 30

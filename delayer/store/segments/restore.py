@@ -16,7 +16,7 @@ from asyncpg import Connection
 from delayer.core.faultpoint import reach
 from delayer.core.segment import Broken, Restored, SegmentBroken
 from delayer.store import pool, statements
-from delayer.store.errors import DAMAGED, describe
+from delayer.store.errors import DAMAGED, REJECTED, WORTH_REPEATING, describe
 from delayer.store.lanes.notify import notify
 from delayer.store.rows.envelope import reason_text
 from delayer.store.segments import codec
@@ -73,7 +73,9 @@ async def _restore(
                 status = await connection.copy_records_to_table("message", records=records, columns=codec.COPIED)
         except SegmentBroken as error:
             broken = str(error)
-        except (asyncpg.UniqueViolationError, *DAMAGED) as error:
+        except (*REJECTED, *DAMAGED) as error:
+            if isinstance(error, WORTH_REPEATING):
+                raise
             broken = f"its messages cannot be written: {describe(error)}"
         if broken:
             await connection.execute(
