@@ -133,9 +133,9 @@ async def pack_window(connection: Connection, window: CompactionWindow, rows: in
 _NUMBERS: Final = """
 SELECT lane, floor(extract(epoch FROM due_at) / 3600)::int, count(*) FILTER (WHERE taken),
        coalesce(sum(size) FILTER (WHERE taken), 0)::bigint, coalesce(sum(stored) FILTER (WHERE taken), 0)::bigint,
-       count(*) FILTER (WHERE key IS NOT NULL), count(*) FILTER (WHERE key IS NULL AND NOT taken)
+       count(key) FILTER (WHERE taken), count(*) FILTER (WHERE NOT taken)
 FROM (
-    SELECT lane, due_at, key, size, stored, key IS NULL AND size <= $2 AS taken
+    SELECT lane, due_at, key, size, stored, size <= $2 AS taken
     FROM message, LATERAL (
         SELECT octet_length(body) + octet_length(properties) AS size, pg_column_size(body) + pg_column_size(properties)
     ) AS sized (size, stored)
@@ -167,9 +167,9 @@ class Numbers(NamedTuple):
     few: int
     """Rows that stay rows because too few are due together."""
     keyed: int
-    """Rows with a key, which stay rows."""
+    """Those of ``messages`` that have a key."""
     large: int
-    """Rows of more than compact.LARGEST bytes without a key, which stay rows too."""
+    """Rows of more than compact.LARGEST bytes, which stay rows too."""
     raw_bytes: int
     disk_bytes: int
     """Bytes of all waiting rows, near ones too, with their indexes."""
@@ -232,16 +232,17 @@ async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
         fullest = max(planned.windows, key=lambda window: window.rows, default=None)
         ratio = await compact.packed_share(connection, fullest, rows) if fullest else 0.0
     hours = {(lane, hour): figures for lane, hour, *figures in found}
-    messages = segments = raw_bytes = stored_bytes = 0
+    messages = segments = raw_bytes = stored_bytes = keyed = 0
     for window in planned.windows:
         span = range(window.first_ms // HOUR_MS, window.last_ms // HOUR_MS + 1)
         inside = [hours[window.lane, hour] for hour in span if (window.lane, hour) in hours]
-        taken, size, stored = (sum(one[at] for one in inside) for at in (0, 1, 2))
+        taken, size, stored, with_key = (sum(one[at] for one in inside) for at in (0, 1, 2, 3))
         if taken >= planned.fewest or size >= compact.BYTES:
+            keyed += with_key
             messages, raw_bytes, stored_bytes = messages + taken, raw_bytes + size, stored_bytes + stored
             segments += -(-max(taken * compact.BYTES, size * rows) // (rows * compact.BYTES))
-    whole, keyed, large = (sum(one[at] for one in hours.values()) for at in (0, 3, 4))
-    gain = estimated(messages, stored_bytes, round(raw_bytes * ratio))
+    whole, large = (sum(one[at] for one in hours.values()) for at in (0, 4))
+    gain = estimated(messages, stored_bytes, round(raw_bytes * ratio), keyed)
     return Numbers(messages, segments, whole - messages, keyed, large, raw_bytes, disk_bytes, gain)
 
 

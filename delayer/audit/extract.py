@@ -127,7 +127,9 @@ _SAID: Final = {
 _SAMPLED: Final = ("message", "segment_message")
 """Relations of which a sample reads a share only."""
 
-_COLUMNS: Final = "id, lane, due_ms, kind, route, to_exchange, to_key, key, size, faults, fingerprint, retry_ms"
+_COLUMNS: Final = (
+    "id, lane, due_ms, kind, segment, route, to_exchange, to_key, key, size, faults, fingerprint, retry_ms"
+)
 _MESSAGES: Final = (
     f"SELECT {_COLUMNS} FROM message UNION ALL SELECT {_COLUMNS} FROM held"
     f" UNION ALL SELECT {_COLUMNS} FROM segment_message WHERE id IS NOT NULL"

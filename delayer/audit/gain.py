@@ -13,6 +13,10 @@ LOG_BYTES: Final = 300
 Postgres logs each page as a whole when it changes for the first time after a checkpoint, so packing logs the rows."""
 SEGMENT_SHARE: Final = 1.08
 """Bytes on disk for each byte of a segment, which Postgres keeps in pieces of 2 kB."""
+KEY_BYTES: Final = 70
+"""Bytes that the row of message_key grows by when its message is packed. Measured with keys of 18 bytes."""
+KEY_LOG_BYTES: Final = 400
+"""Bytes of log for that."""
 LOG_KEPT_MS: Final = 7 * DAY_MS
 """How long an archived log is kept, for :attr:`Gain.pays_after_ms`."""
 
@@ -29,9 +33,10 @@ class Gain(NamedTuple):
     pays_after_ms: int | None
 
 
-def estimated(messages: int, stored_bytes: int, packed_bytes: int) -> Gain:
-    """The gain of packing ``messages`` whose bodies and properties take ``stored_bytes`` in their rows."""
-    saved = stored_bytes + messages * ROW_BYTES - round(packed_bytes * SEGMENT_SHARE)
-    log = stored_bytes + packed_bytes + messages * LOG_BYTES
+def estimated(messages: int, stored_bytes: int, packed_bytes: int, keyed: int = 0) -> Gain:
+    """The gain of packing ``messages`` whose bodies and properties take ``stored_bytes`` in their rows. ``keyed`` of
+    them have a key."""
+    saved = stored_bytes + messages * ROW_BYTES - round(packed_bytes * SEGMENT_SHARE) - keyed * KEY_BYTES
+    log = stored_bytes + packed_bytes + messages * LOG_BYTES + keyed * KEY_LOG_BYTES
     pays = LOG_KEPT_MS * 2 * log // saved if saved > 0 else None
     return Gain(packed_bytes, saved, log, pays)

@@ -236,8 +236,8 @@ def segments(store: Extract, restored_ms: int) -> list[Finding]:
             FROM segment_message GROUP BY segment
         ), joined AS (
             SELECT s.id, s.lane, s.first_due_ms AS due_ms, s.broken_ms, s.messages, f.unreadable,
-                   f.segment IS NOT NULL AND (s.first_due_ms, s.last_due_ms) <> (f.first_due_ms, f.last_due_ms)
-                       AS other_due,
+                   f.first_due_ms < s.first_due_ms OR f.last_due_ms > s.last_due_ms OR s.cancelled = 0
+                       AND (f.first_due_ms > s.first_due_ms OR f.last_due_ms < s.last_due_ms) AS other_due,
                    array_sort(s.ids) <> f.ids AS other_ids,
                    s.raw_bytes <> f.raw_bytes AS other_size
             FROM segment AS s LEFT JOIN found AS f ON s.id = f.segment
@@ -373,13 +373,18 @@ def repeats(store: Extract) -> list[Finding]:
 
 
 def keys(store: Extract) -> list[Finding]:
-    """Whether a cancel by the key finds its message. Held messages are found by their id alone."""
+    """Whether a cancel by the key finds its message. Held messages are found by their id alone. Keys whose segment does
+    not read back are left out."""
     rows = f"""
-        WITH claims AS (
-            SELECT coalesce(m.key, k.key) AS key, m.id, m.due_ms, coalesce(m.kind = '{WAITING}', false) AS waits,
+        WITH readable AS (
+            SELECT k.* FROM message_key AS k
+            LEFT ANTI JOIN (SELECT segment FROM segment_message WHERE id IS NULL) AS u ON k.segment = u.segment
+        ), claims AS (
+            SELECT coalesce(m.key, k.key) AS key, m.id, m.due_ms, coalesce(m.kind <> '{HELD}', false) AS waits,
                    k.id AS pointed, k.due_ms AS pointed_ms,
-                   m.id <=> k.id AND (m.kind = '{HELD}' OR (m.lane, m.due_ms) = (k.lane, k.due_ms)) AS met
-            FROM (SELECT * FROM messages WHERE key IS NOT NULL) AS m FULL JOIN message_key AS k ON m.key = k.key
+                   m.id <=> k.id AND (m.kind = '{HELD}' OR (m.lane, m.due_ms) = (k.lane, k.due_ms)
+                       AND m.segment <=> k.segment) AS met
+            FROM (SELECT * FROM messages WHERE key IS NOT NULL) AS m FULL JOIN readable AS k ON m.key = k.key
         ), by_key AS (
             SELECT *, count_if(waits) OVER one AS waiting, bool_or(met) OVER one AS reached
             FROM claims WINDOW one AS (PARTITION BY key)

@@ -105,10 +105,11 @@ MESSAGES: Final = pa.schema({
 with a segment and without an id stands for a segment that does not read back."""
 SEGMENTS: Final = pa.schema({
     "id": _LONG, "lane": _INT, "first_due_ms": _LONG, "last_due_ms": _LONG, "ids": pa.list_(_LONG), "messages": _LONG,
-    "raw_bytes": _LONG, "packed_bytes": _LONG, "broken_ms": _LONG,
+    "cancelled": _LONG, "raw_bytes": _LONG, "packed_bytes": _LONG, "broken_ms": _LONG,
 })  # fmt: skip
-"""The headers of segments. ``broken_ms``: when a daemon marked it as broken."""
-KEYS: Final = pa.schema({"key": _BYTES, "lane": _INT, "due_ms": _LONG, "id": _LONG})
+"""The headers of segments. ``cancelled``: messages that were cancelled since the packing, and are in no other column.
+``broken_ms``: when a daemon marked it as broken."""
+KEYS: Final = pa.schema({"key": _BYTES, "lane": _INT, "due_ms": _LONG, "id": _LONG, "segment": _LONG})
 
 HISTORY: Final = pa.schema({
     "at_ms": _LONG, "what": _TEXT, "route": _BYTES, "to_exchange": _BYTES, "to_key": _BYTES, "late_ms": _LONG,
@@ -128,6 +129,12 @@ _CONTENT: Final = (
 )
 
 
+_LIVE: Final = (
+    "CASE WHEN gone = '' THEN ids ELSE array(SELECT number FROM unnest(ids) WITH ORDINALITY AS one (number, nth)"
+    " WHERE CASE WHEN (nth - 1) / 8 < length(gone) THEN get_bit(gone, nth - 1) = 0 ELSE true END) END"
+)
+
+
 class Relation(NamedTuple):
     """The reading of ``table``: its ``columns`` in SQL, and the ``schema`` of the rows made of them."""
 
@@ -139,14 +146,15 @@ class Relation(NamedTuple):
 RELATIONS: Final[Mapping[str, Relation]] = {
     "message": Relation("message", _CONTENT, MESSAGES),
     "held": Relation("held", f"{_CONTENT}, {_ms('retry_at')} AS retry_ms", MESSAGES),
-    "segment_message": Relation("segment", "id, lane, format::int, messages, digest, packed", MESSAGES),
+    "segment_message": Relation("segment", "id, lane, packed, format::int, messages, digest, gone", MESSAGES),
     "segment": Relation(
         "segment",
-        f"id, lane, {_ms('first_due')} AS first_due_ms, {_ms('last_due')} AS last_due_ms, ids, messages,"
+        f"id, lane, {_ms('first_due')} AS first_due_ms, {_ms('last_due')} AS last_due_ms,"
+        f" {_LIVE} AS ids, messages, bit_count(gone) AS cancelled,"
         f" raw_bytes, octet_length(packed) AS packed_bytes, {_ms('broken_at')} AS broken_ms",
         SEGMENTS,
     ),
-    "message_key": Relation("message_key", f"key, lane, {_ms('due_at')} AS due_ms, id", KEYS),
+    "message_key": Relation("message_key", f"key, lane, {_ms('due_at')} AS due_ms, id, segment", KEYS),
     "history": Relation(
         "history", f"{_ms('at')} AS at_ms, what, route, to_exchange, to_key, late_ms, delay_ms, size, kind", HISTORY
     ),
@@ -185,10 +193,11 @@ def _unpacked(found: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """The messages of each segment; a row without an id, and with the reason, for one that does not read back."""
     from delayer.store.segments import codec  # noqa: PLC0415
 
-    for id_, lane, format_, messages, digest, packed in zip(*(one.to_pylist() for one in found.columns), strict=True):
+    for id_, lane, *about in zip(*(one.to_pylist() for one in found.columns), strict=True):
+        packed, format_, _, digest, _ = about
         place = {"kind": PACKED, "segment": id_, "lane": lane}
         try:
-            table = codec.unpack(packed, format_, messages, digest)
+            table = codec.unpack(*about)
         except SegmentBroken:
             changed = sha256(packed).digest() != digest
             reason = NEWER if format_ > SEGMENT_FORMAT else CHANGED if changed else UNREADABLE

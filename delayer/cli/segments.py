@@ -86,9 +86,9 @@ def compact(
     """Pack the messages that are due in the far future into segments: compressed, inside the store.
 
     Daemons restore them in time (store.restore_ahead), and `delayer restore` does it in bulk. These stay rows: messages
-    with a key, messages of more than 1 MiB, and those with less than 300 of their lane within a week. Daemons may go on
-    working meanwhile. The command may be interrupted and repeated: every message is either a row or in exactly one
-    segment. At the end it drops emptied partitions.
+    of more than 1 MiB, and those with less than 300 of their lane within a week. Daemons may go on working meanwhile.
+    The command may be interrupted and repeated: every message is either a row or in exactly one segment. At the end it
+    drops emptied partitions.
 
     Exit code 1 if a segment did not read back (its messages stayed rows). Exit code 3 if the store is out of reach,
     Java is missing, or Spark gave up.
@@ -128,7 +128,7 @@ def _forecast(found: compaction.Numbers) -> str:
     gain = found.gain
     text = (
         f"{found.messages:,} messages ({size(found.raw_bytes)}) would go into about {found.segments:,} segments; "
-        f"{found.keyed:,} with a key, {found.large:,} of more than 1 MiB and {found.few:,} others would stay.\n"
+        f"{found.large:,} of more than 1 MiB and {found.few:,} others would stay.\n"
         f"On disk: {size(found.disk_bytes)}, the messages that are due sooner among them."
     )
     if not found.messages:

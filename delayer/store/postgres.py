@@ -325,6 +325,8 @@ def _changes(place: Placement, batch: Fold, lanes: Sequence[int], cancelled: key
         changes[lane, "cancelled"] += n
     for lane, n in cancelled.held.items():
         changes[lane, "held"] -= n
+    for lane, n in cancelled.packed.items():  # As if it had been restored for its cancel.
+        changes[lane, "restored"] += n
     return changes
 
 

@@ -87,12 +87,22 @@ CREATE TABLE held (
 ALTER TABLE held ALTER COLUMN body SET STORAGE EXTERNAL, ALTER COLUMN properties SET STORAGE EXTERNAL;
 CREATE INDEX held_lane_retry_at ON held (lane, retry_at, id);
 
--- The message that a key (header x-delay-key) stands for at present.
+-- The message that a key (header x-delay-key) stands for at present. segment: the one that holds the message. It and
+-- the columns after it are null for a row. position: where the message is in segment.ids, from 0. The others have what
+-- the history says of a cancelled message, because a daemon does not unpack a segment for a cancel. size: bytes of body
+-- and properties.
 CREATE TABLE message_key (
-    key    bytea       NOT NULL,
-    lane   smallint    NOT NULL,
-    due_at timestamptz NOT NULL,
-    id     bigint      NOT NULL,
+    key         bytea       NOT NULL,
+    lane        smallint    NOT NULL,
+    due_at      timestamptz NOT NULL,
+    id          bigint      NOT NULL,
+    segment     bigint,
+    position    integer,
+    parked_at   timestamptz,
+    route       bytea,
+    to_exchange bytea,
+    to_key      bytea,
+    size        integer,
     CONSTRAINT message_key_pkey PRIMARY KEY (key)
 );
 
@@ -121,13 +131,16 @@ CREATE TABLE counter (
 
 -- A run of far-future messages of one lane, compacted (segments/codec.py). broken is the reason why it did not read
 -- back. packed is a Parquet file, compressed already, and is stored as it is; digest is its SHA-256. ids are those of
--- the messages in it.
+-- the messages in it, in their order. gone has a bit for each (as get_bit counts them; none after the last 1): 1 if the
+-- message was cancelled by its key since. messages and raw_bytes are of the others. A shorter list of ids would cost
+-- each cancel 80 kB.
 CREATE TABLE segment (
     id        bigint      NOT NULL DEFAULT nextval('segment_id'),
     lane      smallint    NOT NULL,
     first_due timestamptz NOT NULL,
     last_due  timestamptz NOT NULL,
     ids       bigint[]    NOT NULL,
+    gone      bytea       NOT NULL DEFAULT '',
     messages  integer     NOT NULL,
     raw_bytes bigint      NOT NULL,
     format    smallint    NOT NULL,

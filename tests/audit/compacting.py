@@ -46,13 +46,15 @@ async def bring_back(database: str, within_ms: int | None = None) -> restore.Res
 
 
 async def fill(store: Store, count: int, days: float = 6.0) -> None:
-    """Park messages of some hundred bytes into two lanes, due over so many days from FIRST_DAY on, in any order."""
+    """Park messages of some hundred bytes into two lanes, due over so many days from FIRST_DAY on, in any order. Every
+    fourth has a key."""
     chance, now = random.Random(7), store.now_upper_ms()
     letters = [
         parcel(
             now + int((FIRST_DAY + days * chance.random()) * DAY_MS),
             b'{"order": %d, "total": %d, "text": "%s"}' % (number, chance.randrange(10**6), b"reminder " * 20),
             properties=b"\x10\x00\x02",
+            key=None if number % 4 else b"order-%d" % number,
         )
         for number in range(count)
     ]

@@ -26,6 +26,9 @@ WEEK_MS = 7 * DAY_MS
 SEGMENT_ROWS = 40
 SEGMENTS = 12
 FAR, NEAR = 640, 40
+CANCELLED = 20
+"""Messages that were cancelled in segments."""
+_PACKED_KEYS = "SELECT key FROM message_key WHERE segment IS NOT NULL ORDER BY due_at LIMIT $1"
 BAD = b"\x00\x80\x09id"
 """Properties that announce a message id of nine bytes and have two."""
 
@@ -40,6 +43,8 @@ async def build(database: str) -> None:
             assert [lane.number for lane in lanes] == [1, 2]
             for window in (await compact.windows(connection, now + WEEK_MS, SEGMENT_ROWS))[:SEGMENTS]:
                 assert await compact.compact_one(connection, window, rows=SEGMENT_ROWS)
+            cancelled = await connection.fetch(_PACKED_KEYS, CANCELLED)
+            assert len(await store.park(lanes[0], [], [key for (key,) in cancelled])) == CANCELLED
             near = [
                 parcel(now + DAY_MS + n * 60_000, b"near %d" % n, properties=properties(b"%d" % n)) for n in range(NEAR)
             ]

@@ -62,6 +62,7 @@ def segment(number: int, messages: Iterable[Row], /, **other: Any) -> Row:
         "last_due_ms": max(one["due_ms"] for one in inside),
         "ids": [one["id"] for one in inside],
         "messages": len(inside),
+        "cancelled": 0,
         "raw_bytes": sum(one["size"] for one in inside),
         "packed_bytes": 1000,
     }

@@ -145,7 +145,12 @@ def test_keys(spark: SparkSession) -> None:
         held(16, key=b"held and not behind its key"),
         held(17, key=b"of a held one"),
         message(18, key=b"of a held one"),
+        packed(21, key=b"packed"),
+        packed(22, key=b"of another segment"),
+        packed(23, key=b"of a row"),
+        {"kind": PACKED, "segment": 9, "lane": 1, "faults": [faults.CHANGED]},
     ]  # fmt: skip
+    of_segment = {"due_ms": NOW + 8 * DAY_MS, "segment": 1}
     keys = [
         key(b"two", 1),
         key(b"of another", 99),
@@ -156,12 +161,17 @@ def test_keys(spark: SparkSession) -> None:
         key(b"of a held one", 17),
         key(b"SOUND", 14),
         key(b"nobody", 20),
+        key(b"packed", 21, **of_segment),
+        key(b"of another segment", 22, **of_segment | {"segment": 2}),
+        key(b"of a row", 23, **of_segment | {"segment": None}),
+        key(b"in a segment that does not read back", 24, **of_segment | {"segment": 9}),
+        key(b"nobody in a segment", 25, **of_segment),
     ]
     found = {one.subject: one for one in rules.keys(store(spark, messages, keys=keys))}
     assert {subject: (one.count, one.details["examples"]) for subject, one in found.items()} == {
         faults.COLLIDES: (4, [1, 2, 3, 4]),
-        faults.UNREACHABLE: (5, [10, 11, 12, 13, 18]),
-        faults.DANGLES: (2, [14, 20]),
+        faults.UNREACHABLE: (7, [10, 11, 12, 13, 18]),
+        faults.DANGLES: (3, [14, 20, 25]),
     }
     assert {(one.rule, one.severity) for one in found.values()} == {("keys", "violation")}
 

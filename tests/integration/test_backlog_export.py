@@ -89,7 +89,8 @@ def expected(row: Row, *, bodies: bool) -> dict[str, Any]:
     text = row.route.decode("utf-8", "backslashreplace")
     found = {
         "id": row.id, "due_at": at(row.due_us), "parked_at": at(row.parked_us), "exchange": "delayer.in",
-        "routing_key": "orders.eu", "to_exchange": "delayer.out", "to_key": "orders.eu", "key": None,
+        "routing_key": "orders.eu", "to_exchange": "delayer.out", "to_key": "orders.eu",
+        "key": None if row.key is None else row.key.decode(),
         "body_bytes": len(row.body), "message_id": f"msg-{row.id}", "correlation_id": f"corr-{row.id}",
         "content_type": "text/plain", "content_encoding": "gzip", "delivery_mode": 2, "priority": 5,
         "reply_to": "answers", "expiration": "60000", "timestamp": datetime.fromtimestamp(1_700_000_000, UTC),

@@ -21,7 +21,7 @@ from delayer.store.segments import catalog
 from tests.integration.segments_store import START_MS, store
 from tests.support.fakes import WHY
 from tests.support.raw import Props, text
-from tests.support.rows import Row, compact, conserved, everything, put, row, rows, waiting
+from tests.support.rows import Row, compact, conserved, everything, put, row, rows
 from tests.support.store import opened, owned, parcel, sql
 
 FAR_MS = START_MS + 900 * DAY_MS
@@ -159,11 +159,12 @@ async def test_a_page_keeps_no_more_messages_of_segments_than_it_shows(database:
 async def test_show_finds_a_message_in_every_place(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
-        await place.park(lane, [parcel(now + DAY_MS, b"a"), parcel(now + 2 * DAY_MS, b"b", key=b"k")], [])
+        await place.park(lane, [parcel(now + DAY_MS, b"a")], [])
+        await compact(admin)
+        await place.park(lane, [parcel(now + 2 * DAY_MS, b"b", key=b"k")], [])
         await place.hold(lane, [(parcel(now, b"c"), WHY)])
-        ids = {one.body: one.id for one in (await waiting(admin)).values()}
+        ids = {one.body: one.id for one in (await everything(admin)).values()}
         ids |= dict(await admin.fetch("SELECT body, id FROM held"))
-        await compact(admin)  # the message with a key stays a row
         dues = {b"a": now + DAY_MS, b"b": now + 2 * DAY_MS, b"c": now}
         wheres = {b"a": FoundIn.SEGMENT, b"b": FoundIn.WAITING, b"c": FoundIn.HELD}
         for body, where in wheres.items():

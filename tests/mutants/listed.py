@@ -101,9 +101,15 @@ MUTANTS: Sequence[Mutant] = (
         ("segment-count-not-compared", "if len(table) != messages:", "if False:"),
     ),
     *of(
-        "delayer/store/sql/lock_run.sql",
-        "tests/integration/test_store_segments.py",
-        ("keyed-rows-are-compacted", " AND key IS NULL", ""),
+        "delayer/store/segments/compact.py",
+        "tests/integration/test_store_keys_packed.py",
+        ("packed-keys-name-no-segment", "await keys.enter_segment(connection, segment, _keyed(found, ids))", "pass"),
+    ),
+    *of(
+        "delayer/store/rows/keys.py",
+        "tests/integration/test_store_keys_packed.py",
+        ("restored-keys-name-a-segment", "message_key SET {_OF_ROW} WHERE", "message_key SET id = id WHERE"),
+        ("cancel-looks-once-where-a-message-moves", "if same == 2:", "if same == 2 or cancelled.known:"),
     ),
     *of(
         "delayer/store/segments/restore.py",

@@ -63,12 +63,15 @@ def row(
 def rows(
     count: int, from_ms: int, *, lane: int = 1, first_id: int = 1, span_ms: int = DAY_MS, seed: int = 1
 ) -> list[Row]:
-    """Messages due at random instants within ``span_ms`` from ``from_ms`` on, in no order."""
+    """Messages due at random instants within ``span_ms`` from ``from_ms`` on, in no order. Every fourth has a key."""
     chance = random.Random(seed)
     return [
-        row(first_id + n, from_ms + chance.randrange(span_ms), lane, b'{"order": %d, "kind": "reminder"}' % n)
-        for n in range(count)
-    ]
+        row(
+            id_, from_ms + chance.randrange(span_ms), lane, b'{"order": %d, "kind": "reminder"}' % (id_ - first_id),
+            None if id_ % 4 else b"key %d" % id_,
+        )
+        for id_ in range(first_id, first_id + count)
+    ]  # fmt: skip
 
 
 async def put(admin: asyncpg.Connection, waiting: Iterable[Row]) -> None:
@@ -88,8 +91,9 @@ async def waiting(admin: asyncpg.Connection) -> dict[int, Row]:
 
 
 async def packed(admin: asyncpg.Connection) -> dict[int, Row]:
-    """The live messages in segments, by id; each in one only."""
+    """The live messages in segments, by id; each in one only, which its key names."""
     found: dict[int, Row] = {}
+    keys = {}
     for segment in await catalog.listed(admin):
         inside = await catalog.read(admin, segment.id)
         assert inside is not None
@@ -98,7 +102,11 @@ async def packed(admin: asyncpg.Connection) -> dict[int, Row]:
                    for name, column in zip(table.column_names, table.columns, strict=True)]  # fmt: skip
         for values in zip(*(column.to_pylist() for column in columns), strict=True):
             assert values[0] not in found, f"message {values[0]} is in two segments"
-            found[values[0]] = Row(segment.lane, *values)
+            found[values[0]] = one = Row(segment.lane, *values)
+            if one.key is not None:
+                keys[one.key] = (one.id, segment.id)
+    named = await admin.fetch("SELECT key, id, segment FROM message_key WHERE segment IS NOT NULL")
+    assert keys == {key: tuple(place) for key, *place in named}
     return found
 
 

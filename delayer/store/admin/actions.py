@@ -1,6 +1,7 @@
 """Cancels and reschedules by hand: of waiting and held messages by id, and of all messages that match a filter.
 
-A message in a segment is restored first, with all messages of the segment. Then it is a row like others.
+A message in a segment is restored first, with all messages of the segment, in a transaction of its own. Then it is a
+row like others.
 
 A message is in one place at any moment, but may move between two of our statements: it may be compacted, restored,
 held, or moved to another partition. The process that moves it holds a lock on its row or its segment. So a message that
@@ -35,7 +36,7 @@ from delayer.store.admin.listing import NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING, check_arrow
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history
-from delayer.store.rows.keys import forget, lock_keys
+from delayer.store.rows.keys import forget, lock_keys, lock_pointers
 from delayer.store.rows.partitions import PARK_SECONDS, Days, existing
 from delayer.store.segments import catalog
 from delayer.store.statements import Changes
@@ -114,16 +115,10 @@ async def _until_quiet(
 
 
 async def _do(
-    connection: Connection, ids: Sequence[int], log_id: int | None, work: Work, segment: int | None = None
+    connection: Connection, ids: Sequence[int], log_id: int | None, work: Work
 ) -> tuple[dict[int, FoundIn], bool]:
-    """One transaction: restore the segment, if there is one, and do it to the rows."""
-    if segment is not None:
-        check_arrow()
-        from delayer.store.segments.restore import restore  # noqa: PLC0415 - pyarrow
-
+    """Do it to the rows, in one transaction."""
     async with pool.transaction(connection):
-        if segment is not None and isinstance(await restore(connection, segment), Broken):
-            return dict.fromkeys(ids, FoundIn.UNREADABLE), True
         met, changes, quiet = await work(connection, ids)
         if log_id is not None:
             await audit_log.add(connection, log_id, len(met))
@@ -137,8 +132,14 @@ async def _in_segments(
     """Do it to those of ``ids`` that stand in segments: one segment after the other."""
     found: dict[int, FoundIn] = {}
     for segment, inside in (await listing.find_in_segments(connection, ids, dues)).items():
+        check_arrow()
+        from delayer.store.segments.restore import restore  # noqa: PLC0415 - pyarrow
+
         await _make_days(connection, segment)
-        met, _ = await patiently(partial(_do, connection, inside, log_id, work, segment))
+        if isinstance(await patiently(partial(restore, connection, segment)), Broken):
+            found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
+            continue
+        met, _ = await patiently(partial(_do, connection, inside, log_id, work))
         found |= {number: FoundIn.SEGMENT if where is FoundIn.WAITING else where for number, where in met.items()}
     return found
 
@@ -244,7 +245,7 @@ async def _move_rows(
 async def _point(connection: Connection, keyed: Sequence[tuple[bytes, int, int]]) -> None:
     """Keys that stand for moved messages say where these are now."""
     keys, ids, dues = map(list, zip(*keyed, strict=True))
-    await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
+    await lock_pointers(connection, keys)
     await connection.execute(
         "UPDATE message_key AS k SET due_at = now.due_at"
         " FROM unnest($1::bytea[], $2::bigint[], $3::timestamptz[]) AS now (key, id, due_at)"

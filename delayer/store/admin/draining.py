@@ -53,7 +53,10 @@ class DrainBacklog(NamedTuple):
 
 
 SOON_MOST: Final = 1_000_000
-_KEYED: Final = "SELECT count(*) FROM message_key AS k WHERE NOT EXISTS (SELECT FROM held AS h WHERE h.id = k.id)"
+_KEYED: Final = (
+    "SELECT count(*) FROM message_key AS k"
+    " WHERE segment IS NULL AND NOT EXISTS (SELECT FROM held AS h WHERE h.id = k.id)"
+)
 _SOON: Final = """
 SELECT count(*)
 FROM lane AS l

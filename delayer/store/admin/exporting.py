@@ -200,5 +200,5 @@ def _messages(table: Any, wanted: Collection[int]) -> dict[int, Exported]:
     columns = {name: table[name].to_pylist() for name in table.column_names if not name.endswith("_at")}
     columns |= {name: [us // 1000 for us in microseconds(table[name])] for name in ("due_at", "parked_at")}
     columns["body_bytes"] = [len(body) for body in columns["body"]]
-    values = (dict(zip(columns, row, strict=True), key=None) for row in zip(*columns.values(), strict=True))
+    values = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     return {one["id"]: _exported(one) for one in values}

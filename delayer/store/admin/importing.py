@@ -251,11 +251,15 @@ def _run(row: asyncpg.Record) -> Run:
 
 async def _waiting(connection: Connection, keys: Collection[bytes]) -> set[bytes]:
     """The keys among these that stand for a waiting or held message. Raises the driver's errors."""
-    there = await connection.fetch("SELECT key, lane, due_at, id FROM message_key WHERE key = ANY($1)", list(keys))
+    there = await connection.fetch(
+        "SELECT key, lane, due_at, id, segment FROM message_key WHERE key = ANY($1)", list(keys)
+    )
     return {key for key, *place in there if await _waits(connection, *place)}
 
 
-async def _waits(connection: Connection, lane: int, due_at: int, message_id: int) -> bool:
+async def _waits(connection: Connection, lane: int, due_at: int, message_id: int, segment: int | None) -> bool:
+    if segment is not None and await connection.fetchval("SELECT true FROM segment WHERE id = $1", segment):
+        return True
     by_place = "SELECT true FROM message WHERE lane = $1 AND due_at = $2 AND id = $3"
     return bool(
         await connection.fetchval(by_place, lane, due_at, message_id)

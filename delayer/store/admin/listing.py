@@ -181,6 +181,7 @@ _KEYED: Final = (
     "SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint, m.id FROM message_key AS k JOIN message AS m"
     " ON m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id WHERE k.key = $1"
 )
+_PACKED: Final = "SELECT segment, id FROM message_key WHERE key = $1 AND segment IS NOT NULL"
 NAMED: Final = 10
 """The messages that :func:`called` finds for one name at most."""
 _CALLED: Final = " UNION ALL ".join(
@@ -346,7 +347,14 @@ async def called(
 async def _find_keyed(connection: Connection, wanted: Filter, test: Test | None, after: tuple[int, int]) -> FoundPage:
     rows = await connection.fetch(_KEYED, wanted.key)
     places = [Place(due_us, number, lane) for lane, due_us, number in rows]
-    found = FoundPage([place for place in places if place[:2] > after], {}, None, bounded=False, broken=())
+    packed: dict[int, Entry] = {}
+    broken = []
+    for segment, number in await connection.fetch(_PACKED, wanted.key):
+        inside = await entries_of(connection, segment)
+        broken += [segment] if inside is None else []
+        packed |= {one.place.id: one for one in inside or () if one.place.id == number}
+    places += [one.place for one in packed.values()]
+    found = FoundPage([place for place in places if place[:2] > after], packed, None, bounded=False, broken=broken)
     read = [one for one in await entries(connection, found) if meant(one, wanted, test)]
     return found._replace(places=[one.place for one in read])
 
@@ -417,17 +425,18 @@ def entries_in(table: Any, lane: int, segment: int) -> list[Entry]:
 
     columns = [microseconds(table["due_at"]), table["id"].to_pylist(), microseconds(table["parked_at"])]
     columns += [table[name].to_pylist() for name in ("route", "exchange", "routing_key", "to_exchange", "to_key")]
-    columns += [table["properties"].to_pylist(), pc.binary_length(table["body"]).to_pylist()]
+    columns += [table["key"].to_pylist(), pc.binary_length(table["body"]).to_pylist(), table["properties"].to_pylist()]
     return [
-        Entry._make((Place(due_us, number, lane, segment), parked_us // 1000, *names, None, size, properties))
-        for due_us, number, parked_us, *names, properties, size in zip(*columns, strict=True)
+        Entry._make((Place(due_us, number, lane, segment), parked_us // 1000, *others))
+        for due_us, number, parked_us, *others in zip(*columns, strict=True)
     ]
 
 
 _HOLDING: Final = """
 SELECT s.id, array_agg(number)
-FROM segment AS s CROSS JOIN LATERAL unnest(s.ids) AS number
+FROM segment AS s CROSS JOIN LATERAL unnest(s.ids) WITH ORDINALITY AS one (number, nth)
 WHERE s.first_due <= $3 AND s.last_due >= $2 AND number = ANY($1)
+  AND CASE WHEN (nth - 1) / 8 < length(s.gone) THEN get_bit(s.gone, nth - 1) = 0 ELSE true END
 GROUP BY s.id ORDER BY s.id
 """
 _SEEN: Final = """

@@ -6,16 +6,19 @@ All transactions take locks in one order, so that they never wait for each other
    keys. A batch takes at most :data:`LOCKS` of them. One lock for each key filled the lock table of the whole cluster.
 2. the old messages' rows, by lane, due instant and id, as a release takes them. This waits for a release in flight. It
    either published the old message (too late) or rolled back, and then the message is ours to cancel.
-3. the rows of message_key, by key. The holder of such a row never waits for a message's row.
-4. the counters, by lane and kind.
+3. the rows of segments that hold old messages, by id. This waits for a restore, which makes rows of them.
+4. the rows of message_key, by key. The holder of such a row never waits for a message's row.
+5. the counters, by lane and kind.
+
+A release, a compaction and a restore take no advisory locks. They change a key only while it stands for their message.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 from zlib import crc32
 
 from asyncpg import Connection, Record
@@ -26,7 +29,11 @@ from delayer.store.rows.history import OF_HELD
 
 LOCKS: Final = 64
 """Advisory locks of all keys together."""
-_WAITING: Final = "SELECT lane, due_at, id, key FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id"
+_OF_SEGMENT: Final = "segment, position, parked_at, route, to_exchange, to_key, size"
+_OF_ROW: Final = f"({_OF_SEGMENT}) = ROW(NULL, NULL, NULL, NULL, NULL, NULL, NULL)"
+_WAITING: Final = (
+    f"SELECT lane, due_at, id, key, {_OF_SEGMENT}, xmin FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id"
+)
 # The rows are deleted in the order of their places only by a nested loop over these.
 _IN_ORDER: Final = (
     "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off;"
@@ -36,8 +43,23 @@ _POINT: Final = (
     "INSERT INTO message_key AS k (key, lane, due_at, id)"
     " SELECT key, lane, due_at, id FROM unnest($1::bytea[], $2::smallint[], $3::timestamptz[], $4::bigint[])"
     " AS new (key, lane, due_at, id) ORDER BY key"
-    " ON CONFLICT (key) DO UPDATE SET lane = excluded.lane, due_at = excluded.due_at, id = excluded.id"
+    " ON CONFLICT (key) DO UPDATE SET lane = excluded.lane, due_at = excluded.due_at, id = excluded.id,"
+    f" {_OF_ROW}"
 )
+_LOCK_SEGMENTS: Final = "SELECT id, gone FROM segment WHERE id = ANY($1) ORDER BY id FOR UPDATE"
+_REMOVE: Final = """
+UPDATE segment AS s SET gone = r.gone, messages = s.messages - r.messages, raw_bytes = s.raw_bytes - r.size
+FROM unnest($1::bigint[], $2::bytea[], $3::int[], $4::bigint[]) AS r (id, gone, messages, size)
+WHERE s.id = r.id RETURNING s.id, s.messages
+"""
+_ENTER: Final = f"""
+UPDATE message_key AS k
+SET ({_OF_SEGMENT}) = ROW($1, p.position, p.parked_at, p.route, p.to_exchange, p.to_key, p.size)
+FROM unnest($2::bytea[], $3::bigint[], $4::int[], $5::timestamptz[], $6::bytea[], $7::bytea[], $8::bytea[], $9::int[])
+     AS p (key, id, position, parked_at, route, to_exchange, to_key, size)
+WHERE k.key = p.key AND k.id = p.id
+"""
+_LEAVE: Final = f"UPDATE message_key SET {_OF_ROW} WHERE key = ANY($1) AND segment = $2"
 _DELETE: Final = statements.read("delete_rows")
 _DELETE_HELD: Final = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
@@ -55,9 +77,11 @@ class Cancelled:
     """How many, by lane."""
     held: Counter[int] = field(default_factory=Counter)
     """How many of these were held, by lane."""
+    packed: Counter[int] = field(default_factory=Counter)
+    """How many of these were in segments, by lane."""
     keys: set[bytes] = field(default_factory=set)
     rows: list[Record] = field(default_factory=list)
-    """Their rows, for the history."""
+    """Their rows, or those of message_key for messages in segments, for the history."""
 
 
 async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
@@ -80,28 +104,74 @@ async def of_groups(connection: Connection, groups: Sequence[KeyGroup]) -> set[b
 
 
 async def cancel_waiting(connection: Connection, keys: Collection[bytes]) -> Cancelled:
-    """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
+    """Take out the messages that ``keys`` stand for. Steps 1 to 3; raises the driver's errors."""
     cancelled = Cancelled()
     await lock_keys(connection, keys)
-    places = {place[2]: place for place in await connection.fetch(_WAITING, list(keys))}
-    cancelled.known = bool(places)
-    if places:
-        await connection.execute(_IN_ORDER)
-        await _delete_waiting(connection, cancelled, places)
-    if places:
-        for row in await connection.fetch(_DELETE_HELD, list(places)):
-            cancelled.held[row["lane"]] += 1
-            _note(cancelled, places, row)
-    if places:  # A row may have been on its way out of the default partition, or into ``held``, at the first look.
-        await _delete_waiting(connection, cancelled, places)
+    left, seen, same = list(keys), [0], 0
+    # A row may be on its way out of the default partition, into ``held``, or into a segment and back. Only the last of
+    # these writes a new version of its key's row. So the message is gone after two looks at one version.
+    while places := {place["id"]: place for place in await connection.fetch(_WAITING, left)}:
+        versions = [place["xmin"] for place in places.values()]
+        same, seen = same + 1 if versions == seen else 0, versions
+        if same == 2:
+            break
+        if not cancelled.known:
+            cancelled.known = True
+            await connection.execute(_IN_ORDER)
+        if as_rows := [place for place in places.values() if place["segment"] is None]:
+            await _delete_rows(connection, cancelled, places, as_rows)
+        if packed := [place for place in places.values() if place["segment"] is not None]:
+            await _remove_packed(connection, cancelled, places, packed)
+        if not (left := [place["key"] for place in places.values()]):
+            break
     return cancelled
 
 
-async def _delete_waiting(connection: Connection, cancelled: Cancelled, places: dict[int, Record]) -> None:
-    """Delete the waiting rows at ``places`` (by id), and take them out of there."""
-    lanes, dues, ids = zip(*(tuple(place)[:3] for place in places.values()), strict=True)
+async def _delete_rows(
+    connection: Connection, cancelled: Cancelled, places: dict[int, Record], wanted: Sequence[Record]
+) -> None:
+    """Delete the waiting or held rows ``wanted``, and take them out of ``places`` (by id)."""
+    lanes, dues, ids = zip(*(tuple(place)[:3] for place in wanted), strict=True)
     for row in await connection.fetch(_DELETE, lanes, dues, ids, min(dues), max(dues) + 1):
         _note(cancelled, places, row)
+    if left := [number for number in ids if number in places]:
+        for row in await connection.fetch(_DELETE_HELD, left):
+            cancelled.held[row["lane"]] += 1
+            _note(cancelled, places, row)
+
+
+async def _remove_packed(
+    connection: Connection, cancelled: Cancelled, places: dict[int, Record], wanted: Sequence[Record]
+) -> None:
+    """Remove ``wanted`` from their segments, which stay packed, and from ``places`` (by id)."""
+    by_segment: dict[int, list[Record]] = {}
+    for place in wanted:
+        by_segment.setdefault(place["segment"], []).append(place)
+    changes = []
+    for segment, gone in await connection.fetch(_LOCK_SEGMENTS, list(by_segment)):
+        removed = by_segment[segment]
+        bits = with_bits(gone, [place["position"] for place in removed])
+        changes.append((segment, bits, len(removed), sum(place["size"] for place in removed)))
+        for place in removed:
+            cancelled.packed[place["lane"]] += 1
+            _note(cancelled, places, place)
+    if changes:
+        left = await connection.fetch(_REMOVE, *map(list, zip(*changes, strict=True)))
+        if empty := [segment for segment, messages in left if not messages]:
+            await connection.execute("DELETE FROM segment WHERE id = ANY($1)", empty)
+
+
+def with_bits(bits: bytes, positions: Iterable[int]) -> bytes:
+    """Return ``bits`` with those at ``positions`` set to 1, as Postgres's ``get_bit`` counts them.
+
+    >>> with_bits(b"\\x01", [3, 8])
+    b'\\t\\x01'
+    """
+    found = bytearray(bits)
+    for position in positions:
+        found += bytes(max(position // 8 + 1 - len(found), 0))
+        found[position // 8] |= 1 << position % 8
+    return bytes(found)
 
 
 def _note(cancelled: Cancelled, places: dict[int, Record], row: Record) -> None:
@@ -110,15 +180,46 @@ def _note(cancelled: Cancelled, places: dict[int, Record], row: Record) -> None:
     cancelled.rows.append(row)
 
 
+async def lock_pointers(connection: Connection, keys: Collection[bytes]) -> None:
+    """Lock the rows of message_key for ``keys``. Step 4."""
+    await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", list(keys))
+
+
+class PackedKey(NamedTuple):
+    """A key whose message is in a segment, with the columns of message_key."""
+
+    key: bytes
+    id: int
+    position: int
+    parked_at: int
+    route: bytes
+    to_exchange: bytes
+    to_key: bytes
+    size: int
+
+
+async def enter_segment(connection: Connection, segment: int, packed: Sequence[PackedKey]) -> None:
+    """Make keys that stand for these messages name their segment. Step 4."""
+    if packed:
+        await lock_pointers(connection, [one.key for one in packed])
+        await connection.execute(_ENTER, segment, *map(list, zip(*packed, strict=True)))
+
+
+async def leave_segment(connection: Connection, segment: int, keys: Collection[bytes]) -> None:
+    """Make those of ``keys`` that stand for messages in ``segment`` stand for rows again. Step 4."""
+    if keys:
+        await lock_pointers(connection, keys)
+        await connection.execute(_LEAVE, keys, segment)
+
+
 async def point(
     connection: Connection, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int, int]]
 ) -> None:
     """Make the keys of ``parked`` (key, lane, due_ms, id) stand for these, the other ``cancelled`` ones for nothing.
-    Step 3."""
+    Step 4."""
     ordered = sorted(parked)
     if cancelled:
-        keys = sorted({*cancelled, *(key for key, *_ in ordered)})
-        await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
+        await lock_pointers(connection, {*cancelled, *(key for key, *_ in ordered)})
     if gone := set(cancelled).difference(key for key, *_ in ordered):
         await connection.execute("DELETE FROM message_key WHERE key = ANY($1)", list(gone))
     if ordered:
@@ -126,7 +227,7 @@ async def point(
 
 
 async def forget(connection: Connection, keyed: Collection[tuple[bytes, int]]) -> None:
-    """Remove keys that stand for these messages (key, id), unless they stand for a newer one by now. Step 3."""
+    """Remove keys that stand for these messages (key, id), unless they stand for a newer one by now. Step 4."""
     keys, ids = zip(*keyed, strict=True)
-    await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
+    await lock_pointers(connection, keys)
     await connection.execute("DELETE FROM message_key WHERE key = ANY($1) AND id = ANY($2)", keys, ids)

@@ -48,7 +48,7 @@ async def listed(connection: Connection, before_ms: int | None = None, limit: in
     return [SegmentEntry(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms, limit)]
 
 
-_READ = "SELECT id, messages, format, digest, lane FROM segment WHERE id = $1"
+_READ = "SELECT id, messages, format, digest, gone, lane FROM segment WHERE id = $1"
 
 
 async def read(connection: Connection, segment: int) -> tuple[Any, int] | None:

@@ -34,16 +34,23 @@ SCHEMA: Final = pa.schema(
         ("checksum", pa.int64()),
         ("format", pa.int16()),
         *((name, pa.binary()) for name in BYTES),
+        ("key", pa.binary()),
     ]
 )
-"""The columns of a message but its lane, which is the segment's, and its key: rows with a key are never compacted."""
+"""The columns of a message but its lane, which is the segment's. Only ``key`` may be null."""
 
 COPIED: Final = (*SCHEMA.names, "lane")
-"""The columns of :func:`records`. ``key`` is not among them: it is null."""
+"""The columns of :func:`records`."""
 
 
-def unpack(packed: bytes, format: int, messages: int, digest: bytes) -> Any:
-    """The table that was packed, sorted by (due_at, id). Raises SegmentBroken."""
+def is_complete(table: Any) -> bool:
+    """Whether no column but ``key`` has a null."""
+    return not any(table[name].null_count for name in SCHEMA.names if name != "key")
+
+
+def unpack(packed: bytes, format: int, messages: int, digest: bytes, gone: bytes = b"") -> Any:
+    """Return the table that was packed, sorted by (due_at, id), without the messages whose bits in ``gone`` are 1 (the
+    lowest bit of a byte first). Raises SegmentBroken."""
     if format != FORMAT:
         raise SegmentBroken(f"expected a packing of format {FORMAT} at most, found {format}")
     found = hashlib.sha256(packed).digest()
@@ -55,8 +62,11 @@ def unpack(packed: bytes, format: int, messages: int, digest: bytes) -> Any:
         raise  # This tells nothing about the segment.
     except (pa.ArrowException, OSError, ValueError) as error:  # The last for names of columns that are not UTF-8.
         raise SegmentBroken(f"it does not decode: {type(error).__name__}: {str(error).splitlines()[0]}") from error
-    if table.schema.remove_metadata() != SCHEMA or any(column.null_count for column in table.columns):
+    if table.schema.remove_metadata() != SCHEMA or not is_complete(table):
         raise SegmentBroken(f"expected the columns {', '.join(SCHEMA.names)}, found {', '.join(table.column_names)}")
+    if gone:
+        bits = pa.py_buffer(gone.ljust(len(table) // 8 + 1, b"\0"))
+        table = table.filter(pc.invert(pa.Array.from_buffers(pa.bool_(), len(table), [None, bits])))
     if len(table) != messages:
         raise SegmentBroken(f"expected {messages} messages, found {len(table)}")
     return table

@@ -1,14 +1,16 @@
 """Compacting: rows that are due in the far future become segments, one transaction each.
 
 Each transaction locks its rows first and deletes them last. So two compactions at once, a cancel, or a crash at any
-step leave every message either a row or in exactly one segment. Traffic waits for none of its locks, except for a
-moment for the counter ``compacted`` of the lane.
+step leave every message either a row or in exactly one segment. The keys of its messages then name the segment. It
+takes no lock of keys.py before its rows: like a release, it changes a key only while that still stands for its message.
+Traffic waits for the counter ``compacted`` of the lane, for a moment, and a park that replaces or cancels one of the
+messages waits for the commit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +25,7 @@ from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool, statements
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import describe, translated
-from delayer.store.rows import partitions
+from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAYS_AHEAD, existing, name_of
 
 ROWS: Final = 10_000
@@ -42,7 +44,9 @@ SETTINGS: Final = (
     # The rows of a segment are kept at hand while they are summed up.
     "SET LOCAL work_mem = '64MB'; "
     # The plan must be an index range, also with wrong statistics of a partition that has just changed.
-    "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
+    "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; "
+    # Each key is found by its index.
+    "SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"
 )
 
 
@@ -53,7 +57,7 @@ SELECT lane, date_trunc('hour', due_at), count(*) FROM message WHERE due_at > $1
 
 class CompactionWindow(NamedTuple):
     """A piece of a lane: its rows due from ``first_ms`` to ``last_ms``, both included (epoch milliseconds). ``rows`` is
-    about the number of rows: counted without locks, rows with a key included."""
+    about the number of rows: counted without locks."""
 
     lane: int
     first_ms: int
@@ -90,9 +94,9 @@ async def windows(connection: Connection, after_ms: int, rows: int = ROWS, fewes
 
 _SOME: Final = """
 SELECT id, (extract(epoch FROM due_at) * 1000000)::bigint, (extract(epoch FROM parked_at) * 1000000)::bigint, checksum,
-       format, route, exchange, routing_key, to_exchange, to_key, properties, body
+       format, route, exchange, routing_key, to_exchange, to_key, properties, body, key
 FROM message
-WHERE lane = $1 AND due_at >= $2 AND due_at <= $3 AND key IS NULL
+WHERE lane = $1 AND due_at >= $2 AND due_at <= $3
   AND octet_length(body) + octet_length(properties) <= $4
 ORDER BY due_at, id LIMIT $5
 """
@@ -126,8 +130,8 @@ async def compact_one(
     """Pack the first rows of ``window`` into a segment, in one transaction; None when none are left there, or less than
     ``fewest``.
 
-    Call it again while ``more``, from the last due instant on. Rows with a key, rows of more than LARGEST bytes and
-    locked rows stay rows. It locks and reads ``portion`` rows at a time, with ``pause`` seconds after each; None: all
+    Call it again while ``more``, from the last due instant on. Rows of more than LARGEST bytes and locked rows stay
+    rows. It locks and reads ``portion`` rows at a time, with ``pause`` seconds after each; None: all
     at once. Raises the driver's errors, and SegmentBroken if the written segment does not read back; then nothing is
     committed.
     """
@@ -155,10 +159,24 @@ async def compact_one(
         )
         if status != f"DELETE {packed.messages}":
             raise RuntimeError(f"segment of lane {window.lane}: {packed.messages} messages packed, but {status}")
+        await keys.enter_segment(connection, segment, _keyed(found, ids))
         await connection.execute(statements.COUNT, [window.lane], ["compacted"], [packed.messages])
         reach("compact.deleted")
     reach("compact.committed")
     return Compacted(segment, packed.messages, packed.last_due_ms, packed.raw_bytes, len(packed.packed), more)
+
+
+def _keyed(found: Sequence[asyncpg.Record], ids: Sequence[int]) -> list[keys.PackedKey]:
+    """The keys of the rows ``found``, which were packed in the order of ``ids``."""
+    positions = {number: position for position, number in enumerate(ids)}
+    return [
+        keys.PackedKey(
+            row["key"], row["id"], positions[row["id"]], row["parked_us"] // 1000, row["route"], row["to_exchange"],
+            row["to_key"], len(row["properties"]) + len(row["body"]),
+        )
+        for row in found
+        if row["key"] is not None
+    ]  # fmt: skip
 
 
 async def _lock(

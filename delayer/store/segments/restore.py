@@ -1,7 +1,8 @@
 """The restore of a segment: its messages become rows again, in one transaction. Its users import this only when there
 is a segment, because of pyarrow (segments/codec.py).
 
-A process that changes a segment locks its row (FOR UPDATE). So a cancel is exact against a restore.
+A process that changes a segment locks its row (FOR UPDATE). So a cancel by key is exact against a restore: it removes
+the message from the segment before, or waits for the restore and finds a row.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from delayer.core.segment import Broken, Restored, SegmentBroken
 from delayer.store import pool, statements
 from delayer.store.errors import DAMAGED, REJECTED, WORTH_REPEATING, describe
 from delayer.store.lanes.notify import notify
+from delayer.store.rows import keys
 from delayer.store.rows.envelope import reason_text
 from delayer.store.segments import codec
 
@@ -28,7 +30,7 @@ PAUSE: Final = 0.002
 """Seconds between two portions beside releases."""
 # Without its bytes: a damaged page under them must not hide whose they are.
 _LOCK: Final = (
-    "SELECT id, lane, first_due, messages, format, digest FROM segment"
+    "SELECT id, lane, first_due, messages, format, digest, gone FROM segment"
     " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE"
 )
 _LOCK_SOONEST: Final = _LOCK.format("broken_at IS NULL AND first_due <= $1") + " SKIP LOCKED"
@@ -68,7 +70,8 @@ async def _restore(
         reach("restore.locked")
         lane, count, first_ms, broken = segment["lane"], segment["messages"], segment["first_due"], ""
         try:
-            records = _records(await live(connection, segment), lane, portion_bytes, pause)
+            table = await live(connection, segment)
+            records = _records(table, lane, portion_bytes, pause)
             async with pool.transaction(connection):  # A savepoint: without the mark it would be tried for ever.
                 status = await connection.copy_records_to_table("message", records=records, columns=codec.COPIED)
         except SegmentBroken as error:
@@ -88,6 +91,7 @@ async def _restore(
             raise RuntimeError(f"segment {segment['id']}: expected {count} messages, but {status}")
         reach("restore.copied")
         await connection.execute("DELETE FROM segment WHERE id = $1", segment["id"])
+        await keys.leave_segment(connection, segment["id"], table["key"].drop_null().to_pylist())
         await notify(connection, {lane: first_ms}, {})
         await connection.execute(statements.COUNT, [lane], ["restored"], [count])
         reach("restore.deleted")
@@ -116,4 +120,5 @@ async def live(connection: Connection, segment: asyncpg.Record) -> Any:
             packed = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment["id"])
     except DAMAGED as error:
         raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
-    return await asyncio.to_thread(codec.unpack, packed, segment["format"], segment["messages"], segment["digest"])
+    about = (segment[name] for name in ("format", "messages", "digest", "gone"))
+    return await asyncio.to_thread(codec.unpack, packed, *about)

@@ -5,6 +5,6 @@ FROM segment CROSS JOIN unnest(ARRAY[
     CASE WHEN broken_at IS NOT NULL THEN ($3::text[])[1] WHEN first_due < $1 THEN ($3::text[])[2] END,
     CASE WHEN format > $2 THEN ($3::text[])[3] END,
     CASE WHEN first_due > last_due THEN ($3::text[])[4] END,
-    CASE WHEN cardinality(ids) <> messages THEN ($3::text[])[5] END
+    CASE WHEN cardinality(ids) <> messages + bit_count(gone) THEN ($3::text[])[5] END
 ]) AS fault
 WHERE fault IS NOT NULL GROUP BY 1, 2 ORDER BY 1

@@ -3,7 +3,7 @@ SELECT avg(octet_length(body) + octet_length(properties))::float8
 FROM (
     SELECT body, properties
     FROM message
-    WHERE lane = $1 AND due_at >= $2 AND due_at < $3 AND key IS NULL
+    WHERE lane = $1 AND due_at >= $2 AND due_at < $3
     ORDER BY due_at, id
     LIMIT 100
 ) AS first

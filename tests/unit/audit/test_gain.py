@@ -17,6 +17,15 @@ def test_the_measured_store() -> None:
     assert 17 * DAY_MS < found.pays_after_ms < 19 * DAY_MS
 
 
+def test_messages_with_keys_save_less() -> None:
+    """Measured with 100,000 messages: 67 bytes more in each row of message_key, and 1,310 bytes of log each to pack."""
+    found = estimated(100_000, 58_100_000, 4_100_000, 100_000)
+    assert 1_260 < found.log_bytes / 100_000 < 1_360
+    without = estimated(100_000, 58_100_000, 4_100_000)
+    assert 60 < (without.saved_bytes - found.saved_bytes) / 100_000 < 75
+    assert (found.pays_after_ms or 0) > (without.pays_after_ms or 0)
+
+
 def test_segments_that_are_no_smaller_never_pay() -> None:
     assert estimated(10, 1_000, 1_000 + 10 * ROW_BYTES).pays_after_ms is None
     assert estimated(0, 0, 0).pays_after_ms is None
