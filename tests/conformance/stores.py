@@ -216,3 +216,14 @@ async def hold_all(lane: Lane, hold: Hold) -> list[Due]:
     rows = await lane.claimers[0].claim(MANY, ROOM)
     await lane.claimers[0].settle([], [(row, hold) for row in rows])
     return rows
+
+
+@asynccontextmanager
+async def waking(lane: Lane) -> AsyncIterator[None]:
+    """The block ends a wait of the lane, long before its time."""
+    sleeper = asyncio.create_task(lane.wait(50.0))
+    await asyncio.sleep(0)
+    assert not sleeper.done()
+    yield
+    async with asyncio.timeout(10.0):
+        await sleeper

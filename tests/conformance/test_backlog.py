@@ -12,7 +12,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import KeyGroup, Parcel, Target
 from delayer.core.operations import Cancel
-from tests.conformance.stores import Stores, hold_all, one_lane
+from tests.conformance.stores import Stores, hold_all, one_lane, waking
 from tests.support.fakes import NO_CONFIRM, WHY
 from tests.support.place import eventually
 from tests.support.store import MANY, ROOM, bodies, parcel, release_all
@@ -127,11 +127,10 @@ async def test_messages_of_a_route_with_a_lane_go_there(stores: Open) -> None:
         await eventually(lambda: (len(one.lanes), len(two.lanes)), lambda found: found in ((1, 2), (2, 1)))
         theirs = next(lane for lane in [*one.lanes, *two.lanes] if lane.route == b"limited")
         assert await release_all(theirs) == []
-        sleeper = asyncio.create_task(theirs.wait(50.0))
         now = one.now_ms
         parking = one if theirs in two.lanes else two
-        await parking.apply(*(parcel(now, b"%d" % n, route=b"limited" if n % 2 else b"free") for n in range(6)))
-        await sleeper
+        async with waking(theirs):
+            await parking.apply(*(parcel(now, b"%d" % n, route=b"limited" if n % 2 else b"free") for n in range(6)))
         assert bodies(await release_all(theirs)) == [b"1", b"3", b"5"]
         await parking.apply(parcel(now + FAR_MS, b"6", route=b"limited", key=b"k"))
         assert await store.lanes_of_waiting() == {theirs.number: 1, parking.lanes[0].number: 3}

@@ -10,7 +10,7 @@ import pytest
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import NACKED
 from delayer.core.message import WINDOW_MS
-from tests.conformance.stores import Stores, hold_all, one_lane
+from tests.conformance.stores import Stores, hold_all, one_lane, waking
 from tests.support.fakes import LATE, NO_CONFIRM
 from tests.support.place import eventually
 from tests.support.store import MANY, ROOM, bodies, claim_when_due, parcel, release_all
@@ -74,16 +74,12 @@ async def test_a_claim_leaves_rows_due_after_its_window(stores: Open) -> None:
 async def test_a_wait_ends_when_something_nearer_is_parked_or_the_lane_is_to_be_left(stores: Open) -> None:
     async with one_lane(stores) as (daemon, lane):
         await release_all(lane)
-        sleeper = asyncio.create_task(lane.wait(50.0))
-        await asyncio.sleep(0)
-        await daemon.apply(parcel(daemon.now_ms + 20))
-        await sleeper
+        async with waking(lane):
+            await daemon.apply(parcel(daemon.now_ms + 20))
         rows = await claim_when_due(lane)
         await lane.claimers[0].settle(rows, [])
-        sleeper = asyncio.create_task(lane.wait(50.0))
-        await asyncio.sleep(0)
-        lane.leave()
-        await sleeper
+        async with waking(lane):
+            lane.leave()
         assert (len(rows), lane.leaving.is_set()) == (1, True)
 
 
