@@ -177,7 +177,6 @@ class AmqpConsumer:
 
     @property
     def active(self) -> bool:
-        """Whether the last subscription gets the queue's messages, as far as this is known."""
         return self._subscription is not None and self._subscription.active
 
     async def subscribe(self, queue: str, prefetch: int) -> AmqpSubscription:

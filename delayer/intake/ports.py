@@ -76,6 +76,10 @@ class Subscription(Protocol):
 class Consumer(Protocol):
     """The opener of subscriptions."""
 
+    @property
+    def active(self) -> bool:
+        """Whether the last subscription gets the queue's messages, as far as this is known."""
+
     async def subscribe(self, queue: str, prefetch: int) -> Subscription:
         """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
 

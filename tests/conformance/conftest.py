@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conformance.broker_world import Place
+from tests.conformance.broker_world import MemoryPlace, Place
 from tests.conformance.stores import MemoryStores, PostgresStores, Stores
 from tests.support.servers import RabbitMQ
 
@@ -16,6 +16,11 @@ REAL, MEMORY = "real", "memory"
 @pytest.fixture
 def place(rabbitmq: RabbitMQ, vhost: str) -> Place:
     return Place(rabbitmq, vhost)
+
+
+@pytest.fixture(params=[REAL, MEMORY])
+def either(request: pytest.FixtureRequest) -> Place | MemoryPlace:
+    return MemoryPlace() if request.param == MEMORY else request.getfixturevalue("place")
 
 
 @pytest.fixture(params=[REAL, MEMORY])
