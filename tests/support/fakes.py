@@ -291,7 +291,8 @@ class ScriptedStore:
         self.others: set[int] = set()
         """Lanes that other processes own."""
         self.live, self.rank = 1, 0
-        self.broker = ""
+        self.broker = "ours"
+        """The mark of the broker of ``others``."""
         self.made: list[ScriptedLane] = []
         self.parked: list[Parked] = []
         self.held: list[tuple[int, str]] = []
@@ -339,7 +340,10 @@ class ScriptedStore:
         if self.failure is not None:
             raise self.failure
         owned = self.ours | self.others
-        lanes = [LaneRow(number, route, number in owned, self.broker) for number, route in self.routes.items()]
+        lanes = [
+            LaneRow(number, route, number in owned, self.broker if number in self.others else "ours")
+            for number, route in self.routes.items()
+        ]
         return LaneTable(lanes, self.live, self.rank)
 
     async def take(self, number: int) -> ScriptedLane | None:
