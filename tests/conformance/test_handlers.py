@@ -6,9 +6,7 @@ Each handler runs over a broker and a store in memory. Whatever happens, each me
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,27 +24,12 @@ from delayer.intake.handle import KEEP_MS, DueHandler, IntakeHandler
 from delayer.intake.holding import MessageHolder
 from delayer.intake.takeover import LevelTakeover
 from delayer.retry import LOSSES
-from tests.support.fakes import Carrier, Heartbeat, ScriptedLive, ids
+from tests.support.fakes import Carrier, Heartbeat, HostLive, host_ms, ids
 from tests.support.memory_broker import MemoryBroker, MemoryConsumer, MemoryLink, MemoryPublisher
 from tests.support.memory_store import MemoryBacklog, MemoryStore
 
 CASCADE = Cascade()
 OUR_QUEUES = (CASCADE.delivery, CASCADE.strays, "delays.refused", *map(CASCADE.level, range(LEVELS)))
-
-
-def now_ms() -> int:
-    return int(time.time() * 1000)
-
-
-@dataclass
-class Live(ScriptedLive):
-    """With this host's clock."""
-
-    def now_upper_ms(self) -> int:
-        return now_ms()
-
-    def now_lower_ms(self) -> int:
-        return now_ms()
 
 
 class Scene:
@@ -60,12 +43,12 @@ class Scene:
         self.broker.bindings |= {"orders.in": [("delays", "#")], "orders.out": [("out", "k")]}
         self.consuming, self.publishing = MemoryLink(self.broker), MemoryLink(self.broker)
         self.publisher = MemoryPublisher(self.publishing)
-        self.store = MemoryStore(now_ms)
+        self.store = MemoryStore(host_ms)
         self.backlog = MemoryBacklog(self.store)
         self.backlog.look()
         self.counters = Counters()
         places = Endpoints(CASCADE, b"delays.due", b"delays.refused", 10_000)
-        self.live = Live(places=places, limits={b"orders.in": 60_000})
+        self.live = HostLive(places=places, limits={b"orders.in": 60_000})
         self.handler = make(self)
 
     def dispatch(self) -> Dispatch:
@@ -161,7 +144,7 @@ def envelope(due_ms: int, key: bytes = b"k", inner: bytes = b"\0\0") -> bytes:
 
 def messages() -> list[Outgoing]:
     """Good and hostile messages of every queue; each has a body of its own. There are three of each key."""
-    now = now_ms()
+    now = host_ms()
     wrong = [
         b"",
         b"\0",
@@ -247,7 +230,7 @@ async def test_a_loss_returns_what_is_not_safe_and_loses_nothing(it: Scene, lose
         assert not it.left
     assert sorted([*it.left, *it.elsewhere]) == bodies(sent)
     it.publishing.accept()
-    it.store.travel = MemoryStore(now_ms).travel
+    it.store.travel = MemoryStore(host_ms).travel
     it.broker.queues["delays.refused"].most = float("inf")
     await it.handle()
     assert it.left == []

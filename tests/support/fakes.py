@@ -1,6 +1,7 @@
 """Scripted stand-ins for ports, each for tests of one service: they follow a script and note each call.
 
-None of them behaves like a broker or a store: tests/conformance says how those behave.
+None of them behaves like a broker or a store: memory_broker.py and memory_store.py do. A script injects the failure, or
+notes the call, that a test is about.
 """
 
 from __future__ import annotations
@@ -197,19 +198,6 @@ class Carrier(Handler):
         self.gates |= {tag: asyncio.Event() for tag in tags}
 
 
-class ScriptedHolder:
-    """Notes the messages that it holds; raises ``failure`` instead if there is one."""
-
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.failure = failure
-        self.held: list[tuple[Parcel, Hold]] = []
-
-    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        if self.failure is not None:
-            raise self.failure
-        self.held += items
-
-
 class ScriptedLane:
     """A lane with one claimer. Its claims come from a script, and it notes how the caller settles them."""
 
@@ -402,6 +390,20 @@ class ScriptedLive:
 
     def now_lower_ms(self) -> int:
         return self.now
+
+
+def host_ms() -> int:
+    """This host's clock."""
+    return int(time.time() * 1000)
+
+
+class HostLive(ScriptedLive):
+    """With this host's clock."""
+
+    def now_upper_ms(self) -> int:
+        return host_ms()
+
+    now_lower_ms = now_upper_ms
 
 
 def kind_of(outcome: Outcome) -> HoldKind | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import pytest
 
@@ -15,22 +13,10 @@ from delayer.core.message import Target
 from delayer.release.loop import LaneRelease
 from delayer.release.ports import Lane
 from delayer.release.service import ReleaseService
-from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, until
+from tests.support.fakes import Heartbeat, HostLive, ScriptedLane, ScriptedLive, ScriptedPublisher, host_ms, until
 from tests.support.memory_broker import MemoryBroker, MemoryLink, MemoryPublisher
 from tests.support.memory_store import MemoryBacklog, MemoryStore
 from tests.support.store import parcel
-
-
-def now_ms() -> int:
-    return int(time.time() * 1000)
-
-
-@dataclass
-class Live(ScriptedLive):
-    """With this host's clock."""
-
-    def now_lower_ms(self) -> int:
-        return now_ms()
 
 
 class Process:
@@ -44,7 +30,7 @@ class Process:
         self.tasks = [asyncio.create_task(part.run(self.stopping)) for part in (self.backlog, service)]
 
     def _release(self, lane: Lane) -> LaneRelease:
-        return LaneRelease(lane, MemoryPublisher(self.link), Live(), heartbeat=Heartbeat(), counters=Counters())
+        return LaneRelease(lane, MemoryPublisher(self.link), HostLive(), heartbeat=Heartbeat(), counters=Counters())
 
     async def stop(self) -> None:
         self.stopping.set()
@@ -62,13 +48,13 @@ class Process:
 @pytest.mark.parametrize("death", [False, True])
 async def test_two_processes_release_each_message_and_none_early(death: bool) -> None:
     """One of them may die: the other one releases from all lanes then, and only messages in flight come twice."""
-    store, broker = MemoryStore(now_ms), MemoryBroker()
+    store, broker = MemoryStore(host_ms), MemoryBroker()
     broker.declare("delayer.out")
     arrived: list[tuple[int, bytes]] = []
-    broker.queues["delayer.out"].watcher = lambda one: arrived.append((now_ms(), one.body))
+    broker.queues["delayer.out"].watcher = lambda one: arrived.append((host_ms(), one.body))
     one, other = Process(store, broker), Process(store, broker)
     await until(lambda: len(store.live) == 2 and one.backlog.usable and other.backlog.usable)
-    sent = [parcel(now_ms() + 3 * n, b"%d" % n, target=Target(b"", b"delayer.out")) for n in range(100)]
+    sent = [parcel(host_ms() + 3 * n, b"%d" % n, target=Target(b"", b"delayer.out")) for n in range(100)]
     for n in range(0, 100, 5):
         await (one if n % 2 else other).backlog.apply(sent[n : n + 5])
     if death:
@@ -85,10 +71,10 @@ async def test_two_processes_release_each_message_and_none_early(death: bool) ->
 
 
 async def test_a_message_that_nobody_takes_is_held() -> None:
-    store, broker = MemoryStore(now_ms, lanes=1), MemoryBroker()
+    store, broker = MemoryStore(host_ms, lanes=1), MemoryBroker()
     one = Process(store, broker)
     await until(lambda: one.backlog.usable)
-    await one.backlog.apply([parcel(now_ms(), target=Target(b"", b"gone"))])
+    await one.backlog.apply([parcel(host_ms(), target=Target(b"", b"gone"))])
     await until(lambda: store.counters[1, "held"] == 1)
     await one.stop()
     [message] = store.messages.values()
