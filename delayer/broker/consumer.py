@@ -152,7 +152,7 @@ UNCOUNTED: Final = (4, 3)
 
 
 class AmqpConsumer:
-    """The opener of subscriptions, over a connection of its own, because pausing one queue must not pause another.
+    """Satisfies intake.ports.Consumer, over a connection of its own, because pausing one queue must not pause another.
     Consumers that share a connection share its ``flow_control``; otherwise each subscription has its own.
 
     ``adaptive_prefetch``: the size of a queue's messages so far. A subscription may end itself in order (``overrun``)
@@ -177,11 +177,9 @@ class AmqpConsumer:
 
     @property
     def active(self) -> bool:
-        """Whether the last subscription gets the queue's messages, as far as this is known."""
         return self._subscription is not None and self._subscription.active
 
     async def subscribe(self, queue: str, prefetch: int) -> AmqpSubscription:
-        """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
         flow_control = self._flow_control or FlowControl()
         with flow_control.listening(BEGINNING):
             connection = await self._reconnecting.connection(ANSWER_SECONDS)
@@ -208,7 +206,7 @@ class AmqpConsumer:
 
 
 class AmqpSubscription:
-    """One consumer on one queue, valid until :meth:`next_batch` raises BrokerLost."""
+    """Satisfies intake.ports.Subscription."""
 
     def __init__(
         self,
@@ -233,10 +231,8 @@ class AmqpSubscription:
         self._wanted = prefetch
         self._adaptive_prefetch = adaptive_prefetch
         self.prefetch = prefetch if adaptive_prefetch is None else adaptive_prefetch.prefetch(prefetch)
-        """The most unsettled deliveries."""
         self.overrun = False
-        """Whether the caller should end this subscription in order and subscribe again, with another prefetch. Its
-        deliveries were too large for too long, or they are smaller now."""
+        """Set when the deliveries were too large for too long, or when they are smaller now."""
         self.in_order = False
         """Whether the broker has all acknowledgements, after the close."""
         self._one_active = one_active
@@ -263,11 +259,6 @@ class AmqpSubscription:
         self._consumer_tag = await self._channel.consume(self._queue, self._on_delivery, self._on_cancelled)
 
     async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
-        """Wait for deliveries. Returns up to ``limit``, gathered until ``gather`` seconds after the last batch at most.
-
-        An empty list means that a second passed without any, so that the caller can do other work.
-        Raises BrokerLost if connection, channel or consumer is gone; all unsettled deliveries return to the queue.
-        """
         if not self._buffer:
             self._arrived.clear()
             self._raise_if_lost()
@@ -289,7 +280,6 @@ class AmqpSubscription:
 
     @property
     def behind(self) -> bool:
-        """Whether there are deliveries that :meth:`next_batch` has not returned yet."""
         return bool(self._buffer) or self._flow_control.behind(self)
 
     @property
@@ -298,13 +288,11 @@ class AmqpSubscription:
         return self._cancelled or self._channel.closed.done()
 
     def ack(self, tag: int, *, multiple: bool) -> None:
-        """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
         if not self._channel.closed.done():
             self._channel.ack(tag, multiple=multiple)
 
     async def close(self, seconds: float = ANSWER_SECONDS) -> None:
-        """Close the channel: unsettled deliveries return to the queue. Safe to call twice. ``seconds`` is the time that
-        the broker has to end the consumer.
+        """End the consumer and its channel. ``seconds`` is the time that the broker has to end the consumer.
 
         A busy quorum queue may miss acknowledgements just before the end of the channel, or after the end of the
         consumer. On 3.10.8 hundreds of messages were repeated after an orderly stop. The end of a consumer goes through
@@ -339,8 +327,7 @@ class AmqpSubscription:
         await self._channel.close()
 
     def stop(self) -> None:
-        """Stop the batches, and drop the buffer. Deliveries handed out before can still be settled; the consumer itself
-        ends in :meth:`close`."""
+        """Also drops the buffer."""
         self._stopped = True
         self._buffer.clear()
         self._flow_control.emptied(self, self._bytes)

@@ -21,10 +21,9 @@ from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation, Pending
-from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.hold import Hold, Outcome
-from delayer.core.message import Outgoing, Parcel, Schedule, as_text
+from delayer.core.hold import Outcome
+from delayer.core.message import Outgoing, Schedule, as_text
 from delayer.retry import raise_first
 
 log = structlog.get_logger(__name__)
@@ -41,8 +40,7 @@ was set back, it is further ahead. Then the deadline ends the wait, and the mess
 
 
 class AmqpPublisher:
-    """A publishing channel with confirms and the mandatory flag, which reopens after a loss. Several publishes may be
-    in flight on it."""
+    """Satisfies core.publisher.Publisher: a channel with confirms, which reopens after a loss."""
 
     def __init__(
         self,
@@ -60,32 +58,24 @@ class AmqpPublisher:
         self._tokens: set[bytes] = set()  # Tokens in flight on the shared channel.
         self._frame_max = DEFAULT_FRAME_MAX  # As agreed on the last connection.
         self.batch_limit = MAX_BATCH
-        """The recommended size of a batch: a longer batch misses its deadline more often, and is then published again.
-        A late batch divides the limit by four, a quick batch doubles it."""
+        """A late batch divides it by four, a quick batch doubles it."""
 
     @property
     def ready(self) -> bool:
-        """Whether it is connected, and no resource alarm of the broker blocks it."""
         return self._reconnecting.current is not None and not self._reconnecting.blocked
 
     @property
     def max_properties(self) -> int:
-        """The most bytes of ``properties`` that fit a frame of this broker."""
         connection = self._reconnecting.current
         if connection is not None:
             self._frame_max = connection.limits.frame_max
         return header_limit(self._frame_max)
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
-        """Publish and wait for every confirm, also while the broker blocks publishers. Returns one outcome for each
-        message, in the order of the batch. Messages of one exchange are published in that order.
+        """Publish: see core.publisher. Messages of a ``schedule`` leave in clumps of 2 ms at most. Those in isolation
+        leave later, when the last of them is due.
 
-        With a ``schedule`` each message is published at its instant, in clumps of 2 ms at most. Messages in
-        isolation are published later, when the last of them is due. A cancellation stops the messages that are not due
-        yet.
-
-        Raises BrokerLost if an outcome is missing ``confirm_timeout`` seconds after the call and the last instant. Then
-        the whole batch is in doubt, except for the outcomes that an Unconfirmed carries.
+        Raises BrokerLost if an outcome is missing ``confirm_timeout`` seconds after the call and the last instant.
         """
         if not batch:
             return []
@@ -113,8 +103,6 @@ class AmqpPublisher:
         raise _unconfirmed(batch, pending.outcomes, lost) from lost
 
     async def close(self) -> None:
-        """Release the channel without waiting for the broker. Raises nothing if the broker is gone. Safe to call twice;
-        a later publish opens another channel."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.abandon()
@@ -222,11 +210,3 @@ def _unconfirmed(batch: Sequence[Outgoing], outcomes: dict[int, Outcome], lost: 
     return Unconfirmed(
         f"{text}; the first for exchange {as_text(first.exchange)!r}, key {as_text(first.routing_key)!r}", known
     )
-
-
-def report_held(held: Collection[tuple[object, Parcel, Hold, int]], counters: Counters) -> None:
-    """Count and log held messages, given as (id, message, hold, earlier attempts). A retry does not count again."""
-    counters.add("held", [parcel.route for _, parcel, _, attempts in held if not attempts])
-    for id, parcel, hold, attempts in held:
-        why = {"kind": hold.kind, "reason": hold.text, "attempts": attempts + 1}
-        log.warning("message held", id=id, **why, **parcel.names)

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Final
 
 from delayer.amqp.edits import Endpoints
-from delayer.broker.publisher import AmqpPublisher
 from delayer.config.model import RetryTable, Settings
 from delayer.config.topology import own_names, uses_cascade
 from delayer.core.cascade import Cascade
 from delayer.core.hold import Limits
 from delayer.core.plan import LATEST_MS, Mode, Policy, Route
+from delayer.core.publisher import Publisher
 from delayer.core.retry_policy import RetryPolicy
 from delayer.intake.handle import KEEP_MS
 from delayer.store.backlog import PostgresBacklog
@@ -73,7 +73,7 @@ def _retry(table: RetryTable) -> RetryPolicy:
 class LiveSettings:
     """Satisfies IntakeSettings and ReleaseSettings. Read for every batch, so a reload applies from the next one on."""
 
-    def __init__(self, settings: Settings, cascade: Cascade, publisher: AmqpPublisher, store: PostgresBacklog) -> None:
+    def __init__(self, settings: Settings, cascade: Cascade, publisher: Publisher, store: PostgresBacklog) -> None:
         self.settings = settings
         self._cascade = cascade
         self._publisher = publisher

@@ -17,8 +17,6 @@ import structlog
 
 from delayer.amqp.edits import HoldNote
 from delayer.amqp.reading import message_id
-from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
-from delayer.broker.publisher import AmqpPublisher
 from delayer.core.backoff import LogThrottle, pause
 from delayer.core.counters import Counted, Counters
 from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
@@ -26,8 +24,9 @@ from delayer.core.faultpoint import reach
 from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import Confirmed, Outcome
 from delayer.core.message import Delivery, Outgoing, Parcel, Schedule
+from delayer.core.publisher import Publisher
 from delayer.intake.holding import MessageHolder, Objection
-from delayer.intake.ports import IntakeSettings
+from delayer.intake.ports import Consumer, IntakeSettings, Subscription
 from delayer.retry import LOSSES, Backoff, Pause, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
@@ -45,7 +44,7 @@ class AckTracker:
     Deliveries that are never accepted return to the queue when the channel closes.
     """
 
-    def __init__(self, subscription: AmqpSubscription, progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, subscription: Subscription, progress: Callable[[], None] = lambda: None) -> None:
         """``progress`` feeds the watchdog."""
         self._subscription = subscription
         self.progress = progress
@@ -114,7 +113,7 @@ KEPT_BYTES: Final = 16 << 20
 class Session:
     """The work for one subscription. ``prefetch``: the most deliveries without an acknowledgement."""
 
-    def __init__(self, subscription: AmqpSubscription, progress: Callable[[], None], in_flight: int) -> None:
+    def __init__(self, subscription: Subscription, progress: Callable[[], None], in_flight: int) -> None:
         self.acks = AckTracker(subscription, progress)
         self.prefetch = subscription.prefetch
         self._in_flight = in_flight
@@ -216,9 +215,7 @@ class Publication(NamedTuple):
 class Dispatch:
     """Publishes on behalf of deliveries. It accepts confirmed ones, and holds those that a destination did not take."""
 
-    def __init__(
-        self, publisher: AmqpPublisher, holding: MessageHolder, live: IntakeSettings, counters: Counters
-    ) -> None:
+    def __init__(self, publisher: Publisher, holding: MessageHolder, live: IntakeSettings, counters: Counters) -> None:
         self.publisher = publisher
         self.new_id = holding.new_id
         self._holding = holding
@@ -357,7 +354,7 @@ class QueueConsumer:
     def __init__(
         self,
         intake: Intake,
-        consumer: AmqpConsumer,
+        consumer: Consumer,
         handler: Handler,
         *,
         prepare: Callable[[], Awaitable[None]],
@@ -403,7 +400,7 @@ class QueueConsumer:
                 await retry.pause()
         self._forget()
 
-    async def _consume(self, subscription: AmqpSubscription, stopping: asyncio.Event, retry: Backoff) -> None:
+    async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Backoff) -> None:
         session = Session(subscription, self._beat, self._intake.in_flight)
         self._handler.begin(session)
         now = asyncio.get_running_loop().time

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from delayer.amqp.edits import HoldNote, into_broker, to_strays
-from delayer.broker.publisher import AmqpPublisher, report_held
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.errors import NotTaken, Unconfirmed
 from delayer.core.hold import Confirmed, Hold, Outcome
 from delayer.core.message import Delivery, Outgoing, Parcel
+from delayer.core.publisher import Publisher
+from delayer.held import report_held
 from delayer.intake.ports import Backlog, IntakeSettings
 
 MAX_ATTEMPTS: Final = 10
@@ -37,7 +38,7 @@ class MessageHolder:
 
     def __init__(
         self,
-        publisher: AmqpPublisher,
+        publisher: Publisher,
         backlog: Backlog,
         live: IntakeSettings,
         counters: Counters,

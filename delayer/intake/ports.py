@@ -1,5 +1,7 @@
-"""What the intake needs from a store and from the settings. tests/conformance has one suite for the backlog, which the
-store on Postgres and its fake pass."""
+"""What the intake needs from a store, from the consuming side of a broker, and from the settings.
+
+tests/conformance has a suite for each, which the real part and its fake pass. core/publisher.py is the publishing side.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Protocol
 
 from delayer.amqp.edits import Endpoints
 from delayer.core.hold import Hold, Limits
-from delayer.core.message import Parcel
+from delayer.core.message import Delivery, Parcel
 from delayer.core.operations import Applied, Operation
 from delayer.core.plan import Policy
 
@@ -37,6 +39,50 @@ class Backlog(Protocol):
     @property
     def reason(self) -> str:
         """Why it takes none; empty if it does, or if the reason lies outside the store."""
+
+
+class Subscription(Protocol):
+    """One consumer on one queue, valid until :meth:`next_batch` raises BrokerLost."""
+
+    @property
+    def prefetch(self) -> int:
+        """The most unsettled deliveries."""
+
+    @property
+    def overrun(self) -> bool:
+        """Whether the caller should end this subscription in order and subscribe again, with another prefetch."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether there are deliveries that :meth:`next_batch` has not returned yet."""
+
+    async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
+        """Wait for deliveries. Returns up to ``limit``, gathered until ``gather`` seconds after the last batch at most.
+
+        An empty list means that a second passed without any, so that the caller can do other work.
+        Raises BrokerLost if connection, channel or consumer is gone; all unsettled deliveries return to the queue.
+        """
+
+    def ack(self, tag: int, *, multiple: bool) -> None:
+        """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
+
+    def stop(self) -> None:
+        """Stop the batches. Deliveries handed out before can still be settled; the consumer itself ends in
+        :meth:`close`."""
+
+    async def close(self) -> None:
+        """End the consumer: unsettled deliveries return to the queue, in their order. Safe to call twice."""
+
+
+class Consumer(Protocol):
+    """The opener of subscriptions."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the last subscription gets the queue's messages, as far as this is known."""
+
+    async def subscribe(self, queue: str, prefetch: int) -> Subscription:
+        """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
 
 
 class Clock(Protocol):

@@ -16,10 +16,10 @@ import structlog
 
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import Properties, changed, encode_headers, entry, long_string
-from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Confirmed
 from delayer.core.message import Outgoing, as_text, is_direct_reply
+from delayer.core.publisher import Publisher
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,7 @@ def reply(ask: CancelToAnswer, token: bytes, *, cancelled: bool) -> Outgoing:
     return Outgoing(b"", ask.reply_to, raw, body, token)
 
 
-async def send(publisher: AmqpPublisher, answers: Sequence[Outgoing]) -> None:
+async def send(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
     """Publish replies to cancels. The daemon logs a reply that is not confirmed, and does not retry it."""
     if not answers:
         return

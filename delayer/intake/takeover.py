@@ -15,7 +15,6 @@ from typing import Final
 import structlog
 
 from delayer.amqp.properties import decoded, parsed
-from delayer.broker.consumer import AmqpConsumer
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
 from delayer.core.heartbeat import Heartbeat
@@ -23,7 +22,7 @@ from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Delivery, Target
 from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer
 from delayer.intake.handle import parcel
-from delayer.intake.ports import Backlog, Clock
+from delayer.intake.ports import Backlog, Clock, Consumer
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +46,7 @@ class LevelTakeover(Handler):
         cascade: Cascade,
         level: int,
         *,
-        consumer: AmqpConsumer,
+        consumer: Consumer,
         backlog: Backlog,
         prepare: Callable[[], Awaitable[None]],
         clock: Clock,

@@ -15,7 +15,6 @@ import structlog
 from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.broker.publisher import AmqpPublisher, report_held
 from delayer.core.backoff import pause
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
@@ -23,7 +22,9 @@ from delayer.core.faultpoint import reach
 from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import Confirmed, Hold, Outcome, too_late, unfit
 from delayer.core.message import SHORT_STRING, Due, Outgoing, Schedule
+from delayer.core.publisher import Publisher
 from delayer.core.rate_limit import TokenBucket
+from delayer.held import report_held
 from delayer.release.ports import Claimer, Lane, ReleaseSettings
 from delayer.retry import Backoff, Pause, raise_first, take_failures
 
@@ -44,7 +45,7 @@ class LaneRelease:
     claims."""
 
     def __init__(
-        self, lane: Lane, publisher: AmqpPublisher, live: ReleaseSettings, *, heartbeat: Heartbeat, counters: Counters
+        self, lane: Lane, publisher: Publisher, live: ReleaseSettings, *, heartbeat: Heartbeat, counters: Counters
     ) -> None:
         self._bucket: TokenBucket | None = None
         self._live = live

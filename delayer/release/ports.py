@@ -1,4 +1,5 @@
-"""What the release needs from a store and from the settings. tests/conformance has one suite for stores."""
+"""What the release needs from a store and from the settings. tests/conformance has one suite for the lanes, which the
+store on Postgres and its fake pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The surroundings of the publisher and consumer tests: a broker, an operator's tools for it, and a proxy before it."""
+"""The surroundings of the publisher and consumer tests: a broker, an operator's tools for it, and a proxy before it.
+
+A broker in memory takes the place of all three."""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from delayer.amqp.address import Address
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
+from delayer.broker.consumer import AmqpConsumer
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Hold, HoldKind, Outcome, returned
 from delayer.core.message import Delivery, Outgoing
+from delayer.core.publisher import Publisher
+from delayer.intake.ports import Consumer, Subscription
 from tests.support import reworded
+from tests.support.memory_broker import MemoryBroker, MemoryConsumer, MemoryLink, MemoryPublisher
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 
@@ -110,12 +115,12 @@ async def relay_to(address: Address) -> AsyncIterator[ReconnectingConnection]:
 class World:
     """The parts of a test; ``publisher`` gives up after :data:`BOUND` seconds."""
 
-    publisher: AmqpPublisher
-    consumer: AmqpConsumer
-    reconnecting: ReconnectingConnection
-    """The connection of the consumer."""
-    hand: AdminHand
-    network: Proxy
+    publisher: Publisher
+    consumer: Consumer
+    of_one: tuple[Consumer, Consumer]
+    """Consumers of queues that have a single active one, over connections of their own."""
+    hand: AdminHand | MemoryHand
+    network: Proxy | MemoryNetwork
 
 
 class Place:
@@ -144,7 +149,68 @@ class Place:
             for name in queues:
                 await hand.queue(name)
             publisher = AmqpPublisher(publishing, confirm_timeout=BOUND)
-            yield World(publisher, AmqpConsumer(consuming), consuming, hand, proxy)
+            of_one = AmqpConsumer(consuming, one_active=True), AmqpConsumer(publishing, one_active=True)
+            yield World(publisher, AmqpConsumer(consuming), of_one, hand, proxy)
+
+
+class MemoryHand:
+    """An operator of a broker in memory."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+
+    async def queue(self, name: str, arguments: Mapping[str, int | str] | None = None) -> None:
+        self._broker.declare(name, arguments)
+
+    async def exchange(self, name: str, *, kind: str = "direct", to_q: str = "") -> None:
+        self._broker.bindings[name] = [("q", to_q)] if to_q else []
+
+    async def delete_exchange(self, name: str) -> None:
+        del self._broker.bindings[name]
+
+    async def delete_queue(self, name: str) -> None:
+        self._broker.delete(name)
+
+    async def drain(self, queue: str) -> list[bytes]:
+        ready = self._broker.queues[queue].ready
+        return [ready.popleft().body for _ in range(len(ready))]
+
+    async def watch(self, queue: str) -> list[tuple[bytes, float]]:
+        arrived: list[tuple[bytes, float]] = []
+        self._broker.queues[queue].watcher = lambda one: arrived.append((one.body, time.time() * 1000))
+        return arrived
+
+    async def alarm(self, on: bool) -> None:
+        (self._broker.unblocked.clear if on else self._broker.unblocked.set)()
+
+
+class MemoryNetwork:
+    """The way to a broker in memory."""
+
+    def __init__(self, link: MemoryLink) -> None:
+        self.cut = link.cut
+        self._link = link
+
+    async def refuse(self) -> None:
+        self._link.refuse()
+
+    async def accept(self) -> None:
+        self._link.accept()
+
+
+class MemoryPlace:
+    """A broker in memory."""
+
+    @asynccontextmanager
+    async def world(self, *queues: str) -> AsyncIterator[World]:
+        link = MemoryLink(broker := MemoryBroker())
+        for name in queues:
+            broker.declare(name)
+        first, *of_one = (MemoryConsumer(link) for _ in range(3))
+        yield World(MemoryPublisher(link, BOUND), first, tuple(of_one), MemoryHand(broker), MemoryNetwork(link))
+
+
+Either = Place | MemoryPlace
 
 
 def message(token: object, key: str, exchange: str = "", body: bytes | None = None) -> Outgoing:
@@ -170,7 +236,7 @@ def _code(hold: Hold) -> object:
     return hold if code is None else int(code[1])
 
 
-async def until_published(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> list[Outcome]:
+async def until_published(publisher: Publisher, batch: Sequence[Outgoing]) -> list[Outcome]:
     """Publish again and again until the broker is back, as the services do."""
     while True:
         try:
@@ -179,7 +245,7 @@ async def until_published(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -
             continue
 
 
-async def publish_all(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> list[Outcome]:
+async def publish_all(publisher: Publisher, batch: Sequence[Outgoing]) -> list[Outcome]:
     """Publish in batches of the publisher's limit. Raises BrokerLost at the first batch without confirms."""
     outcomes: list[Outcome] = []
     while len(outcomes) < len(batch):
@@ -187,7 +253,7 @@ async def publish_all(publisher: AmqpPublisher, batch: Sequence[Outgoing]) -> li
     return outcomes
 
 
-async def take(subscription: AmqpSubscription, count: int, *, ack: bool = False) -> list[Delivery]:
+async def take(subscription: Subscription, count: int, *, ack: bool = False) -> list[Delivery]:
     """Exactly that many deliveries. ``ack``: acknowledge each, for queues with a prefetch below ``count``."""
     found: list[Delivery] = []
     while len(found) < count:
@@ -206,7 +272,7 @@ def numbered(numbers: Sequence[int]) -> list[bytes]:
     return [b"%d" % number for number in numbers]
 
 
-async def until_subscribed(consumer: AmqpConsumer, queue: str) -> AmqpSubscription:
+async def until_subscribed(consumer: Consumer, queue: str) -> Subscription:
     while True:
         try:
             return await consumer.subscribe(queue, 100)

@@ -1,13 +1,32 @@
-"""The broker of the tests of publishers and consumers."""
+"""What the suites run against: the real part of each port, and its fake."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.conformance.broker_world import Place
+from tests.conformance.broker_world import MemoryPlace, Place
+from tests.conformance.stores import MemoryStores, PostgresStores, Stores
 from tests.support.servers import RabbitMQ
+
+REAL, MEMORY = "real", "memory"
 
 
 @pytest.fixture
 def place(rabbitmq: RabbitMQ, vhost: str) -> Place:
     return Place(rabbitmq, vhost)
+
+
+@pytest.fixture(params=[REAL, MEMORY])
+def either(request: pytest.FixtureRequest) -> Place | MemoryPlace:
+    return MemoryPlace() if request.param == MEMORY else request.getfixturevalue("place")
+
+
+@pytest.fixture(params=[REAL, MEMORY])
+def stores(request: pytest.FixtureRequest) -> Callable[[int], Stores]:
+    """Makes a store with so many lanes."""
+    if request.param == MEMORY:
+        return MemoryStores
+    database = request.getfixturevalue("database")
+    return lambda lanes: PostgresStores(database, lanes)

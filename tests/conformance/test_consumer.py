@@ -1,4 +1,6 @@
-"""Consumers at a real broker behind a proxy: unsettled deliveries return, and memory is bounded."""
+"""The port Consumer, at a broker behind a proxy and in memory: unsettled deliveries return to their places.
+
+The memory of the real one is bounded."""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from delayer.broker.consumer import ENOUGH, AdaptivePrefetch, AmqpConsumer, AmqpSubscription, FlowControl
+from delayer.broker.consumer import ENOUGH, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.core.cascade import ONE_CONSUMER
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import CONFIRMED
+from delayer.intake.ports import Subscription
 from tests.conformance.broker_world import (
     GATHER,
+    Either,
     Place,
     World,
     bodies,
@@ -36,17 +40,17 @@ async def filled(world: World, count: int) -> None:
 
 
 @asynccontextmanager
-async def reading(place: Place, count: int, prefetch: int = 100) -> AsyncIterator[tuple[World, AmqpSubscription]]:
+async def reading(either: Either, count: int, prefetch: int = 100) -> AsyncIterator[tuple[World, Subscription]]:
     """A world with so many messages in the queue ``q``, and a subscription to it."""
-    async with place.world() as world:
+    async with either.world() as world:
         await filled(world, count)
         subscription = await world.consumer.subscribe("q", prefetch)
         yield world, subscription
         await subscription.close()
 
 
-async def test_deliveries_come_in_order_and_as_published(place: Place) -> None:
-    async with reading(place, 500, 1000) as (_, subscription):
+async def test_deliveries_come_in_order_and_as_published(either: Either) -> None:
+    async with reading(either, 500, 1000) as (_, subscription):
         found = await take(subscription, 500)
         assert bodies(found) == numbered(range(500))
         tags = [one.tag for one in found]
@@ -55,16 +59,16 @@ async def test_deliveries_come_in_order_and_as_published(place: Place) -> None:
         assert found[0].read_at <= found[7].read_at
 
 
-async def test_a_batch_has_its_limit_and_an_idle_queue_gives_an_empty_one(place: Place) -> None:
-    async with reading(place, 30) as (_, subscription):
+async def test_a_batch_has_its_limit_and_an_idle_queue_gives_an_empty_one(either: Either) -> None:
+    async with reading(either, 30) as (_, subscription):
         assert bodies(await subscription.next_batch(1, GATHER)) == [b"0"]
         assert bodies(await take(subscription, 29)) == numbered(range(1, 30))
         assert await subscription.next_batch(10, GATHER) == []
 
 
-async def test_a_batch_as_large_as_the_prefetch_does_not_wait(place: Place) -> None:
+async def test_a_batch_as_large_as_the_prefetch_does_not_wait(either: Either) -> None:
     """The broker sends no more before an acknowledgement, so waiting is useless."""
-    async with reading(place, 5, prefetch=2) as (_, subscription), asyncio.timeout(20):
+    async with reading(either, 5, prefetch=2) as (_, subscription), asyncio.timeout(20):
         for expected in ([b"0", b"1"], [b"2", b"3"]):
             found = await subscription.next_batch(30, 60.0)
             assert bodies(found) == expected
@@ -72,17 +76,17 @@ async def test_a_batch_as_large_as_the_prefetch_does_not_wait(place: Place) -> N
         assert bodies(await subscription.next_batch(30, GATHER)) == [b"4"]
 
 
-async def test_the_prefetch_bounds_unsettled_deliveries(place: Place) -> None:
-    async with reading(place, 10, prefetch=4) as (_, subscription):
+async def test_the_prefetch_bounds_unsettled_deliveries(either: Either) -> None:
+    async with reading(either, 10, prefetch=4) as (_, subscription):
         found = await take(subscription, 4)
         assert await subscription.next_batch(10, GATHER) == []
         subscription.ack(found[1].tag, multiple=True)
         assert bodies(await take(subscription, 2)) == [b"4", b"5"]
 
 
-async def test_unsettled_deliveries_return_to_the_queue(place: Place) -> None:
+async def test_unsettled_deliveries_return_to_the_queue(either: Either) -> None:
     """The close returns them; acknowledged deliveries, single or multiple, are gone."""
-    async with reading(place, 10) as (world, subscription):
+    async with reading(either, 10) as (world, subscription):
         found = await take(subscription, 10)
         subscription.ack(found[2].tag, multiple=True)
         subscription.ack(found[5].tag, multiple=False)
@@ -97,21 +101,22 @@ async def test_unsettled_deliveries_return_to_the_queue(place: Place) -> None:
         assert await world.hand.drain("q") == []
 
 
-async def test_settling_after_deliveries_were_stopped(place: Place) -> None:
-    async with reading(place, 5) as (world, subscription):
+async def test_settling_after_deliveries_were_stopped(either: Either) -> None:
+    async with reading(either, 5) as (world, subscription):
         found = await take(subscription, 5)
         subscription.stop()
         await filled(world, 1)
+        assert await subscription.next_batch(10, GATHER) == []
         subscription.ack(found[3].tag, multiple=True)
         await subscription.close()
         assert sorted(await world.hand.drain("q")) == [b"0", b"4"]
 
 
 @pytest.mark.parametrize("one_active", [False, True])
-async def test_acknowledged_deliveries_are_not_repeated_after_the_end(place: Place, one_active: bool) -> None:
+async def test_acknowledged_deliveries_are_not_repeated_after_the_end(either: Either, one_active: bool) -> None:
     """Also by a busy replicated queue: there, acknowledgements wait for each other."""
-    async with place.world() as world:
-        consumer = AmqpConsumer(world.reconnecting, one_active=one_active)
+    async with either.world() as world:
+        consumer = world.of_one[0] if one_active else world.consumer
         for attempt in range(4):
             queue = f"busy {attempt}"
             await world.hand.queue(queue, {"x-queue-type": "quorum"} | ({ONE_CONSUMER: True} if one_active else {}))
@@ -135,12 +140,12 @@ async def test_acknowledged_deliveries_are_not_repeated_after_the_end(place: Pla
 
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
-async def test_a_standby_gets_the_messages_in_their_order(place: Place, kind: str) -> None:
+async def test_a_standby_gets_the_messages_in_their_order(either: Either, kind: str) -> None:
     """The active consumer of a queue with a single one leaves, while messages that it has not acknowledged, and newer
     ones, are there. What it has acknowledged does not come again."""
-    async with place.world() as world, relay_to(place.address) as second:
+    async with either.world() as world:
         await world.hand.queue("one", {"x-queue-type": kind, ONE_CONSUMER: True})
-        first, other = (AmqpConsumer(each, one_active=True) for each in (world.reconnecting, second))
+        first, other = world.of_one
         active, standby = await first.subscribe("one", 100), await other.subscribe("one", 1000)
         assert (first.active, other.active) == (True, False)
         assert await world.publisher.publish([message(n, "one") for n in range(400)]) == [CONFIRMED] * 400
@@ -153,8 +158,8 @@ async def test_a_standby_gets_the_messages_in_their_order(place: Place, kind: st
         await standby.close()
 
 
-async def test_a_missing_queue(place: Place) -> None:
-    async with place.world() as world:
+async def test_a_missing_queue(either: Either) -> None:
+    async with either.world() as world:
         with pytest.raises(BrokerLost, match="404"):
             await world.consumer.subscribe("missing", 10)
         await filled(world, 1)
@@ -163,14 +168,14 @@ async def test_a_missing_queue(place: Place) -> None:
         await subscription.close()
 
 
-async def until_lost(subscription: AmqpSubscription) -> None:
+async def until_lost(subscription: Subscription) -> None:
     with pytest.raises(BrokerLost):
         while True:
             assert await subscription.next_batch(10, GATHER) == []
 
 
-async def test_a_queue_deleted_under_its_consumer(place: Place) -> None:
-    async with reading(place, 3) as (world, subscription):
+async def test_a_queue_deleted_under_its_consumer(either: Either) -> None:
+    async with reading(either, 3) as (world, subscription):
         found = await take(subscription, 3)
         await world.hand.delete_queue("q")
         await until_lost(subscription)
@@ -178,9 +183,9 @@ async def test_a_queue_deleted_under_its_consumer(place: Place) -> None:
         subscription.stop()
 
 
-async def test_a_cut_connection(place: Place) -> None:
+async def test_a_cut_connection(either: Either) -> None:
     """The subscription ends; a new one gets all unsettled deliveries."""
-    async with reading(place, 6) as (world, subscription):
+    async with reading(either, 6) as (world, subscription):
         found = await take(subscription, 6)
         subscription.ack(found[1].tag, multiple=True)
         await world.network.refuse()

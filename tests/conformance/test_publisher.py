@@ -1,4 +1,4 @@
-"""Publishers at a real broker behind a proxy: exact outcomes, and bounds to every wait."""
+"""The port Publisher, at a broker behind a proxy and in memory: exact outcomes, and bounds to every wait."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from delayer.core.hold import CONFIRMED, NACKED, unanswered
 from delayer.core.message import Schedule
 from tests.conformance.broker_world import (
     BOUND,
+    Either,
     Place,
     codes,
     message,
@@ -31,15 +32,15 @@ from tests.conformance.broker_world import (
 from tests.support.fakes import until
 
 
-async def test_messages_arrive_in_order(place: Place) -> None:
-    async with place.world("q") as world:
+async def test_messages_arrive_in_order(either: Either) -> None:
+    async with either.world("q") as world:
         assert await world.publisher.publish([]) == []
         assert await world.publisher.publish([message(n, "q") for n in range(2000)]) == [CONFIRMED] * 2000
         assert await world.hand.drain("q") == numbered(range(2000))
 
 
-async def test_each_message_has_its_own_outcome(place: Place) -> None:
-    async with place.world("q") as world:
+async def test_each_message_has_its_own_outcome(either: Either) -> None:
+    async with either.world("q") as world:
         await world.hand.queue("full", {"x-max-length": 1, "x-overflow": "reject-publish"})
         assert await world.publisher.publish([message("first", "full")]) == [CONFIRMED]
         keys = ["q", "nowhere", "full"] * 100
@@ -51,8 +52,8 @@ async def test_each_message_has_its_own_outcome(place: Place) -> None:
         assert await world.hand.drain("full") == [b"first"]
 
 
-async def test_copies_of_a_message_are_told_apart(place: Place) -> None:
-    async with place.world("q") as world:
+async def test_copies_of_a_message_are_told_apart(either: Either) -> None:
+    async with either.world("q") as world:
         keys = ["q", "nowhere", "q", "nowhere", "q"]
         batch = [message("same", key, body=b"%d" % n) for n, key in enumerate(keys)]
         outcomes = await world.publisher.publish([*batch, message("other", "nowhere")])
@@ -60,8 +61,8 @@ async def test_copies_of_a_message_are_told_apart(place: Place) -> None:
         assert sorted(await world.hand.drain("q")) == [b"0", b"2", b"4"]
 
 
-async def test_copies_in_different_batches_are_told_apart(place: Place) -> None:
-    async with place.world("q") as world:
+async def test_copies_in_different_batches_are_told_apart(either: Either) -> None:
+    async with either.world("q") as world:
         batches = [[message("same", "q" if n % 2 else "nowhere"), message(n, "q")] for n in range(20)]
         outcomes = await asyncio.gather(*(world.publisher.publish(batch) for batch in batches))
         assert [no_route(first) for first, _ in outcomes] == [True, False] * 10
@@ -69,17 +70,17 @@ async def test_copies_in_different_batches_are_told_apart(place: Place) -> None:
         assert sorted(await world.hand.drain("q")) == sorted([*numbered(range(20)), *[b"same"] * 10])
 
 
-async def test_messages_without_a_token(place: Place) -> None:
-    async with place.world("q") as world:
+async def test_messages_without_a_token(either: Either) -> None:
+    async with either.world("q") as world:
         batch = [message(n, "q")._replace(token=b"", properties=b"\0\0") for n in range(3)]
         assert await world.publisher.publish(batch) == [CONFIRMED] * 3
         assert len(await world.hand.drain("q")) == 3
 
 
 @pytest.mark.parametrize("first", [0, 1, 9])
-async def test_a_missing_exchange(place: Place, first: int) -> None:
+async def test_a_missing_exchange(either: Either, first: int) -> None:
     """Messages to it are returned; the others are confirmed, and arrive once."""
-    async with place.world("q") as world:
+    async with either.world("q") as world:
         where = ["missing" if n >= first and n % 3 == first % 3 else "" for n in range(12)]
         for _ in range(2):
             outcomes = await world.publisher.publish([message(n, "q", name) for n, name in enumerate(where)])
@@ -116,9 +117,9 @@ async def test_many_topics_that_are_closed_to_us(place: Place) -> None:
             assert sorted(there) == sorted([*numbered(range(1, 30, 2)), *(one.body for one in others)])
 
 
-async def test_a_publisher_that_is_closed(place: Place) -> None:
+async def test_a_publisher_that_is_closed(either: Either) -> None:
     """It closes its channel, and opens another one for a later publish."""
-    async with place.world() as world:
+    async with either.world() as world:
         await world.publisher.close()
         await world.hand.queue("q")
         for n in range(2):
@@ -141,9 +142,9 @@ async def test_a_publisher_closes_without_its_broker(place: Place, silent: bool)
         world.network.resume()
 
 
-async def test_an_exchange_that_is_deleted_later(place: Place) -> None:
+async def test_an_exchange_that_is_deleted_later(either: Either) -> None:
     """Some messages of one batch may come twice; every outcome is exact, and no message blocks another."""
-    async with place.world("q") as world:
+    async with either.world("q") as world:
         await world.hand.exchange("brief", to_q="q")
         batch = [message(n, "q", "brief" if n == 5 else "") for n in range(10)]
         assert await world.publisher.publish(batch) == [CONFIRMED] * 10
@@ -157,9 +158,9 @@ async def test_an_exchange_that_is_deleted_later(place: Place) -> None:
             assert round_ == 0 or len(there) == 9
 
 
-async def test_messages_that_are_not_due_wait_also_beside_a_message_at_fault(place: Place) -> None:
+async def test_messages_that_are_not_due_wait_also_beside_a_message_at_fault(either: Either) -> None:
     """One message's exchange is missing, so the isolation publishes the others again: not before their due instants."""
-    async with place.world("q") as world:
+    async with either.world("q") as world:
         arrived = await world.hand.watch("q")
         due = [int(time.time() * 1000) + 20 * n for n in range(12)]
         batch = [message(n, "q", "missing" if n == 3 else "") for n in range(12)]
@@ -198,9 +199,9 @@ async def test_a_clock_that_is_set_back_does_not_keep_a_batch(place: Place, monk
         assert await world.hand.drain("q") == []
 
 
-async def test_without_a_connection(place: Place) -> None:
+async def test_without_a_connection(either: Either) -> None:
     """The wait is bounded, and the connection comes back by itself."""
-    async with place.world("q") as world:
+    async with either.world("q") as world:
         assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
         assert world.publisher.ready
         await world.network.refuse()
@@ -265,8 +266,8 @@ async def test_a_broker_that_does_not_answer(place: Place) -> None:
         assert await until_published(world.publisher, [message(3, "q")]) == [CONFIRMED]
 
 
-async def test_a_blocked_connection_publishes_nothing(place: Place) -> None:
-    async with place.world("q") as world:
+async def test_a_blocked_connection_publishes_nothing(either: Either) -> None:
+    async with either.world("q") as world:
         assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
         await world.hand.alarm(True)
         try:
@@ -286,8 +287,8 @@ async def test_a_blocked_connection_publishes_nothing(place: Place) -> None:
         assert not {b"2", b"3"} & set(there)
 
 
-async def test_the_longest_properties(place: Place) -> None:
-    async with place.world("q") as world:
+async def test_the_longest_properties(either: Either) -> None:
+    async with either.world("q") as world:
         await world.publisher.publish([message(0, "q")])
         own = entry(ID, long_string(b"1"))
         room = world.publisher.max_properties - len(encode_headers(own + entry(b"x", long_string(b""))))

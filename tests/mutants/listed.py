@@ -46,7 +46,7 @@ MUTANTS: Sequence[Mutant] = (
     ),
     *of(
         "delayer/store/sql/claim.sql",
-        "tests/conformance/test_store.py::test_a_claim_leaves_rows_due_after_its_window",
+        "tests/conformance/test_releases.py::test_a_claim_leaves_rows_due_after_its_window",
         ("claim-takes-two-windows", "+ $6 * interval", "+ 2 * $6 * interval"),
         times=2,
     ),

@@ -1,6 +1,7 @@
 """Scripted stand-ins for ports, each for tests of one service: they follow a script and note each call.
 
-None of them behaves like a broker or a store: tests/conformance says how those behave.
+None of them behaves like a broker or a store: memory_broker.py and memory_store.py do. A script injects the failure, or
+notes the call, that a test is about.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from delayer.core.message import Delivery, Due, LaneRow, LaneTable, Outgoing, Pa
 from delayer.core.operations import Applied, Fold
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
+from delayer.intake.consume import AckTracker, Handler, Session
 
 NOW = 1_800_000_000_000
 
@@ -153,17 +155,47 @@ class ScriptedPublisher:
         self.closed += 1
 
 
-class ScriptedHolder:
-    """Notes the messages that it holds; raises ``failure`` instead if there is one."""
+class Carrier(Handler):
+    """Carries a batch, named by its first tag, at once; a gate delays it, a failure replaces it."""
 
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.failure = failure
-        self.held: list[tuple[Parcel, Hold]] = []
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.gates: dict[int, asyncio.Event] = {}
+        self.failures: dict[int, Exception] = {}
+        self.most = self.flushed = self.ended = 0
+        self._running = 0
 
-    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        if self.failure is not None:
-            raise self.failure
-        self.held += items
+    def begin(self, session: Session) -> None:
+        self.session = session
+
+    def take(self, deliveries: Sequence[Delivery]) -> None:
+        self.session.start(self.carry(deliveries, self.session.acks), punctual=self.punctual)
+
+    waiting = False
+    punctual = False
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+    def end(self) -> None:
+        self.ended += 1
+
+    async def carry(self, deliveries: Sequence[Delivery], settler: AckTracker) -> None:
+        first = deliveries[0].tag
+        self.begun.append(first)
+        self._running += 1
+        self.most = max(self.most, self._running)
+        try:
+            if first in self.gates:
+                await self.gates[first].wait()
+            if first in self.failures:
+                raise self.failures[first]
+            settler.accept(one.tag for one in deliveries)
+        finally:
+            self._running -= 1
+
+    def hold_back(self, *tags: int) -> None:
+        self.gates |= {tag: asyncio.Event() for tag in tags}
 
 
 class ScriptedLane:
@@ -247,7 +279,8 @@ class ScriptedStore:
         self.others: set[int] = set()
         """Lanes that other processes own."""
         self.live, self.rank = 1, 0
-        self.broker = ""
+        self.broker = "ours"
+        """The mark of the broker of ``others``."""
         self.made: list[ScriptedLane] = []
         self.parked: list[Parked] = []
         self.held: list[tuple[int, str]] = []
@@ -295,7 +328,10 @@ class ScriptedStore:
         if self.failure is not None:
             raise self.failure
         owned = self.ours | self.others
-        lanes = [LaneRow(number, route, number in owned, self.broker) for number, route in self.routes.items()]
+        lanes = [
+            LaneRow(number, route, number in owned, self.broker if number in self.others else "ours")
+            for number, route in self.routes.items()
+        ]
         return LaneTable(lanes, self.live, self.rank)
 
     async def take(self, number: int) -> ScriptedLane | None:
@@ -354,6 +390,20 @@ class ScriptedLive:
 
     def now_lower_ms(self) -> int:
         return self.now
+
+
+def host_ms() -> int:
+    """This host's clock."""
+    return int(time.time() * 1000)
+
+
+class HostLive(ScriptedLive):
+    """With this host's clock."""
+
+    def now_upper_ms(self) -> int:
+        return host_ms()
+
+    now_lower_ms = now_upper_ms
 
 
 def kind_of(outcome: Outcome) -> HoldKind | None:

@@ -13,8 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "delayer"
 
-# Modules without a layer of their own: the version, and what every part does after a loss.
-FREE = frozenset({"delayer", "delayer.__version__", "delayer.retry"})
+# Modules without a layer of their own: the version, and what every part does after a loss or with held messages.
+FREE = frozenset({"delayer", "delayer.__version__", "delayer.retry", "delayer.held"})
 # What only the store knows of its lanes, and the daemon's ports leave out.
 OF_THE_STORE = "delayer.store.lanes"
 PURE = frozenset({"core", "headers"})
@@ -36,6 +36,7 @@ def layer(*below: str, never: str = "") -> Layer:
 
 HOUSE: Mapping[str, Layer] = {
     "retry": layer("core", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "held": layer("core", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     "core": layer(),  # and the pure part of the standard library
     "headers": layer(),  # for publishers; the same
     "amqp": layer("core", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
@@ -43,7 +44,7 @@ HOUSE: Mapping[str, Layer] = {
     "broker": layer("core", "amqp", never="sqlalchemy asyncpg pyspark"),
     "store": layer("core", never="aio_pika aiormq pamqp pyspark"),
     "intake": layer("core", "amqp", "broker", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
-    "release": layer("core", "amqp", "broker", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "release": layer("core", "amqp", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     # The daemon imports neither `imports` nor `audit`: it never starts a JVM.
     "imports": layer("core", "amqp", "broker", "store", never="aio_pika aiormq pyspark"),
     "audit": layer("core", "amqp", "broker", "store", "config", never="sqlalchemy"),
@@ -161,6 +162,7 @@ def _defined(node: ast.stmt) -> str:
         ("delayer.amqp.x", "import aio_pika.abc"),
         ("delayer.amqp.x", "from delayer.broker import ports"),
         ("delayer.release.x", "from sqlalchemy import text"),
+        ("delayer.release.x", "from delayer.broker.publisher import AmqpPublisher"),
         ("delayer.intake.x", "from delayer import config"),
         ("delayer.intake.x", "import delayer.store.postgres"),
         ("delayer.intake.x", "from delayer.release.loop import Release"),

@@ -20,7 +20,7 @@ from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.hold import CONFIRMED, Hold, Outcome, returned
 from delayer.core.message import Delivery, KeyGroup, Outgoing, Parcel, Schedule, Target
-from delayer.core.operations import Applied, Cancel, Operation, fold
+from delayer.core.operations import Applied, Cancel, Operation
 from delayer.core.plan import Mode, Park, Policy, Route
 from delayer.core.retry_policy import RetryPolicy
 from delayer.intake import replies
@@ -262,53 +262,15 @@ def test_no_reply_without_a_queue_for_it(reply_to: bytes) -> None:
     assert replies.asked(Properties.parse(cancel(1, b"k", reply_to).properties), b"k") is None
 
 
-class Parking:
-    """A store with messages under these keys."""
-
-    def __init__(self, *keys: bytes) -> None:
-        self.keys = set(keys)
-
-    async def apply(self, operations: Sequence[Operation]) -> Applied:
-        taken = self.keys.copy()
-        self.keys.clear()
-        return fold(operations).applied(taken)
-
-
-async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delivery) -> ScriptedSubscription:
-    policy = Policy(
-        Mode.STORE,
-        {b"in": Route(b"in", b"out")},
-        10_000,
-        own_queues=frozenset({b"delays", b"delays.due", b"delays.refused"}),
-    )
-    acks = ScriptedSubscription()
-    await handled(acks, publisher, parking, policy, *batch)
-    return acks
-
-
-async def handled(
-    acks: ScriptedSubscription, publisher: ScriptedPublisher, parking: Parking, policy: Policy, *batch: Delivery
-) -> IntakeHandler:
-    """Handle a batch and settle it, without the wait for company."""
-    live = ScriptedLive(policy, NAMES)
-    counters = Counters()
-    holding = MessageHolder(publisher, None, live, counters, new_id=ids())  # type: ignore[arg-type]
-    handler = IntakeHandler(live, Dispatch(publisher, holding, live, counters), parking, counters)
-    session = Session(acks, lambda: None, 3)
-    handler.begin(session)
-    session.acks.read(batch)
-    handler.take(batch)
-    handler.flush()
-    await session.settled()
-    return handler
-
-
 @pytest.mark.parametrize("failure", [returned(312, "NO_ROUTE"), BrokerLost("gone"), None])
 async def test_a_failed_reply_does_not_stop_the_acknowledgement(failure: Hold | BrokerLost | None) -> None:
-    publisher = ScriptedPublisher({b"answers": failure} if failure else {})
-    publisher.ready = failure is not None
-    acks = await carried(publisher, Parking(b"a"), cancel(1, b"a"))
-    assert acks.acked == [(1, True)]
+    it = Gathered()
+    it.publisher.answers = {b"answers": failure} if failure else {}
+    it.publisher.ready = failure is not None
+    await it.take(cancel(1, b"a")._replace(exchange=b"orders.in"))
+    it.handler.flush()
+    await it.session.settled()
+    assert it.acks.acked == [(1, True)]
 
 
 async def test_a_queue_that_does_not_confirm_its_replies_delays_no_batch() -> None:

@@ -15,58 +15,15 @@ from hypothesis import strategies as st
 
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
-from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer, Session
+from delayer.intake.consume import AckTracker, Intake, QueueConsumer
 from delayer.retry import Backoff, raise_first
-from tests.support.fakes import Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
+from tests.support.fakes import Carrier, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
 
 
 def batch(*tags: int) -> list[Delivery]:
     return [delivery(tag) for tag in tags]
-
-
-class Carrier(Handler):
-    """Carries a batch, named by its first tag, at once; a gate delays it, a failure replaces it."""
-
-    def __init__(self) -> None:
-        self.begun: list[int] = []
-        self.gates: dict[int, asyncio.Event] = {}
-        self.failures: dict[int, Exception] = {}
-        self.most = self.flushed = self.ended = 0
-        self._running = 0
-
-    def begin(self, session: Session) -> None:
-        self.session = session
-
-    def take(self, deliveries: Batch) -> None:
-        self.session.start(self.carry(deliveries, self.session.acks), punctual=self.punctual)
-
-    waiting = False
-    punctual = False
-
-    def flush(self) -> None:
-        self.flushed += 1
-
-    def end(self) -> None:
-        self.ended += 1
-
-    async def carry(self, deliveries: Batch, settler: AckTracker) -> None:
-        first = deliveries[0].tag
-        self.begun.append(first)
-        self._running += 1
-        self.most = max(self.most, self._running)
-        try:
-            if first in self.gates:
-                await self.gates[first].wait()
-            if first in self.failures:
-                raise self.failures[first]
-            settler.accept(one.tag for one in deliveries)
-        finally:
-            self._running -= 1
-
-    def hold_back(self, *tags: int) -> None:
-        self.gates |= {tag: asyncio.Event() for tag in tags}
 
 
 class Scene:

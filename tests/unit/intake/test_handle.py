@@ -3,6 +3,7 @@ on time, early by a moment, early by much, late, or junk."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -19,17 +20,8 @@ from delayer.core.plan import LATEST_MS
 from delayer.intake.consume import AckTracker, Dispatch, Publication, Session
 from delayer.intake.handle import SLOT_MS, DueHandler
 from delayer.intake.holding import MAX_ATTEMPTS, MessageHolder, Objection
-from tests.support.fakes import (
-    NOW,
-    WHY,
-    ScriptedHolder,
-    ScriptedLive,
-    ScriptedPublisher,
-    ScriptedSubscription,
-    delivery,
-    ids,
-    outgoing,
-)
+from tests.support.fakes import NOW, WHY, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids, outgoing
+from tests.support.memory_store import MemoryBacklog, MemoryStore
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
 PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
@@ -37,14 +29,25 @@ NO_ROUTE = returned(312, "NO_ROUTE")
 Answers = dict[bytes, Outcome | BaseException]
 
 
+def failing(failure: Exception) -> Callable[[], Awaitable[None]]:
+    async def fail() -> None:
+        raise failure
+
+    return fail
+
+
 class Scene:
     def __init__(self, answers: Answers | None = None, failure: Exception | None = None) -> None:
         self.publisher = ScriptedPublisher(answers)
-        self.holder = ScriptedHolder(failure)
+        self.store = MemoryStore(lambda: NOW)
+        self.backlog = MemoryBacklog(self.store)
+        self.backlog.look()
+        if failure is not None:
+            self.store.travel = failing(failure)
         self.counters = Counters()
         self.live = ScriptedLive()
         holding = MessageHolder(
-            self.publisher, self.holder, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
+            self.publisher, self.backlog, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
         )
         self.dispatch = Dispatch(self.publisher, holding, self.live, self.counters)
         self.acks = ScriptedSubscription()
@@ -62,6 +65,10 @@ class Scene:
         self.tracker.read(batch)
         handler.take(batch)
         await self.session.settled()
+
+    @property
+    def held(self) -> list[tuple[Parcel, Hold | None]]:
+        return [(one.parcel, one.hold) for one in self.store.messages.values()]
 
     @property
     def instants(self) -> list[int]:
@@ -97,7 +104,7 @@ async def test_confirmed_publishes_are_accepted_and_counted() -> None:
 async def test_returned_messages_are_held_and_accepted() -> None:
     it = Scene({b"gone": NO_ROUTE, b"full": NACKED})
     await it.run(publication(1, b"gone"), publication(2), publication(3, b"full"))
-    assert it.holder.held == [(PARCEL._replace(token=b"1"), NO_ROUTE), (PARCEL._replace(token=b"3"), NACKED)]
+    assert it.held == [(PARCEL._replace(token=b"1"), NO_ROUTE), (PARCEL._replace(token=b"3"), NACKED)]
     assert it.acks.acked == [(3, True)]
     assert it.tracker.outstanding == 0
 
@@ -110,7 +117,7 @@ async def test_messages_that_the_cascade_does_not_take_return_to_the_queue(answe
         await it.run(publication(1, b"level", parcel=None), publication(2), publication(3, b"gone"), publication(4))
     assert it.accepted == [2, 3, 4]
     assert it.tracker.outstanding == 1
-    assert len(it.holder.held) == 1
+    assert len(it.held) == 1
 
 
 async def test_a_publish_in_doubt_accepts_no_delivery() -> None:
@@ -129,7 +136,7 @@ async def test_known_outcomes_of_an_unconfirmed_batch_are_settled() -> None:
         await it.run(*(publication(tag, b"late") for tag in range(1, 7)))
     assert it.accepted == [1, 3, 4, 6]
     assert it.tracker.outstanding == 2
-    assert [reason for _, reason in it.holder.held] == [NO_ROUTE, unanswered(8, b"orders.out", b"k")]
+    assert [reason for _, reason in it.held] == [NO_ROUTE, unanswered(8, b"orders.out", b"k")]
     assert it.counted() == {"released": 2, "held": 2, "returned": 1}
 
 
@@ -141,7 +148,7 @@ async def test_publishes_have_batches_of_the_publishers_size() -> None:
         await it.run(publication(1), publication(2, b"gone"), publication(3), publication(4), publication(5, b"lost"))
     assert it.acks.acked == [(1, True), (2, True), (4, True)]
     assert it.publisher.batches == 3
-    assert len(it.holder.held) == 1
+    assert len(it.held) == 1
 
 
 async def test_messages_that_cannot_be_held_return_to_the_queue() -> None:

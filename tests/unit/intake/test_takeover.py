@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from delayer.amqp.properties import entry, int64, long_string
 from delayer.core.cascade import Cascade, Kind, routing_key
@@ -13,6 +12,7 @@ from delayer.core.message import Delivery, Parcel
 from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT
 from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover
 from tests.support.fakes import NOW, Heartbeat, ScriptedConsumer, ScriptedLive, ScriptedSubscription, delivery
+from tests.support.memory_store import MemoryBacklog, MemoryStore
 from tests.support.raw import wire_instant
 
 LEVEL = 11
@@ -33,32 +33,36 @@ def delivered(times: int) -> bytes:
     return entry(b"x-delivery-count", int64(times))
 
 
-class Parking:
-    def __init__(self) -> None:
-        self.parked: list[Parcel] = []
-        self.failures = 0
-
-    async def apply(self, parcels: Sequence[Parcel]) -> None:
-        if self.failures:
-            self.failures -= 1
-            raise StoreLost("no store")
-        self.parked += parcels
-
-
 class Scene:
     def __init__(self, *subscriptions: ScriptedSubscription, cascade: Kind = "nservicebus-v2") -> None:
-        self.parking = Parking()
+        self.store = MemoryStore(lambda: NOW)
+        self.backlog = MemoryBacklog(self.store)
+        self.backlog.look()
         self.stopping = asyncio.Event()
         self.heartbeat = Heartbeat()
         self.counters = Counters()
         self.ready = 0
         self.takeover = LevelTakeover(
-            Cascade(cascade), LEVEL, consumer=ScriptedConsumer(*subscriptions), backlog=self.parking,
+            Cascade(cascade), LEVEL, consumer=ScriptedConsumer(*subscriptions), backlog=self.backlog,
             prepare=self._prepare, clock=ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters,
         )  # fmt: skip
 
     async def _prepare(self) -> None:
         self.ready += 1
+
+    @property
+    def parked(self) -> list[Parcel]:
+        return [one.parcel for one in self.store.messages.values()]
+
+    def fail_once(self) -> None:
+        """Let the store be out of reach for one statement."""
+        travel = self.store.travel
+
+        async def fail() -> None:
+            self.store.travel = travel
+            raise StoreLost("no store")
+
+        self.store.travel = fail
 
     def start(self) -> asyncio.Task[None]:
         return asyncio.create_task(self.takeover.run(self.stopping))
@@ -76,13 +80,13 @@ async def test_broken_bytes_are_parked_as_they_are() -> None:
     subscription = ScriptedSubscription([broken])
     it = Scene(subscription)
     await it.run_until_read(subscription)
-    assert [parcel.properties for parcel in it.parking.parked] == [one.properties for one in broken]
+    assert [parcel.properties for parcel in it.parked] == [one.properties for one in broken]
 
 
 async def test_without_a_store_a_takeover_returns_its_batch_and_waits() -> None:
     first, second = ScriptedSubscription([[met(1)]]), ScriptedSubscription([[met(1, delivered(1))]])
     it = Scene(first, second)
-    it.parking.failures = 1
+    it.fail_once()
     await it.run_until_read(second)
     assert first.acked == []
     assert "closed" in first.events
@@ -100,7 +104,7 @@ async def test_a_message_delivered_too_often_ends_the_takeover() -> None:
     it = Scene(subscription)
     await it.start()
     assert not it.stopping.is_set(), "the takeover ended by itself"
-    assert [parcel.body for parcel in it.parking.parked] == [b"8"]
+    assert [parcel.body for parcel in it.parked] == [b"8"]
     assert subscription.acked == [(8, True)]
     assert subscription.events[-1] == "closed"
     assert it.heartbeat.forgotten == ["nsb.v2.delay-level-11"]
@@ -111,7 +115,7 @@ async def test_a_forged_count_ends_no_takeover() -> None:
     subscription = ScriptedSubscription([[again(1, MOST_DELIVERIES), met(2)]])
     it = Scene(subscription, cascade="nservicebus-v1")
     await it.run_until_read(subscription)
-    assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
+    assert [parcel.body for parcel in it.parked] == [b"1", b"2"]
 
 
 async def test_deliveries_of_other_queues_end_no_takeover() -> None:
@@ -119,4 +123,4 @@ async def test_deliveries_of_other_queues_end_no_takeover() -> None:
     subscription = ScriptedSubscription([[met(1, delivered(MOST_DELIVERIES))], [met(2)]])
     it = Scene(subscription)
     await it.run_until_read(subscription)
-    assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
+    assert [parcel.body for parcel in it.parked] == [b"1", b"2"]

@@ -1,0 +1,21 @@
+"""The report of held messages, which the intake and the release share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import structlog
+
+from delayer.core.counters import Counters
+from delayer.core.hold import Hold
+from delayer.core.message import Parcel
+
+log = structlog.get_logger(__name__)
+
+
+def report_held(held: Collection[tuple[object, Parcel, Hold, int]], counters: Counters) -> None:
+    """Count and log held messages, given as (id, message, hold, earlier attempts). A retry does not count again."""
+    counters.add("held", [parcel.route for _, parcel, _, attempts in held if not attempts])
+    for id, parcel, hold, attempts in held:
+        why = {"kind": hold.kind, "reason": hold.text, "attempts": attempts + 1}
+        log.warning("message held", id=id, **why, **parcel.names)
