@@ -175,7 +175,7 @@ class Daemon:
         """The role of this process at the intake queue, as far as it is known; "" if it does not consume."""
         if not self._intake.consuming.is_set():
             return ""
-        return "active" if self._intake.active else "standby"
+        return "active" if self._intake.active or self.store.is_alone else "standby"
 
     def _condition(self) -> str:
         connections = self.connections.as_dict().values()

@@ -93,6 +93,11 @@ class PostgresBacklog:
         return self._store is not None and not self.out_of_reach.is_set()
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this process is the only one of the store, by the last look."""
+        return self.reached and self._ownership.live == 1
+
+    @property
     def numbers(self) -> list[int]:
         """The lanes that this process releases from."""
         return self._ownership.numbers

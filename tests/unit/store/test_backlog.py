@@ -283,3 +283,15 @@ async def test_the_daemon_waits_for_lanes_dropped_without_a_broker() -> None:
         it.connection.current = True
         await asyncio.wait_for(waiting, 5)
         assert it.backlog.usable
+
+
+async def test_a_process_knows_that_it_is_alone() -> None:
+    store = ScriptedStore()
+    async with at_work(store) as it:
+        await until(lambda: it.backlog.is_alone)
+        store.live = 2
+        await until(lambda: not it.backlog.is_alone)
+        store.live = 1
+        await until(lambda: it.backlog.is_alone)
+        store.failure = StoreLost("gone")
+        await until(lambda: not it.backlog.is_alone)
