@@ -177,11 +177,6 @@ CROSS JOIN LATERAL (
 """
 """Rows by the primary key. The arguments are :class:`Places`."""
 _ENTRIES: Final = f"SELECT {ENTRY} {AT_PLACES} ORDER BY due_us, id"
-_KEYED: Final = (
-    "SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint, m.id FROM message_key AS k JOIN message AS m"
-    " ON m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id WHERE k.key = $1"
-)
-_PACKED: Final = "SELECT segment, id FROM message_key WHERE key = $1 AND segment IS NOT NULL"
 NAMED: Final = 10
 """The messages that :func:`called` finds for one name at most."""
 _CALLED: Final = " UNION ALL ".join(
@@ -345,16 +340,14 @@ async def called(
 
 
 async def _find_keyed(connection: Connection, wanted: Filter, test: Test | None, after: tuple[int, int]) -> FoundPage:
-    rows = await connection.fetch(_KEYED, wanted.key)
-    places = [Place(due_us, number, lane) for lane, due_us, number in rows]
-    packed: dict[int, Entry] = {}
-    broken = []
-    for segment, number in await connection.fetch(_PACKED, wanted.key):
-        inside = await entries_of(connection, segment)
-        broken += [segment] if inside is None else []
-        packed |= {one.place.id: one for one in inside or () if one.place.id == number}
-    places += [one.place for one in packed.values()]
-    found = FoundPage([place for place in places if place[:2] > after], packed, None, bounded=False, broken=broken)
+    places = [Place(*row) for row in await connection.fetch(statements.read("find_keyed"), wanted.key)]
+    found = FoundPage([place for place in places if place[:2] > after], {}, None, bounded=False, broken=())
+    for place in found.places:  # At most one.
+        if place.segment is not None:
+            if (inside := await entries_of(connection, place.segment)) is None:
+                return found._replace(places=[], broken=[place.segment])
+            packed = {one.place.id: one for one in inside if one.place.id == place.id}
+            found = found._replace(places=[one.place for one in packed.values()], packed=packed)
     read = [one for one in await entries(connection, found) if meant(one, wanted, test)]
     return found._replace(places=[one.place for one in read])
 
@@ -426,10 +419,8 @@ def entries_in(table: Any, lane: int, segment: int) -> list[Entry]:
     columns = [microseconds(table["due_at"]), table["id"].to_pylist(), microseconds(table["parked_at"])]
     columns += [table[name].to_pylist() for name in ("route", "exchange", "routing_key", "to_exchange", "to_key")]
     columns += [table["key"].to_pylist(), pc.binary_length(table["body"]).to_pylist(), table["properties"].to_pylist()]
-    return [
-        Entry._make((Place(due_us, number, lane, segment), parked_us // 1000, *others))
-        for due_us, number, parked_us, *others in zip(*columns, strict=True)
-    ]
+    rows = zip(*columns, strict=True)
+    return [Entry(Place(due, number, lane, segment), parked // 1000, *others) for due, number, parked, *others in rows]
 
 
 _HOLDING: Final = """
