@@ -46,7 +46,7 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
             found += [
                 f"lane {lane.number} has had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
                 for lane in store.lanes
-                if lane.stuck_ms and lane.number in state["lanes"]
+                if lane.stuck_ms and (lane.number in state["lanes"] or not lane.alive)
             ]
     return found
 

@@ -25,11 +25,11 @@ from delayer.core.hold import Hold
 from delayer.core.message import WINDOW_MS, Due
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, describe, lost
+from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, lost
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
-from delayer.store.lanes.settling import Settled, Settlement
-from delayer.store.lanes.skipping import SkippedRows
+from delayer.store.lanes.settling import Settlement, settled
+from delayer.store.lanes.skipping import NO_LIMIT, SkippedRows
 from delayer.store.rows import envelope
 
 log = structlog.get_logger()
@@ -119,7 +119,7 @@ class PostgresClaimer:
             cursor.retrying = True
         elif await self._find_next_retry(connection) <= before:
             cursor.pass_over_retries()
-        return Claim((NEVER_MS, 0), (NEVER_MS, 0), [_held(record) for record in held], retries=bool(held))
+        return Claim((NEVER_MS, 0), (NEVER_MS, 0), [envelope.read_held(record) for record in held], retries=bool(held))
 
     async def _claim_waiting(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
         """Take waiting rows that are due within the window."""
@@ -128,9 +128,13 @@ class PostgresClaimer:
         horizon_ms, start = clock.now_upper_ms() + HORIZON_MS, cursor.place
         before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
         claimed, limit = lane.claimed_after(start), min(limit, lane.skipped.limit)
-        where = lane.number, *start, horizon_ms, claimed
-        bounds = lane.window_ms, limit, max_bytes
-        records = await lane.skipped.fetch(connection, lane.claim_statement, where, bounds)
+        where, skipped = (lane.number, *start, horizon_ms, claimed), lane.skipped
+        first = await skipped.find_first(connection, where) if skipped.limit == 1 else None
+        try:
+            records = await connection.fetch(lane.claim_statement, *where, lane.window_ms, limit, max_bytes)
+        except REJECTED as error:
+            raise skipped.rejected(limit, first, error) from error
+        skipped.limit = min(2 * skipped.limit, NO_LIMIT)
         rows = sorted(map(_read_parked if lane.history else envelope.read, records), key=_place)
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
@@ -165,11 +169,7 @@ class PostgresClaimer:
         async with self.locked_connection("settle") as connection:
             if self.opened is not claim:  # A statement that kept the session alive failed while we waited for it.
                 raise LaneLost(f"lane {lane.number}: its release was rolled back")
-            now_ms = self._clock.now_lower_ms()
-            at_ms = written_ms() or [now_ms] * len(released)
-            rows = [Settled(due, None, at) for due, at in zip(released, at_ms, strict=True)]
-            rows += [Settled(due, hold, now_ms) for due, hold in held]
-            retry_ms = await self._write_results(connection, claim, rows)
+            retry_ms = await self._write_results(connection, claim, released, held, written_ms)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
@@ -178,17 +178,26 @@ class PostgresClaimer:
             lane.cursor.expect_retry(retry_ms)
         reach("release.committed")
 
-    async def _write_results(self, connection: Connection, claim: Claim, rows: Sequence[Settled]) -> int:
+    async def _write_results(
+        self,
+        connection: Connection,
+        claim: Claim,
+        released: Sequence[Due],
+        held: Sequence[tuple[Due, Hold]],
+        written_ms: Callable[[], Sequence[float]],
+    ) -> int:
         """Write what became of the claim, in its open transaction, counters last. Returns the instant of the first
-        retry."""
-        lane = self._lane
-        settlement = Settlement(connection, lane.number, lane.skipped, self._clock.now_upper_ms(), lane.history)
-        await settlement.write(rows)
-        if changed := [(kind, n) for kind, n in sorted(settlement.counted.items()) if n]:
+        retry. The claim deleted the rows that waited, so most releases write no more."""
+        lane, clock = self._lane, self._clock
+        counted, retry_ms = {"released": len(released)}, NEVER_MS
+        if held or lane.history or any(due.attempts or due.parcel.key is not None for due in released):
+            settlement = Settlement(connection, lane.number, lane.skipped, clock.now_upper_ms(), lane.history)
+            await settlement.write(settled(released, held, written_ms(), clock.now_lower_ms()))
+            counted, retry_ms = settlement.counted, settlement.retry_ms
+        if changed := [(kind, n) for kind, n in sorted(counted.items()) if n]:
             kinds, numbers = zip(*changed, strict=True)
             await connection.execute(statements.COUNT, [lane.number] * len(kinds), kinds, numbers)
-        retry_ms = await self._find_next_retry(connection) if claim.retries else NEVER_MS
-        return min(settlement.retry_ms, retry_ms)
+        return min(retry_ms, await self._find_next_retry(connection)) if claim.retries else retry_ms
 
     async def _find_next_retry(self, connection: Connection) -> int:
         """Ask for the lane's next retry, as this transaction leaves the held rows, and set it in the cursor."""
@@ -477,11 +486,6 @@ class Claim:
     rows: list[Due]
     retries: bool = False
     """Whether the rows were held before."""
-
-
-def _held(record: asyncpg.Record) -> Due:
-    hold = envelope.read_hold(record["kind"], record["reason"], record["may_be_delivered"], record["isolated"])
-    return envelope.read(record, record["attempts"], hold, record["token"])
 
 
 def _read_parked(record: asyncpg.Record) -> Due:

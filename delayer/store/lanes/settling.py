@@ -7,7 +7,6 @@ reason and no history. If the database rejects even that, the row goes back to w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -36,6 +35,15 @@ class Settled(NamedTuple):
     at_ms: float
 
 
+def settled(
+    released: Sequence[Due], held: Sequence[tuple[Due, Hold]], released_ms: Sequence[float], now_ms: int
+) -> list[Settled]:
+    """The rows of a claim. ``released_ms``: when each of ``released`` was written to the broker; empty: now."""
+    at_ms = released_ms or [now_ms] * len(released)
+    rows = [Settled(due, None, at) for due, at in zip(released, at_ms, strict=True)]
+    return rows + [Settled(due, hold, now_ms) for due, hold in held]
+
+
 @dataclass(slots=True)
 class Settlement:
     """The writes for one claim. ``now_ms``: an upper bound of the store's clock."""
@@ -45,16 +53,13 @@ class Settlement:
     skipped: SkippedRows
     now_ms: int
     history: bool
-    counted: Counter[str] = field(default_factory=Counter)
+    counted: dict[str, int] = field(default_factory=lambda: {"held": 0, "released": 0})
     """The changes of the lane's counters."""
     retry_ms: int = NEVER_MS
     """The instant of the first retry."""
 
     async def write(self, rows: Sequence[Settled]) -> None:
         """Write ``rows``, each half by itself if the database rejects one. Raises the driver's other errors."""
-        if not self.history and all(row.hold is None and not _written(row.due) for row in rows):
-            self.counted["released"] += len(rows)  # The claim deleted these rows.
-            return
         if (error := await self._tried(rows, history=self.history)) is None:
             return
         if len(rows) > 1:
@@ -109,11 +114,6 @@ class Settlement:
         self.retry_ms = min(self.retry_ms, retry_ms)
         self.counted["released"] += len(released)
         self.counted["held"] += sum(not due.attempts for due, _ in held) - len(tried_again)
-
-
-def _written(due: Due) -> bool:
-    """Whether the release of a row writes more than its deletion, which the claim did."""
-    return due.attempts > 0 or due.parcel.key is not None
 
 
 async def _write_history(connection: Connection, rows: Sequence[Settled]) -> None:

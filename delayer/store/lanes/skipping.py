@@ -10,20 +10,21 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+import asyncpg
 import structlog
 from asyncpg import Connection, Record
 
 from delayer.core.backoff import pause_ms
 from delayer.core.errors import Rejected
 from delayer.store.clock import StoreClock
-from delayer.store.errors import REJECTED, describe
+from delayer.store.errors import describe
 
 log = structlog.get_logger()
 
 MOST: Final = 100
 """So many rows are skipped at once. If the database rejects more, the cause is not in the rows."""
 NEXT_STEP: Final = 'find what rejects it: triggers, constraints (docs/operations.md, "A row that the database rejects")'
-_NO_LIMIT: Final = 1 << 30
+NO_LIMIT: Final = 1 << 30
 _FIRST: Final = """
 SELECT id, due_at FROM message
 WHERE lane = $1 AND due_at >= $2 AND (due_at, id) > ($2, $3) AND due_at <= $4 AND id <> ALL($5)
@@ -36,17 +37,14 @@ class SkippedRows:
     """The skipped rows of one lane."""
 
     def __init__(self, lane: int, clock: StoreClock) -> None:
-        self.limit = _NO_LIMIT
+        self.limit = NO_LIMIT
         """How many rows a claim may take, so that a rejected one becomes smaller."""
+        self.ids: list[int] = []
+        """The rows that are skipped now."""
         self._lane = lane
         self._clock = clock
         self._times: Counter[int] = Counter()  # How often each row was skipped.
         self._paused: dict[int, tuple[int, float]] = {}  # By id: the due instant, and the end of the pause.
-
-    @property
-    def ids(self) -> list[int]:
-        """The rows that are skipped now."""
-        return list(self._paused)
 
     @property
     def full(self) -> bool:
@@ -60,26 +58,24 @@ class SkippedRows:
         self._times[id] += 1
         pause = pause_ms(self._times[id], id) / 1000
         self._paused[id] = due_ms, self._clock.monotonic() + pause
+        self.ids = list(self._paused)
         log.error("row skipped", lane=self._lane, id=id, reason=reason, seconds=round(pause), next_step=NEXT_STEP)
 
     def end_pauses(self) -> list[int]:
         """End the pauses that are over. Returns the due instants of their rows."""
         now = self._clock.monotonic()
         over = [id for id, (_, until) in self._paused.items() if until <= now]
-        return [self._paused.pop(id)[0] for id in over]
+        due_ms = [self._paused.pop(id)[0] for id in over]
+        self.ids = list(self._paused)
+        return due_ms
 
-    async def fetch(
-        self, connection: Connection, statement: str, where: Sequence[object], bounds: tuple[int, int, int]
-    ) -> list[Record]:
-        """The rows of a claim. ``where``, ``bounds``: the arguments of claim.sql. Raises Rejected, after which the next
-        claim takes fewer rows or skips one; the driver's errors."""
-        first = await connection.fetchrow(_FIRST, *where) if self.limit == 1 else None
-        try:
-            records: list[Record] = await connection.fetch(statement, *where, *bounds)
-        except REJECTED as error:
-            self.limit = max(1, bounds[1] // 2)
-            if first is not None:
-                self.add(first["id"], first["due_at"], describe(error))
-            raise Rejected(f"lane {self._lane}: claim: {describe(error)}") from error
-        self.limit = min(2 * self.limit, _NO_LIMIT)
-        return records
+    async def find_first(self, connection: Connection, where: Sequence[object]) -> Record | None:
+        """The first row of a claim. ``where``: the first arguments of claim.sql. Raises the driver's errors."""
+        return await connection.fetchrow(_FIRST, *where)
+
+    def rejected(self, limit: int, first: Record | None, error: asyncpg.PostgresError) -> Rejected:
+        """A claim of ``limit`` rows was rejected: the next one takes half as many, or skips ``first``, the only one."""
+        self.limit = max(1, limit // 2)
+        if first is not None:
+            self.add(first["id"], first["due_at"], describe(error))
+        return Rejected(f"lane {self._lane}: claim: {describe(error)}")

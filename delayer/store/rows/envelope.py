@@ -101,6 +101,12 @@ def read_hold(kind: str, reason: str, may_be_delivered: bool, isolated: bool) ->
     return Hold(HoldKind(kind), reason, may_be_delivered, isolated)
 
 
+def read_held(record: Any) -> Due:
+    """A held message from a row of claim_held.sql."""
+    hold = read_hold(record["kind"], record["reason"], record["may_be_delivered"], record["isolated"])
+    return read(record, record["attempts"], hold, record["token"])
+
+
 def reason_text(reason: str) -> str:
     """``reason`` as Postgres can keep it: a broker's reply text may hold NUL, or bytes that were not UTF-8."""
     return reason.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")

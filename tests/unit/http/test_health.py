@@ -13,9 +13,10 @@ from tests.unit.http.states import LINE, overview, state
 
 GOOD, OLD, NONE = overview(), overview("9999"), overview(None)
 COUNTERS = dict.fromkeys(LANE_KINDS, 0)
-LANES = [LaneOverview(number, "", True, COUNTERS, 1, None, stuck_ms=n * 40_000) for n, number in enumerate((1, 2, 3))]
+LANES = [LaneOverview(n, "", n < 4, COUNTERS, 1, None, stuck_ms=(n - 1) * 40_000) for n in range(1, 5)]
 DUE = {"delays": True, "delays.due": False}
 BLOCKED, CUT = ({"publish": {**LINE, **line}} for line in ({"blocked": True}, {"connected": False}))
+STILL = "lane {} has had due messages for {}, and releases none"
 STUCK = "nothing is delivered: "
 AWAY: dict[str, Any] = {"consuming": {"delays": False}}
 
@@ -27,8 +28,8 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(**AWAY), GOOD, ["queue 'delays' is not consumed"]),
         (state(consuming={}), GOOD, ["queue 'delays' is not consumed"]),
         (state(usable=False), GOOD, ["no lane of the store is owned"]),
-        # Lane 3 is another daemon's.
-        (state(), overview(lanes=LANES), ["lane 2 has had due messages for 40 s, and releases none"]),
+        # Lane 3 is another daemon's, and lane 4 is free.
+        (state(), overview(lanes=LANES), [STILL.format(2, "40 s"), STILL.format(4, "2 min")]),
         (state(), None, ["the store is out of reach, or refuses us: connect: refused"]),
         (state(), OLD, [f"the store's schema is 9999, expected {schema.HEAD}"]),
         (state(), NONE, [f"the store's schema is missing, expected {schema.HEAD}"]),
