@@ -123,7 +123,7 @@ async def test_a_held_message_that_never_waited_counts_as_parked_and_is_retried(
 async def test_messages_of_a_route_with_a_lane_go_there(stores: Open) -> None:
     """Any process may own the lane, and its owner is woken."""
     store = stores(2)
-    async with store.daemon() as one, store.daemon([b"limited"]) as two:
+    async with store.daemon([b"limited"]) as one, store.daemon([b"limited"]) as two:
         await eventually(lambda: (len(one.lanes), len(two.lanes)), lambda found: found in ((1, 2), (2, 1)))
         theirs = next(lane for lane in [*one.lanes, *two.lanes] if lane.route == b"limited")
         assert await release_all(theirs) == []
