@@ -3,54 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from decimal import Decimal
-from typing import Any, Final, NamedTuple
 
 import asyncpg
 from asyncpg import Connection
 
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
-
-
-class _Asked(NamedTuple):
-    """The description of a statement that the driver expects: the statement has a name, and replaced no other."""
-
-    name: str = "known"
-
-
-def _array(oid: int, element: int, name: str, shown: str) -> dict[str, Any]:
-    return {
-        "oid": oid, "ns": "pg_catalog", "name": f"_{name}", "kind": b"b", "basetype": None, "elemtype": element,
-        "elemdelim": b",", "range_subtype": None, "attrtypoids": None, "attrnames": None, "elemtype_name": shown,
-    }  # fmt: skip
-
-
-KNOWN: Final[Mapping[int, dict[str, Any]]] = {
-    one["oid"]: one
-    for one in (
-        _array(1001, 17, "bytea", "bytea"),
-        _array(1005, 21, "int2", "smallint"),
-        _array(1007, 23, "int4", "integer"),
-        _array(1016, 20, "int8", "bigint"),
-        _array(1185, 1184, "timestamptz", "timestamp with time zone"),
-    )
-}
-"""The server's answers, by number of the type. These numbers are the same in every Postgres."""
-
-
-class StoreConnection(Connection):  # type: ignore[misc]  # the driver has no types
-    """The driver's own, but it asks no server about arrays of KNOWN types. The first such question of a connection
-    takes 15 ms, against 1 ms without it; a second one takes 8 ms. ``list`` asks one, and ``status`` asks two. Should a
-    later driver ask in another way, it asks: that is slower."""
-
-    async def _introspect_types(self, typeoids: Collection[int], timeout: float | None) -> tuple[Any, Any]:
-        if KNOWN.keys() >= set(typeoids):
-            return [KNOWN[oid] for oid in typeoids], _Asked()
-        return await super()._introspect_types(typeoids, timeout)  # type: ignore[no-any-return]
-
 
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
@@ -126,7 +87,6 @@ async def connect_plain(
             url,
             timeout=CONNECT_SECONDS,
             command_timeout=command_seconds,
-            connection_class=StoreConnection,
             server_settings={"application_name": application},
         )
         try:
@@ -166,7 +126,6 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
             max_size=size,
             timeout=CONNECT_SECONDS,
             command_timeout=COMMAND_SECONDS,
-            connection_class=StoreConnection,
             init=prepared,
             reset=_nothing,  # Our transactions leave nothing behind, and the default costs a round trip for each park.
             server_settings={"application_name": application},
