@@ -12,7 +12,6 @@ import click
 
 from delayer.amqp import reading
 from delayer.cli.errors import ExitCode
-from delayer.cli.hints import say_hints
 from delayer.cli.list import say_native
 from delayer.cli.options import (
     agreed,
@@ -28,7 +27,7 @@ from delayer.cli.options import (
     stored_change_options,
     whoami,
 )
-from delayer.cli.output import note, print_json, progress
+from delayer.cli.output import note, note_no_match, print_json, progress
 from delayer.config.texts import duration_text, shift_ms
 from delayer.core import readable
 from delayer.core.filters import Filter, Token
@@ -194,8 +193,8 @@ def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: b
             print_json({"matched": matched.messages, "done": 0, "broken_segments": matched.broken})
         else:
             click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "No messages match.")
-        if not matched.messages:
-            say_hints(url, wanted)
+        if not matched.messages and not wanted.everything:
+            note_no_match("delayer held list")
         return ExitCode.DONE if matched.messages or wanted.everything else ExitCode.FOUND
     note(f"{about} {'matches' if matched.messages == 1 else 'match'}.")
     if not agreed(f"{verb.capitalize()} {about}{target}?", yes=yes):

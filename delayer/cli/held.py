@@ -12,7 +12,6 @@ import click
 from delayer.amqp import reading
 from delayer.amqp.reading import address
 from delayer.cli.errors import ExitCode
-from delayer.cli.hints import say_hints
 from delayer.cli.options import (
     as_json,
     ask_store,
@@ -30,7 +29,7 @@ from delayer.cli.options import (
     stored_change_options,
     whoami,
 )
-from delayer.cli.output import note, print_json, print_table
+from delayer.cli.output import note, note_no_match, print_json, print_table
 from delayer.core.filters import Token, read_token
 from delayer.core.message import as_text
 from delayer.core.readable import counted, instant
@@ -80,7 +79,8 @@ def list_(context: click.Context, /, *, limit: int, after: Token | None, as_json
         click.echo("No messages match so far.")
     elif not page.messages:
         click.echo("No messages are held." if wanted.everything else "No held messages match.")
-        say_hints(url, wanted, held=True)
+        if not wanted.everything:
+            note_no_match("delayer list")
     else:
         print_table(
             ["id", "due", "to", "attempts", "again at", "message_id", "reason"], map(_row, page.messages), right=(3,)
@@ -151,8 +151,8 @@ def _act(
     dues = ask_store(url, "look at held messages", look)
     missing = [name for name, token in tokens.items() if token is None or token.id not in dues]
     question = f"{verb.capitalize()} {counted(len(dues), 'held message')}"
-    if not dues:
-        say_hints(url, wanted, held=True)
+    if not dues and not wanted.everything:
+        note_no_match("delayer list")
     some, sure = bool(dues), yes or bool(names)
     go_on(context, question, missing, some=some, fine=some or everything, dry_run=dry_run, yes=sure)
     asked = wanted.as_dict() if ids is None else {"ids": asked_ids(tokens)}

@@ -13,7 +13,6 @@ from asyncpg import Connection
 from delayer.amqp import reading
 from delayer.amqp.reading import address
 from delayer.cli.errors import ExitCode
-from delayer.cli.hints import say_hints
 from delayer.cli.options import (
     as_json,
     ask_store,
@@ -26,7 +25,7 @@ from delayer.cli.options import (
     request_of,
     store_url,
 )
-from delayer.cli.output import note, print_json, print_table
+from delayer.cli.output import note, note_no_match, print_json, print_table
 from delayer.config.model import Settings
 from delayer.core.filters import place_text, read_place
 from delayer.core.message import as_text
@@ -125,8 +124,8 @@ def list_(
     else:
         everything = wanted.everything and not tokens and after is None
         click.echo("No messages wait." if everything else f"No messages match{' so far' if found.bounded else ''}.")
-        if not found.bounded and after is None:
-            say_hints(url, wanted)
+        if not found.bounded and after is None and not wanted.everything:
+            note_no_match("delayer held list")
     say_native(settings)
     if found.broken:
         note(f"{len(found.broken)} segments cannot be read and may hold more messages: see docs/backlog.md.")

@@ -94,6 +94,11 @@ def note(text: str) -> None:
     click.echo(readable(text), err=True)
 
 
+def note_no_match(elsewhere: str) -> None:
+    """Say why a filter may have matched nothing. ``elsewhere``: the command for the other list."""
+    note(f"Filters are case-sensitive. Other messages may match: `{elsewhere}`.")
+
+
 def quoted(name: str) -> str:
     return f'"{readable(name)}"'
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import re
-import shlex
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import click
 
-from delayer.amqp import reading
 from delayer.amqp.reading import address, raw
 from delayer.broker.errors import QueueMissing
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode
-from delayer.cli.hints import near, option_of
 from delayer.cli.options import (
     as_json,
     change_options,
@@ -33,7 +29,6 @@ from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar
 from delayer.config.topology import cascade_of, native_of, unread_delays
-from delayer.core.filters import OWN
 from delayer.core.readable import instant
 from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
 from delayer.intake.set_aside import (
@@ -138,7 +133,6 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     else:
         none = f"No {source.noun} are ready." if seen.hidden else f"There are no {source.noun}."
         click.echo(f"No {source.noun} match." if seen.depth else none)
-        _say_hints(wanted, seen)
     _say_hidden(seen)
     if seen.depth > seen.looked:
         _say_cut(source, seen)
@@ -168,8 +162,6 @@ def _change(
         _say_cut(source, seen)
     missing = set() if seen.cut else wanted.ids.difference(*(one.names for one in seen.found))
     question = f"{verb.capitalize()} {len(seen.found):,} of {seen.depth:,} {source.noun}"
-    if not seen.found:
-        _say_hints(wanted, seen)
     some, sure = bool(seen.found), yes or bool(wanted.ids)
     fine = (some or everything) and not seen.cut
     go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
@@ -195,32 +187,6 @@ def _mend(settings: Settings, delay_ms: int | None, headers: Mapping[str, Scalar
 def _say_hidden(seen: Result[Any]) -> None:
     if seen.hidden:
         note(seen.hidden)
-
-
-def near_misses(wanted: Selection, others: Iterable[RefusedMessage | Stray]) -> list[str]:
-    """Options that would match one of ``others``, as :func:`hints.near_misses` finds them. Pure."""
-    return near(_asked(wanted), (_offered(wanted, one) for one in others))
-
-
-def _asked(wanted: Selection) -> Iterator[tuple[str, str]]:
-    yield from ((shlex.quote(name), name.removeprefix(OWN)) for name in sorted(wanted.ids))
-    yield from option_of("--reason", reading.raw(wanted.reason))
-    yield from option_of("--route", None if wanted.exchange is None else reading.raw(wanted.exchange))
-    yield from option_of("--kind", None if wanted.kind is None else wanted.kind.encode())
-
-
-def _offered(wanted: Selection, one: RefusedMessage | Stray) -> Iterator[tuple[str, str]]:
-    yield from ((shlex.quote(name), name.removeprefix(OWN)) for name in sorted(one.names))
-    if wanted.reason and (part := re.search(re.escape(wanted.reason), one.reason, re.IGNORECASE)):
-        yield from option_of("--reason", reading.raw(part[0]))
-    yield from option_of("--route", one.exchange)
-    if isinstance(one, Stray):
-        yield from option_of("--kind", one.hold.kind.encode())
-
-
-def _say_hints(wanted: Selection, seen: Result[Any]) -> None:
-    if found := near_misses(wanted, seen.others):
-        note(f"Did you mean {' or '.join(found)}?")
 
 
 def _say_cut(source: SetAsideQueue, seen: Result[Any]) -> None:
@@ -259,7 +225,7 @@ async def _recorded(
 
 _SELECTING: Final = joined(
     click.argument("ids", nargs=-1, metavar="[ID]...", callback=lambda _c, _o, given: frozenset(given)),
-    click.option("--reason", default="", metavar="TEXT", help="The reason contains this."),
+    click.option("--reason", default="", metavar="TEXT", help="The reason contains this. Case-sensitive."),
     click.option("--route", "exchange", metavar="EXCHANGE", help="The `from` exchange of their route."),
 )
 """The options of a Selection."""

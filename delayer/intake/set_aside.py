@@ -40,8 +40,6 @@ BACK: Final = 2.0
 """Seconds that a look waits for its messages to be back in the queue. Another consumer may have taken them."""
 KEPT: Final = 10_000
 """Most messages that one look holds unacknowledged: it ends there."""
-MOST_OTHERS: Final = 1_000
-"""Most messages without a match that a look returns, for hints."""
 UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")
 
 
@@ -173,15 +171,14 @@ T = TypeVar("T", RefusedMessage, Stray)
 @dataclass(slots=True)
 class Result(Generic[T]):
     """The messages that match; of a change those that it changed, and those that stay with the reason. ``looked``:
-    how many of ``depth`` messages were looked at. ``others``: of a look, the first that do not match. ``delayed``: how
-    many the broker itself delays, so that no look finds them; None: unknown. ``may_delay``: whether it delays any."""
+    how many of ``depth`` messages were looked at. ``delayed``: how many the broker itself delays, so that no look finds
+    them; None: unknown. ``may_delay``: whether it delays any."""
 
     depth: int
     delayed: int | None = 0
     looked: int = 0
     found: list[T] = field(default_factory=list)
     left: list[tuple[T, str]] = field(default_factory=list)
-    others: list[T] = field(default_factory=list)
     may_delay: bool = False
 
     @property
@@ -219,11 +216,8 @@ class SetAside(Generic[T]):
         """The messages that match among the first ``limit``, or among the first KEPT. They stay in the queue."""
         async with self._consuming(limit or KEPT) as (subscription, publisher, result):
             async for some in _portions(subscription, min(limit or KEPT, result.depth), result):
-                for one in (self._read(delivery, publisher.max_properties) for delivery in some):
-                    if wanted.matches(one):
-                        result.found.append(one)
-                    elif len(result.others) < MOST_OTHERS:
-                        result.others.append(one)
+                read = (self._read(delivery, publisher.max_properties) for delivery in some)
+                result.found += filter(wanted.matches, read)
         return result
 
     async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result[T]:
