@@ -97,6 +97,9 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     context.exit(code)
 
 
+OTHER_CONSUMERS: Final = 'set "one" by the steps of "The other value of consumers" in docs/operations.md'
+
+
 def _configuration(report: CheckReport, settings: Settings) -> None:
     """Rows about the settings alone: who consumes; whether others reach the page, or a rate makes messages late or has
     no effect."""
@@ -105,7 +108,10 @@ def _configuration(report: CheckReport, settings: Settings) -> None:
         report.add("consumers", "ok", found)
     else:
         found = 'consumers = "shared": every daemon consumes; messages with a key or a cancel are refused'
-        report.add("consumers", "note", found, 'set "one" if publishers send x-delay-key or x-delay-cancel')
+        report.add("consumers", "note", found, f"nothing; or, for keys: {OTHER_CONSUMERS}")
+        if keyed := ", ".join(quoted(route.from_) for route in settings.routes if route.key_from):
+            found = f'every message of {keyed} is refused: key_from needs consumers = "one"'
+            report.add("consumers", "off", found, f"leave key_from out; or {OTHER_CONSUMERS}")
     http = settings.http
     if http.listen and not is_loopback(http.listen.rpartition(":")[0]):
         if http.open:
@@ -164,6 +170,9 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
     await _set_aside(report, admin, settings)
 
 
+_COPIES: Final = "nothing if it is yours; an earlier intake queue gets a copy of every message: unbind it, and empty it"
+
+
 async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> None:
     findings = await admin.verify(topology_of(settings))
     wrong = [one for one in findings if one.severity == "error"]
@@ -179,7 +188,7 @@ async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> No
         report.add("topology", "ok", "everything that could be seen is as it should be")
     for one in findings:
         if one.severity != "error":
-            found, advice = (one.found, _SEEING) if one.name == "*" else (f"{one.name}: {one.found}", "")
+            found, advice = (one.found, _SEEING) if one.name == "*" else (f"{one.name}: {one.found}", _COPIES)
             report.add("topology", "note", found, advice)
 
 
@@ -307,6 +316,10 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
             wrong_owner = await setup.mistaken(url)
             need = await setup.lock_need(url, settings.store.history_days)
             connections = await setup.connection_need(url)
+            # The lanes of routes that no daemon has used yet.
+            limited = len({route.from_ for route in settings.routes if route.max_rate})
+            need = need._replace(limited=max(need.limited, limited))
+            connections = connections._replace(limited=max(connections.limited, limited))
     except StoreUnfit as unfit:
         report.add("store", "off", unfit, unfit.advice)
         return
@@ -379,7 +392,8 @@ def _lanes(report: CheckReport, seen: stats.StoreOverview, mark: str) -> None:
         since = duration(max(lane.overdue_ms(seen.store_now_ms) for lane in left) / 1000)
         lanes = f"lane {left[0].number}" if len(left) == 1 else f"{len(left)} lanes"
         found = f"messages are overdue by {since} in {lanes} that no daemon owns"
-        report.add("lanes", "off", found, "start a daemon: it takes them within seconds; or see its log")
+        advice = "a daemon takes such lanes within seconds: see the logs of those that run for why not, or start one"
+        report.add("lanes", "off", found, advice)
     for lane in owned:
         of = f"lane {lane.number} of {lane.owner} "
         if lane.stuck_ms:

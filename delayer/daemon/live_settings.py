@@ -21,7 +21,9 @@ from delayer.store.backlog import PostgresBacklog
 NATIVE_KEEP_MS: Final = 999
 """How soon a message is due that is kept in memory in native mode: the cascade counts whole seconds."""
 
-SHARED: Final = '[intake] consumers = "shared" cannot keep keys in order: set "one", then `delayer refused retry`'
+SHARED: Final = (
+    '[intake] consumers = "shared" cannot keep keys in order: see "The other value of consumers" in docs/operations.md'
+)
 """Why messages with a key or a cancel are refused while several daemons consume the intake queue."""
 
 

@@ -37,8 +37,10 @@ _ORDINARY: Final = "SELECT count(*) FROM lane WHERE route IS NULL"
 
 
 async def raise_lanes(url: str, wanted: int) -> int:
-    """Make lanes until there are ``wanted`` without a route; how many there are. Raises StoreLost, BadStoreUrl."""
+    """Make lanes until there are ``wanted`` without a route; how many there are. Raises StoreLost, BadStoreUrl,
+    SchemaOutdated."""
     async with opened(url, "delayer schema", "make lanes") as connection, pool.transaction(connection):
+        await check(connection)
         await connection.execute("LOCK TABLE lane IN SHARE ROW EXCLUSIVE MODE")
         count: int = await connection.fetchval(_ORDINARY)
         for _ in range(count, wanted):
@@ -95,17 +97,20 @@ _LOCK_TABLE: Final = """
 SELECT current_setting('max_locks_per_transaction')::int,
        (SELECT sum(setting::int) FROM pg_settings WHERE name IN ('max_connections', 'max_prepared_transactions',
            'autovacuum_max_workers', 'max_worker_processes', 'max_wal_senders'))::int,
-       (SELECT count(*) FROM pg_inherits WHERE inhparent = 'message'::regclass), (SELECT count(*) FROM lane)
+       (SELECT count(*) FROM pg_inherits WHERE inhparent = 'message'::regclass),
+       (SELECT count(*) FROM lane WHERE route IS NULL), (SELECT count(*) FROM lane WHERE route IS NOT NULL)
 """
 
 
 class LockNeed(NamedTuple):
-    """``allowed``: max_locks_per_transaction, for each of ``connections``. At most ``lanes`` processes work at once."""
+    """``allowed``: max_locks_per_transaction, for each of ``connections``. At most ``lanes`` processes work at once;
+    the lanes of ``limited`` routes are not among these."""
 
     allowed: int
     connections: int
     partitions: int
     lanes: int
+    limited: int = 0
     history_days: int = 0
     parks: int = 3
     """Parks of one process at once."""
@@ -125,7 +130,7 @@ class LockNeed(NamedTuple):
         beside = 16
         of_days = 5 * self.partitions + beside  # A table with two indexes, and one of out-of-line bodies with one.
         of_history = 3 * self.of_history  # Table, and out-of-line values with their index. Only readers lock all.
-        things = of_days + of_history + LOCKS + self.lanes
+        things = of_days + of_history + LOCKS + self.lanes + self.limited
         readers = 2 * (of_days + of_history)  # A dump or an export, and a command.
         holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
         usual = 64  # Postgres's default
