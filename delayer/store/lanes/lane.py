@@ -378,7 +378,7 @@ class PostgresLane:
         self.on_end()
 
     def sleep_hint(self) -> float:
-        self.check_owned("sleep hint")
+        self.check_owned("look for the next claim")
         self.cursor.forget_after_step()
         seconds = 0.0 if self.cursor.more else max(self._clock.seconds_until(self.cursor.wake_ms()), 0.0)
         self._busy_since = None if seconds else self._busy_since or self._clock.monotonic()
