@@ -171,6 +171,8 @@ class LaneTable(NamedTuple):
     lanes: Sequence[LaneRow]
     live: int
     rank: int
+    intake: int = 0
+    """The epoch of the intake: how often a process began to apply operations with keys."""
 
     @property
     def routes(self) -> Mapping[bytes, int]:

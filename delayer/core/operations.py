@@ -32,6 +32,18 @@ class Applied(NamedTuple):
 
 
 @dataclass(slots=True)
+class Term:
+    """The time in which one process applies operations with keys, one term after another.
+
+    ``seen``: the epoch of the intake when the first delivery of the term came. ``epoch``: the one that the first batch
+    with keys raised it to. A batch of an earlier term fails then, however late it reaches the store.
+    """
+
+    seen: int
+    epoch: int | None = None
+
+
+@dataclass(slots=True)
 class Fold:
     """What is left of a batch."""
 

@@ -10,8 +10,9 @@ from typing import Final
 
 BURST: Final = 0.2
 """The bucket's size, in seconds of the rate: small enough for an even flow, large enough to share a commit."""
-LONGEST_WAIT: Final = 2.0
-"""How long a claim may wait for its turn, in seconds, without a loss of tokens: limited routes share connections."""
+LONGEST_WAIT: Final = BURST
+"""How long a claim may wait for its turn, in seconds, without a loss of tokens: limited routes share connections. So
+two bursts may go together at most."""
 
 
 class TokenBucket:

@@ -156,8 +156,8 @@ class Watchdog:
 def condition(*, connected: bool, blocked: bool, no_lane: str, stuck: Sequence[int], intake: str) -> str:
     """The daemon's role at the intake queue, and the reasons why it does not do its work. Pure.
 
-    ``blocked``: by a resource alarm of the broker. ``no_lane``: the reason of the lane manager, or empty. ``stuck``:
-    the lanes that do not advance. ``intake``: "active", "standby", or empty if it does not consume.
+    ``blocked``: by a resource alarm of the broker. ``no_lane``: why the store gives this process no lane, or empty.
+    ``stuck``: the lanes that do not advance. ``intake``: "active", "standby", or empty if it does not consume.
 
     >>> condition(connected=True, blocked=False, no_lane="", stuck=[], intake="standby")
     'intake standby'

@@ -15,11 +15,12 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp.edits import HoldNote
+from delayer.amqp import edits
+from delayer.amqp.edits import Endpoints, HoldNote
 from delayer.amqp.reading import message_id
 from delayer.core.backoff import LogThrottle, pause
 from delayer.core.counters import Counted, Counters
-from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
+from delayer.core.errors import BrokerLost, NotTaken, Rejected, Unconfirmed
 from delayer.core.faultpoint import reach
 from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import Confirmed, Outcome
@@ -147,9 +148,11 @@ class Session:
             self.any_succeeded = True
         self._changed.set()
 
-    async def room(self) -> None:
-        """Wait until another batch may begin. Raises the first failure."""
-        await self._until(lambda: len(self._tasks) < self._in_flight and self.acks.kept_bytes < KEPT_BYTES)
+    async def room(self, is_full: Callable[[], bool] = lambda: False) -> None:
+        """Wait until another batch may begin, and the handler is not full. Raises the first failure."""
+        await self._until(
+            lambda: len(self._tasks) < self._in_flight and self.acks.kept_bytes < KEPT_BYTES and not is_full()
+        )
 
     async def settled(self) -> None:
         """Wait until all work is done, and no delivery is kept any more. Raises the first failure."""
@@ -212,6 +215,18 @@ class Publication(NamedTuple):
         return "released", self.parcel.route, self.parcel.due_ms if self.earlier is None else None
 
 
+def to_refused(delivery: Delivery, reason: str, names: Endpoints, token: bytes) -> Publication:
+    """The publication that puts a delivery into the refused queue."""
+    properties, carried = edits.refused(delivery, reason, token, names.max_properties)
+    outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, carried)
+    return Publication(delivery, outgoing, refusal=reason)
+
+
+def rejected(reason: str) -> str:
+    """Why a delivery is refused that the database rejects."""
+    return f"the database of the store rejects it: {reason}"
+
+
 class Dispatch:
     """Publishes on behalf of deliveries. It accepts confirmed ones, and holds those that a destination did not take."""
 
@@ -241,9 +256,21 @@ class Dispatch:
             raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
 
     async def hold(self, objections: Sequence[Objection], acks: AckTracker) -> None:
-        """Hold messages, and accept the deliveries of those that are held. Raises BrokerLost, StoreLost."""
-        if objections:
+        """Hold messages, and accept the deliveries of those that are held. If the database rejects one, each half is
+        held by itself, and the one that is found is refused. Raises BrokerLost, StoreLost."""
+        if not objections:
+            return
+        reason, middle = "", len(objections) // 2
+        try:
             await self._holding.hold(objections, lambda held: acks.accept(one.delivery.tag for one in held))
+        except Rejected as error:
+            reason = rejected(str(error))
+        if reason and middle:
+            await self.hold(objections[:middle], acks)
+            await self.hold(objections[middle:], acks)
+        elif reason:
+            refused = to_refused(objections[0].delivery, reason, self._live.names(), self.new_id())
+            await self([refused], acks)
 
     async def _publish(self, publications: Sequence[Publication], acks: AckTracker, due_ms: Sequence[int]) -> list[str]:
         """Returns the destinations that did not take a message that they must take."""
@@ -317,6 +344,11 @@ class Handler(ABC):
     def flush(self) -> None:
         """Start the work that waits for more."""
         return
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no further batch before some of its work is done."""
+        return False
 
     @property
     def waiting(self) -> bool:
@@ -419,7 +451,7 @@ class QueueConsumer:
                     reach("intake.read")
                     session.acks.read(batch)
                     self._handler.take(batch)
-                await session.room()
+                await session.room(lambda: self._handler.full)
                 if session.any_succeeded or not (batch or session.busy):
                     session.any_succeeded = False
                     retry.succeeded()

@@ -32,7 +32,7 @@ from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel
 from delayer.core.operations import Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
 from delayer.intake import replies
-from delayer.intake.consume import KEPT_BYTES, Dispatch, Handler, Publication, Session
+from delayer.intake.consume import KEPT_BYTES, Dispatch, Handler, Publication, Session, rejected, to_refused
 from delayer.intake.holding import Objection
 from delayer.intake.ports import Backlog, IntakeSettings
 
@@ -112,7 +112,7 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
             case TooLate():
                 work.late.append(Objection(delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))
             case Refuse():
-                work.publications.append(to_refused(delivery, plan, names, new_id()))
+                work.publications.append(to_refused(delivery, plan.reason, names, new_id()))
             case AtOnce() | Soon() if properties is not None:
                 token, (exchange, routing_key) = new_id(), plan.target
                 released = edits.released(properties, token, plan.due_ms)
@@ -163,13 +163,6 @@ def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = 
     return Parcel(
         due_ms, route, delivery.exchange, delivery.routing_key, target, delivery.properties, delivery.body, key
     )
-
-
-def to_refused(delivery: Delivery, plan: Refuse, names: Endpoints, token: bytes) -> Publication:
-    """The publication that puts a delivery into the refused queue."""
-    properties, carried = edits.refused(delivery, plan.reason, token, names.max_properties)
-    outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, carried)
-    return Publication(delivery, outgoing, refusal=plan.reason)
 
 
 class KeepingHandler(Handler):
@@ -223,16 +216,19 @@ class IntakeHandler(KeepingHandler):
         super().__init__(live, dispatch)
         self._backlog = backlog
         self._counters = counters
-        self._applying_keys = False
+        self._applying_keys = self._term_begun = False
         self._gathered: list[Classified] = []
         self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, session: Session) -> None:
         super().begin(session)
-        self._applying_keys = False
+        self._applying_keys = self._term_begun = False
 
     def take(self, batch: Sequence[Delivery]) -> None:
+        if not self._term_begun:
+            self._term_begun = True
+            self._backlog.begin_term()
         policy, names = self._policy(), self._live.names()
         self._counters.batch("intake", len(batch))
         clock = monotonic()  # Read first: if the process pauses before the others, a delay becomes longer, not shorter.
@@ -295,9 +291,9 @@ class IntakeHandler(KeepingHandler):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        gathered, self._gathered, self._bytes = self._gathered, [], 0
+        gathered, self._gathered = self._gathered, []
         while gathered:
-            batch, gathered = gathered[:PARK_MESSAGES], gathered[PARK_MESSAGES:]
+            batch, gathered = _cut(gathered)
             if self._applying_keys:  # Those with keys wait for the end of that batch: see _apply.
                 self._gathered += [one for one in batch if has_key(one)]
                 batch = [one for one in batch if not has_key(one)]
@@ -305,6 +301,12 @@ class IntakeHandler(KeepingHandler):
                 keyed = any(map(has_key, batch))
                 self._applying_keys = self._applying_keys or keyed
                 self._session.start(self._apply(batch, keyed=keyed))
+        self._bytes = sum(len(delivery.body) for delivery, _, _ in self._gathered)
+
+    @property
+    def full(self) -> bool:
+        """Whether a whole batch waits for the one with keys that is being applied."""
+        return len(self._gathered) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
 
     def end(self) -> None:
         super().end()
@@ -314,19 +316,20 @@ class IntakeHandler(KeepingHandler):
     async def _apply(self, batch: Sequence[Classified], *, keyed: bool) -> None:
         """Apply a batch. After a failure of a batch with keys, no other one begins in this session: the broker delivers
         that batch again, and the others must come after it."""
-        cancelled = await self._apply_or_refuse(batch)
+        cancelled, refused = await self._apply_or_refuse(batch)
         if not keyed:
             return
-        if asked := answers_to(batch):  # In a task of its own: a reply that is not confirmed delays no batch.
+        asked = {at: ask for at, ask in answers_to(batch).items() if at not in refused}
+        if asked:  # In a task of its own: a reply that is not confirmed delays no batch.
             self._session.start(self._reply(asked, cancelled), punctual=True)
         self._applying_keys = False
         if self._gathered:
             self.flush()
 
-    async def _apply_or_refuse(self, batch: Sequence[Classified]) -> frozenset[int]:
+    async def _apply_or_refuse(self, batch: Sequence[Classified]) -> tuple[frozenset[int], frozenset[int]]:
         """Apply a batch in one transaction, and accept its deliveries. Returns the positions of the cancels that met a
-        message. If the database rejects an operation, each half of the batch is applied by itself, in their order, and
-        the delivery that is found is refused."""
+        message, and those of the deliveries that were refused: if the database rejects an operation, each half of the
+        batch is applied by itself, in their order, and the delivery that is found is refused."""
         operations = operations_of(batch)
         began = perf_counter()
         try:
@@ -338,16 +341,15 @@ class IntakeHandler(KeepingHandler):
             self._counters.batch("park", len(operations))
             self._counters.add("parked", [one.route for one in operations if isinstance(one, Parcel)])
             self._session.acks.accept(delivery.tag for delivery, _, _ in batch)
-            return applied.cancelled
+            return applied.cancelled, frozenset()
         if len(batch) == 1:
-            refuse = Refuse(f"the database of the store rejects it: {reason}")
-            refused = to_refused(batch[0][0], refuse, self._live.names(), self._new_id())
+            refused = to_refused(batch[0][0], rejected(reason), self._live.names(), self._new_id())
             await self._dispatch([refused], self._session.acks)
-            return frozenset()
+            return frozenset(), frozenset([0])
         middle = len(batch) // 2
-        first = await self._apply_or_refuse(batch[:middle])
-        second = await self._apply_or_refuse(batch[middle:])
-        return first | {at + middle for at in second}
+        met, refused_ones = await self._apply_or_refuse(batch[:middle])
+        met_later, refused_later = await self._apply_or_refuse(batch[middle:])
+        return met | {at + middle for at in met_later}, refused_ones | {at + middle for at in refused_later}
 
     async def _reply(self, asked: Mapping[int, replies.CancelToAnswer], cancelled: frozenset[int]) -> None:
         """Answer cancels, except into delayer's own queues."""
@@ -355,6 +357,16 @@ class IntakeHandler(KeepingHandler):
         to_answer = [(at, ask) for at, ask in asked.items() if ask.reply_to not in ours]
         answers = [replies.reply(ask, self._new_id(), cancelled=at in cancelled) for at, ask in to_answer]
         await replies.send(self._dispatch.publisher, answers)
+
+
+def _cut(gathered: list[Classified]) -> tuple[list[Classified], list[Classified]]:
+    """One batch, and the rest."""
+    size = 0
+    for at, (delivery, _, _) in enumerate(gathered):
+        size += len(delivery.body)
+        if at and (size > PARK_BYTES or at >= PARK_MESSAGES):
+            return gathered[:at], gathered[at:]
+    return gathered, []
 
 
 class DueHandler(KeepingHandler):
@@ -374,8 +386,8 @@ class DueHandler(KeepingHandler):
                 envelope = opened(Properties.parse(delivery.properties), delivery.body, names.max_properties)
                 publication = _next(delivery, envelope, now_ms, names)
             except (InvalidEnvelope, MalformedProperties, MalformedTable) as broken:
-                refuse = Refuse(f"not a message of the cascade: {broken}")
-                publications.append(to_refused(delivery, refuse, names, self._new_id()))
+                reason = f"not a message of the cascade: {broken}"
+                publications.append(to_refused(delivery, reason, names, self._new_id()))
                 continue
             parcel, held, limit_ms = publication.parcel, envelope.held, limits.get(envelope.parcel.route)
             hold = too_late(envelope.parcel.due_ms, now_ms, limit_ms, held and held.hold) if limits else None

@@ -18,6 +18,10 @@ from delayer.core.plan import Policy
 class Backlog(Protocol):
     """The messages that wait in a store."""
 
+    def begin_term(self) -> None:
+        """A new subscription got its first delivery. From its first operation with a key on, those of earlier terms,
+        of this or another process, fail: they come again, and in order."""
+
     async def apply(self, operations: Sequence[Operation]) -> Applied:
         """Commit ``operations`` in one transaction, with the result that one after another would have, in their order.
 

@@ -17,9 +17,11 @@ import structlog
 from delayer.amqp.properties import decoded, parsed
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
+from delayer.core.errors import Rejected
 from delayer.core.heartbeat import Heartbeat
+from delayer.core.hold import unfit
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
-from delayer.core.message import Delivery, Target
+from delayer.core.message import Delivery, Parcel, Target
 from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer
 from delayer.intake.handle import parcel
 from delayer.intake.ports import Backlog, Clock, Consumer
@@ -83,9 +85,22 @@ class LevelTakeover(Handler):
             due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
             # With its digits, because the bindings of that cascade begin with "#.".
             parcels.append(parcel(delivery, due_ms, Target(self._cascade.delivery.encode(), delivery.routing_key)))
-        await self._backlog.apply(parcels)
-        self._counters.add("parked", [one.route for one in parcels])
+        await self._park(parcels)
         acks.accept(delivery.tag for delivery in batch)
+
+    async def _park(self, parcels: Sequence[Parcel]) -> None:
+        """Park these. If the database rejects one, each half is parked by itself, and the one that is found is held:
+        RabbitMQ drops a message that returns to its level too often. Raises StoreLost."""
+        try:
+            await self._backlog.apply(parcels)
+        except Rejected as rejected:
+            if len(parcels) == 1:
+                await self._backlog.hold([(parcels[0], unfit(str(rejected)))])
+            else:
+                await self._park(parcels[: len(parcels) // 2])
+                await self._park(parcels[len(parcels) // 2 :])
+        else:
+            self._counters.add("parked", [one.route for one in parcels])
 
     def _too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
         if not (delivery.redelivered and self._cascade.counts_deliveries):

@@ -18,7 +18,7 @@ from delayer.core.errors import LaneLost, Rejected, StoreLost
 from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import Hold
 from delayer.core.message import Parcel
-from delayer.core.operations import Applied, Cancel, Fold, Operation, fold
+from delayer.core.operations import Applied, Cancel, Fold, Operation, Term, fold
 from delayer.core.segment import Restoration
 from delayer.retry import LOSSES, Backoff, first_set, raise_first, take_failures
 from delayer.store.errors import plain_reason
@@ -67,6 +67,7 @@ class PostgresBacklog:
         """Set while the last look at the store failed."""
         self._link = link
         self._ownership = LaneOwnership(link, broker, away_seconds)
+        self._term = Term(0)
         self._turn, self._far_turn = count(), count()
         self._began = time.monotonic()
         self.spare = self._ownership.spare
@@ -147,13 +148,20 @@ class PostgresBacklog:
         reason = self.reason or "no lane without a connection to the broker"
         return StoreLost(reason, MORE_LANES if self.spare.is_set() else "")
 
+    def begin_term(self) -> None:
+        """Operations with keys of earlier terms fail from the next one on: see intake.ports.Backlog."""
+        self._term = Term(self._ownership.intake)
+
     async def apply(self, operations: Sequence[Operation]) -> Applied:
         """Commit operations: see intake.ports.Backlog."""
+        term = self._term
         ordered = any(isinstance(one, Cancel) or one.key is not None for one in operations)
         batch = fold(operations) if ordered else Fold([one for one in operations if isinstance(one, Parcel)])
         lanes = self._ownership.all
         far = lanes[next(self._far_turn) % len(lanes)] if lanes else 0
-        return await self._write(lambda store, lane: store.apply(lane, batch, far), bulk=is_bulk(batch.kept))
+        applied = await self._write(lambda store, lane: store.apply(lane, batch, far, term), bulk=is_bulk(batch.kept))
+        self._ownership.intake = max(self._ownership.intake, term.epoch or 0)
+        return applied
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         """Commit held messages: see intake.ports.Backlog. If the database rejects one, each half is held by itself; the

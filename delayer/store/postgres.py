@@ -25,7 +25,7 @@ from delayer.core.errors import LaneLost, Rejected, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import LaneTable, Parcel
-from delayer.core.operations import Applied, Fold
+from delayer.core.operations import Applied, Fold, Term
 from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
 from delayer.store import pool, schema, servers, statements
@@ -137,17 +137,23 @@ class PostgresStore:
     def now_lower_ms(self) -> int:
         return self._clock.now_lower_ms()
 
-    async def apply(self, lane: PostgresLane, batch: Fold, far: int) -> Applied:
+    async def apply(self, lane: PostgresLane, batch: Fold, far: int, term: Term | None) -> Applied:
         """Commit what is left of a batch: messages that are due soon into ``lane``, those due later into lane ``far``,
         and those of a route with a lane of its own there. Wakes ``lane`` afterwards.
 
-        Raises LaneLost if this process does not own ``lane`` any more (nothing is committed), Rejected, StoreLost.
+        Raises LaneLost if this process does not own ``lane`` any more (nothing is committed), Rejected, StoreLost; also
+        if the batch has keys, and another process has begun a term since ``term``.
         """
         routes, far_ms = self._routes, self._clock.now_lower_ms() + FAR_MS
         place = Placement(lane.number, routes, lane.epoch, far, far_ms, self._history_days > 0)
         await self._ensure_days({parcel.due_ms // DAY_MS for parcel in batch.kept})
         try:
-            return await self._write("park", lane, lambda connection: apply_batch(connection, place, batch))
+            applied, epoch = await self._write(
+                "park", lane, lambda connection: apply_batch(connection, place, batch, term)
+            )
+            if term is not None:
+                term.epoch = epoch
+            return applied
         finally:
             # Also when the commit is in doubt: a note too many costs one claim that finds nothing.
             if dues := [parcel.due_ms for parcel in batch.kept if lane_of(parcel, place) == lane.number]:
@@ -274,12 +280,16 @@ def to_notify(place: Placement, dues: Iterable[tuple[Parcel, int]]) -> dict[int,
     )
 
 
-async def apply_batch(connection: Connection, place: Placement, batch: Fold) -> Applied:
-    """Write what is left of a batch, in the open transaction. Raises LaneLost, the driver's errors."""
+async def apply_batch(
+    connection: Connection, place: Placement, batch: Fold, term: Term | None = None
+) -> tuple[Applied, int | None]:
+    """Write what is left of a batch, in the open transaction. Returns the epoch of ``term`` too; an import has none.
+    Raises LaneLost, StoreLost, the driver's errors."""
     if batch.keys or batch.groups:
-        return batch.applied(await _park_keyed(connection, place, batch))
+        deleted, epoch = await _park_keyed(connection, place, batch, term)
+        return batch.applied(deleted), epoch
     await park_plain(connection, place, batch.kept)
-    return Applied()
+    return Applied(), None if term is None else term.epoch
 
 
 async def park_plain(connection: Connection, place: Placement, parcels: Sequence[Parcel]) -> None:
@@ -293,8 +303,11 @@ async def park_plain(connection: Connection, place: Placement, parcels: Sequence
     await _count(connection, place, Counter((lane, "parked") for lane in lanes))
 
 
-async def _park_keyed(connection: Connection, place: Placement, batch: Fold) -> set[bytes]:
-    """Delete what waits under the keys of the batch, and park its messages. Returns the keys under which one waited."""
+async def _park_keyed(
+    connection: Connection, place: Placement, batch: Fold, term: Term | None
+) -> tuple[set[bytes], int | None]:
+    """Delete what waits under the keys of the batch, and park its messages. Returns the keys under which one waited,
+    and the epoch of the term."""
     touched = batch.keys | await keys.of_groups(connection, batch.groups)
     cancelled = await keys.cancel_waiting(connection, touched)
     lanes = [lane_of(parcel, place) for parcel in batch.kept]
@@ -313,8 +326,22 @@ async def _park_keyed(connection: Connection, place: Placement, batch: Fold) -> 
         entries = [history.of_row(row, now_ms) for row in cancelled.rows]
         entries += [history.of_parcel(history.CANCELLED, None, p, now_ms, parked_ms=now_ms) for p in batch.dropped]
         await history.write(connection, entries)
+    epoch = None if term is None else await _fence(connection, term)
     await _count(connection, place, _changes(place, batch, lanes, cancelled))
-    return cancelled.keys
+    return cancelled.keys, epoch
+
+
+async def _fence(connection: Connection, term: Term) -> int:
+    """The epoch of the term, which its first batch raises; every batch holds it until the commit. So the next process
+    waits for this transaction, and a transaction that comes behind the next process fails."""
+    if term.epoch is None:
+        raise_it = "UPDATE intake SET epoch = epoch + 1 WHERE epoch = $1 RETURNING epoch"
+        epoch: int | None = await connection.fetchval(raise_it, term.seen)
+    else:
+        epoch = await connection.fetchval("SELECT epoch FROM intake WHERE epoch = $1 FOR SHARE", term.epoch)
+    if epoch is None:
+        raise StoreLost("another process applies the operations with keys now: these come again behind its own")
+    return epoch
 
 
 def _changes(place: Placement, batch: Fold, lanes: Sequence[int], cancelled: keys.Cancelled) -> Changes:

@@ -119,6 +119,10 @@ CREATE TABLE lane (
     CONSTRAINT lane_route_key UNIQUE (route)
 );
 
+-- Grows with every process that begins to apply operations with keys, and fences off those of the process before.
+CREATE TABLE intake (epoch bigint NOT NULL);
+INSERT INTO intake VALUES (0);
+
 -- A number of messages for each lane and kind of event. at is when another transaction than a park last changed it: for
 -- kinds released and held, when the lane last advanced.
 CREATE TABLE counter (

@@ -40,6 +40,8 @@ class Daemon:
         self.backlog = backlog
         self.lanes: list[Lane] = []
         self.stopping = asyncio.Event()
+        self.began = False
+        """Whether it began a term; its first operations begin one."""
         self._taken = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -77,6 +79,9 @@ class Daemon:
         return self.backlog.now_upper_ms()
 
     async def apply(self, *operations: Operation) -> Applied:
+        if not self.began:
+            self.began = True
+            self.backlog.begin_term()
         return await self.backlog.apply(operations)
 
     async def release_all(self) -> list[Due]:

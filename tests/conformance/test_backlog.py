@@ -12,7 +12,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import KeyGroup, Parcel, Target
 from delayer.core.operations import Cancel
-from tests.conformance.stores import Stores, hold_all, one_lane, waking
+from tests.conformance.stores import Daemon, Stores, hold_all, one_lane, waking
 from tests.support.fakes import NO_CONFIRM, WHY
 from tests.support.place import eventually
 from tests.support.store import MANY, ROOM, bodies, parcel, release_all
@@ -163,3 +163,48 @@ async def test_without_a_lane_nothing_is_taken_and_the_reason_is_told(stores: Op
                 with pytest.raises(StoreLost):
                     await attempt
         assert await store.totals() == {}
+
+
+async def test_operations_with_keys_of_an_earlier_term_fail(stores: Open) -> None:
+    """However late they reach the store: the next process has applied them again, and newer ones behind them."""
+    store = stores(2)
+    async with store.daemon() as one, store.daemon() as two:
+        await eventually(lambda: (len(one.lanes), len(two.lanes)), lambda found: found == (1, 1))
+        due_ms = one.now_ms + FAR_MS
+        await one.apply(parcel(due_ms, b"old", key=b"k"))
+        for late, newer in ((one, two), (two, one)):  # The first one begins its second term in the second turn.
+            await eventually(lambda daemon=newer: takes_over(daemon), bool)
+            await newer.apply(Cancel(b"k"), parcel(due_ms, b"newer", key=b"l"))
+            for operations in ([parcel(due_ms, b"old", key=b"k")], [Cancel(b"l")], [Cancel(KeyGroup(b"l"))]):
+                with pytest.raises(StoreLost, match="another process applies the operations with keys now"):
+                    await late.apply(*operations)
+            await late.apply(parcel(due_ms, b"plain"))
+        assert sorted(await bodies_waiting(store)) == [b"newer", b"plain", b"plain"]
+
+
+async def bodies_waiting(store: Stores) -> list[object]:
+    waiting, *_ = await store.standing()
+    return [body for *_, body, _ in waiting]
+
+
+async def takes_over(daemon: Daemon) -> bool:
+    """Begin a term, and whether a batch with a key is applied in it: the last look may be a second old."""
+    daemon.backlog.begin_term()
+    daemon.began = True
+    try:
+        await daemon.apply(Cancel(b"nothing"))
+    except StoreLost:
+        return False
+    return True
+
+
+async def test_a_term_whose_first_batch_comes_late_fails_too(stores: Open) -> None:
+    store = stores(2)
+    async with store.daemon() as one, store.daemon() as two:
+        await eventually(lambda: (len(one.lanes), len(two.lanes)), lambda found: found == (1, 1))
+        one.backlog.begin_term()
+        one.began = True
+        await two.apply(parcel(two.now_ms + FAR_MS, b"newer", key=b"k"))
+        with pytest.raises(StoreLost, match="another process"):
+            await one.apply(parcel(one.now_ms + FAR_MS, b"old", key=b"k"))
+        assert await bodies_waiting(store) == [b"newer"]

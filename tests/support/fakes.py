@@ -20,7 +20,7 @@ from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import CONFIRMED, Hold, HoldKind, Limits, Outcome
 from delayer.core.message import Delivery, Due, LaneRow, LaneTable, Outgoing, Parcel, Schedule, Target
-from delayer.core.operations import Applied, Fold
+from delayer.core.operations import Applied, Fold, Term
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
 from delayer.intake.consume import AckTracker, Handler, Session
@@ -299,7 +299,7 @@ class ScriptedStore:
     def now_lower_ms(self) -> int:
         return NOW
 
-    async def apply(self, lane: ScriptedLane, batch: Fold, far: int) -> Applied:
+    async def apply(self, lane: ScriptedLane, batch: Fold, far: int, term: Term) -> Applied:
         if self.on_write is not None:
             await self.on_write(lane.number)
         self.parked.append((lane.number, batch.kept, far))

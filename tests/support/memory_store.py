@@ -20,7 +20,7 @@ from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold
 from delayer.core.message import WINDOW_MS, Due, Parcel, Target
-from delayer.core.operations import Applied, Fold, Operation, fold
+from delayer.core.operations import Applied, Fold, Operation, Term, fold
 from delayer.retry import first_set
 from delayer.store.lanes.ownership import share
 from delayer.store.lanes.placement import FAR_MS
@@ -83,6 +83,8 @@ class MemoryStore:
         self.live: list[MemoryBacklog] = []
         self.travel: Callable[[], Awaitable[None]] = self._at_once
         """Awaited before each statement. A simulation delays statements there, or raises StoreLost."""
+        self.intake = 0
+        """The epoch of the intake: how often a process began to apply operations with keys."""
         self._ids = count(1)
 
     async def _at_once(self) -> None:
@@ -164,6 +166,7 @@ class MemoryBacklog:
         self._own: list[MemoryLane] = []
         self._taken: asyncio.Queue[MemoryLane | None] = asyncio.Queue()
         self._far_turn = count()
+        self._term = Term(0)
 
     @property
     def usable(self) -> bool:
@@ -178,11 +181,19 @@ class MemoryBacklog:
 
     now_lower_ms = now_upper_ms
 
+    def begin_term(self) -> None:
+        self._term = Term(self._store.intake)
+
     async def apply(self, operations: Sequence[Operation]) -> Applied:
-        batch, store = fold(operations), self._store
+        batch, store, term = fold(operations), self._store, self._term
         await store.travel()
         while locked := [one.locked_by for one in store.standing(batch) if one.locked_by is not None]:
             await locked[0].ended.wait()
+        if batch.keys or batch.groups:
+            if store.intake != (term.seen if term.epoch is None else term.epoch):
+                raise StoreLost("another process applies the operations with keys now")
+            store.intake += term.epoch is None
+            term.epoch = store.intake
         touched = store.standing(batch)
         own, far = self._own_lane(), self._far_lane()
         for message in touched:

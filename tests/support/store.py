@@ -23,7 +23,7 @@ class Store(PostgresStore):
 
     async def park(self, lane: PostgresLane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """Cancel, and park afterwards. Returns the keys of the cancels that met a message."""
-        applied = await self.apply(lane, fold([*map(Cancel, cancels), *parcels]), lane.number)
+        applied = await self.apply(lane, fold([*map(Cancel, cancels), *parcels]), lane.number, None)
         return frozenset(cancels[at] for at in applied.cancelled)
 
 

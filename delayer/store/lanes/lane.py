@@ -43,6 +43,8 @@ one second, which is not enough."""
 STUCK_SECONDS: Final = 30.0
 """A lane that has had due rows for so many seconds, and settled no claim, is stuck. A claim takes ten at most."""
 STUCK_ADVICE: Final = 'look for this lane above; see "A lane that does not advance" in docs/operations.md'
+TURN_SECONDS: Final = 1.0
+"""How long a claim waits for its turn at a shared session. Then its caller feeds the watchdog, and asks again."""
 HORIZON_MS: Final = 61_000
 """How far a claim looks ahead for the next row. If there is none, the lane claims again at that instant."""
 
@@ -61,7 +63,11 @@ class PostgresClaimer:
         lane = self._lane
         if self.opened is not None:
             raise RuntimeError(f"lane {lane.number}: claim before the last one was settled or given up")
-        await self.session.claims.acquire()  # Lanes that share the session take turns.
+        try:  # Lanes that share the session take turns; a turn may take as long as a publish.
+            async with asyncio.timeout(TURN_SECONDS):
+                await self.session.claims.acquire()
+        except TimeoutError:
+            return []
         self._has_session = True
         try:
             rows = await self._claim(limit, max_bytes)

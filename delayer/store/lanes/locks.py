@@ -126,7 +126,7 @@ class LaneLocks:
             raise
         present = sorted(pid for row in rows[:1] for pid in row["present"])
         lanes = [LaneRow(row["number"], row["route"], row["owned"], row["broker"]) for row in rows if row["number"]]
-        return LaneTable(lanes, len(present), present.index(self._pid))
+        return LaneTable(lanes, len(present), present.index(self._pid), rows[0]["intake"])
 
     def leave(self) -> None:
         """End the presence: the other processes share this one's lanes. A later look begins it again."""
@@ -144,14 +144,18 @@ class LaneLocks:
         try:
             lock = await self._open_session(application_of(number), sessions)
             with translated(f"take lane {number}"):
-                if not await lock.fetchval(_LOCK, number):
-                    await close()
-                    return None
-                cursor = ReleaseCursor(self._clock)
-                # Before anything is read: a row that others put into the lane from here on is either notified or seen.
-                await listen(lock, number, cursor.notified)
-                await self._open_session(application_of(number), sessions)
-                [lane] = await self._begin(lock, {number: cursor}, lambda _: (sessions, close))
+                async with sessions[0].turn:  # Else its keeper would ask in the middle of another statement.
+                    if not await lock.fetchval(_LOCK, number):
+                        lane = None
+                    else:
+                        cursor = ReleaseCursor(self._clock)
+                        # Before anything is read: a row that others put into the lane from here on is either notified
+                        # or seen.
+                        await listen(lock, number, cursor.notified)
+                        await self._open_session(application_of(number), sessions)
+                        [lane] = await self._begin(lock, {number: cursor}, lambda _: (sessions, close))
+            if lane is None:
+                await close()
         except BaseException:
             await close()
             raise
@@ -167,16 +171,22 @@ class LaneLocks:
         while len(self._limited) < LIMITED_SESSIONS:
             await self._open_session("delayer lane limited", self._limited)
 
-        def placed(number: int) -> tuple[Sequence[LaneSession], Unlock]:
-            return [self._limited[number % LIMITED_SESSIONS]], partial(self._unlock, presence, number)
+        forget: dict[int, Unlock] = {}
 
-        async with self._turn:
-            with translated("take lanes of limited routes"):
-                rows = await presence.fetch(_LOCK_EACH, numbers)
-                cursors = {number: ReleaseCursor(self._clock, lead_ms=0) for number, locked in rows if locked}
-                for number, cursor in cursors.items():
-                    await listen(presence, number, cursor.notified)
-                return await self._begin(presence, cursors, placed)
+        def placed(number: int) -> tuple[Sequence[LaneSession], Unlock]:
+            return [self._limited[number % LIMITED_SESSIONS]], partial(self._unlock, presence, number, forget[number])
+
+        try:
+            async with self._turn:
+                with translated("take lanes of limited routes"):
+                    rows = await presence.fetch(_LOCK_EACH, numbers)
+                    cursors = {number: ReleaseCursor(self._clock, lead_ms=0) for number, locked in rows if locked}
+                    for number, cursor in cursors.items():
+                        forget[number] = await listen(presence, number, cursor.notified)
+                    return await self._begin(presence, cursors, placed)
+        except BaseException:
+            self.leave()  # Its locks would keep these lanes from every process.
+            raise
 
     async def _begin(
         self,
@@ -216,11 +226,12 @@ class LaneLocks:
         sessions.append(LaneSession(connection, self._clock, application))
         return connection
 
-    async def _unlock(self, presence: Connection, number: int) -> None:
-        """Free the lane of a limited route."""
+    async def _unlock(self, presence: Connection, number: int, forget: Unlock) -> None:
+        """Free the lane of a limited route, and ``forget`` its notifications."""
         if not presence.is_closed():
             async with self._turn:
                 try:
+                    await forget()
                     await presence.execute(_UNLOCK, number, timeout=LOOK_TIMEOUT)
                 except DRIVER_ERRORS as error:
                     log.warning("lane connection broken", session="delayer presence", error=describe(error))

@@ -6,7 +6,8 @@ A notification is a hint: an owner that misses one finds the row by its scan, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Final
 
 from asyncpg import Connection
@@ -49,15 +50,16 @@ async def notify(connection: Connection, waiting: Mapping[int, int], held: Mappi
             await connection.execute("SELECT pg_notify($1, $2)", channel(lane), f"{kind} {at_ms}")
 
 
-async def listen(connection: Connection, lane: int, told: Callable[[str, int], None]) -> None:
+async def listen(connection: Connection, lane: int, told: Callable[[str, int], None]) -> Callable[[], Awaitable[None]]:
     """Pass on notifications from now on, on the connection that holds the lock of ``lane``. ``told`` hears of a WAITING
-    or a HELD row, and from which instant on it is to be claimed (epoch ms)."""
+    or a HELD row, and from which instant on it is to be claimed (epoch ms). Returns the function that ends this."""
 
     def on_notification(_connection: object, _pid: int, _channel: str, payload: str) -> None:
         if (one := parsed(payload)) is not None:
             told(*one)
 
     await connection.add_listener(channel(lane), on_notification)
+    return partial(connection.remove_listener, channel(lane), on_notification)
 
 
 def parsed(payload: str) -> tuple[str, int] | None:

@@ -78,6 +78,8 @@ class LaneOwnership:
         """Set while there is a lane to park into."""
         self.spare = asyncio.Event()
         """Set while there are more processes than lanes, and this one has no share."""
+        self.intake = 0
+        """The epoch of the intake, by the last look."""
         self.live = 0
         """The processes of the store, by the last look."""
         self.routes: Collection[bytes] = ()
@@ -114,7 +116,7 @@ class LaneOwnership:
             source.leave()
             return
         table = await self.routed(source, self.routes)
-        self.live = table.live
+        self.live, self.intake = table.live, table.intake
         self._ordinary = [row.number for row in table.lanes if row.route is None]
         if not self._ordinary:
             raise StoreLost("the store has no lanes", "run `delayer db upgrade`")

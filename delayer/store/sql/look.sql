@@ -9,7 +9,7 @@ WITH locks AS MATERIALIZED (
 )
 SELECT l.number, l.route, l.broker,
        EXISTS (SELECT FROM locks WHERE locks.number = l.number) AS owned,
-       ARRAY(SELECT pid FROM locks WHERE locks.number = 0) AS present
+       ARRAY(SELECT pid FROM locks WHERE locks.number = 0) AS present, (SELECT epoch FROM intake) AS intake
 FROM (SELECT) AS one
 LEFT JOIN lane AS l ON true
 ORDER BY l.number

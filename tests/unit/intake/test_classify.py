@@ -302,6 +302,7 @@ class Gathered:
     """A handler in a session; records the batches that it parks, and its publishes."""
 
     def __init__(self, live: ScriptedLive | None = None, *, prefetch: int = 5_000, keep_ms: int = 150) -> None:
+        self.terms = 0
         self.parks: list[list[bytes]] = []
         self.cancels: list[bytes] = []
         self.gate = asyncio.Event()
@@ -316,6 +317,9 @@ class Gathered:
         self.handler = IntakeHandler(self.live, dispatch, self, self.counters)
         self.session = Session(self.acks, lambda: None, 3)
         self.handler.begin(self.session)
+
+    def begin_term(self) -> None:
+        self.terms += 1
 
     async def apply(self, operations: Sequence[Operation]) -> Applied:
         parcels = [one for one in operations if isinstance(one, Parcel)]
