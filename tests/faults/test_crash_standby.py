@@ -3,6 +3,7 @@ folded; and the standby dies at each step of a release. The other daemon goes on
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -124,3 +125,35 @@ async def test_the_standby(vhost: str, store: str, point: str, copies: int) -> N
     assert max(came.values()) <= copies
     assert sum(came.values()) <= KEYS + theirs * (copies - 1)
     assert counters["released"] == counters["parked"] == KEYS
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("second", ["cancel", "replace"])
+async def test_a_batch_that_reaches_the_store_behind_those_of_the_next_daemon(
+    rabbitmq: RabbitMQ, vhost: str, store: str, second: str
+) -> None:
+    """The active daemon loses the broker while its batch is on a slow line to the store."""
+    name, port = unquote(vhost.rpartition("/")[2]), int(store.rpartition(":")[2].partition("/")[0])
+    async with Proxy(rabbitmq.port) as to_broker, Proxy(port) as to_store:
+        through = {
+            "BROKER__URL": rabbitmq.url(name, port=to_broker.port),
+            "STORE__URL": store.replace(f":{port}/", f":{to_store.port}/"),
+        }
+        place = await Place("store", vhost, store).declare()
+        async with place.daemon(**through) as active:
+            await active.ready()
+            async with place.daemon() as standby, inbox(place) as (raw, came):
+                await standby.ready()
+                owners = "SELECT count(DISTINCT owner) FROM lane"
+                await eventually(lambda: place.ask(owners), lambda found: found == 2)
+                to_store.slow(delay=0.25)
+                due_ms = now_ms() + DUE_MS
+                await raw.publish(park("k", "old", due_ms))
+                await asyncio.sleep(0.1)  # So that the batch is on its way.
+                await raw.publish(cancel("k") if second == "cancel" else park("k", "newest", due_ms))
+                to_broker.cut()
+                await standby.event("standby took over")
+                await active.event("consuming interrupted", timeout=60)  # After the end of its batch.
+                to_store.resume()
+                await finished(place, active, standby)
+    assert came == ({} if second == "cancel" else {"newest": 1})

@@ -13,7 +13,8 @@ from delayer.store.lanes.locks import LIMITED_SESSIONS
 from tests.integration.lanes_shared import Process, migrated, running
 from tests.support.place import eventually
 from tests.support.postgres import Postgres
-from tests.support.store import parcel, sql
+from tests.support.proxy import Proxy
+from tests.support.store import ROOM, bodies, claim_when_due, free_lanes, opened, parcel, sql
 
 CONSTANT = 4
 """Connections of a process apart from those of its lanes."""
@@ -113,10 +114,56 @@ async def test_a_limited_message_is_not_early(database: str) -> None:
     async with running(database, rates={b"slow": 1000.0}) as process:
         await eventually(lambda: len(process.backlog.numbers) == LANES + 1)
         due_ms = process.now_upper_ms() + 700
-        await process.backlog.apply([parcel(due_ms + n, b"%d" % n, route=b"slow") for n in range(20)])
-        while len(process.publisher.published) < 20:
-            lower = process.backlog.now_lower_ms() or 0
-            sent = len(process.publisher.published)
-            upper = process.now_upper_ms()
-            assert sent == 0 or upper >= due_ms, (lower, sent)
+        await process.backlog.apply([parcel(due_ms + 50 * n, b"%d" % n, route=b"slow") for n in range(20)])
+        while (sent := len(process.publisher.published)) < 20:
+            assert sent == 0 or process.now_upper_ms() >= due_ms + 50 * (sent - 1), sent
             await asyncio.sleep(0.005)
+
+
+async def test_a_failed_take_gives_up_its_locks(database: str) -> None:
+    """Else no process could take these lanes, and nobody would release them."""
+    await migrated(database)
+    async with sql(database) as admin, sql(database) as locker:
+        async with running(database) as first:
+            await first.backlog.limit([b"slow"])
+        async with locker.transaction():
+            await locker.execute("SELECT FROM lane WHERE route IS NOT NULL FOR UPDATE")
+            async with running(database, rates={b"slow": 10.0}) as process:
+                waits = "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+                await eventually(lambda: admin.fetchval(waits))
+                await locker.execute("ROLLBACK")
+                await eventually(lambda: len(process.backlog.numbers) == LANES + 1)
+                await park_each(process, [b"slow"], 1)
+                await eventually(lambda: process.publisher.published)
+                await locker.execute("BEGIN")
+
+
+async def test_a_claim_waits_a_moment_for_a_shared_session(database: str) -> None:
+    """Then its release feeds the watchdog. A silent destination may keep the session for seconds."""
+    async with opened(database) as store:
+        await store.add_routes(routes(2 * LIMITED_SESSIONS))
+        numbers = (await store.look()).routes.values()
+        lanes = await store.take_limited(sorted(numbers))
+        first, *others = [lane for lane in lanes if lane.number % LIMITED_SESSIONS == 0]
+        now = store.now_upper_ms()
+        [own] = await free_lanes(store, 1)
+        await store.park(own, [parcel(now, b"x", route=lane.route) for lane in [first, *others]], [])
+        rows = await claim_when_due(first)
+        assert await others[0].claimers[0].claim(10, ROOM) == []
+        await first.claimers[0].settle(rows, [])
+        assert bodies(await claim_when_due(others[0])) == [b"x"]
+        await others[0].claimers[0].give_up()
+        for lane in [own, *lanes]:
+            await lane.close()
+
+
+async def test_lanes_are_taken_over_a_slow_line(postgres: Postgres, database: str) -> None:
+    """Taking a lane needs some statements, longer together than the session is left alone."""
+    await migrated(database)
+    async with Proxy(postgres.port) as proxy:
+        url = database.replace(f":{postgres.port}/", f":{proxy.port}/")
+        async with opened(url) as store:
+            proxy.slow(delay=0.1)
+            [lane] = await free_lanes(store, 1)
+            await lane.close()
+            proxy.resume()

@@ -405,6 +405,30 @@ async def test_a_failed_park_with_keys_returns_the_later_batches() -> None:
     assert it.cancels == [b"a", b"a"]
 
 
+async def test_waiting_batches_with_keys_are_bounded() -> None:
+    """In bytes too: the reader stops, and no transaction becomes larger than any other."""
+    it = Gathered()
+    it.gate.clear()
+    body = bytes(PARK_BYTES // 4)
+    batch = [delivery(tag, LATER, says(b"x-delay-key", b"%d" % tag))._replace(body=body) for tag in range(1, 12)]
+    for one in batch[:3]:
+        await it.take(one)
+        it.handler.flush()
+    assert not it.handler.full
+    for one in batch[3:]:
+        await it.take(one)
+        it.handler.flush()
+    assert it.handler.full
+    reading = asyncio.create_task(it.session.room(lambda: it.handler.full))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    it.gate.set()
+    await reading
+    await it.session.settled()
+    assert max(sum(map(len, park)) for park in it.parks) <= PARK_BYTES
+    assert sum(map(len, it.parks)) == len(batch)
+
+
 async def test_a_full_prefetch_ends_the_wait_for_company() -> None:
     it = Gathered(prefetch=2)
     await it.take(asks(1, 5_000))

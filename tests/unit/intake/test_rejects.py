@@ -4,7 +4,7 @@ gets a plain reason."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +13,8 @@ from delayer.core.errors import Rejected, StoreLost
 from delayer.core.hold import Hold
 from delayer.core.message import Delivery, Parcel
 from delayer.core.operations import Applied, Cancel, Operation
+from delayer.intake.consume import Dispatch
+from delayer.intake.holding import Objection
 from tests.support.fakes import WHY, ScriptedLane, ScriptedStore, due
 from tests.unit.intake.test_classify import Gathered, asks, cancel
 from tests.unit.store.backlog_scene import at_work
@@ -99,3 +101,40 @@ async def test_a_hold_that_is_rejected_with_a_plain_reason_too_is_lost() -> None
         store.on_write = rejecting
         with pytest.raises(Rejected):
             await it.backlog.hold([(due(n).parcel, WHY) for n in range(3)])
+
+
+async def test_a_refused_cancel_is_not_answered() -> None:
+    """It still stands in the refused queue, and may be retried."""
+
+    class RejectingCancels(Gathered):
+        async def apply(self, operations: Sequence[Operation]) -> Applied:
+            raise Rejected("park: planted")
+
+    it = RejectingCancels()
+    await it.take(cancel(1, b"a")._replace(exchange=b"orders.in"))
+    it.handler.flush()
+    await it.session.settled()
+    [refused] = it.publisher.published
+    assert refused.exchange == it.live.names().refused_exchange
+
+
+async def test_a_message_whose_hold_is_rejected_is_refused() -> None:
+    class Holder:
+        new_id = staticmethod(lambda: b"id")
+
+        async def hold(self, objections: Sequence[Objection], on_held: Callable[[Sequence[Objection]], object]) -> None:
+            if any(one.parcel.body == BAD for one in objections):
+                raise Rejected("hold: planted")
+            held.extend(one.parcel.body for one in objections)
+            on_held(objections)
+
+    it, held = Gathered(), list[bytes]()
+    dispatch = Dispatch(it.publisher, Holder(), it.live, it.counters)  # type: ignore[arg-type]
+    batch = [asks(tag, 0) for tag in range(1, 10)]
+    it.session.acks.read(batch)
+    objections = [Objection(one, due(1).parcel._replace(body=one.body), WHY) for one in batch]
+    await dispatch.hold(objections, it.session.acks)
+    assert held == [b"%d" % tag for tag in range(1, 10) if tag != 7]
+    [refused] = it.publisher.published
+    assert (refused.exchange, refused.body) == (it.live.names().refused_exchange, BAD)
+    assert it.session.acks.outstanding == 0
